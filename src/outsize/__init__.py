@@ -1,0 +1,1 @@
+"""Train PyTorch models that outsize your GPU."""

@@ -1,0 +1,1 @@
+"""From a live module to a tape, a graph, costs and measurements."""

@@ -1,0 +1,187 @@
+"""Every error outsize raises on purpose: a code, what happened, the numbers, the next step to type.
+
+    OutsizeError
+    ├── InputError            what the user handed over
+    │   ├── UnknownModel        E101   no such model spec
+    │   ├── ModelNotImportable  E102   the builder's module fails to import
+    │   ├── ExampleRejected     E103   the model itself rejects the example batch
+    │   ├── BatchNotDivisible   E104   batch size / microbatches leaves a rest
+    │   ├── UnknownDevice       E105   a device or cluster name nobody knows
+    │   └── BadOption           E106   an option's value makes no sense
+    ├── CaptureError          turning a forward into a tape
+    │   ├── NotCapturable       E111   the forward decides on activations, or hides a tensor
+    │   └── ReplayMismatch      E112   the tape, replayed, is not what the model does
+    ├── PlanError             deciding
+    │   ├── NoFeasiblePlan      E201   no split fits the devices
+    │   ├── TooManyStages       E202   more stages than units
+    │   ├── ModelMismatch       E203   the plan was made for another model
+    │   ├── WorldMismatch       E204   the plan wants another number of processes
+    │   └── BadPlan             E205   the plan file cannot be read or contradicts itself
+    ├── ScheduleError
+    │   └── InvalidSchedule     E301   a schedule deadlocks, misorders or forgets an action
+    └── RunError              doing
+        ├── RankFailed          E401   a process of the run failed
+        └── BoundaryMismatch    E402   a tensor on the wire is not what the tape promised
+
+Only leaves are raised; the inner classes are for `except`. The message is one line:
+`NoFeasiblePlan [E201]: what; numbers. Next: what to type.`
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import ClassVar, final
+
+
+class OutsizeError(Exception, ABC):
+    """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
+
+    code: ClassVar[str] = "E000"
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, what: str, *, numbers: str = "", next_step: str = "") -> None:
+        self.what, self.numbers, self.next_step = what, numbers, next_step
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        head = f"{type(self).__name__} [{self.code}]: {self.what}"
+        head = f"{head}; {self.numbers}" if self.numbers else head
+        return f"{head}. Next: {self.next_step}" if self.next_step else f"{head}."
+
+
+class InputError(OutsizeError, ABC):
+    """The user's input cannot be used."""
+
+
+@final
+class UnknownModel(InputError):
+    """No model under this spec."""
+
+    code = "E101"
+
+
+@final
+class ModelNotImportable(InputError):
+    """The module or builder of MODEL cannot be imported or called."""
+
+    code = "E102"
+
+
+@final
+class ExampleRejected(InputError):
+    """The model raised on the example batch; the model's own error is in the text."""
+
+    code = "E103"
+
+
+@final
+class BatchNotDivisible(InputError):
+    """The batch does not divide into the microbatches asked for."""
+
+    code = "E104"
+
+
+@final
+class UnknownDevice(InputError):
+    """A device or cluster name that nobody knows."""
+
+    code = "E105"
+
+
+@final
+class BadOption(InputError):
+    """An option's value makes no sense."""
+
+    code = "E106"
+
+
+class CaptureError(OutsizeError, ABC):
+    """The forward cannot be written down as a tape."""
+
+
+@final
+class NotCapturable(CaptureError):
+    """The forward does something that a tape cannot hold; the text names file:line."""
+
+    code = "E111"
+
+
+@final
+class ReplayMismatch(CaptureError):
+    """Replaying the tape does not give what the model gives; the text names the instruction."""
+
+    code = "E112"
+
+
+class PlanError(OutsizeError, ABC):
+    """No plan, or a plan that does not belong here."""
+
+    exit_code = 3
+
+
+@final
+class NoFeasiblePlan(PlanError):
+    """No split of the model fits the devices."""
+
+    code = "E201"
+
+
+@final
+class TooManyStages(PlanError):
+    """More stages were asked for than the model has units."""
+
+    code = "E202"
+
+
+@final
+class ModelMismatch(PlanError):
+    """The plan's fingerprint is of another model."""
+
+    code = "E203"
+
+
+@final
+class WorldMismatch(PlanError):
+    """The plan wants another number of processes than there are."""
+
+    code = "E204"
+
+
+@final
+class BadPlan(PlanError):
+    """A plan that cannot be read, or whose stages do not cover the model in order."""
+
+    code = "E205"
+
+
+class ScheduleError(OutsizeError, ABC):
+    """A schedule that cannot be run."""
+
+    exit_code = 3
+
+
+@final
+class InvalidSchedule(ScheduleError):
+    """Deadlock, wrong order or a missing action; the text shows the grid with the cell."""
+
+    code = "E301"
+
+
+class RunError(OutsizeError, ABC):
+    """The run itself failed."""
+
+    exit_code = 4
+
+
+@final
+class RankFailed(RunError):
+    """One process of the run failed; the text names the first."""
+
+    code = "E401"
+
+
+@final
+class BoundaryMismatch(RunError):
+    """A tensor at a stage boundary differs from what the tape promised."""
+
+    code = "E402"

@@ -1,0 +1,1 @@
+"""The nouns: frozen, validated data that both wings share. No torch here."""

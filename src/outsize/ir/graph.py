@@ -1,0 +1,110 @@
+"""ModelGraph: the tape as data. Units in execution order, the values between them, the parameters.
+
+Every boundary between two neighbouring units is a legal cut: capture merges instructions that must
+stay together (an in-place life, two writers of one buffer) into one unit, so a planner may cut
+anywhere without asking. Values that any stage can compute from the inputs are not listed.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import final
+
+from outsize.ir.base import Record
+
+
+@final
+class Parameter(Record):
+    """One trainable or frozen tensor; `names` are all its FQNs (more than one when tied)."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    trainable: bool
+
+    @property
+    def name(self) -> str:
+        """The first FQN, under which the optimizer state lives."""
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@final
+class Value(Record):
+    """A tensor that crosses at least one unit boundary."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+    requires_grad: bool
+    producer: int
+    consumers: tuple[int, ...]
+
+
+@final
+class Unit(Record):
+    """The smallest piece a stage can be made of: one leaf call (or heavy op) with its glue.
+
+    `flops` and `moved_bytes` (read + written) are of the forward; `saved_bytes` is what autograd keeps
+    until the backward, each storage counted once, parameters not counted.
+    """
+
+    index: int
+    name: str
+    kind: str
+    parameters: tuple[str, ...]
+    buffer_bytes: int
+    flops: int
+    moved_bytes: int
+    saved_bytes: int
+
+
+@final
+class ModelGraph(Record):
+    """A model for one input signature, as the planner sees it."""
+
+    model: str
+    fingerprint: str
+    batch_size: int
+    units: tuple[Unit, ...]
+    values: tuple[Value, ...]
+    parameters: tuple[Parameter, ...]
+    output_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def parameter_of(self) -> dict[str, Parameter]:
+        """Every FQN (tied names too) -> its Parameter."""
+        return {name: p for p in self.parameters for name in p.names}
+
+    def owned_parameters(self, first: int, last: int) -> tuple[Parameter, ...]:
+        """Parameters whose first user is a unit in first..last (both inclusive)."""
+        owner = self.owner_of
+        return tuple(p for p in self.parameters if first <= owner.get(p.name, -1) <= last)
+
+    @cached_property
+    def owner_of(self) -> dict[str, int]:
+        """Canonical parameter name -> index of the unit that uses it first."""
+        owner: dict[str, int] = {}
+        for unit in self.units:
+            for name in unit.parameters:
+                owner.setdefault(self.parameter_of[name].name, unit.index)
+        return owner
+
+    def crossing(self, cut: int) -> tuple[Value, ...]:
+        """Values produced before unit `cut` and consumed by it or later."""
+        return tuple(v for v in self.values if v.producer < cut and v.consumers[-1] >= cut)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters, tied ones once."""
+        return sum(p.size_bytes for p in self.parameters)

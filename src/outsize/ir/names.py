@@ -1,0 +1,81 @@
+"""Names of runs of units: `model.layers.0-7` instead of 120 leaf names, and back.
+
+A unit is named by the FQN of its leaf call, `:op` behind the FQN of a frame for heavy glue, and `#k`
+for the k-th further call of the same module. A pattern covers the unit itself and everything below it.
+`compress` writes a contiguous run of units as the shortest list of patterns; `expand` reads it back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_RANGE = re.compile(r"^(.*\.)?(\d+)-(\d+)$")
+
+
+def prefixes(name: str) -> list[str]:
+    """All patterns that cover a unit, longest first: `a.b:op#1` -> [`a.b:op#1`, `a.b`, `a`]."""
+    found = [name]
+    path = re.split(r"[:#]", name)[0]
+    while path:
+        if path != found[-1]:
+            found.append(path)
+        path = path.rpartition(".")[0]
+    return found
+
+
+def compress(names: Sequence[str], first: int, last: int) -> tuple[str, ...]:
+    """Patterns that cover exactly the units first..last of `names` (both inclusive)."""
+    inside = list(names[first : last + 1])
+    outside = {p for n in [*names[:first], *names[last + 1 :]] for p in prefixes(n)}
+    patterns: list[str] = []
+    for name in inside:
+        free = [p for p in prefixes(name) if p not in outside]
+        pattern = free[-1] if free else name
+        if pattern not in patterns:
+            patterns.append(pattern)
+    return tuple(_fold(patterns))
+
+
+def _fold(patterns: list[str]) -> list[str]:
+    """`h.0, h.1, h.2` -> `h.0-2`."""
+    folded: list[tuple[str, int, int] | str] = []
+    for pattern in patterns:
+        head, _, tail = pattern.rpartition(".")
+        if not tail.isdigit():
+            folded.append(pattern)
+            continue
+        number, before = int(tail), folded[-1] if folded else ""
+        if isinstance(before, tuple) and before[0] == head and before[2] == number - 1:
+            folded[-1] = (head, before[1], number)
+        else:
+            folded.append((head, number, number))
+    return [_unfold(f) for f in folded]
+
+
+def _unfold(item: tuple[str, int, int] | str) -> str:
+    if isinstance(item, str):
+        return item
+    head, low, high = item
+    dot = f"{head}." if head else ""
+    return f"{dot}{low}" if low == high else f"{dot}{low}-{high}"
+
+
+def expand(patterns: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Indices of the units that the patterns cover, in order; KeyError names a pattern that covers none."""
+    wanted: set[int] = set()
+    for pattern in patterns:
+        plain = set(_plain(pattern))
+        hits = {i for i, name in enumerate(names) if plain & set(prefixes(name))}
+        if not hits:
+            raise KeyError(pattern)
+        wanted |= hits
+    return sorted(wanted)
+
+
+def _plain(pattern: str) -> list[str]:
+    match = _RANGE.match(pattern)
+    if match is None:
+        return [pattern]
+    head = match[1] or ""
+    return [f"{head}{i}" for i in range(int(match[2]), int(match[3]) + 1)]

@@ -1,0 +1,170 @@
+"""Plan: the decision as a small file that a person can read, edit, check and run.
+
+A plan never holds anything that follows from it and the graph; `expected` is what the planner believed
+when it decided and is only shown, never used to run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self, final
+
+from pydantic import Field, ValidationError
+
+from outsize.errors import BadPlan, ModelMismatch
+from outsize.ir.base import Record
+from outsize.ir.graph import ModelGraph
+from outsize.ir.names import compress, expand
+
+ScheduleName = Literal["naive", "gpipe", "1f1b"]
+Count = Annotated[int, Field(ge=1)]
+
+
+@final
+class Axes(Record):
+    """Sizes of the mesh's axes, torch's names."""
+
+    pp: Count = 1
+    dp_replicate: Count = 1
+    dp_shard: Count = 1
+    tp: Count = 1
+    cp: Count = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices the plan needs."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.tp * self.cp
+
+
+@final
+class Stage(Record):
+    """One stage: its units as patterns (`transformer.h.0-3`) in execution order, and its device."""
+
+    units: tuple[str, ...]
+    device: str
+
+
+@final
+class StageFigures(Record):
+    """What the planner expects of one stage; seconds per microbatch, bytes at the peak of the step."""
+
+    units: int
+    parameters: int
+    forward_s: float
+    backward_s: float
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    boundary_bytes: int
+    busy: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """All causes together."""
+        states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.boundary_bytes
+
+
+@final
+class Expected(Record):
+    """The planner's prediction for one step."""
+
+    step_s: float
+    bubble: float
+    samples_per_s: float
+    stages: tuple[StageFigures, ...]
+    source: Literal["measured", "roofline"]
+
+
+@final
+class Plan(Record):
+    """How to run one model on one cluster."""
+
+    version: Literal[1] = 1
+    model: str
+    fingerprint: str
+    cluster: str
+    axes: Axes
+    batch_size: Count
+    microbatches: Count
+    schedule: ScheduleName
+    stages: tuple[Stage, ...]
+    optimizer: str = "adamw"
+    weights: Literal["resident"] = "resident"
+    expected: Expected | None = None
+    why: tuple[str, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a plan file; BadPlan says what is wrong with it and in which line of which field."""
+        try:
+            return cls.model_validate_json(Path(path).read_text())
+        except OSError as error:
+            raise BadPlan(
+                f"cannot read {path}", numbers=str(error), next_step="outsize plan MODEL --out FILE"
+            ) from None
+        except ValidationError as error:
+            raise BadPlan(
+                f"{path} is no plan", numbers=_first_problem(error), next_step="outsize plan MODEL"
+            ) from None
+
+    def check_model(self, graph: ModelGraph) -> None:
+        """Raise ModelMismatch when the plan was made for another model."""
+        if graph.fingerprint != self.fingerprint:
+            raise ModelMismatch(
+                f"the plan was made for {self.model}, this model is {graph.model}",
+                numbers=f"fingerprint {self.fingerprint} against {graph.fingerprint}",
+                next_step="outsize plan MODEL --out plan.json with this model, input and precision",
+            )
+
+    def bounds(self, graph: ModelGraph) -> tuple[int, ...]:
+        """First unit of each stage, then the number of units: `(0, 7, 15)` is units 0-6 and 7-14.
+
+        Raises ModelMismatch, or BadPlan when a unit is missing, doubled or out of order.
+        """
+        self.check_model(graph)
+        names = [u.name for u in graph.units]
+        edges = [0]
+        for number, stage in enumerate(self.stages):
+            edges.append(_end_of(number, stage, names, edges[-1]))
+        if edges[-1] != len(names):
+            raise _uncovered(names[edges[-1]], f"{len(names) - edges[-1]} units after the last stage")
+        return tuple(edges)
+
+
+def _end_of(number: int, stage: Stage, names: list[str], start: int) -> int:
+    try:
+        covered = expand(stage.units, names)
+    except KeyError as error:
+        what = f"stage {number} names {error.args[0]!r}, which is no unit of the model"
+        raise BadPlan(what, next_step="outsize plan MODEL --units to list them") from None
+    expected = list(range(start, start + len(covered)))
+    if covered != expected:
+        odd = next((c for c, e in zip(covered, expected, strict=True) if c != e), start)
+        culprit = names[min(odd, start) if odd < start else start]
+        raise _uncovered(culprit, f"stage {number} should begin at unit {start}")
+    return start + len(covered)
+
+
+def _uncovered(unit: str, numbers: str) -> BadPlan:
+    what = f"every unit belongs to exactly one stage, in order; trouble at {unit!r}"
+    return BadPlan(what, numbers=numbers, next_step="outsize plan MODEL --units to list the units in order")
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(p) for p in problem['loc']) or 'file'}: {problem['msg']}"
+
+
+def stages_from_bounds(
+    graph: ModelGraph, bounds: tuple[int, ...], devices: tuple[str, ...]
+) -> tuple[Stage, ...]:
+    """The inverse of `Plan.bounds`: unit ranges as patterns."""
+    names = [u.name for u in graph.units]
+    pairs = zip(bounds, bounds[1:], devices, strict=False)
+    return tuple(Stage(units=compress(names, a, b - 1), device=d) for a, b, d in pairs)

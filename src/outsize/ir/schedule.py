@@ -1,0 +1,144 @@
+"""Schedule: for each rank the list of actions, in torch's text grammar.
+
+    rank 0: 0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, ...
+    rank 1: 1RECV_F0, 1F0, 1B0, 1SEND_B0, ...
+
+An action is `<stage><kind><microbatch>`. `F` forward, `B` full backward, `I` input gradient, `W` weight
+gradient, `SEND_F / RECV_F` activations, `SEND_B / RECV_B` gradients, `UNSHARD / RESHARD / REDUCE_GRAD`
+(FSDP), `LOAD / UNLOAD` (offload). The stage is always the one that acts. A transfer whose other end is
+not the neighbouring stage names it: `0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to stage 2.
+One CSV line per rank, actions in order: what is simulated is what is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self, final
+
+
+@final
+class Kind(StrEnum):
+    """What an action does."""
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741  torch's grammar
+    W = "W"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    LOAD = "LOAD"
+    UNLOAD = "UNLOAD"
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+NO_MICROBATCH = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.LOAD, Kind.UNLOAD})
+
+# The other end of a transfer when the text does not name it.
+_NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+_GRAMMAR = re.compile(r"^(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(\d+))?$")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One cell of a schedule. `microbatch` is -1 for actions that have none, `peer` -1 likewise."""
+
+    stage: int
+    kind: Kind
+    microbatch: int = -1
+    peer: int = -1
+
+    @classmethod
+    def transfer(cls, stage: int, kind: Kind, microbatch: int, peer: int) -> Self:
+        """A send or receive between `stage` (which acts) and `peer`."""
+        return cls(stage, kind, microbatch, peer)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `2F0`, `0SEND_F3`, `0SEND_F3@2`; ValueError names what is wrong."""
+        match = _GRAMMAR.match(text.strip())
+        if match is None or match[2] not in Kind.__members__:
+            raise ValueError(f"{text!r} is no action; expected e.g. 0F0, 1B2, 0SEND_F1, 0SEND_F1@3")
+        stage, kind = int(match[1]), Kind(match[2])
+        if (kind in NO_MICROBATCH) == bool(match[3]):
+            raise ValueError(f"{text!r}: {kind} takes {'no' if match[3] else 'a'} microbatch number")
+        microbatch = int(match[3]) if match[3] else -1
+        return cls(stage, kind, microbatch, _peer(stage, kind, match[4], text))
+
+    def __str__(self) -> str:
+        number = "" if self.microbatch < 0 else str(self.microbatch)
+        default = self.stage + _NEIGHBOUR.get(self.kind, 0)
+        suffix = f"@{self.peer}" if self.kind in TRANSFER and self.peer != default else ""
+        return f"{self.stage}{self.kind}{number}{suffix}"
+
+
+def _peer(stage: int, kind: Kind, named: str | None, text: str) -> int:
+    if kind not in TRANSFER:
+        if named is not None:
+            raise ValueError(f"{text!r}: only sends and receives name a peer")
+        return -1
+    peer = int(named) if named is not None else stage + _NEIGHBOUR[kind]
+    if peer < 0 or peer == stage:
+        raise ValueError(f"{text!r}: stage {stage} has no such peer")
+    return peer
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`actions[rank]` in execution order. `rank_of[stage]` says where each stage lives."""
+
+    name: str
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.actions)
+
+    @property
+    def rank_of(self) -> dict[int, int]:
+        """Stage -> the rank that acts for it."""
+        return {a.stage: rank for rank, row in enumerate(self.actions) for a in row}
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of)
+
+    def compute(self) -> Schedule:
+        """The schedule without transfers and residency actions."""
+        rows = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in self.actions)
+        return Schedule(self.name, self.microbatches, rows)
+
+    def to_csv(self) -> str:
+        """One line per rank, cells separated by commas."""
+        return "".join(",".join(str(a) for a in row) + "\n" for row in self.actions)
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "custom") -> Self:
+        """Read what `to_csv` writes; empty cells (torch's idle slots) are skipped."""
+        rows = tuple(_parse_row(line) for line in text.splitlines() if line.strip())
+        counts = {a.microbatch for row in rows for a in row if a.kind in COMPUTE}
+        return cls(name, len(counts), rows)
+
+
+def _parse_row(line: str) -> tuple[Action, ...]:
+    return tuple(Action.parse(cell) for cell in line.split(",") if cell.strip())
+
+
+def edges_of(actions: Iterable[Action]) -> set[tuple[int, int]]:
+    """Stage pairs (source, destination) over which the given actions move activations."""
+    sends = {(a.stage, a.peer) for a in actions if a.kind is Kind.SEND_F}
+    receives = {(a.peer, a.stage) for a in actions if a.kind is Kind.RECV_F}
+    return sends | receives

@@ -1,0 +1,1 @@
+"""Deciding: memory account, partition, simulator, search. numpy, never torch."""

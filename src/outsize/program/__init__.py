@@ -1,0 +1,1 @@
+"""The recorded program of a model and its replay."""

@@ -1,0 +1,1 @@
+"""Everything a person sees: tables, plots, HTML, traces. No torch here."""

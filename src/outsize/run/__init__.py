@@ -1,0 +1,1 @@
+"""Doing: stage programs, transports, and the interpreter of schedules."""

@@ -1,0 +1,1 @@
+"""A training step over an interpreter, and launching processes."""
