@@ -1,7 +1,7 @@
 """Names of runs of units: `model.layers.0-7` instead of 120 leaf names, and back.
 
 A unit is named by the FQN of its leaf call, `:op` behind the FQN of a frame for heavy glue, and `#k`
-for the k-th further call of the same module. A pattern covers the unit itself and everything below it.
+when a module is called several times (`#0` is the first call). A pattern covers the unit itself and everything below it.
 `compress` writes a contiguous run of units as the shortest list of patterns; `expand` reads it back.
 """
 
