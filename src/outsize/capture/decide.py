@@ -1,0 +1,106 @@
+"""Python decisions on values of the example: `if mask.all()`, `x.item()`, shapes of `nonzero`.
+
+On fakes such a call has no answer. When its arguments depend on the inputs and on constants alone, that
+slice of the tape is run on the real example and the answer becomes a Guard of the tape. A decision that
+no draw can change (`torch.rand([]) < 0.0`, layerdrop switched off) is answered too. Everything else
+(activations, parameters, random numbers) is a LookupError, which the ladder handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from outsize.capture.fakes import FakeModel, fake_like
+from outsize.capture.slots import Slots
+from outsize.program.replay import evaluate, resolve
+from outsize.program.tape import Guard, Instruction, Ref, Weight, backward_slice
+from outsize.program.tree import leaves, map_leaves
+
+# The largest number below 1 that torch.rand can draw in fp32.
+_ALMOST_ONE = 1.0 - 2.0**-24
+_COMPARISONS = frozenset({"lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__", "less", "greater"})
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """True for what the fake mode raises when a value or a data-dependent shape is asked for."""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "numpy() is not supported" in text or ".tolist() is not supported" in text or "data-dependent" in text
+    )
+
+
+@final
+class Decider:
+    """Answers decisions from the real inputs, and writes the guards."""
+
+    def __init__(
+        self,
+        instructions: list[Instruction],
+        slots: Slots,
+        guards: list[Guard],
+        inputs: dict[int, Tensor],
+        weights: dict[str, Tensor],
+    ) -> None:
+        self._instructions, self._slots, self._guards = instructions, slots, guards
+        self._inputs, self._weights = inputs, weights
+
+    def decide(self, fn: Callable[..., Any], args: Any, kwargs: Any, where: str, fakes: FakeModel) -> Any:
+        """The result of `fn`, tensors as fakes. Raises LookupError with the reason when it cannot be known."""
+        reads = [leaf.slot for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
+        needs = backward_slice(self._instructions, self._slots.metas, reads)
+        if any(self._instructions[i].random for i in needs):
+            return self._despite_chance(fn, args, kwargs, needs)
+        self._insist_on_inputs(needs, args, kwargs)
+        out = self._run(fn, args, kwargs, needs)
+        self._guards.append(Guard(fn, args, kwargs, tuple(needs), signature_of(out), where))
+        return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
+
+    def _insist_on_inputs(self, needs: list[int], args: Any, kwargs: Any) -> None:
+        touched = [w for i in needs for w in self._instructions[i].weights]
+        touched += [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Weight)]
+        if any(self._instructions[i].is_leaf for i in needs):
+            raise LookupError("a decision on activations")
+        for weight in touched:
+            if weight.kind == "parameter" or self._weights[weight.name].is_meta:
+                raise LookupError(f"a decision on the value of {weight.name}")
+
+    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, needs: list[int]) -> Any:
+        env: dict[int, Any] = {**self._slots.constants, **self._inputs}
+        if any(t.is_meta for t in env.values()):
+            raise LookupError("a decision on the values of inputs that are on meta")
+        evaluate([self._instructions[i] for i in needs], env, self._weights)
+        return fn(*resolve(args, env, self._weights), **resolve(kwargs, env, self._weights))
+
+    def _despite_chance(self, fn: Callable[..., Any], args: Any, kwargs: Any, needs: list[int]) -> Any:
+        chain = [self._instructions[i] for i in needs]
+        if len(chain) != 2 or not _is_uniform_draw(chain[0]) or not _is_comparison(chain[1]):
+            raise LookupError("a decision on random numbers")
+        slot = next(iter(chain[0].defines()))
+        answers = []
+        for draw in (0.0, _ALMOST_ONE):
+            env: dict[int, Any] = {slot: torch.full(self._slots.metas[slot].shape, draw)}
+            evaluate(chain[1:], env, self._weights)
+            answers.append(fn(*resolve(args, env, self._weights), **resolve(kwargs, env, self._weights)))
+        if answers[0] != answers[1]:
+            raise LookupError("a decision on random numbers")
+        return answers[0]
+
+
+def signature_of(out: Any) -> Any:
+    """What a guard compares: Python values as they are, tensors by shape."""
+    return map_leaves(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, out)
+
+
+def _is_uniform_draw(instruction: Instruction) -> bool:
+    return getattr(instruction.target, "__name__", "") == "rand"
+
+
+def _is_comparison(instruction: Instruction) -> bool:
+    return getattr(instruction.target, "__name__", "") in _COMPARISONS

@@ -1,0 +1,189 @@
+"""The ladder: record at the finest, and climb where a part cannot be written down.
+
+    1. leaves of torch.nn and glue between them
+    2. a frame that decides on activations (or hides a tensor) becomes one leaf, with all of its class
+    3. the model itself cannot be taped: NotCapturable with file:line
+
+A model that fails on fakes may simply reject its example: it is then run as it is, and its own error shown.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes
+from outsize.capture.intercept import watching
+from outsize.capture.leaves import LeafRule
+from outsize.capture.record import FrameFailed, Recorder
+from outsize.errors import ExampleRejected, NotCapturable
+from outsize.program.modes import current_modes
+from outsize.program.tape import Ref, Tape
+from outsize.program.tree import leaves, map_leaves
+
+LossFn = Callable[..., Tensor]
+
+
+@final
+class _Retry(Exception):
+    """A rung higher is worth a try."""
+
+
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFn | None = None,
+    target: tuple[Any, ...] = (),
+) -> Tape:
+    """The tape of `loss_fn(model(*args, **kwargs), *target)`.
+
+    Without `loss_fn` the loss is the model's own (`output.loss`, `output["loss"]`, or a scalar output);
+    without any, `tape.loss` is None. Raises NotCapturable and ExampleRejected.
+    """
+    rule = LeafRule()
+    while True:
+        try:
+            return _record_once(model, (args, kwargs, target), loss_fn, rule)
+        except FrameFailed as failure:
+            _climb(model, rule, failure)
+        except _Retry:
+            continue
+        except Exception as error:
+            raise _explained(model, args, kwargs, error) from error
+
+
+def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: LeafRule) -> Tape:
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+    modes = current_modes()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, hidden_fakes():
+        with FakeModel(model, mode, device) as fakes:
+            tape = _run(model, batch, tensors, loss_fn, rule, fakes, modes)
+    _insist_on_stable_state(model, rule, fakes)
+    return tape
+
+
+def _run(
+    model: nn.Module, batch: Any, tensors: list[Tensor], loss_fn: Any, rule: LeafRule, fakes: FakeModel, modes: Any
+) -> Tape:
+    real: dict[int, Tensor] = {}
+    recorder = Recorder(fakes, rule, real)
+    fake_of = {id(t): fake_like(t, fakes.mode, fakes.device if t.is_meta else None) for t in tensors}
+    inputs = [recorder.slots.define(fake_of[id(t)]).slot for t in tensors]
+    real.update(zip(inputs, tensors, strict=True))
+    args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)
+    with watching(recorder):
+        output = model(*args, **kwargs)
+        loss = loss_fn(output, *target) if loss_fn is not None else find_loss(output)
+    return _tape(recorder, inputs, output, loss, rule, modes)
+
+
+def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: LeafRule, modes: Any) -> Tape:
+    def refer(leaf: Any) -> Any:
+        return recorder.slots.refer(leaf) if isinstance(leaf, Tensor) else leaf
+
+    loss_ref = refer(loss) if isinstance(loss, Tensor) else None
+    return Tape(
+        inputs=tuple(inputs),
+        instructions=tuple(recorder.instructions),
+        output=map_leaves(refer, output),
+        metas=tuple(recorder.slots.metas),
+        constants=recorder.slots.constants,
+        loss=loss_ref if isinstance(loss_ref, Ref) else None,
+        guards=tuple(recorder.guards),
+        modes=modes,
+        opaque=tuple(f"{fqn}: {reason}" for fqn, reason in rule.forced.items()),
+    )
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The loss inside a model's output: `.loss`, `["loss"]`, or the output itself when it is a scalar."""
+    inside = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    found = inside if inside is not None else output
+    return found if isinstance(found, Tensor) and found.ndim == 0 else None
+
+
+def _climb(model: nn.Module, rule: LeafRule, failure: FrameFailed) -> None:
+    """Make the frame's module and all modules of its class leaves; refuse when that is the whole model."""
+    if failure.frame == "" or failure.frame in rule.forced:
+        raise NotCapturable(
+            f"the forward of {type(model).__name__} cannot be cut: {failure.reason}",
+            numbers=f"at {failure.where}",
+            next_step="move that decision into a submodule, or train with --stages 1",
+        ) from None
+    kind = type(model.get_submodule(failure.frame))
+    for fqn, module in model.named_modules():
+        if type(module) is kind and fqn:
+            rule.forced[fqn] = f"{failure.reason} ({failure.where})"
+
+
+def _insist_on_stable_state(model: nn.Module, rule: LeafRule, fakes: FakeModel) -> None:
+    """Rule 9: a frame that rebinds tensors of its module keeps state that only its own call can keep."""
+    modules = dict(model.named_modules())
+    rebound = [f for f in fakes.rebound if f and f not in rule.forced and not _inside_leaf(f, modules, rule)]
+    if not rebound:
+        return
+    for fqn in rebound:
+        rule.forced[fqn] = "it rebinds its own tensors during forward"
+    raise _Retry
+
+
+def _inside_leaf(fqn: str, modules: dict[str, nn.Module], rule: LeafRule) -> bool:
+    parts = fqn.split(".")
+    heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(rule.is_leaf(head, modules[head]) for head in heads)
+
+
+def _explained(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> Exception:
+    """ExampleRejected when the real model raises as well, else NotCapturable."""
+    call = f"{type(model).__name__}({', '.join(_shapes(args, kwargs))})"
+    own = error if _on_meta(model) else _own_error(model, args, kwargs)
+    where = _place(own or error)
+    if own is not None:
+        return ExampleRejected(
+            f"the model rejects the example batch: {type(own).__name__}: {own}",
+            numbers=f"call {call}, at {where}",
+            next_step="check the shapes of the example, or --input and --batch",
+        )
+    return NotCapturable(
+        f"{type(error).__name__} while recording, which the real model does not raise: {error}",
+        numbers=f"call {call}, at {where}",
+        next_step="train with --stages 1, and report the model",
+    )
+
+
+def _own_error(model: nn.Module, args: Any, kwargs: Any) -> Exception | None:
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*args, **kwargs)
+    except Exception as error:
+        return error
+    finally:
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    return None
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
+
+
+def _shapes(args: Any, kwargs: Any) -> list[str]:
+    def text(value: Any) -> str:
+        return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+    return [text(a) for a in args] + [f"{k}={text(v)}" for k, v in kwargs.items()]
+
+
+def _place(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    user = [f for f in frames if "/torch/" not in f.filename and "/outsize/" not in f.filename]
+    last = (user or frames)[-1] if frames else None
+    return f"{last.filename}:{last.lineno}" if last is not None else "?"

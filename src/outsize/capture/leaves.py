@@ -1,0 +1,91 @@
+"""Which modules are one instruction: the finest that carry weights, and whatever the ladder forced.
+
+A leaf is a layer of torch.nn, a module without children that has parameters, or a module on which the
+user hung hooks (they must fire on every step, not only while recording). A parameterless module without
+children, such as rotary embeddings, is walked through, so that its ops can be replicated into stages.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from outsize.capture.fakes import FakeModel, fake_like
+from outsize.capture.intercept import really
+from outsize.program.tree import map_leaves
+
+_CONTAINERS = (
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@final
+class LeafRule:
+    """`forced` maps the FQN of a module that the ladder made a leaf to the reason."""
+
+    def __init__(self) -> None:
+        self.forced: dict[str, str] = {}
+        self._probed: dict[int, tuple[Any, int]] = {}
+
+    def is_leaf(self, fqn: str, module: nn.Module) -> bool:
+        """True when the call of this module is one instruction."""
+        if fqn in self.forced or any(getattr(module, hooks, None) for hooks in _HOOKS):
+            return True
+        if type(module) in _CONTAINERS:
+            return False
+        if type(module).__module__.startswith("torch.nn.") or hasattr(module, "parametrizations"):
+            return True
+        return not any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+    def probe(self, module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int]:
+        """Output structure and FLOPs of a leaf that decides on its input: a real copy on random inputs."""
+        with really():
+            out, flops = _probe(module, args, kwargs, fakes)
+        grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return fake_like(leaf.detach(), fakes.mode, fakes.device).requires_grad_(
+                grad and leaf.is_floating_point()
+            )
+
+        return map_leaves(fake, out), flops
+
+
+def _probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int]:
+    generator = torch.Generator().manual_seed(0)
+
+    def real(leaf: Any) -> Any:
+        return _random_like(leaf, generator) if isinstance(leaf, Tensor) else leaf
+
+    memo: dict[int, Any] = {
+        id(t): _parameter_like(t, real(t)) for t in [*module.parameters(), *module.buffers()]
+    }
+    clone = copy.deepcopy(module, memo)
+    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter, torch.no_grad():
+        out = clone(*map_leaves(real, args), **map_leaves(real, kwargs))
+    return out, counter.get_total_flops()
+
+
+def _parameter_like(fake: Tensor, real: Tensor) -> Tensor:
+    return nn.Parameter(real, requires_grad=fake.requires_grad) if isinstance(fake, nn.Parameter) else real
+
+
+def _random_like(fake: Tensor, generator: torch.Generator) -> Tensor:
+    if not fake.dtype.is_floating_point:
+        # Indices: zero is in range everywhere.
+        return torch.zeros(fake.shape, dtype=fake.dtype)
+    return torch.randn(fake.shape, generator=generator).mul_(0.02).to(fake.dtype)

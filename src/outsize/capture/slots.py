@@ -1,0 +1,82 @@
+"""Identity of values while recording: which slot, weight or constant a tensor is.
+
+By Python identity first (everything seen is kept alive, so ids stay unique), then by memory layout, for
+views that C code hands out anew. A fake that nobody produced has no slot: `UnknownTensor`, never a
+baked constant. A real tensor that existed before recording is a constant, by reference.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from outsize.capture.fakes import is_fake
+from outsize.program.tape import Meta, Ref, Weight
+
+
+@final
+class UnknownTensor(Exception):
+    """A tensor that was born during recording by something that nobody watched."""
+
+
+@final
+class Slots:
+    """Allocates slots and finds them again."""
+
+    def __init__(self, weights: dict[int, Weight]) -> None:
+        self.weights = weights
+        self.metas: list[Meta] = []
+        self.constants: dict[int, Tensor] = {}
+        self.tensors: list[Tensor] = []  # by slot; also what keeps ids unique
+        self._slot_of: dict[int, int] = {}
+        self._by_layout: dict[Any, int] = {}
+        self._storages: dict[int, int] = {}
+
+    def define(self, tensor: Tensor) -> Ref:
+        """A new slot for a tensor, also when the tensor has one already."""
+        slot = len(self.metas)
+        self.metas.append(self._meta(tensor))
+        self.tensors.append(tensor)
+        self._slot_of[id(tensor)] = slot
+        self._by_layout[_layout(tensor)] = slot
+        return Ref(slot)
+
+    def refer(self, tensor: Tensor) -> Ref | Weight:
+        """The reference for an argument; raises UnknownTensor."""
+        weight = self.weights.get(id(tensor))
+        if weight is not None:
+            return weight
+        slot = self._slot_of.get(id(tensor))
+        slot = self._by_layout.get(_layout(tensor)) if slot is None else slot
+        if slot is not None:
+            return Ref(slot)
+        if is_fake(tensor):
+            raise UnknownTensor(f"{tuple(tensor.shape)} {tensor.dtype}")
+        ref = self.define(tensor)
+        self.constants[ref.slot] = tensor
+        return ref
+
+    def storage(self, tensor: Tensor) -> int:
+        """Small number of the memory that a tensor lives in."""
+        if tensor.layout is not torch.strided:
+            return -id(tensor)
+        return self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
+
+    def _meta(self, tensor: Tensor) -> Meta:
+        return Meta(
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()) if tensor.layout is torch.strided else (),
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
+            storage=self.storage(tensor),
+        )
+
+
+def _layout(tensor: Tensor) -> Any:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    place = (tensor.untyped_storage()._cdata, tensor.storage_offset())
+    return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)

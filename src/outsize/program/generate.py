@@ -1,0 +1,201 @@
+"""Generate one Python function for a slice of a tape.
+
+    def stage_1(v12, v3, p0, seed):
+        v13 = m0(v12)  # transformer.h.2.ln_1
+        seed(57)
+        v14 = f1(v13, 0.1, True)  # transformer.h.2:dropout
+        del v13
+        return (v14,)
+
+Locals instead of a dictionary, `del` at the last use, weights fetched from their module at each call (an
+optimizer or a checkpoint may have replaced them). A tied parameter that another stage owns arrives as an
+argument (`p0`) and stands in the module only around the call. Modes that differ from the ambient ones
+become `with` blocks. The text stays on the function (`.source`), so that a user can read a stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.program.modes import entering
+from outsize.program.replay import resolve
+from outsize.program.tape import Instruction, Modes, Ref, Weight
+from outsize.program.tree import leaves, paths
+
+_LITERALS = (int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
+
+
+@final
+@dataclass(frozen=True)
+class SliceSpec:
+    """What to generate: `entries` arrive as arguments, `foreign` weights too, `exits` are returned."""
+
+    name: str
+    instructions: Sequence[Instruction]
+    entries: Sequence[int]
+    exits: Sequence[int]
+    foreign: Sequence[str] = ()
+    constants: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+def compile_slice(spec: SliceSpec, model: nn.Module, ambient: Modes) -> Callable[..., tuple[Any, ...]]:
+    """The function `f(*entries, *foreign, seed) -> exits`."""
+    writer = _Writer(spec, model)
+    for group in _same_modes(spec.instructions):
+        writer.block(group, entering(group[0].modes, ambient))
+    return writer.finish()
+
+
+def _same_modes(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
+    groups: list[list[Instruction]] = []
+    for instruction in instructions:
+        if groups and groups[-1][0].modes == instruction.modes:
+            groups[-1].append(instruction)
+        else:
+            groups.append([instruction])
+    return groups
+
+
+@final
+class _Writer:
+    """Lines of the function, and the objects that its names stand for."""
+
+    def __init__(self, spec: SliceSpec, model: nn.Module) -> None:
+        self._spec, self._model = spec, model
+        self._modules = dict(model.named_modules())
+        self._foreign = {name: f"p{i}" for i, name in enumerate(spec.foreign)}
+        self._names: dict[str, Any] = {"torch": torch, "resolve": resolve, "swapped": swapped}
+        self._name_of: dict[int, str] = {}
+        self._lines: list[str] = []
+        self._last_use = _last_uses(spec)
+        for slot, tensor in spec.constants.items():
+            self._names[f"v{slot}"] = tensor
+
+    def block(self, group: list[Instruction], contexts: list[str]) -> None:
+        indent = "    "
+        if contexts:
+            self._lines.append(f"{indent}with {', '.join(contexts)}:")
+            indent += "    "
+        for instruction in group:
+            self._lines += [indent + line for line in self._statement(instruction)]
+
+    def finish(self) -> Callable[..., tuple[Any, ...]]:
+        arguments = [f"v{s}" for s in self._spec.entries] + list(self._foreign.values()) + ["seed"]
+        exits = "".join(f"v{s}, " for s in self._spec.exits)
+        head = f"def {self._spec.name}({', '.join(arguments)}):"
+        source = "\n".join([head, *self._lines, f"    return ({exits})", ""])
+        exec(compile(source, f"<outsize {self._spec.name}>", "exec"), self._names)
+        function = self._names[self._spec.name]
+        function.source = source
+        return function
+
+    def _statement(self, instruction: Instruction) -> list[str]:
+        lines = [f"seed({instruction.index})"] if instruction.random else []
+        refs = list(paths(instruction.out, lambda leaf: isinstance(leaf, Ref)))
+        call = f"{self._callee(instruction)}({self._arguments(instruction)})"
+        if len(refs) == 1 and refs[0][0] == "":
+            lines += self._guarded(instruction, f"v{refs[0][1].slot} = {call}")
+        else:
+            lines += self._guarded(instruction, f"out = {call}" if refs else call)
+            lines += [f"v{ref.slot} = out{path}" for path, ref in refs]
+            lines += ["del out"] if refs else []
+        dead = self._last_use.get(instruction.index, [])
+        return [*lines, f"del {', '.join(f'v{s}' for s in dead)}"] if dead else lines
+
+    def _guarded(self, instruction: Instruction, line: str) -> list[str]:
+        """The call, inside a swap of tied parameters where it uses some that live elsewhere."""
+        comment = f"  # {instruction.name}"
+        borrowed = [w.name for w in instruction.weights if w.name in self._foreign]
+        if not instruction.is_leaf or not borrowed:
+            return [line + comment]
+        places = [(table, key, self._foreign[n]) for n in borrowed for table, key in self._places(instruction, n)]
+        swaps = ", ".join(f"({self._bind(table, 't')}, {key!r}, {value})" for table, key, value in places)
+        return [f"with swapped({swaps}):{comment}", f"    {line}"]
+
+    def _places(self, instruction: Instruction, name: str) -> list[tuple[dict[str, Any], str]]:
+        wanted = self._model.get_parameter(name)
+        leaf = self._modules[str(instruction.target)]
+        tables = [m._parameters for m in leaf.modules()]
+        return [(table, key) for table in tables for key, p in table.items() if p is wanted]
+
+    def _callee(self, instruction: Instruction) -> str:
+        if isinstance(instruction.target, str):
+            return self._bind(self._modules[instruction.target], "m")
+        return self._bind(instruction.target, "f")
+
+    def _arguments(self, instruction: Instruction) -> str:
+        positional = [self._value(a) for a in instruction.args]
+        return ", ".join(positional + [f"{k}={self._value(v)}" for k, v in instruction.kwargs.items()])
+
+    def _value(self, tree: Any) -> str:
+        """Python text of an argument."""
+        if isinstance(tree, Ref):
+            return f"v{tree.slot}"
+        if isinstance(tree, Weight):
+            return self._foreign.get(tree.name) or self._weight(tree)
+        if type(tree) in (tuple, list):
+            inner = "".join(f"{self._value(item)}, " for item in tree)
+            return f"({inner})" if type(tree) is tuple else f"[{inner}]"
+        if type(tree) is dict and all(isinstance(k, str) for k in tree):
+            return "{" + ", ".join(f"{k!r}: {self._value(v)}" for k, v in tree.items()) + "}"
+        if isinstance(tree, slice):
+            return f"slice({self._value(tree.start)}, {self._value(tree.stop)}, {self._value(tree.step)})"
+        return self._constant(tree)
+
+    def _constant(self, tree: Any) -> str:
+        if type(tree) in _LITERALS and not (type(tree) is float and tree != tree) and "inf" not in repr(tree):
+            return f"torch.device({str(tree)!r})" if isinstance(tree, torch.device) else repr(tree)
+        if not any(isinstance(leaf, Ref | Weight) for leaf in leaves(tree)):
+            return self._bind(tree, "k")
+        slots = {leaf.slot for leaf in leaves(tree) if isinstance(leaf, Ref)}
+        env = ", ".join(f"{s}: v{s}" for s in sorted(slots))
+        weights = [leaf for leaf in leaves(tree) if isinstance(leaf, Weight)]
+        table = ", ".join(f"{w.name!r}: {self._value(w)}" for w in weights)
+        return f"resolve({self._bind(tree, 'k')}, {{{env}}}, {{{table}}})"
+
+    def _weight(self, weight: Weight) -> str:
+        path = re.match(r"^(?:(.*)\.)?([^.\[]+)(\[.*)?$", weight.name)
+        assert path is not None, weight.name
+        owner = self._modules[path[1] or ""]
+        table = {"parameter": owner._parameters, "buffer": owner._buffers, "attribute": owner.__dict__}[weight.kind]
+        return f"{self._bind(table, 't')}[{path[2]!r}]{path[3] or ''}"
+
+    def _bind(self, value: Any, prefix: str) -> str:
+        if id(value) not in self._name_of:
+            name = f"{prefix}{len(self._name_of)}"
+            self._name_of[id(value)], self._names[name] = name, value
+        return self._name_of[id(value)]
+
+
+@contextmanager
+def swapped(*places: tuple[dict[str, Any], str, Tensor]) -> Any:
+    """`table[key] = value` for each place while the context lasts."""
+    before = [table[key] for table, key, _ in places]
+    for table, key, value in places:
+        table[key] = value
+    try:
+        yield
+    finally:
+        for (table, key, _), value in zip(places, before, strict=True):
+            table[key] = value
+
+
+def _last_uses(spec: SliceSpec) -> dict[int, list[int]]:
+    """Instruction index -> slots that nobody needs after it."""
+    last: dict[int, int] = {}
+    for instruction in spec.instructions:
+        for slot in (*instruction.reads(), *instruction.defines()):
+            last[slot] = instruction.index
+    kept = {*spec.exits, *spec.constants}
+    dead: dict[int, list[int]] = {}
+    for slot, index in last.items():
+        if slot not in kept:
+            dead.setdefault(index, []).append(slot)
+    return dead

@@ -1,0 +1,30 @@
+"""Grad, inference and autocast state: read at record time, put around runs of instructions at replay."""
+
+from __future__ import annotations
+
+import torch
+
+from outsize.program.tape import Modes
+
+_DEVICES = ("cpu", "cuda")
+
+
+def current_modes() -> Modes:
+    """The state that the caller runs under."""
+    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
+    return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+
+def entering(modes: Modes, ambient: Modes) -> list[str]:
+    """Python context expressions that lead from the ambient state to `modes`."""
+    contexts: list[str] = []
+    if modes.grad != ambient.grad:
+        contexts.append(f"torch.set_grad_enabled({modes.grad})")
+    on, base = dict(modes.autocast), dict(ambient.autocast)
+    for device in _DEVICES:
+        if on.get(device) == base.get(device):
+            continue
+        dtype = on.get(device)
+        how = "enabled=False" if dtype is None else f"dtype={dtype}"
+        contexts.append(f"torch.autocast({device!r}, {how})")
+    return contexts

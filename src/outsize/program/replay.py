@@ -1,0 +1,44 @@
+"""Replay by interpretation: for guards and small slices. Stages use `generate` instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outsize.program.tape import Instruction, Ref, Weight
+from outsize.program.tree import map_leaves, paths
+
+Env = dict[int, Any]
+
+
+def resolve(tree: Any, env: Mapping[int, Any], weights: Mapping[str, Any]) -> Any:
+    """Arguments with every Ref and Weight replaced by its value."""
+
+    def value(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return env[leaf.slot]
+        return weights[leaf.name] if isinstance(leaf, Weight) else leaf
+
+    return map_leaves(value, tree)
+
+
+def evaluate(instructions: Iterable[Instruction], env: Env, weights: Mapping[str, Tensor]) -> None:
+    """Run glue instructions in order; fills `env` with their results. Leaves are not run here."""
+    for instruction in instructions:
+        assert callable(instruction.target), instruction.name
+        args = resolve(instruction.args, env, weights)
+        kwargs = resolve(instruction.kwargs, env, weights)
+        with torch.set_grad_enabled(False):
+            out = instruction.target(*args, **kwargs)
+        env.update(bindings(instruction.out, out))
+
+
+def bindings(tree: Any, out: Any) -> Env:
+    """Slot -> value for a result, by walking the recorded structure and the real one together."""
+    found: Env = {}
+    for path, ref in paths(tree, lambda leaf: isinstance(leaf, Ref)):
+        found[ref.slot] = eval(f"out{path}", {"out": out})
+    return found

@@ -1,0 +1,80 @@
+"""Walk the containers that models take and return: tuple, list, dict, dataclass, named tuple, slice.
+
+`map_leaves(fn, tree)` rebuilds the same structure with `fn` applied to every leaf. Containers keep their
+type, so a transformers `ModelOutput` comes back as one. Objects of other types are leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Fn = Callable[[Any], Any]
+
+
+def map_leaves(fn: Fn, tree: Any) -> Any:
+    """The tree with `fn(leaf)` for every leaf."""
+    if isinstance(tree, tuple | list):
+        return _sequence(fn, tree)
+    if isinstance(tree, dict):
+        return _mapping(fn, tree)
+    if isinstance(tree, slice):
+        return slice(map_leaves(fn, tree.start), map_leaves(fn, tree.stop), map_leaves(fn, tree.step))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not _is_ref(tree):
+        return _record(fn, tree)
+    return fn(tree)
+
+
+def _sequence(fn: Fn, tree: tuple[Any, ...] | list[Any]) -> Any:
+    items = [map_leaves(fn, item) for item in tree]
+    if hasattr(tree, "_fields"):
+        return type(tree)(*items)
+    kind = type(tree)
+    return kind(items) if kind in (tuple, list) or isinstance(tree, list) else tuple(items)
+
+
+def _mapping(fn: Fn, tree: dict[Any, Any]) -> Any:
+    items = {key: map_leaves(fn, value) for key, value in tree.items()}
+    if type(tree) is dict:
+        return items
+    if dataclasses.is_dataclass(tree):
+        # A ModelOutput is a dict and a dataclass: None fields are no items, so it is rebuilt by name.
+        return type(tree)(**items)
+    clone = copy.copy(tree)
+    clone.update(items)
+    return clone
+
+
+def _record(fn: Fn, tree: Any) -> Any:
+    clone = copy.copy(tree)
+    for field in dataclasses.fields(tree):
+        object.__setattr__(clone, field.name, map_leaves(fn, getattr(tree, field.name)))
+    return clone
+
+
+def _is_ref(tree: Any) -> bool:
+    return getattr(type(tree), "__tape_leaf__", False)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """All leaves in order."""
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return iter(found)
+
+
+def paths(tree: Any, wanted: Callable[[Any], bool], at: str = "") -> Iterator[tuple[str, Any]]:
+    """(accessor, leaf) of the leaves that are wanted: `('[0]', x)`, `('["loss"]', y)`, `('.field', z)`."""
+    if isinstance(tree, tuple | list):
+        for index, item in enumerate(tree):
+            yield from paths(item, wanted, f"{at}[{index}]")
+    elif isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from paths(item, wanted, f"{at}[{key!r}]")
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not _is_ref(tree):
+        for field in dataclasses.fields(tree):
+            yield from paths(getattr(tree, field.name), wanted, f"{at}.{field.name}")
+    elif wanted(tree):
+        yield at, tree
