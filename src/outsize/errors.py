@@ -25,6 +25,7 @@
 
 Only leaves are raised; the inner classes are for `except`. The message is one line:
 `NoFeasiblePlan [E201]: what; numbers. Next: what to type.`
+A picture (the grid of a schedule) follows on lines of its own.
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ class OutsizeError(Exception, ABC):
     code: ClassVar[str] = "E000"
     exit_code: ClassVar[int] = 2
 
-    def __init__(self, what: str, *, numbers: str = "", next_step: str = "") -> None:
-        self.what, self.numbers, self.next_step = what, numbers, next_step
+    def __init__(self, what: str, *, numbers: str = "", next_step: str = "", picture: str = "") -> None:
+        self.what, self.numbers, self.next_step, self.picture = what, numbers, next_step, picture
         super().__init__(self._text())
 
     def _text(self) -> str:
         head = f"{type(self).__name__} [{self.code}]: {self.what}"
         head = f"{head}; {self.numbers}" if self.numbers else head
-        return f"{head}. Next: {self.next_step}" if self.next_step else f"{head}."
+        line = f"{head}. Next: {self.next_step}" if self.next_step else f"{head}."
+        return f"{line}\n{self.picture}" if self.picture else line
 
 
 class InputError(OutsizeError, ABC):

@@ -1,0 +1,222 @@
+"""Problem: is this list of actions a training step, and will it come to an end?
+
+Nothing here trusts a builder: a schedule may come from a CSV that someone edited. `check_compute` looks
+at F and B alone; `check` takes a lowered schedule with the edges it has to serve and also
+    pairs       every SEND has its RECV and the other way round, and an edge asks for them
+    places      a SEND stands behind the compute that produces, a RECV before the one that needs it
+    fifo        a rank receives from another in the order in which that one sends (NCCL has no tags)
+    deadlock    plays the rows: SEND and RECV (which posts) never block, compute waits until the
+                sends it needs have been executed; if nobody can go on, the schedule hangs
+The first fault is raised as InvalidSchedule with the numbers and the grid around the cell.
+Complexity: O(ranks x actions). Oracle: tests/unit/schedules/test_schedule_check.py breaks good
+schedules in each of these ways, and random edits of good ones agree with a brute-force player.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, final
+
+from outsize.errors import InvalidSchedule
+from outsize.ir.schedule import COMPUTE, TRANSFER, Action, Kind, Schedule
+from outsize.schedules.grid import window
+from outsize.schedules.message import SENDS, Edges, Message, message_of, messages
+
+
+@final
+class Cell(NamedTuple):
+    """A place in the grid; columns count from 0 within a rank's row."""
+
+    rank: int
+    column: int
+
+
+Cells = Mapping[Action, Cell]
+
+
+def check_compute(schedule: Schedule) -> None:
+    """Each stage, on one rank, runs F and B once for each microbatch, both ascending, B behind its F.
+
+    Raises InvalidSchedule; transfers in the schedule are not looked at.
+    """
+    cells = _cells(schedule)
+    _check_placement(schedule)
+    _check_complete(schedule, cells)
+    _check_order(schedule, cells)
+
+
+def check(
+    schedule: Schedule, forward_edges: Edges, backward_edges: Edges, step_edges: Edges = frozenset()
+) -> None:
+    """A lowered schedule is complete, in order, serves exactly these edges and does not deadlock.
+
+    Edges are (source stage, destination stage), as for `lower`. Raises InvalidSchedule.
+    """
+    check_compute(schedule)
+    cells = _cells(schedule)
+    needed = messages(schedule, forward_edges, backward_edges, step_edges)
+    for message in needed:
+        _check_places(schedule, cells, message)
+    rank_of = schedule.rank_of
+    crossing = frozenset(m for m in needed if rank_of[m.source] != rank_of[m.destination])
+    _check_pairs(schedule, cells, crossing)
+    _check_fifo(schedule, cells)
+    _check_progress(schedule)
+
+
+def _cells(schedule: Schedule) -> dict[Action, Cell]:
+    """Where each compute action and transfer is; none may be there twice."""
+    cells: dict[Action, Cell] = {}
+    for cell, action in _walk(schedule):
+        if action in cells:
+            first = cells[action]
+            where = f"first at rank {first.rank}, cell {first.column + 1}"
+            raise _fault(schedule, cell, f"{action} is there twice", where, "keep one of them")
+        cells[action] = cell
+    return cells
+
+
+def _walk(schedule: Schedule) -> Iterator[tuple[Cell, Action]]:
+    for rank, row in enumerate(schedule.actions):
+        for column, action in enumerate(row):
+            if action.kind in COMPUTE | TRANSFER:
+                yield Cell(rank, column), action
+
+
+def _check_placement(schedule: Schedule) -> None:
+    home: dict[int, int] = {}
+    for cell, action in _walk(schedule):
+        rank = home.setdefault(action.stage, cell.rank)
+        if rank != cell.rank:
+            what = f"stage {action.stage} acts on ranks {rank} and {cell.rank}"
+            raise _fault(schedule, cell, what, "", f"move {action} to rank {rank}")
+        if action.microbatch >= schedule.microbatches:
+            what = f"{action} is of a microbatch that the step has not"
+            numbers = f"microbatches 0 to {schedule.microbatches - 1}"
+            raise _fault(schedule, cell, what, numbers, f"take {action} out")
+
+
+def _check_complete(schedule: Schedule, cells: Cells) -> None:
+    rank_of = schedule.rank_of
+    for stage in range(max(rank_of, default=-1) + 1):
+        rank = rank_of.get(stage, schedule.ranks - 1)
+        for microbatch in range(schedule.microbatches):
+            for kind in (Kind.F, Kind.B):
+                action = Action(stage, kind, microbatch)
+                if action not in cells:
+                    end = Cell(rank, len(schedule.actions[rank]))
+                    raise _fault(schedule, end, f"{action} is missing", "", f"add {action} to rank {rank}")
+
+
+def _check_order(schedule: Schedule, cells: Cells) -> None:
+    last: dict[tuple[int, Kind], Action] = {}
+    for cell, action in _walk(schedule):
+        if action.kind not in COMPUTE:
+            continue
+        before = last.setdefault((action.stage, action.kind), action)
+        if before.microbatch > action.microbatch:
+            why = "gradients accumulate in microbatch order"
+            raise _fault(schedule, cell, f"{action} runs after {before}", why, f"put it before {before}")
+        last[action.stage, action.kind] = action
+        forward = Action(action.stage, Kind.F, action.microbatch)
+        if cells[forward] > cell:
+            where = f"{forward} is cell {cells[forward].column + 1}"
+            raise _fault(schedule, cell, f"{action} runs before {forward}", where, f"put it after {forward}")
+
+
+def _check_places(schedule: Schedule, cells: Cells, message: Message) -> None:
+    """The cells of one message: producer < SEND, RECV < consumer; or producer < consumer on one rank."""
+    producer, consumer = cells[message.producer], cells[message.consumer]
+    if producer.rank == consumer.rank:
+        _check_before(schedule, cells, message.producer, message.consumer)
+        return
+    if message.receive not in cells:
+        what = f"{message.consumer} needs {message.receive}, which is missing"
+        step = "lower the schedule with the edges of its plan"
+        raise _fault(schedule, consumer, what, "", step)
+    _check_before(schedule, cells, message.receive, message.consumer)
+    if message.send in cells:
+        _check_before(schedule, cells, message.producer, message.send)
+
+
+def _check_before(schedule: Schedule, cells: Cells, first: Action, second: Action) -> None:
+    if cells[first] > cells[second]:
+        what = f"{second} needs {first}, which stands behind it"
+        where = f"{first} is cell {cells[first].column + 1}"
+        raise _fault(schedule, cells[second], what, where, f"put {first} before {second}")
+
+
+def _check_pairs(schedule: Schedule, cells: Cells, crossing: frozenset[Message]) -> None:
+    for cell, action in _walk(schedule):
+        if action.kind not in TRANSFER:
+            continue
+        message = message_of(action)
+        partner = message.receive if action.kind in SENDS else message.send
+        if partner not in cells:
+            raise _fault(schedule, cell, f"{action} has no {partner}", "", f"add {partner} or drop {action}")
+        if message not in crossing:
+            what = f"{action} moves nothing"
+            why = f"no edge {message.source} -> {message.destination} between two ranks asks for it"
+            raise _fault(schedule, cell, what, why, f"drop {action} and {partner}")
+
+
+def _check_fifo(schedule: Schedule, cells: Cells) -> None:
+    """The k-th send from rank a to rank b is the k-th receive of b from a."""
+    sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    received: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    for _, action in _walk(schedule):
+        if action.kind in TRANSFER:
+            message = message_of(action)
+            pair = cells[message.send].rank, cells[message.receive].rank
+            (sent if action.kind in SENDS else received)[pair].append(message)
+    for pair, queue in sent.items():
+        for number, (out, back) in enumerate(zip(queue, received[pair], strict=True), start=1):
+            if out != back:
+                what = f"rank {pair[1]} posts {back.receive} where rank {pair[0]} sends {out.send}"
+                numbers = f"message {number} of {len(queue)} from rank {pair[0]} to rank {pair[1]}"
+                step = f"put {out.receive} before {back.receive}"
+                raise _fault(schedule, cells[back.receive], what, numbers, step)
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """Play the rows as far as they go; Coffman's circular wait shows as ranks that never finish."""
+    needs: defaultdict[Action, set[Message]] = defaultdict(set)
+    for _, action in _walk(schedule):
+        if action.kind in TRANSFER and action.kind not in SENDS:
+            needs[message_of(action).consumer].add(message_of(action))
+    at, sent = [0] * schedule.ranks, set[Message]()
+    while any(_advance(row, at, rank, sent, needs) for rank, row in enumerate(schedule.actions)):
+        pass
+    stuck = [Cell(r, at[r]) for r, row in enumerate(schedule.actions) if at[r] < len(row)]
+    if stuck:
+        waits = ", ".join(_wait(schedule.actions[c.rank][c.column], c.rank, sent, needs) for c in stuck)
+        raise _fault(schedule, stuck[0], "the schedule deadlocks", waits, "break the circle of waits")
+
+
+def _advance(
+    row: tuple[Action, ...], at: list[int], rank: int, sent: set[Message], needs: dict[Action, set[Message]]
+) -> bool:
+    start = at[rank]
+    while at[rank] < len(row) and needs.get(row[at[rank]], set()) <= sent:
+        action = row[at[rank]]
+        if action.kind in SENDS:
+            sent.add(message_of(action))
+        at[rank] += 1
+    return at[rank] > start
+
+
+def _wait(action: Action, rank: int, sent: set[Message], needs: dict[Action, set[Message]]) -> str:
+    missing = min(needs[action] - sent)
+    return f"rank {rank} waits in {action} for {missing.send}"
+
+
+def _fault(schedule: Schedule, cell: Cell, what: str, numbers: str, next_step: str) -> InvalidSchedule:
+    rank, column = cell
+    place = f"rank {rank}, cell {column + 1} of {len(schedule.actions[rank])}"
+    return InvalidSchedule(
+        what,
+        numbers=f"{place}; {numbers}" if numbers else place,
+        next_step=next_step,
+        picture=window(schedule, rank, column),
+    )

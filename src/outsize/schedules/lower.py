@@ -1,0 +1,71 @@
+"""Problem: a compute-only schedule says when stages run; a run also needs to know when data moves.
+
+`lower` puts a SEND right behind the action that produces and a RECV one compute action ahead of the
+action that needs it (before the preceding one; at the start of the row for the first). RECV means
+"post the receive"; the compute action itself waits for it. So while a rank computes, its next inputs
+are on their way and its buffers are known. Two stages, gpipe, two microbatches:
+
+    cell   1        2        3        4   5        6        7   8
+    rank 0 0F0      0SEND_F0 0RECV_B0 0F1 0SEND_F1 0RECV_B1 0B0 0B1
+    rank 1 1RECV_F0 1RECV_F1 1F0      1F1 1B0      1SEND_B0 1B1 1SEND_B1
+
+Skip edges are like any other. Gradients do not simply run back along the forward edges: the partial
+sum of a value's gradient is handed from its last consumer to the one before and at last to the
+producer, because that is the order in which one process adds them up (DESIGN: exactness, law 2).
+A value of stage 0 that stages 1 and 2 use, one microbatch, forward edges (0,1) (0,2) and backward
+edges (2,1) (1,0); stage 2 takes stage 1's output too, edge (1,2):
+
+    cell   1          2        3        4          5        6
+    rank 0 0RECV_B0   0F0      0SEND_F0 0SEND_F0@2 0B0
+    rank 1 1RECV_F0   1RECV_B0 1F0      1SEND_F0   1B0      1SEND_B0
+    rank 2 2RECV_F0@0 2RECV_F0 2F0      2B0        2SEND_B0
+
+Step edges carry values that are the same for all microbatches (tied parameters): one message a step,
+with microbatch 0. Stages of one rank hand over locally and get no transfer cells.
+
+Source: one pass for all schedules, as `_add_send_recv` of torch.distributed.pipelining; that one puts a
+receive where its send becomes possible, this one by its consumer, so that only what is needed next waits.
+On a transport with one queue for both directions of a pair (one NCCL communicator) a posted receive
+would hold up the sends behind it: give each direction its own queue.
+Complexity: O(actions + messages). Oracle: `check` (schedules/check.py), and the pictures above, which
+tests/unit/schedules/test_lower.py draws again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from outsize.ir.schedule import Action, Schedule
+from outsize.schedules.message import Edges, messages
+
+
+def lower(
+    schedule: Schedule, forward_edges: Edges, backward_edges: Edges, step_edges: Edges = frozenset()
+) -> Schedule:
+    """The compute-only `schedule` with its sends and receives.
+
+    Edges are (source stage, destination stage). Raises InvalidSchedule when one names no stage of
+    the schedule.
+    """
+    rank_of = schedule.rank_of
+    arriving: defaultdict[Action, list[Action]] = defaultdict(list)
+    leaving: defaultdict[Action, list[Action]] = defaultdict(list)
+    for message in messages(schedule, forward_edges, backward_edges, step_edges):
+        if rank_of[message.source] != rank_of[message.destination]:
+            arriving[message.consumer].append(message.receive)
+            leaving[message.producer].append(message.send)
+    rows = tuple(tuple(_lower_row(row, arriving, leaving)) for row in schedule.actions)
+    return Schedule(schedule.name, schedule.microbatches, rows)
+
+
+def _lower_row(
+    row: Sequence[Action], arriving: dict[Action, list[Action]], leaving: dict[Action, list[Action]]
+) -> Iterable[Action]:
+    for first in row[:1]:
+        yield from arriving.get(first, ())
+    for action, upcoming in zip_longest(row, row[1:]):
+        yield from arriving.get(upcoming, ())
+        yield action
+        yield from leaving.get(action, ())

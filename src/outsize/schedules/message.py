@@ -1,0 +1,87 @@
+"""Message: what a send and its receive have in common; and which messages a schedule needs.
+
+Message(Kind.F, 0, 2, 5)   activations of microbatch 5 from stage 0 to stage 2
+  .producer  0F5             .send     0SEND_F5@2      on the rank of stage 0
+  .consumer  2F5             .receive  2RECV_F5@0      on the rank of stage 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import NamedTuple, final
+
+from outsize.errors import InvalidSchedule
+from outsize.ir.schedule import Action, Kind, Schedule
+
+Edges = Set[tuple[int, int]]
+
+SENDS = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
+RECEIVES = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
+
+
+@final
+class Message(NamedTuple):
+    """All values of one microbatch that go over one edge; `kind` is F (activations) or B (gradients)."""
+
+    kind: Kind
+    source: int
+    destination: int
+    microbatch: int
+
+    @property
+    def producer(self) -> Action:
+        """The compute action that makes the values."""
+        return Action(self.source, self.kind, self.microbatch)
+
+    @property
+    def consumer(self) -> Action:
+        """The compute action that waits for the values."""
+        return Action(self.destination, self.kind, self.microbatch)
+
+    @property
+    def send(self) -> Action:
+        """The source's cell."""
+        kind = Kind.SEND_F if self.kind is Kind.F else Kind.SEND_B
+        return Action.transfer(self.source, kind, self.microbatch, self.destination)
+
+    @property
+    def receive(self) -> Action:
+        """The destination's cell."""
+        kind = Kind.RECV_F if self.kind is Kind.F else Kind.RECV_B
+        return Action.transfer(self.destination, kind, self.microbatch, self.source)
+
+
+def message_of(action: Action) -> Message:
+    """The message that a SEND or RECV action moves; KeyError for any other action."""
+    if action.kind in SENDS:
+        return Message(SENDS[action.kind], action.stage, action.peer, action.microbatch)
+    return Message(RECEIVES[action.kind], action.peer, action.stage, action.microbatch)
+
+
+def messages(
+    schedule: Schedule, forward_edges: Edges, backward_edges: Edges, step_edges: Edges
+) -> tuple[Message, ...]:
+    """Every message of a step, sorted; those between stages of one rank too.
+
+    Edges are (source stage, destination stage). Forward and backward edges carry one message for each
+    microbatch, step edges one for microbatch 0 unless a forward edge covers them.
+    Raises InvalidSchedule when an edge names a stage that the schedule has not, or joins one to itself.
+    """
+    for edge in sorted({*forward_edges, *backward_edges, *step_edges}):
+        _check_edge(schedule, edge)
+    each = range(schedule.microbatches)
+    forward = {Message(Kind.F, *edge, m) for edge in forward_edges for m in each}
+    backward = {Message(Kind.B, *edge, m) for edge in backward_edges for m in each}
+    once = {Message(Kind.F, *edge, 0) for edge in step_edges}
+    return tuple(sorted(forward | backward | once))
+
+
+def _check_edge(schedule: Schedule, edge: tuple[int, int]) -> None:
+    source, destination = edge
+    if source != destination and {source, destination} <= schedule.rank_of.keys():
+        return
+    raise InvalidSchedule(
+        f"the edge {source} -> {destination} does not join two stages of the schedule",
+        numbers=f"stages: {', '.join(map(str, sorted(schedule.rank_of)))}",
+        next_step="take schedule and edges from the same plan",
+    )

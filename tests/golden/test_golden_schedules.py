@@ -1,0 +1,69 @@
+"""Every schedule, compute-only and lowered, as the CSV that is in tests/golden/schedules.
+
+Regenerate with `pytest tests/golden/test_golden_schedules.py --update-golden`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from outsize.ir.schedule import Schedule
+from outsize.schedules.builders import NAMES, build
+from outsize.schedules.check import check, check_compute
+from outsize.schedules.lower import lower
+
+SIZES = [(2, 4), (4, 4), (3, 6)]
+# A value of stage 0 used by 1 and 3: its gradient goes from 3 to 1 and from there to 0.
+SKIP_FORWARD = frozenset({(0, 1), (1, 2), (2, 3), (0, 3)})
+SKIP_BACKWARD = frozenset({(3, 2), (2, 1), (1, 0), (3, 1)})
+# A parameter that stages 0 and 2 share: a step edge down, gradients each microbatch back.
+TIED_STEP = frozenset({(0, 2)})
+TIED_BACKWARD = frozenset({(3, 2), (2, 1), (1, 0), (2, 0)})
+
+Golden = Callable[[str, str], None]
+
+
+def chain(stages: int) -> frozenset[tuple[int, int]]:
+    return frozenset((s, s + 1) for s in range(stages - 1))
+
+
+def flipped(edges: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
+    return frozenset((b, a) for a, b in edges)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_compute(name: str, stages: int, microbatches: int, golden: Golden) -> None:
+    schedule = build(name, stages, microbatches)
+    check_compute(schedule)
+    golden(f"schedules/{name}-p{stages}-m{microbatches}.csv", schedule.to_csv())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_chain(name: str, stages: int, microbatches: int, golden: Golden) -> None:
+    forward, backward = chain(stages), flipped(chain(stages))
+    schedule = lower(build(name, stages, microbatches), forward, backward)
+    check(schedule, forward, backward)
+    golden(f"schedules/{name}-p{stages}-m{microbatches}-chain.csv", schedule.to_csv())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_skip(name: str, golden: Golden) -> None:
+    schedule = lower(build(name, 4, 4), SKIP_FORWARD, SKIP_BACKWARD)
+    check(schedule, SKIP_FORWARD, SKIP_BACKWARD)
+    golden(f"schedules/{name}-p4-m4-skip.csv", schedule.to_csv())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tied(name: str, golden: Golden) -> None:
+    schedule = lower(build(name, 4, 4), chain(4), TIED_BACKWARD, TIED_STEP)
+    check(schedule, chain(4), TIED_BACKWARD, TIED_STEP)
+    golden(f"schedules/{name}-p4-m4-tied.csv", schedule.to_csv())
+
+
+def test_golden_reads_back() -> None:
+    schedule = lower(build("1f1b", 4, 4), SKIP_FORWARD, SKIP_BACKWARD)
+    assert Schedule.from_csv(schedule.to_csv(), "1f1b") == schedule
