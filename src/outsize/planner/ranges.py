@@ -1,0 +1,167 @@
+"""Problem: what does a stage made of the units first..end-1 cost, for all runs of units at once?
+
+Every table is indexed `[first, end]`, 0 <= first < end <= n; below the diagonal it means nothing.
+What a run costs must not depend on the other cuts, or a dynamic program over runs would not be exact.
+For the law of edges.py this holds of all that a stage *receives*, and of each flow counted once:
+
+    received       flows made before `first`, used inside             one message each, from the owner
+    gradient_out   those of them with a gradient                      one message each, whoever is before
+    sent           flows made inside, used at `end` or later          one tensor, however many messages
+    gradient_in    flows with a gradient, touched inside and used     one message each: the sum of all
+                   at `end` or later                                  later users arrives threaded
+
+What depends on the other cuts, and is therefore no part of a table, is the number of messages in which a
+sender ships one tensor, and the rank at the other end of an edge that skips stages.
+
+Method: each flow adds its bytes at the few places of a table where it starts to count, then one
+cumulative sum per table. Complexity: O(n^2 + users of all flows) time and memory.
+Oracle: tests/unit/planner/test_ranges.py sums `edges_between` for every run of random graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Self, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.errors import ModelMismatch
+from outsize.ir.graph import ModelGraph
+from outsize.ir.profile import Profile
+from outsize.planner.edges import Flow, flows
+from outsize.planner.optimizer import OptimizerBytes
+
+Bytes = NDArray[np.int64]
+Seconds = NDArray[np.float64]
+Number = TypeVar("Number", np.int64, np.float64)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranges:
+    """Tables of shape (n + 1, n + 1): bytes per microbatch, or bytes for good (weights and states)."""
+
+    compute_s: Seconds
+    weights: Bytes
+    replicas: Bytes
+    gradients: Bytes
+    optimizer: Bytes
+    workspace: Bytes
+    saved: Bytes
+    received: Bytes
+    sent: Bytes
+    gradient_in: Bytes
+    gradient_out: Bytes
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes) -> Self:
+        """Tables of a graph with its profile; ModelMismatch when they do not belong together."""
+        check_profile(graph, profile)
+        n, everything, costs = len(graph.units), flows(graph), profile.units
+        values = [f for f in everything if not f.step]
+        backward = [f for f in everything if f.gradient]
+        weights, gradients, states = _owned(graph, optimizer)
+        return cls(
+            compute_s=_spans(np.array([c.forward_s + c.backward_s for c in costs])),
+            weights=_spans(weights),
+            replicas=_arriving(n, (f for f in everything if f.step)),
+            gradients=_spans(gradients),
+            optimizer=_spans(states),
+            workspace=_largest(np.array([c.workspace_bytes for c in costs], np.int64)),
+            saved=_spans(np.array([c.saved_bytes for c in costs], np.int64)),
+            received=_arriving(n, values),
+            sent=_leaving(n, values) + _outputs(n, graph.output_bytes),
+            gradient_in=_returning(n, backward),
+            gradient_out=_arriving(n, backward),
+        )
+
+    @property
+    def units(self) -> int:
+        """Number of units, n."""
+        return len(self.saved) - 1
+
+    def only(self, first: int, end: int) -> Ranges:
+        """The same tables with this one run left, each of shape ()."""
+        return replace(self, **{f.name: getattr(self, f.name)[first, end, ...] for f in fields(self)})
+
+
+def check_profile(graph: ModelGraph, profile: Profile) -> None:
+    """Raise ModelMismatch unless the profile has one cost for each unit of this graph, in order."""
+    if [u.name for u in graph.units] == [c.name for c in profile.units]:
+        return
+    raise ModelMismatch(
+        f"the profile is not one of {graph.model}",
+        numbers=f"{len(profile.units)} units, fingerprint {profile.fingerprint}, against "
+        f"{len(graph.units)} units, fingerprint {graph.fingerprint}",
+        next_step="outsize plan MODEL without --profile, or measure this model again",
+    )
+
+
+def _owned(graph: ModelGraph, optimizer: OptimizerBytes) -> tuple[Bytes, Bytes, Bytes]:
+    """Bytes of weights (with buffers), gradients and optimizer state per unit that owns them."""
+    weights = np.array([u.buffer_bytes for u in graph.units], np.int64)
+    gradients, states = np.zeros_like(weights), np.zeros_like(weights)
+    owners = graph.owner_of
+    for parameter in (p for p in graph.parameters if p.name in owners):
+        owner = owners[parameter.name]
+        weights[owner] += parameter.size_bytes
+        if parameter.trainable:
+            gradients[owner] += parameter.size_bytes
+            states[owner] += optimizer.state_bytes(parameter.size_bytes)
+    return weights, gradients, states
+
+
+def _spans(per_unit: NDArray[Number]) -> NDArray[Number]:
+    """Sum over the units first..end-1 for all runs."""
+    prefix = np.zeros(len(per_unit) + 1, per_unit.dtype)
+    prefix[1:] = np.cumsum(per_unit)
+    return np.subtract(prefix, prefix[:, None])
+
+
+def _largest(per_unit: Bytes) -> Bytes:
+    """Maximum over the units first..end-1 for all runs; zero for empty ones."""
+    size = len(per_unit) + 1
+    table = np.zeros((size, size), np.int64)
+    table[:-1, 1:] = np.triu(np.broadcast_to(per_unit, (size - 1, size - 1)))
+    return np.maximum.accumulate(table, axis=1)
+
+
+def _arriving(n: int, crossing: Iterable[Flow]) -> Bytes:
+    """Made before `first`, used inside: a flow starts to count when its next use is inside."""
+    table = np.zeros((n + 1, n + 1), np.int64)
+    for flow in crossing:
+        for before, use in pairwise((flow.producer, *flow.consumers)):
+            table[before + 1 : use + 1, use + 1] += flow.size_bytes
+    return np.cumsum(table, axis=1, out=table)
+
+
+def _leaving(n: int, crossing: Iterable[Flow]) -> Bytes:
+    """Made inside, used at `end` or later."""
+    table = np.zeros((n + 1, n + 1), np.int64)
+    for flow in crossing:
+        table[flow.producer, flow.producer + 1 : flow.consumers[-1] + 1] += flow.size_bytes
+    return _from_below(table)
+
+
+def _returning(n: int, backward: Iterable[Flow]) -> Bytes:
+    """Touched inside, used at `end` or later: counts when the last touch before `end` is inside."""
+    table = np.zeros((n + 1, n + 1), np.int64)
+    for flow in backward:
+        for touch, after in pairwise((flow.producer, *flow.consumers)):
+            table[touch, touch + 1 : after + 1] += flow.size_bytes
+    return _from_below(table)
+
+
+def _from_below(table: Bytes) -> Bytes:
+    """Sum of the rows first, first + 1, ... for every first."""
+    return np.cumsum(table[::-1], axis=0)[::-1]
+
+
+def _outputs(n: int, output_bytes: int) -> Bytes:
+    """The model's outputs wait in the last stage for their loss and backward."""
+    table = np.zeros((n + 1, n + 1), np.int64)
+    table[:, n] = output_bytes
+    return table

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_graphs import chain, cut_graphs, graph_of, parameter, profile_of, unit, value
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.profile import Profile
+from outsize.ir.schedule import Schedule
+from outsize.planner.edges import edges_between
+from outsize.planner.memory import Alive, account, moments, peak_table
+from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.ranges import Ranges
+from outsize.schedules.builders import build
+from outsize.schedules.lower import lower
+
+
+def lowered(name: str, graph: ModelGraph, bounds: tuple[int, ...], microbatches: int) -> Schedule:
+    edges = edges_between(graph, bounds)
+    schedule = build(name, len(bounds) - 1, microbatches)
+    return lower(schedule, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
+def test_closed_forms_of_microbatches_in_flight(stages: int, microbatches: int) -> None:
+    graph, profile = chain([1.0] * stages)
+    bounds = tuple(range(stages + 1))
+
+    def in_flight(name: str) -> list[int]:
+        schedule = lowered(name, graph, bounds, microbatches)
+        return [m.in_flight for m in account(graph, bounds, schedule, profile, "sgd")]
+
+    assert in_flight("gpipe") == [microbatches] * stages
+    assert in_flight("1f1b") == [min(stages - s, microbatches) for s in range(stages)]
+    assert in_flight("naive") == [1] * stages
+
+
+def test_bytes_of_a_small_chain_by_hand() -> None:
+    """Three stages, 1F1B, four microbatches; values of 8, weights of 100, 10 saved per microbatch."""
+    graph, profile = chain([1.0] * 3)
+    first, middle, last = account(
+        graph, (0, 1, 2, 3), lowered("1f1b", graph, (0, 1, 2, 3), 4), profile, "adamw"
+    )
+    assert (first.weights_bytes, first.gradients_bytes, first.optimizer_bytes) == (100, 100, 204)
+    assert first.activations_bytes == 3 * 10
+    assert first.boundary_bytes == 3 * 8 + 2 * 8  # three outputs; gradients 0 and 1 posted
+    assert middle.activations_bytes == 2 * (10 + 8)
+    assert last.activations_bytes == 1 * (10 + 8)
+    assert last.boundary_bytes == 8 + 8  # the next input is posted, the gradient is being made
+    assert first.peak_bytes == 100 + 100 + 204 + 30 + 40
+    assert middle.largest == (("h.1", 100 + 100 + 204 + 2 * 10),)
+
+
+def test_a_tied_parameter_costs_its_owner_states_and_the_others_a_replica() -> None:
+    units = [unit(0, ("wte",)), unit(1), unit(2, ("head",))]
+    graph = graph_of(
+        units, [value(0, 0, (1,), 4), value(1, 1, (2,), 4)], [parameter("wte", "head", size_bytes=40)]
+    )
+    schedule = lowered("gpipe", graph, (0, 1, 2, 3), 2)
+    first, middle, last = account(graph, (0, 1, 2, 3), schedule, profile_of(graph, [1.0] * 3), "adam")
+    assert (first.weights_bytes, first.gradients_bytes, first.optimizer_bytes) == (40, 40, 84)
+    assert (middle.weights_bytes, middle.gradients_bytes) == (0, 0)
+    assert (last.weights_bytes, last.gradients_bytes, last.optimizer_bytes) == (40, 0, 0)
+    assert last.boundary_bytes >= 40  # the replica's gradient on its way
+
+
+def test_workspace_counts_once_and_outputs_wait_in_the_last_stage() -> None:
+    graph = graph_of([unit(0, saved_bytes=1), unit(1, saved_bytes=1)], output_bytes=1000)
+    profile = profile_of(graph, [1.0, 1.0], workspace=[50, 70])
+    first, last = account(graph, (0, 1, 2), lowered("gpipe", graph, (0, 1, 2), 3), profile, "sgd")
+    assert (first.activations_bytes, first.boundary_bytes) == (50 + 3, 0)
+    assert (last.activations_bytes, last.boundary_bytes) == (70 + 3, 3000)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(cut_graphs(), st.sampled_from(["naive", "gpipe", "1f1b"]), st.integers(1, 6))
+def test_the_peak_of_a_run_does_not_depend_on_the_other_cuts(
+    case: tuple[ModelGraph, Profile, tuple[int, ...]], name: str, microbatches: int
+) -> None:
+    """What the partition asks (a chain's schedule, one table) is what the account of the real edges says."""
+    graph, profile, bounds = case
+    stages = len(bounds) - 1
+    ranges = Ranges.of(graph, profile, optimizer_bytes("adamw"))
+    chained = lower(
+        build(name, stages, microbatches),
+        frozenset(pairwise(range(stages))),
+        frozenset(pairwise(range(stages)[::-1])),
+    )
+    memories = account(graph, bounds, lowered(name, graph, bounds, microbatches), profile, "adamw")
+    for stage, run in enumerate(pairwise(bounds)):
+        assert peak_table(ranges, moments(chained, stage))[run] == memories[stage].peak_bytes
+
+
+def test_an_edited_schedule_is_counted_as_it_is() -> None:
+    schedule = Schedule.from_csv("0F0,0F1,0B0,0B1,0F2,0B2\n")
+    assert moments(schedule, 0) == (Alive(2, 0, 0, 1), Alive(1, 0, 0, 2))
+
+
+def test_peak_table_covers_all_runs() -> None:
+    graph, profile = chain([1.0] * 4)
+    ranges = Ranges.of(graph, profile, optimizer_bytes("sgd"))
+    table = peak_table(ranges, (Alive(2, 0, 0, 0), Alive(1, 0, 3, 0)))
+    assert table.shape == (5, 5)
+    assert table[0, 1] == 100 + 100 + max(2 * 10 + 2 * 8, 10 + 8 + 3 * 8)
+    assert np.all(np.diff(table[0, 1:4]) > 0)

@@ -1,0 +1,60 @@
+"""Oracle: for random graphs and cuts, the tables say what `edges_between` and plain sums say."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from planner_graphs import chain, cut_graphs, profile_of
+
+from outsize.errors import ModelMismatch
+from outsize.ir.graph import ModelGraph
+from outsize.ir.profile import Profile
+from outsize.planner.edges import edges_between
+from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.ranges import Ranges
+
+ADAMW = optimizer_bytes("adamw")
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(cut_graphs())
+def test_what_a_stage_receives_is_what_the_edges_carry_to_it(
+    case: tuple[ModelGraph, Profile, tuple[int, ...]],
+) -> None:
+    graph, profile, bounds = case
+    ranges, edges = Ranges.of(graph, profile, ADAMW), edges_between(graph, bounds)
+    for stage, run in enumerate(pairwise(bounds)):
+        assert ranges.received[run] == sum(b for (_, to), b in edges.forward.items() if to == stage)
+        assert ranges.replicas[run] == sum(b for (_, to), b in edges.step.items() if to == stage)
+        assert ranges.gradient_in[run] == sum(b for (_, to), b in edges.backward.items() if to == stage)
+        assert ranges.gradient_out[run] == sum(b for (who, _), b in edges.backward.items() if who == stage)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(cut_graphs())
+def test_sums_over_units(case: tuple[ModelGraph, Profile, tuple[int, ...]]) -> None:
+    graph, profile, bounds = case
+    ranges, n = Ranges.of(graph, profile, ADAMW), len(graph.units)
+    for first, end in pairwise(bounds):
+        units, costs = graph.units[first:end], profile.units[first:end]
+        owned = graph.owned_parameters(first, end - 1)
+        trainable = [p.size_bytes for p in owned if p.trainable]
+        weights = sum(p.size_bytes for p in owned) + sum(u.buffer_bytes for u in units)
+        assert ranges.weights[first, end] == weights
+        assert ranges.gradients[first, end] == sum(trainable)
+        assert ranges.optimizer[first, end] == sum(2 * b + 4 for b in trainable)
+        assert ranges.saved[first, end] == sum(c.saved_bytes for c in costs)
+        assert ranges.workspace[first, end] == max(c.workspace_bytes for c in costs)
+        assert ranges.compute_s[first, end] == pytest.approx(sum(c.forward_s + c.backward_s for c in costs))
+        sent = sum(v.size_bytes for v in graph.crossing(end) if first <= v.producer) if end < n else 0
+        assert ranges.sent[first, end] == sent + (graph.output_bytes if end == n else 0)
+
+
+def test_a_profile_of_another_graph_is_refused() -> None:
+    graph, _ = chain([1.0, 1.0])
+    other, other_profile = chain([1.0, 1.0, 1.0])
+    with pytest.raises(ModelMismatch, match=r"3 units, fingerprint f0, against 2 units"):
+        Ranges.of(graph, other_profile, ADAMW)
+    assert Ranges.of(other, profile_of(other, [1.0] * 3), ADAMW).units == 3
