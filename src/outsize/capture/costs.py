@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from outsize.capture.fakes import FakeModel
 from outsize.capture.slots import Slots
@@ -42,10 +42,10 @@ class CostMeter:
 
     def count(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add one ATen op."""
-        self.random = self.random or torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
-        formula = flop_registry.get(getattr(op, "_overloadpacket", None))
-        if formula is not None:
-            self.flops += int(formula(*args, **kwargs, out_val=out))
+        if getattr(op, "namespace", "") == "prim":
+            return
+        self.random = self.random or _draws(op, args, kwargs)
+        self.flops += _flops(op, args, kwargs, out)
         if not getattr(op, "is_view", False):
             tensors = [t for t in leaves((args, kwargs, out)) if isinstance(t, Tensor)]
             self._moved_bytes += sum(t.numel() * t.dtype.itemsize for t in tensors)
@@ -58,3 +58,21 @@ class CostMeter:
         if storage not in self._seen:
             self._seen.add(storage)
             self._saved_bytes += tensor.untyped_storage().nbytes()
+
+
+def _flops(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+    packet = getattr(op, "_overloadpacket", None)
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    formula = flop_registry.get(packet)
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def _draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Does the op draw random numbers? Attention and dropout carry the tag also when p is 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    names = [a.name for a in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    p = given.get("dropout_p", given.get("p") if "dropout" in str(op) else None)
+    return p is None or bool(p)

@@ -1,0 +1,107 @@
+"""What must run, what may be replicated, and where a tape may be cut.
+
+Legal cuts (rule 8): from the first definition of a piece of memory to its last write in place nothing may
+be cut; all that touch a weight which the forward writes (BatchNorm's statistics) stay together.
+Replicated (rule 12): glue that depends on inputs, constants and read-only buffers alone, draws no random
+numbers and writes only memory of its own. Every stage computes it for itself; it never crosses a cut.
+All functions are O(instructions + reads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outsize.program.tape import Instruction, Tape, Weight
+
+
+def live(tape: Tape, required: Iterable[int]) -> list[bool]:
+    """Per instruction: does a required slot or a written weight depend on it?"""
+    needed = set(required)
+    storages = {tape.storage(s) for s in needed}
+    alive = [False] * len(tape.instructions)
+    for instruction in reversed(tape.instructions):
+        wanted = instruction.written_weights or not needed.isdisjoint(instruction.defines())
+        if not wanted and storages.isdisjoint(instruction.writes):
+            continue
+        alive[instruction.index] = True
+        reads = set(instruction.reads())
+        needed |= reads
+        storages |= {tape.storage(s) for s in reads}
+    return alive
+
+
+def replicable(tape: Tape) -> list[bool]:
+    """Per instruction: may every stage compute it for itself?"""
+    written = {w for i in tape.instructions for w in i.written_weights}
+    spoiled: set[int] = set()
+    while True:
+        marks = _replicable_given(tape, written, spoiled)
+        more = {s for i in tape.instructions if not marks[i.index] for s in i.writes}
+        if more <= spoiled:
+            return marks
+        spoiled |= more
+
+
+def _replicable_given(tape: Tape, written: set[Weight], spoiled: set[int]) -> list[bool]:
+    free = {*tape.inputs, *tape.constants}
+    foreign = {tape.storage(s) for s in free}
+    marks: list[bool] = []
+    for instruction in tape.instructions:
+        ok = (
+            not instruction.is_leaf
+            and not instruction.random
+            and all(w.kind != "parameter" and w not in written for w in instruction.weights)
+            and free.issuperset(instruction.reads())
+            and foreign.isdisjoint(instruction.writes)
+            and not any(_unfit(tape, s, spoiled) for s in instruction.defines())
+        )
+        marks.append(ok)
+        if ok:
+            free.update(instruction.defines())
+    return marks
+
+
+def _unfit(tape: Tape, slot: int, spoiled: set[int]) -> bool:
+    return tape.metas[slot].requires_grad or tape.storage(slot) in spoiled
+
+
+def legal_cuts(tape: Tape) -> list[bool]:
+    """`legal[p]`: may the tape be cut between instruction p - 1 and p? Both ends are not cuts."""
+    count = len(tape.instructions)
+    blocked = [0] * (count + 2)
+    for first, last in _uncuttable(tape):
+        blocked[first + 1] += 1
+        blocked[last + 1] -= 1
+    legal, depth = [], 0
+    for position in range(count + 1):
+        depth += blocked[position]
+        legal.append(depth == 0 and 0 < position < count)
+    return legal
+
+
+def _uncuttable(tape: Tape) -> list[tuple[int, int]]:
+    """(first, last) instruction of every run that must stay in one stage."""
+    touched: dict[object, list[int]] = {}
+    last_write: dict[object, int] = {}
+    outside = {tape.storage(s) for s in (*tape.inputs, *tape.constants)}
+    for instruction in tape.instructions:
+        for key in _memory(tape, instruction):
+            touched.setdefault(key, []).append(instruction.index)
+        for key in (*instruction.writes, *instruction.written_weights):
+            last_write[key] = instruction.index
+    runs = []
+    for key, write in last_write.items():
+        lives_on = key in outside or isinstance(key, Weight)
+        users = touched.get(key, [write])
+        runs.append((users[0], users[-1] if lives_on else write))
+    return runs
+
+
+def _memory(tape: Tape, instruction: Instruction) -> set[object]:
+    slots = {tape.storage(s) for s in (*instruction.reads(), *instruction.defines())}
+    return {*slots, *instruction.weights}
+
+
+def last_reads(tape: Tape, alive: list[bool]) -> dict[int, int]:
+    """Slot -> index of the last live instruction that reads it."""
+    return {s: i.index for i in tape.instructions if alive[i.index] for s in i.reads()}

@@ -1,0 +1,145 @@
+"""Cut a tape into stage programs: one generated function per stage, and the values between them.
+
+    bounds (0, 7, 15): units 0-6 | 7-14
+    owned instructions go to the stage of their unit, dead ones nowhere, replicable ones wherever needed
+
+A program never computes what another stage owns; what it needs from there is a Boundary. The outputs of
+the model, when they are wanted (evaluation), are brought to the last stage.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from outsize.program.generate import SliceSpec, compile_slice
+from outsize.program.liveness import live, replicable
+from outsize.program.tape import Instruction, Tape, backward_slice
+from outsize.run.boundary import Boundary, find_boundaries
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StageProgram:
+    """What one stage runs: `function(*inputs, *received slots, *received weights, seed) -> exits`.
+
+    `exits` are the sent slots, then the loss if it is computed here, then the outputs if wanted.
+    """
+
+    stage: int
+    function: Callable[..., tuple[Any, ...]]
+    inputs: tuple[int, ...]  # positions in the tape's inputs
+    received: tuple[Boundary, ...]  # slots before weights
+    sent: tuple[Boundary, ...]
+    has_loss: bool
+    outputs: tuple[int, ...]
+    weights: frozenset[str]  # every weight that the stage's own modules hold and use
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """All stages of a model."""
+
+    tape: Tape
+    programs: tuple[StageProgram, ...]
+    boundaries: tuple[Boundary, ...]
+
+
+def cut(tape: Tape, model: nn.Module, edges: Sequence[int], *, outputs: bool) -> Cut:
+    """Stage programs for the instruction ranges `edges[s] .. edges[s+1]`.
+
+    `outputs=False` computes what the loss needs; `outputs=True` also every output of the model.
+    """
+    wanted = _wanted(tape, outputs)
+    owner = _owners(tape, edges, wanted)
+    last = len(edges) - 2
+    needs = [_needs(tape, owner, stage, wanted if stage == last else ()) for stage in range(last + 1)]
+    trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
+    boundaries = find_boundaries(tape, owner, [n.reads for n in needs], trainable)
+    programs = tuple(
+        _program(tape, model, stage, need, boundaries, wanted if stage == last else (), owner)
+        for stage, need in enumerate(needs)
+    )
+    return Cut(tape, programs, boundaries)
+
+
+def _wanted(tape: Tape, outputs: bool) -> tuple[int, ...]:
+    """Output slots that the last stage has to hand out."""
+    return tuple(dict.fromkeys(tape.output_slots())) if outputs or tape.loss is None else ()
+
+
+def _owners(tape: Tape, edges: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    required = {*wanted, *((tape.loss.slot,) if tape.loss is not None else ())}
+    alive, copies = live(tape, required), replicable(tape)
+    keep = [a and not c for a, c in zip(alive, copies, strict=True)]
+    return [bisect_right(edges, i) - 1 if keep[i] else -1 for i in range(len(tape.instructions))]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What one stage runs and reads."""
+
+    instructions: tuple[Instruction, ...]
+    reads: tuple[int, ...]  # slots that other stages own
+
+
+def _needs(tape: Tape, owner: Sequence[int], stage: int, wanted: Sequence[int]) -> _Needs:
+    own = [i for i in tape.instructions if owner[i.index] == stage]
+    asked = dict.fromkeys([s for i in own for s in i.reads()] + list(wanted))
+    given = {*tape.inputs, *tape.constants}
+    foreign = [s for s in asked if s not in given and owner[tape.producer[s]] not in (stage, -1)]
+    copied = [s for s in asked if s not in given and owner[tape.producer[s]] == -1]
+    copies = backward_slice(tape.instructions, tape.metas, copied) if copied else []
+    owned = {i.index for i in own}
+    copies = [i for i in copies if owner[i] == -1 and i not in owned]
+    order = sorted({*copies, *owned})
+    return _Needs(tuple(tape.instructions[i] for i in order), tuple(sorted(foreign)))
+
+
+def _program(
+    tape: Tape,
+    model: nn.Module,
+    stage: int,
+    need: _Needs,
+    boundaries: Sequence[Boundary],
+    wanted: Sequence[int],
+    owner: Sequence[int],
+) -> StageProgram:
+    received = tuple(b for b in boundaries if stage in b.consumers)
+    received = tuple(sorted(received, key=lambda b: (b.weight is not None, b.key)))
+    sent = tuple(b for b in boundaries if b.producer == stage)
+    has_loss = tape.loss is not None and _stage_of(tape, owner, tape.loss.slot) == stage
+    reads = {s for i in need.instructions for s in i.reads()} | set(wanted)
+    inputs = tuple(p for p, s in enumerate(tape.inputs) if s in reads)
+    exits = [b.slot for b in sent if b.weight is None]
+    exits += [tape.loss.slot] if has_loss and tape.loss is not None else []
+    foreign = [b.weight for b in received if b.weight is not None]
+    spec = SliceSpec(
+        name=f"stage_{stage}",
+        instructions=need.instructions,
+        entries=[tape.inputs[p] for p in inputs] + [b.slot for b in received if b.weight is None],
+        exits=[*exits, *wanted],
+        foreign=foreign,
+        constants={s: t for s, t in tape.constants.items() if s in reads},
+    )
+    weights = {w.name for i in need.instructions for w in i.weights} - set(foreign)
+    return StageProgram(
+        stage=stage,
+        function=compile_slice(spec, model, tape.modes),
+        inputs=inputs,
+        received=received,
+        sent=sent,
+        has_loss=has_loss,
+        outputs=tuple(wanted),
+        weights=frozenset(weights),
+    )
+
+
+def _stage_of(tape: Tape, owner: Sequence[int], slot: int) -> int:
+    return owner[tape.producer[slot]]

@@ -1,0 +1,96 @@
+"""Wire layout of a tensor: which elements travel, and how the receiver lays them out (rule 14).
+
+Reductions depend on memory order, so the wire keeps strides: a permuted dense tensor (channels_last, a
+transpose) travels in its own memory order, an expanded dimension (stride 0) travels once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+    torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+HEADER = 20  # present, dtype, dims, unused, 8 sizes, 8 strides
+_MAX_DIMS = 8
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Shape, strides and dtype of what arrives; strides are those of the receiver's tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The layout under which a tensor travels."""
+        dense = pack(tensor)
+        keep = [size if step else 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        like = tensor.as_strided(keep, tensor.stride())
+        stride = tensor.stride() if dense.numel() == like.numel() and _is_dense(like) else _contiguous(keep)
+        stride = tuple(0 if not step else new for step, new in zip(tensor.stride(), stride, strict=True))
+        return cls(tuple(tensor.shape), stride, tensor.dtype)
+
+    def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(tensor of this layout, flat view of its memory to receive into)."""
+        keep = [size if step else 1 for size, step in zip(self.shape, self.stride, strict=True)]
+        count = 1
+        for size in keep:
+            count *= size
+        flat = torch.empty(count, dtype=self.dtype, device=device)
+        return flat.as_strided(self.shape, self.stride), flat
+
+    def encode(self) -> Tensor:
+        """As a header of HEADER int64 numbers."""
+        pad = [0] * (_MAX_DIMS - len(self.shape))
+        body = [*self.shape, *pad, *self.stride, *pad]
+        return torch.tensor([1, _DTYPES.index(self.dtype), len(self.shape), 0, *body])
+
+    @classmethod
+    def decode(cls, header: Tensor) -> Self | None:
+        """Back from a header; None says that there is no tensor (no gradient flows)."""
+        numbers = [int(n) for n in header.tolist()]
+        if not numbers[0]:
+            return None
+        dims = numbers[2]
+        shape, stride = numbers[4 : 4 + dims], numbers[4 + _MAX_DIMS : 4 + _MAX_DIMS + dims]
+        return cls(tuple(shape), tuple(stride), _DTYPES[numbers[1]])
+
+
+NOTHING = torch.zeros(HEADER, dtype=torch.int64)
+
+
+def pack(tensor: Tensor) -> Tensor:
+    """The tensor's distinct elements as one flat tensor, in memory order where that is dense."""
+    tensor = tensor.detach()
+    keep = [size if step else min(size, 1) for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    core = tensor.as_strided(keep, tensor.stride())
+    if _is_dense(core):
+        return core.as_strided((core.numel(),), (1,))
+    return core.contiguous().view(-1)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Non-overlapping and without holes, in any order of dimensions."""
+    expected = 1
+    for step, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous(shape: list[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,44 @@
+"""Random numbers that do not know the layout (exactness law 6).
+
+Before every random instruction the generators are seeded from (seed, step, microbatch, instruction). So a
+dropout mask is the same in 1 and in 4 stages, in GPipe and in 1F1B, and in a recompute. Within a step the
+user's generator is borrowed and given back as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+Seed = Callable[[int], None]
+_MASK = (1 << 63) - 1
+
+
+def mix(seed: int, step: int, microbatch: int, instruction: int) -> int:
+    """One 63-bit seed from four numbers, by splitmix64's finaliser (Steele et al., OOPSLA 2014)."""
+    state = seed
+    for part in (step, microbatch, instruction):
+        state = (state + (part + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & _MASK
+
+
+def seeder(seed: int, step: int, microbatch: int) -> Seed:
+    """The `seed(instruction)` that a stage function calls before each of its random instructions."""
+
+    def at(instruction: int) -> None:
+        torch.manual_seed(mix(seed, step, microbatch, instruction))
+
+    return at
+
+
+@contextmanager
+def borrowed_generators() -> Iterator[None]:
+    """The user's CPU and CUDA generators are afterwards as they were before."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    with torch.random.fork_rng(devices=devices):
+        yield
