@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-GIB, MIB, KIB = 1024**3, 1024**2, 1024
-
-
-def gib_text(size_bytes: float) -> str:
-    """Bytes in GiB without the unit: `31.4`; small sizes keep two significant digits: `0.012`."""
-    gib = size_bytes / GIB
-    return f"{gib:.1f}" if gib >= 1 or gib == 0 else f"{gib:.2g}"
+_UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
 
 
 def bytes_text(size_bytes: float) -> str:
-    """`31.4 GiB`, `12.0 MiB`, `3.1 KiB`, `17 B`: the largest unit that gives at least one."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(size_bytes) >= size:
-            return f"{size_bytes / size:.1f} {unit}"
-    return f"{size_bytes:.0f} B"
+    """`31.4 GiB`, `12.0 MiB`, `17 B`: the largest unit that gives at least one."""
+    unit, size = byte_unit(size_bytes)
+    return f"{size_bytes / size:.{0 if size == 1 else 1}f} {unit}"
+
+
+def byte_unit(size_bytes: float) -> tuple[str, int]:
+    """Name and bytes of the largest unit that gives at least one; for several sizes in one unit."""
+    return next((unit for unit in _UNITS if abs(size_bytes) >= unit[1]), _UNITS[-1])
 
 
 def seconds_text(seconds: float) -> str:

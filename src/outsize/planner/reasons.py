@@ -1,0 +1,79 @@
+"""Why a plan is as it is, in short sentences with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outsize.ir.cluster import Device
+from outsize.ir.graph import ModelGraph
+from outsize.ir.names import compress
+from outsize.ir.text import byte_unit, bytes_text, percent_text, seconds_text
+from outsize.planner.memory import StageMemory
+from outsize.planner.simulate import StageCost
+
+NAMES_SHOWN = 3
+
+
+def pace_reason(graph: ModelGraph, bounds: Sequence[int], costs: Sequence[StageCost]) -> str:
+    """Which stage is the bottleneck, and how much of the work it has."""
+    seconds = [c.forward_s + c.backward_s for c in costs]
+    slowest = seconds.index(max(seconds))
+    names = compress([u.name for u in graph.units], bounds[slowest], bounds[slowest + 1] - 1)
+    shown = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+    share = seconds[slowest] / sum(seconds) if sum(seconds) else 0.0
+    return (
+        f"stage {slowest} ({shown}) sets the pace: {seconds_text(seconds[slowest])} of forward and backward "
+        f"per microbatch, {percent_text(share)} of all; an even share is {percent_text(1 / len(costs))}"
+    )
+
+
+def fullest_reason(memories: Sequence[StageMemory], devices: Sequence[Device]) -> str:
+    """Which device is closest to its limit, and which units hold most there."""
+    stage = fullest(memories, devices)
+    memory, device = memories[stage], devices[stage]
+    units = ", ".join(f"{name} {bytes_text(size)}" for name, size in memory.largest)
+    return (
+        f"{device.name} is the fullest device: {bytes_text(memory.peak_bytes)} of "
+        f"{bytes_text(device.memory_bytes)} with {memory.in_flight} microbatches in flight; most in {units}"
+    )
+
+
+def over_memory(memories: Sequence[StageMemory], devices: Sequence[Device]) -> tuple[str, ...]:
+    """One sentence for each stage that does not fit its device."""
+    return tuple(
+        needs_text(stage, memory, device)
+        for stage, (memory, device) in enumerate(zip(memories, devices, strict=True))
+        if memory.peak_bytes > device.memory_bytes
+    )
+
+
+def needs_text(stage: int, memory: StageMemory, device: Device) -> str:
+    """`stage 2 needs 31.4 GiB, cpu:1 has 24.0`; as many digits as it takes to tell the two apart."""
+    name, unit = byte_unit(memory.peak_bytes)
+    needs, has = memory.peak_bytes / unit, device.memory_bytes / unit
+    digits = next((d for d in (1, 3, 6) if f"{needs:.{d}f}" != f"{has:.{d}f}"), 9)
+    return f"stage {stage} needs {needs:.{digits}f} {name}, {device.name} has {has:.{digits}f}"
+
+
+def parts_text(memory: StageMemory) -> str:
+    """`weights 3.1 + gradients 3.1 + optimizer 6.2 + activations 18.7 GiB`; zeros left out."""
+    name, unit = byte_unit(memory.peak_bytes)
+    parts = (
+        ("weights", memory.weights_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("activations", memory.activations_bytes),
+        ("boundary", memory.boundary_bytes),
+    )
+    return " + ".join(f"{part} {size / unit:.1f}" for part, size in parts if size / unit >= 0.05) + f" {name}"
+
+
+def fullest(memories: Sequence[StageMemory], devices: Sequence[Device]) -> int:
+    """The stage with the largest peak relative to its device; the first of equals."""
+    shares = [m.peak_bytes / d.memory_bytes for m, d in zip(memories, devices, strict=True)]
+    return shares.index(max(shares))
+
+
+def microbatches_text(count: int) -> str:
+    """`1 microbatch`, `8 microbatches`."""
+    return f"{count} microbatch{'' if count == 1 else 'es'}"

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_graphs import chain, graph_of, graphs, parameter, profile_of, unit, value
+
+from outsize.errors import BadOption, BatchNotDivisible, NoFeasiblePlan, TooManyStages
+from outsize.ir.cluster import GIB, Cluster, make_cluster, parse_cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan, ScheduleName, stages_from_bounds
+from outsize.ir.profile import Profile
+from outsize.planner.price import price
+from outsize.planner.search import Request, search
+
+MIB = 1024**2
+TWO = parse_cluster("2xcpu")
+
+
+def small(devices: int, memory_bytes: int) -> Cluster:
+    return make_cluster(f"{devices}xcpu", "cpu", 1, devices, memory_bytes)
+
+
+def scaled(
+    seconds: list[float], counts: tuple[int, ...], batch: int
+) -> dict[int, tuple[ModelGraph, Profile]]:
+    """A chain whose seconds and saved bytes shrink with the microbatch."""
+    return {
+        m: chain([s / m for s in seconds], value_bytes=8, saved_bytes=4096 // m, batch_size=batch // m)
+        for m in counts
+    }
+
+
+def test_a_plan_of_equal_units_on_two_devices() -> None:
+    plan = search(Request(batch_size=8), scaled([0.1] * 6, (1, 2, 4, 8), 8), TWO)
+    assert plan.schedule == "1f1b"
+    assert plan.microbatches == 8
+    assert [s.units for s in plan.stages] == [("h.0-2",), ("h.3-5",)]
+    assert [s.device for s in plan.stages] == ["cpu:0", "cpu:1"]
+    assert plan.expected is not None
+    assert plan.expected.step_s == pytest.approx(0.9 * (8 + 2 - 1) / 8, rel=0.01)
+    assert plan.expected.bubble == pytest.approx(1 / 9, abs=0.01)
+    assert plan.expected.samples_per_s == pytest.approx(8 / plan.expected.step_s)
+    assert plan.expected.source == "roofline"
+    assert [f.busy for f in plan.expected.stages] == pytest.approx([8 / 9, 8 / 9], abs=0.01)
+    assert [f.parameters for f in plan.expected.stages] == [75, 75]
+
+
+def test_equal_input_gives_equal_bytes() -> None:
+    texts = {search(Request(batch_size=8), scaled([0.1] * 9, (2, 4), 8), TWO).to_json() for _ in range(2)}
+    assert len(texts) == 1
+    backwards = dict(reversed(scaled([0.1] * 9, (2, 4), 8).items()))
+    assert search(Request(batch_size=8), backwards, TWO).to_json() in texts
+
+
+def test_reasons_name_the_bottleneck_and_the_rejected() -> None:
+    plan = search(Request(batch_size=8), scaled([0.1, 0.1, 0.1, 0.4], (4, 8), 8), TWO)
+    assert plan.why[0] == (
+        "stage 1 (h.3) sets the pace: 150 ms of forward and backward per microbatch, 57 % of all; "
+        "an even share is 50 %"
+    )
+    assert plan.why[1].startswith("cpu:0 is the fullest device: ")
+    assert any(w.startswith("not gpipe with 8 microbatches: as fast within a percent, ") for w in plan.why)
+    assert any(w.startswith("not naive with 8 microbatches: ") and w.endswith(" slower") for w in plan.why)
+    assert any(w.startswith("not 1f1b with 4 microbatches: ") for w in plan.why)
+
+
+def test_what_is_fixed_stays_fixed() -> None:
+    request = Request(batch_size=8, microbatches=2, stages=3, schedule="naive", optimizer="sgd")
+    plan = search(request, scaled([0.1] * 6, (1, 2, 4), 8), parse_cluster("4xcpu"))
+    assert (plan.microbatches, len(plan.stages), plan.axes.pp) == (2, 3, 3)
+    assert (plan.schedule, plan.optimizer) == ("naive", "sgd")
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(graphs(max_units=6), st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 4), st.integers(150, 900))
+def test_no_cut_that_fits_has_a_faster_bottleneck(
+    model: tuple[ModelGraph, Profile], schedule: ScheduleName, microbatches: int, memory_bytes: int
+) -> None:
+    """Oracle: every cut of the model, priced one by one, with links that cost nothing."""
+    graph, profile = model
+    free = TWO.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": 1e30})
+    cluster = small(3, memory_bytes).model_copy(update={"inner": free, "outer": free})
+    request = Request(batch_size=microbatches, microbatches=microbatches, schedule=schedule)
+
+    def priced(bounds: tuple[int, ...]) -> Plan:
+        stages = stages_from_bounds(graph, bounds, tuple(d.name for d in cluster.devices))
+        return price(empty.model_copy(update={"stages": stages}), graph, profile, cluster)
+
+    n = len(graph.units)
+    roomy = cluster.model_copy(update={"devices": small(3, GIB).devices})
+    empty = search(request, {microbatches: model}, roomy)
+    cuts = [(0, *inner, n) for inner in combinations(range(1, n), 2)]
+    fitting = [p for p in map(priced, cuts) if all(b <= memory_bytes for b in peaks(p))]
+    if not fitting:
+        with pytest.raises(NoFeasiblePlan):
+            search(request, {microbatches: model}, cluster)
+        return
+    plan = search(request, {microbatches: model}, cluster)
+    assert slowest(plan) == pytest.approx(min(map(slowest, fitting)))
+    assert max(peaks(plan)) <= memory_bytes
+
+
+def peaks(plan: Plan) -> list[int]:
+    assert plan.expected is not None
+    return [s.peak_bytes for s in plan.expected.stages]
+
+
+def slowest(plan: Plan) -> float:
+    assert plan.expected is not None
+    return max(s.forward_s + s.backward_s for s in plan.expected.stages)
+
+
+def test_a_slow_link_moves_the_cut_to_the_small_value() -> None:
+    units = [unit(i) for i in range(4)]
+    graph = graph_of(units, [value(0, 0, (1,), 1), value(1, 1, (2,), 10**6), value(2, 2, (3,), 10**6)])
+    slow = TWO.inner.model_copy(update={"bytes_per_s": 1e6})
+    model = {2: (graph, profile_of(graph, [0.1] * 4))}
+    assert search(Request(batch_size=2), model, TWO).stages[0].units == ("h.0-1",)
+    cut = search(Request(batch_size=2), model, TWO.model_copy(update={"inner": slow}))
+    assert cut.stages[0].units == ("h.0",)
+
+
+def test_memory_moves_the_cut_and_chooses_the_schedule() -> None:
+    """GPipe holds four microbatches, 1F1B two on stage 0 and one on stage 1."""
+    model = {4: chain([0.1] * 4, saved_bytes=MIB)}
+    plan = search(Request(batch_size=4), model, small(2, 5 * MIB))
+    assert plan.schedule == "1f1b"
+    assert any(w.startswith("not gpipe with 4 microbatches: at best stage ") for w in plan.why)
+    tight = search(Request(batch_size=4), model, small(2, int(3.5 * MIB)))
+    assert tight.stages[0].units == ("h.0",)
+
+
+def heavy(memory_gib: float, units: int = 4) -> tuple[ModelGraph, Profile]:
+    graph = graph_of(
+        [unit(i, (f"h.{i}.weight",)) for i in range(units)],
+        [value(i, i, (i + 1,), 8) for i in range(units - 1)],
+        [parameter(f"h.{i}.weight", size_bytes=int(memory_gib * GIB)) for i in range(units)],
+    )
+    return graph, profile_of(graph, [0.1] * units)
+
+
+def test_nothing_fits_and_more_devices_would_help() -> None:
+    with pytest.raises(NoFeasiblePlan) as caught:
+        search(Request(batch_size=2, microbatches=2), {2: heavy(5.0)}, TWO)
+    assert str(caught.value) == (
+        "NoFeasiblePlan [E201]: stage 1 needs 40.0 GiB, cpu:1 has 24.0; weights 10.0 + gradients 10.0 + "
+        "optimizer 20.0 GiB; nearest fit: pp=4, 2 microbatches, 1f1b -> 20.0 GiB. "
+        "Next: --cluster 4xcpu --stages 4"
+    )
+
+
+def test_the_nearest_fit_is_really_one() -> None:
+    model = {2: heavy(5.0)}
+    with pytest.raises(NoFeasiblePlan):
+        search(Request(batch_size=2), model, parse_cluster("3xcpu"))
+    assert len(search(Request(batch_size=2), model, parse_cluster("4xcpu")).stages) == 4
+
+
+def test_nothing_fits_and_smaller_microbatches_would_help() -> None:
+    models = {m: chain([0.1] * 4, saved_bytes=8 * MIB // m, batch_size=8 // m) for m in (1, 2, 8)}
+    request = Request(batch_size=8, microbatches=1)
+    with pytest.raises(
+        NoFeasiblePlan, match=r"nearest fit: pp=2, 8 microbatches, 1f1b -> .*--microbatches 8"
+    ):
+        search(request, models, small(2, 5 * MIB))
+    assert search(Request(batch_size=8, microbatches=8), models, small(2, 5 * MIB)).microbatches == 8
+
+
+def test_nothing_fits_and_another_schedule_would_help() -> None:
+    model = {4: chain([0.1] * 4, saved_bytes=MIB)}
+    with pytest.raises(
+        NoFeasiblePlan, match=r"pp=2, 4 microbatches, 1f1b -> 3.0 MiB. Next: --schedule 1f1b$"
+    ):
+        search(Request(batch_size=4, schedule="gpipe"), model, small(2, 5 * MIB))
+
+
+def test_nothing_fits_at_all() -> None:
+    with pytest.raises(NoFeasiblePlan) as caught:
+        search(Request(batch_size=2), {2: heavy(10.0)}, TWO)
+    assert "nothing near fits; the largest unit there is h.2 with 40.0 GiB" in str(caught.value)
+    assert str(caught.value).endswith("Next: devices with more memory")
+
+
+def test_more_stages_than_units() -> None:
+    with pytest.raises(TooManyStages) as caught:
+        search(Request(batch_size=2, stages=5), scaled([0.1] * 3, (2,), 2), parse_cluster("8xcpu"))
+    assert str(caught.value) == (
+        "TooManyStages [E202]: 5 stages were asked for, the model has 3 units to put into them; one unit is "
+        "the smallest stage; cluster '8xcpu' has 8 devices. Next: --stages 3"
+    )
+
+
+def test_more_stages_than_devices() -> None:
+    with pytest.raises(
+        BadOption, match=r"3 stages want as many devices; .* has 2 devices\. Next: --cluster 3xcpu"
+    ):
+        search(Request(batch_size=2, stages=3), scaled([0.1] * 3, (2,), 2), TWO)
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    with pytest.raises(BatchNotDivisible) as caught:
+        search(Request(batch_size=30, microbatches=4), scaled([0.1] * 3, (2,), 2), TWO)
+    assert str(caught.value) == (
+        "BatchNotDivisible [E104]: a batch of 30 does not divide into 4 equal microbatches; "
+        "30 = 4 x 7 + 2. Next: --microbatches 3"
+    )
+
+
+def test_microbatches_that_were_not_captured() -> None:
+    with pytest.raises(
+        BadOption, match=r"not captured for 4 microbatches; captured: 1, 2\. Next: .* 2 samples"
+    ):
+        search(Request(batch_size=8, microbatches=4), scaled([0.1] * 3, (1, 2), 8), TWO)
