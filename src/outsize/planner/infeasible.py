@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import final
 
 from outsize.errors import NoFeasiblePlan
@@ -15,12 +16,11 @@ from outsize.planner.edges import edges_between
 from outsize.planner.memory import Alive, StageMemory, account_ranges, peak_table
 from outsize.planner.price import lower_along
 from outsize.planner.reasons import fullest, microbatches_text, needs_text, parts_text
-from outsize.planner.split import Case, leanest
+from outsize.planner.split import Case, fits, leanest
 from outsize.schedules.builders import build
 
 MORE_STAGES = 8
 MOST_STAGES = 64
-_FRUGAL: tuple[ScheduleName, ...] = ("1f1b", "naive")
 _COUNTS = re.compile(r"^(?:\d+x)+")
 
 
@@ -67,16 +67,22 @@ def no_feasible_plan(
 def _fitting(
     cases: Sequence[Case], schedules: Sequence[ScheduleName], stages: int, cluster: Cluster
 ) -> Iterator[Lean]:
-    """What fits, nearest first: fewer stages, then the schedules asked for, then the cases in order."""
-    names: tuple[ScheduleName, ...] = (*schedules, *(n for n in _FRUGAL if n not in schedules))
+    """What fits, nearest first: fewer stages, then schedules, then cases; naive, being slow, last of all."""
     memory_bytes = max(d.memory_bytes for d in cluster.devices)
     hopeful = [case for case in cases if _unit_bytes(case) <= memory_bytes]
-    for count in _stage_counts(hopeful, stages, memory_bytes):
-        for name in names:
-            for case in hopeful:
-                lean = _lean(case, name, count, widened(cluster, count))
-                if lean.share <= 1:
-                    yield lean
+    for names in _worth_trying(schedules):
+        for count in _stage_counts(hopeful, stages, memory_bytes):
+            wide = widened(cluster, count)
+            for name, case in product(names, hopeful):
+                if fits(case, name, count, wide):
+                    yield _lean(case, name, count, wide)
+
+
+def _worth_trying(schedules: Sequence[ScheduleName]) -> tuple[tuple[ScheduleName, ...], ...]:
+    """gpipe only where it is all that may be: it never holds less than 1f1b."""
+    if "1f1b" in schedules:
+        return ("1f1b",), ("naive",)
+    return (("gpipe", "1f1b"), ("naive",)) if "gpipe" in schedules else (("naive",),)
 
 
 def _unit_bytes(case: Case) -> int:

@@ -14,24 +14,28 @@ ranks what comes out of here, knows every edge.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Self, final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from outsize.ir.cluster import Cluster, Link
+from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.memory import Alive, moments, peak_table
 from outsize.planner.optimizer import optimizer_bytes
-from outsize.planner.partition import partition
+from outsize.planner.partition import Price, bottleneck, partition
 from outsize.planner.ranges import Bytes, Ranges, Seconds
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
+
+
+Wire = tuple[float, float]
+"""A link's (latency_s, bytes_per_s)."""
 
 
 @final
@@ -57,25 +61,41 @@ class Case:
 
 def split(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> tuple[int, ...] | None:
     """The fastest cut into exactly `stages` that fits the cluster's first devices; None when none fits."""
-    worst = _moments_by_stage(schedule, stages, case.microbatches)
+    peak, taken = _peaks(case, schedule, stages), _taken(case, stages, cluster)
 
     def price(stage: int) -> Seconds:
-        fits = peak_table(case.ranges, worst[stage]) <= cluster.devices[stage].memory_bytes
-        return np.where(fits, _seconds(case, stage, stages, cluster), np.inf)
+        enough = peak(stage) <= cluster.devices[stage].memory_bytes
+        return np.where(enough, taken(stage), np.inf)
 
     return partition(stages, price, _traffic(case))
 
 
 def leanest(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> tuple[int, ...]:
     """The cut whose fullest device, relative to its memory, is least full: feasible if any cut is."""
-    worst = _moments_by_stage(schedule, stages, case.microbatches)
-
-    def fullness(stage: int) -> NDArray[np.float64]:
-        return peak_table(case.ranges, worst[stage]) / cluster.devices[stage].memory_bytes
-
-    bounds = partition(stages, fullness, _traffic(case))
+    bounds = partition(stages, _fullness(case, schedule, stages, cluster), _traffic(case))
     assert bounds is not None, "every cut has a finite fullness; the caller sees to stages <= units"
     return bounds
+
+
+def fits(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> bool:
+    """Whether any cut does."""
+    return bottleneck(stages, _fullness(case, schedule, stages, cluster), case.units) <= 1
+
+
+def _fullness(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> Price:
+    peak = _peaks(case, schedule, stages)
+    return lambda stage: peak(stage) / cluster.devices[stage].memory_bytes
+
+
+def _peaks(case: Case, schedule: ScheduleName, stages: int) -> Callable[[int], Bytes]:
+    """Stage -> its peak table; stages in the same situation share one."""
+    worst = _moments_by_stage(schedule, stages, case.microbatches)
+
+    @lru_cache(maxsize=3)
+    def table(moments: tuple[Alive, ...]) -> Bytes:
+        return peak_table(case.ranges, moments)
+
+    return lambda stage: table(worst[stage])
 
 
 @lru_cache(maxsize=256)
@@ -89,20 +109,32 @@ def _moments_by_stage(
     return tuple(moments(lowered, stage) for stage in chain)
 
 
-def _seconds(case: Case, stage: int, stages: int, cluster: Cluster) -> Seconds:
-    seconds = case.ranges.compute_s.copy()
-    if stage > 0:
-        link = cluster.link(stage - 1, stage)
-        seconds += _transfer(link, case.ranges.received)
-        seconds += _transfer(link, case.ranges.replicas) / case.microbatches
-    if stage < stages - 1:
-        seconds += _transfer(cluster.link(stage + 1, stage), case.ranges.gradient_in)
-    return seconds
+def _taken(case: Case, stages: int, cluster: Cluster) -> Callable[[int], Seconds]:
+    """Stage -> seconds for which a run is taken by one microbatch; stages with equal links share a table."""
+
+    @lru_cache(maxsize=3)
+    def table(before: Wire | None, behind: Wire | None) -> Seconds:
+        seconds = case.ranges.compute_s.copy()
+        if before is not None:
+            seconds += _transfer(before, case.ranges.received)
+            seconds += _transfer(before, case.ranges.replicas) / case.microbatches
+        if behind is not None:
+            seconds += _transfer(behind, case.ranges.gradient_in)
+        return seconds
+
+    def wire(source: int, stage: int) -> Wire | None:
+        if not 0 <= source < stages:
+            return None
+        link = cluster.link(source, stage)
+        return link.latency_s, link.bytes_per_s
+
+    return lambda stage: table(wire(stage - 1, stage), wire(stage + 1, stage))
 
 
-def _transfer(link: Link, size: Bytes) -> Seconds:
+def _transfer(wire: Wire, size: Bytes) -> Seconds:
     """`Link.seconds` for a table of sizes."""
-    return np.where(size > 0, link.latency_s + size / link.bytes_per_s, 0.0)
+    latency_s, bytes_per_s = wire
+    return np.where(size > 0, latency_s + size / bytes_per_s, 0.0)
 
 
 def _traffic(case: Case) -> Bytes:
