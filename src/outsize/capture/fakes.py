@@ -7,6 +7,7 @@ those in lists and dicts, such as an LSTM's flat weights) are replaced in the mo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -41,7 +42,7 @@ class FakeModel:
         self._planted: dict[str, dict[str, int]] = {}
 
     def __enter__(self) -> FakeModel:
-        for fqn, module in self.modules.items():
+        for module in self.modules.values():
             state = {key: dict(module.__dict__[key]) for key in _STATE}
             self._saved.append((module, dict(module.__dict__), state))
         for fqn, module in self.modules.items():
@@ -123,6 +124,18 @@ def hidden_fakes() -> Iterator[None]:
         yield
     finally:
         torch._subclasses.FakeTensor = real
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Torch logs a traceback whenever an op has no fake; the ladder deals with those."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @final

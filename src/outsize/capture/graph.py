@@ -134,9 +134,7 @@ def _unique(names: list[str]) -> list[str]:
     return unique
 
 
-def _values(
-    tape: Tape, starts: Sequence[int], owned: list[bool], alive: list[bool]
-) -> tuple[Value, ...]:
+def _values(tape: Tape, starts: Sequence[int], owned: list[bool], alive: list[bool]) -> tuple[Value, ...]:
     unit_of = _unit_index(starts)
     consumers: dict[int, set[int]] = {}
     for instruction in tape.instructions:
@@ -192,7 +190,11 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _fingerprint(model: nn.Module, parameters: tuple[Parameter, ...], units: tuple[Unit, ...]) -> str:
     """Same class, weights and units -> same text; the batch size does not matter."""
-    parts = [type(model).__name__, *(f"{p.names}{p.shape}{p.dtype}" for p in parameters), *(u.name for u in units)]
+    parts = [
+        type(model).__name__,
+        *(f"{p.names}{p.shape}{p.dtype}" for p in parameters),
+        *(u.name for u in units),
+    ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 

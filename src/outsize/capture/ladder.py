@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes
+from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes, quiet_fakes
 from outsize.capture.intercept import watching
 from outsize.capture.leaves import LeafRule
 from outsize.capture.record import FrameFailed, Recorder
@@ -51,7 +51,9 @@ def record(
         try:
             return _record_once(model, (args, kwargs, target), loss_fn, rule)
         except FrameFailed as failure:
-            _climb(model, rule, failure)
+            if failure.cause is not None:
+                _insist_on_acceptance(model, args, kwargs, failure.cause)
+            _climb(model, args, kwargs, rule, failure)
         except _Retry:
             continue
         except Exception as error:
@@ -62,7 +64,7 @@ def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: Lea
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     modes = current_modes()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, hidden_fakes():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, hidden_fakes(), quiet_fakes():
         with FakeModel(model, mode, device) as fakes:
             tape = _run(model, batch, tensors, loss_fn, rule, fakes, modes)
     _insist_on_stable_state(model, rule, fakes)
@@ -70,7 +72,13 @@ def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: Lea
 
 
 def _run(
-    model: nn.Module, batch: Any, tensors: list[Tensor], loss_fn: Any, rule: LeafRule, fakes: FakeModel, modes: Any
+    model: nn.Module,
+    batch: Any,
+    tensors: list[Tensor],
+    loss_fn: Any,
+    rule: LeafRule,
+    fakes: FakeModel,
+    modes: Any,
 ) -> Tape:
     real: dict[int, Tensor] = {}
     recorder = Recorder(fakes, rule, real)
@@ -109,9 +117,11 @@ def find_loss(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.ndim == 0 else None
 
 
-def _climb(model: nn.Module, rule: LeafRule, failure: FrameFailed) -> None:
+def _climb(model: nn.Module, args: Any, kwargs: Any, rule: LeafRule, failure: FrameFailed) -> None:
     """Make the frame's module and all modules of its class leaves; refuse when that is the whole model."""
     if failure.frame == "" or failure.frame in rule.forced:
+        if failure.cause is not None:
+            raise _explained(model, args, kwargs, failure.cause) from failure.cause
         raise NotCapturable(
             f"the forward of {type(model).__name__} cannot be cut: {failure.reason}",
             numbers=f"at {failure.where}",
@@ -140,22 +150,38 @@ def _inside_leaf(fqn: str, modules: dict[str, nn.Module], rule: LeafRule) -> boo
     return any(rule.is_leaf(head, modules[head]) for head in heads)
 
 
+def _insist_on_acceptance(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
+    """An op failed on fakes: if the real model fails as well, the example is at fault, not the tape.
+
+    Weights on meta cannot be asked; there the ladder climbs, and at its top the error stands as it is.
+    """
+    own = None if _on_meta(model) else _own_error(model, args, kwargs)
+    if own is not None:
+        raise _rejected(model, args, kwargs, own) from error
+
+
+def _rejected(model: nn.Module, args: Any, kwargs: Any, own: Exception) -> ExampleRejected:
+    return ExampleRejected(
+        f"the model rejects the example batch: {type(own).__name__}: {own}",
+        numbers=f"call {_call(model, args, kwargs)}, at {_place(own)}",
+        next_step="check the shapes of the example, or --input and --batch",
+    )
+
+
 def _explained(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> Exception:
     """ExampleRejected when the real model raises as well, else NotCapturable."""
-    call = f"{type(model).__name__}({', '.join(_shapes(args, kwargs))})"
     own = error if _on_meta(model) else _own_error(model, args, kwargs)
-    where = _place(own or error)
     if own is not None:
-        return ExampleRejected(
-            f"the model rejects the example batch: {type(own).__name__}: {own}",
-            numbers=f"call {call}, at {where}",
-            next_step="check the shapes of the example, or --input and --batch",
-        )
+        return _rejected(model, args, kwargs, own)
     return NotCapturable(
         f"{type(error).__name__} while recording, which the real model does not raise: {error}",
-        numbers=f"call {call}, at {where}",
+        numbers=f"call {_call(model, args, kwargs)}, at {_place(error)}",
         next_step="train with --stages 1, and report the model",
     )
+
+
+def _call(model: nn.Module, args: Any, kwargs: Any) -> str:
+    return f"{type(model).__name__}({', '.join(_shapes(args, kwargs))})"
 
 
 def _own_error(model: nn.Module, args: Any, kwargs: Any) -> Exception | None:

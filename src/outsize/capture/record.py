@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from outsize.capture.costs import CostMeter
@@ -32,9 +31,9 @@ from outsize.program.tree import leaves, map_leaves
 class FrameFailed(Exception):
     """Something in the code of the module `frame` cannot be written down; the ladder climbs from here."""
 
-    def __init__(self, frame: str, reason: str, where: str) -> None:
+    def __init__(self, frame: str, reason: str, where: str, cause: Exception | None = None) -> None:
         super().__init__(f"{frame or 'the model'}: {reason} ({where})")
-        self.frame, self.reason, self.where = frame, reason, where
+        self.frame, self.reason, self.where, self.cause = frame, reason, where, cause
 
 
 @final
@@ -82,7 +81,9 @@ class Recorder(Watcher):
 
     # -- one instruction ---------------------------------------------------------------------------
 
-    def _record(self, target: str | Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _record(
+        self, target: str | Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         with self._mute():
             touched = self._touched(target, args, kwargs)
             before = [t._version for _, t in touched]
@@ -117,13 +118,16 @@ class Recorder(Watcher):
         )
         self.instructions.append(instruction)
 
-    def _run_leaf(self, fqn: str, module: nn.Module, fn: Any, refs: Any, where: str, args: Any, kwargs: Any) -> Any:
+    def _run_leaf(
+        self, fqn: str, module: nn.Module, fn: Any, refs: Any, where: str, args: Any, kwargs: Any
+    ) -> Any:
         try:
             return fn(module, *args, **kwargs)
         except Exception as error:
-            if not is_data_dependent(error):
-                raise
-            out, flops = self._rule.probe(module, args, kwargs, self._fakes)
+            try:
+                out, flops = self._rule.probe(module, args, kwargs, self._fakes)
+            except Exception:
+                raise FrameFailed(self._frames[-1], str(error), where, error) from error
             self.meter.flops += flops
             return out
 
@@ -132,7 +136,7 @@ class Recorder(Watcher):
             return fn(*args, **kwargs)
         except Exception as error:
             if not is_data_dependent(error):
-                raise
+                raise FrameFailed(self._frames[-1], str(error), where, error) from error
         try:
             with really():
                 return self._decider.decide(fn, refs[0], refs[1], where, self._fakes)
@@ -180,8 +184,6 @@ class Recorder(Watcher):
         self._frames.append(fqn)
         try:
             yield
-        except (FrameFailed, torch.cuda.OutOfMemoryError):
-            raise
         finally:
             self._frames.pop()
 

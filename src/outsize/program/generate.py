@@ -29,7 +29,17 @@ from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.program.tree import leaves, paths
 
-_LITERALS = (int, float, bool, str, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format)
+_LITERALS = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+)
 
 
 @final
@@ -115,7 +125,9 @@ class _Writer:
         borrowed = [w.name for w in instruction.weights if w.name in self._foreign]
         if not instruction.is_leaf or not borrowed:
             return [line + comment]
-        places = [(table, key, self._foreign[n]) for n in borrowed for table, key in self._places(instruction, n)]
+        places = [
+            (table, key, self._foreign[n]) for n in borrowed for table, key in self._places(instruction, n)
+        ]
         swaps = ", ".join(f"({self._bind(table, 't')}, {key!r}, {value})" for table, key, value in places)
         return [f"with swapped({swaps}):{comment}", f"    {line}"]
 
@@ -164,7 +176,9 @@ class _Writer:
         path = re.match(r"^(?:(.*)\.)?([^.\[]+)(\[.*)?$", weight.name)
         assert path is not None, weight.name
         owner = self._modules[path[1] or ""]
-        table = {"parameter": owner._parameters, "buffer": owner._buffers, "attribute": owner.__dict__}[weight.kind]
+        table = {"parameter": owner._parameters, "buffer": owner._buffers, "attribute": owner.__dict__}[
+            weight.kind
+        ]
         return f"{self._bind(table, 't')}[{path[2]!r}]{path[3] or ''}"
 
     def _bind(self, value: Any, prefix: str) -> str:

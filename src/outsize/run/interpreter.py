@@ -70,7 +70,13 @@ class Interpreter:
     """One rank. `begin(inputs)`, then `run()`; or `advance()` until it returns None."""
 
     def __init__(
-        self, rank: int, schedule: Schedule, cut: Cut, model: nn.Module, transport: Transport, channel_base: int = 0
+        self,
+        rank: int,
+        schedule: Schedule,
+        cut: Cut,
+        model: nn.Module,
+        transport: Transport,
+        channel_base: int = 0,
     ) -> None:
         self.rank, self.schedule, self.cut = rank, schedule, cut
         self._rank_of = schedule.rank_of

@@ -81,7 +81,9 @@ def pack(tensor: Tensor) -> Tensor:
 def _is_dense(tensor: Tensor) -> bool:
     """Non-overlapping and without holes, in any order of dimensions."""
     expected = 1
-    for step, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
+    for step, size in sorted(
+        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1
+    ):
         if step != expected:
             return False
         expected *= size

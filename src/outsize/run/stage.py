@@ -80,7 +80,9 @@ class Stage:
         """`inputs` are all input tensors of the microbatch; `received` follow `program.received`."""
         grad = torch.is_grad_enabled()
         saved = _Saved()
-        entries = [self._enter(saved, b, t, grad) for b, t in zip(self.program.received, received, strict=True)]
+        entries = [
+            self._enter(saved, b, t, grad) for b, t in zip(self.program.received, received, strict=True)
+        ]
         exits = self._function(*(inputs[p] for p in self.program.inputs), *entries, seed)
         sent = {b.key: value for b, value in zip(self._slots, exits, strict=False)}
         at = len(self._slots)

@@ -89,7 +89,9 @@ class LocalTransport(Transport):
 
 @final
 class _LocalPending(Pending):
-    def __init__(self, boxes: dict[tuple[int, int, int, int], Tensor | None], key: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self, boxes: dict[tuple[int, int, int, int], Tensor | None], key: tuple[int, int, int, int]
+    ) -> None:
         self._boxes, self._key = boxes, key
 
     def ready(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from outsize.run.cut import Cut, StageProgram
+from outsize.run.cut import Cut
 
 
 def owned_parameters(cut: Cut, model: nn.Module, stages: Iterable[int]) -> list[str]:

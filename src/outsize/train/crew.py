@@ -1,0 +1,236 @@
+"""Crew: the ranks that run a schedule together, in one process or over processes.
+
+`LocalCrew` is all ranks in one process, taking turns (most tests, and `outsize check`). `ProcessCrew` is
+one rank per process over a group that is passed in. The engine sees no difference.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outsize.ir.plan import Plan
+from outsize.ir.schedule import Kind, Schedule
+from outsize.ir.timeline import Lane, Span, Timeline
+from outsize.run.boundary import backward_edges, forward_edges, step_edges
+from outsize.run.cut import Cut
+from outsize.run.interpreter import Interpreter, StepInputs, StepOutputs, run_together
+from outsize.run.rng import Seed
+from outsize.run.transport import LocalTransport, Mailboxes, ProcessTransport
+from outsize.schedules.builders import build
+from outsize.schedules.check import check
+from outsize.schedules.lower import lower
+from outsize.train.variant import Variant
+
+RawSpan = tuple[int, str, Lane, float, float]
+# Channels of one variant; the next variant's come behind them.
+_CHANNELS = 1 << 16
+
+
+@final
+@dataclass
+class GroupOutputs:
+    """What one run of microbatches gave: losses where they are computed, outputs on the last stage."""
+
+    variant: Variant
+    has_loss: bool
+    loss_rank: int
+    losses: list[Tensor]
+    outputs: list[tuple[Any, ...]]
+    shares: list[float] = field(default_factory=list)
+
+
+class Crew(ABC):
+    """Runs groups of microbatches."""
+
+    world_size: int
+    stages: tuple[int, ...]
+
+    def __init__(self) -> None:
+        self._spans: list[RawSpan] = []
+
+    @abstractmethod
+    def run(
+        self,
+        variant: Variant,
+        model: nn.Module,
+        inputs: Sequence[Any],
+        weights: Sequence[float],
+        seeds: Sequence[Seed],
+    ) -> GroupOutputs:
+        """All microbatches of a group, forward and (with grad on) backward."""
+
+    @abstractmethod
+    def broadcast(self, value: Tensor | None, source: int) -> Tensor:
+        """A 0-dim tensor from its rank to all."""
+
+    @abstractmethod
+    def sum(self, value: Tensor) -> Tensor:
+        """Elementwise sum over ranks; each element is non-zero on one rank only, so it is exact."""
+
+    @abstractmethod
+    def gather_spans(self) -> list[RawSpan]:
+        """Spans of all ranks since `start_step`."""
+
+    def start_step(self) -> None:
+        """A new step: forget the last one's spans."""
+        self._spans = []
+
+    def timeline(self) -> Timeline:
+        """The last step, on a clock that starts with its first action."""
+        spans = self.gather_spans()
+        origin = min((s[3] for s in spans), default=0.0)
+        ranks = 1 + max((s[0] for s in spans), default=-1)
+        built = [
+            Span(rank=r, lane=lane, action=a, start_s=start - origin, end_s=end - origin)
+            for r, a, lane, start, end in spans
+        ]
+        return Timeline(source="measured", ranks=ranks, spans=tuple(built))
+
+
+def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool) -> Schedule:
+    """The plan's schedule for so many microbatches, lowered along the cut's edges, and checked."""
+    schedule = build(plan.schedule, len(plan.stages), microbatches)
+    if not training:
+        rows = tuple(
+            tuple(a for a in row if a.kind is Kind.F)
+            for row in build("gpipe", len(plan.stages), microbatches).actions
+        )
+        schedule = Schedule("forward", microbatches, rows)
+    back = backward_edges(cut.boundaries) if training else frozenset()
+    edges = (forward_edges(cut.boundaries), back, step_edges(cut.boundaries))
+    lowered = lower(schedule, *edges)
+    if training:
+        check(lowered, *edges)
+    return lowered
+
+
+def _outputs(variant: Variant, schedule: Schedule, results: Iterable[StepOutputs]) -> GroupOutputs:
+    stage = next((p.stage for p in variant.cut.programs if p.has_loss), None)
+    results = list(results)
+    losses = {mb: loss for r in results for mb, loss in r.losses.items()}
+    outputs = {mb: out for r in results for mb, out in r.outputs.items()}
+    return GroupOutputs(
+        variant=variant,
+        has_loss=stage is not None,
+        loss_rank=schedule.rank_of[stage] if stage is not None else 0,
+        losses=[losses[mb] for mb in sorted(losses)],
+        outputs=[outputs[mb] for mb in sorted(outputs)],
+    )
+
+
+def _key(variant: Variant, microbatches: int) -> tuple[int, int, bool]:
+    return variant.number, microbatches, torch.is_grad_enabled()
+
+
+@final
+class LocalCrew(Crew):
+    """All ranks in this process."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+        self.world_size = 1
+        self.stages = tuple(range(len(plan.stages)))
+        self._built: dict[tuple[int, int, bool], list[Interpreter]] = {}
+
+    def run(
+        self,
+        variant: Variant,
+        model: nn.Module,
+        inputs: Sequence[Any],
+        weights: Sequence[float],
+        seeds: Sequence[Seed],
+    ) -> GroupOutputs:
+        interpreters = self._interpreters(variant, model, len(inputs))
+        for interpreter in interpreters:
+            interpreter.begin(StepInputs(inputs, weights, seeds))
+        try:
+            results = run_together(interpreters)
+        except BaseException:
+            for interpreter in interpreters:
+                interpreter.reset()
+            self._built.clear()
+            raise
+        for interpreter, result in zip(interpreters, results, strict=True):
+            self._spans += [(interpreter.rank, *span) for span in result.spans]
+        return _outputs(variant, interpreters[0].schedule, results)
+
+    def _interpreters(self, variant: Variant, model: nn.Module, microbatches: int) -> list[Interpreter]:
+        key = _key(variant, microbatches)
+        if key not in self._built:
+            training = torch.is_grad_enabled()
+            schedule = make_schedule(self._plan, variant.cut, microbatches, training=training)
+            boxes = Mailboxes()
+            self._built[key] = [
+                Interpreter(rank, schedule, variant.cut, model, LocalTransport(rank, boxes))
+                for rank in range(schedule.ranks)
+            ]
+        return self._built[key]
+
+    def broadcast(self, value: Tensor | None, source: int) -> Tensor:
+        assert value is not None
+        return value
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def gather_spans(self) -> list[RawSpan]:
+        return self._spans
+
+
+@final
+class ProcessCrew(Crew):
+    """One rank of a group; the group must have one process per stage."""
+
+    def __init__(self, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self._plan, self._group, self._device = plan, group, device
+        self.rank, self.world_size = group.rank(), group.size()
+        self.stages = (self.rank,)
+        self._transport = ProcessTransport(group, device)
+        self._built: dict[tuple[int, int, bool], Interpreter] = {}
+
+    def run(
+        self,
+        variant: Variant,
+        model: nn.Module,
+        inputs: Sequence[Any],
+        weights: Sequence[float],
+        seeds: Sequence[Seed],
+    ) -> GroupOutputs:
+        interpreter = self._interpreter(variant, model, len(inputs))
+        interpreter.begin(StepInputs(inputs, weights, seeds))
+        result = interpreter.run()
+        self._spans += [(self.rank, *span) for span in result.spans]
+        return _outputs(variant, interpreter.schedule, [result])
+
+    def _interpreter(self, variant: Variant, model: nn.Module, microbatches: int) -> Interpreter:
+        key = _key(variant, microbatches)
+        if key not in self._built:
+            training = torch.is_grad_enabled()
+            schedule = make_schedule(self._plan, variant.cut, microbatches, training=training)
+            base = _CHANNELS * variant.number
+            self._built[key] = Interpreter(self.rank, schedule, variant.cut, model, self._transport, base)
+        return self._built[key]
+
+    def broadcast(self, value: Tensor | None, source: int) -> Tensor:
+        # fp64 holds every loss dtype exactly.
+        wire = value.to(torch.float64) if value is not None else torch.zeros((), dtype=torch.float64)
+        dist.broadcast(wire, group=self._group, group_src=source)
+        return wire if value is None else value
+
+    def sum(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=self._group)
+        return value
+
+    def gather_spans(self) -> list[RawSpan]:
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, self._spans, group=self._group)
+        return [span for spans in found for span in spans]

@@ -1,0 +1,211 @@
+"""Engine: a pipelined training step that feels like a plain loop.
+
+    engine = outsize.parallelize(model, args, kwargs, plan=plan, loss_fn=loss_fn, optimizer=make_optimizer)
+    for x, y in data:
+        result = engine.step(x, target=y)        # forward + backward of all microbatches, clip, optimizer
+
+Every rank passes the same batch; a stage takes from it what its instructions read, so inputs and targets
+never travel. Consecutive microbatches of one variant (same shapes, same Python decisions) are pipelined
+together; microbatches always run in order, so gradients add up as in the plain loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outsize.capture.ladder import LossFn
+from outsize.ir.plan import Plan
+from outsize.ir.timeline import Timeline
+from outsize.program.tree import map_leaves
+from outsize.program.tape import Ref
+from outsize.run.rng import borrowed_generators, seeder
+from outsize.run.weights import free_foreign, owned_parameters
+from outsize.train.batch import Batch, as_target
+from outsize.train.crew import Crew, GroupOutputs
+from outsize.train.loss import Counting, loss_weights
+from outsize.train.norm import clip_by_global_norm
+from outsize.train.variant import Variant, Variants
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@final
+@dataclass(frozen=True)
+class StepResult:
+    """`loss` of the whole batch (0-dim, detached, on every rank) and the gradient norm if it was asked for."""
+
+    loss: Tensor
+    grad_norm: Tensor | None = None
+
+
+@final
+@dataclass(frozen=True)
+class EvalResult:
+    """`loss` if there is one; `outputs` of each microbatch on the rank of the last stage, else None."""
+
+    loss: Tensor | None
+    outputs: tuple[Any, ...] | None
+
+
+@final
+class Engine:
+    """Runs one plan of one model. Built by `outsize.parallelize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        crew: Crew,
+        *,
+        loss_fn: LossFn | None = None,
+        optimizer: MakeOptimizer | None = None,
+        clip_norm: float | None = None,
+        counting: Counting = "auto",
+        seed: int = 0,
+    ) -> None:
+        self.model, self.plan, self.crew = model, plan, crew
+        self.clip_norm, self.seed = clip_norm, seed
+        self.counting: Counting = counting
+        self.steps = 0
+        self.optimizer: Optimizer | None = None
+        self._make_optimizer = optimizer
+        self._variants = Variants(model, plan, loss_fn)
+        self._owned: list[str] | None = None
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
+        """Capture, cut, free what other ranks own and build the optimizer, on an example batch."""
+        parts = Batch(args, kwargs, as_target(target)).split(self.plan.microbatches)
+        with borrowed_generators():
+            self._settle(self._variants.find(parts[0], outputs=False))
+
+    def step(
+        self, *args: Any, target: Any = None, update: bool = True, loss_scale: float = 1.0, **kwargs: Any
+    ) -> StepResult:
+        """One training step. `update=False` only accumulates gradients; `loss_scale` multiplies the loss
+        in the backward (1/k for a mean over k accumulated steps).
+
+        Raises BatchNotDivisible, and whatever the model raises.
+        """
+        loss = self._forward_backward(Batch(args, kwargs, as_target(target)), loss_scale)
+        self.steps += 1
+        norm = self._update() if update else None
+        return StepResult(loss, norm)
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
+        """Forward in eval mode; gradients, buffers and generators stay as they are."""
+        batch = Batch(args, kwargs, as_target(target))
+        with _evaluating(self.model), borrowed_generators():
+            parts = batch.split(self.plan.microbatches)
+            groups = self._groups(parts, outputs=True)
+            self._settle(groups[0][0])
+            results = self._run(groups, parts, 1.0)
+        return EvalResult(self._total(results), self._collect(results))
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's own parameters, under the user's names, in the model's order."""
+        owned = set(self._owned if self._owned is not None else ())
+        return ((n, p) for n, p in self.model.named_parameters() if n in owned)
+
+    def timeline(self) -> Timeline:
+        """The last step as it ran, over all ranks; every rank must call this."""
+        return self.crew.timeline()
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _forward_backward(self, batch: Batch, loss_scale: float) -> Tensor:
+        parts = batch.split(self.plan.microbatches)
+        with borrowed_generators():
+            groups = self._groups(parts, outputs=False)
+            self._settle(groups[0][0])
+            results = self._run(groups, parts, loss_scale)
+        loss = self._total(results)
+        assert loss is not None, "a training step needs a loss"
+        return loss
+
+    def _groups(self, parts: list[Batch], *, outputs: bool) -> list[tuple[Variant, list[int]]]:
+        """Runs of microbatches that share a variant, in order."""
+        found = [self._variants.find(part, outputs=outputs) for part in parts]
+        numbered = groupby(range(len(parts)), key=lambda mb: found[mb].number)
+        return [(found[members[0]], members) for members in (list(g) for _, g in numbered)]
+
+    def _run(
+        self, groups: list[tuple[Variant, list[int]]], parts: list[Batch], scale: float
+    ) -> list[GroupOutputs]:
+        tape = groups[0][0].tape
+        buffers = dict(self.model.named_buffers())
+        shares = loss_weights(tape, parts, buffers, self.counting)
+        results = []
+        self.crew.start_step()
+        for variant, members in groups:
+            inputs = [parts[mb].tensors() for mb in members]
+            weights = [shares[mb] * scale for mb in members]
+            seeds = [seeder(self.seed, self.steps, mb) for mb in members]
+            results.append(self.crew.run(variant, self.model, inputs, weights, seeds))
+            results[-1].shares = [shares[mb] for mb in members]
+        return results
+
+    def _settle(self, variant: Variant) -> None:
+        """Once: who owns what, what is freed, and the optimizer over this rank's parameters."""
+        if self._owned is not None:
+            return
+        stages = self.crew.stages
+        self._owned = owned_parameters(variant.cut, self.model, stages)
+        if self.crew.world_size > 1:
+            free_foreign(variant.cut, self.model, stages)
+        trainable = [p for _, p in self.named_parameters() if p.requires_grad]
+        if self._make_optimizer is not None and trainable:
+            self.optimizer = self._make_optimizer(trainable)
+
+    def _update(self) -> Tensor | None:
+        norm = None
+        if self.clip_norm is not None:
+            names = [n for n, _ in self.model.named_parameters()]
+            norm = clip_by_global_norm(dict(self.named_parameters()), names, self.clip_norm, self.crew)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return norm
+
+    def _total(self, results: list[GroupOutputs]) -> Tensor | None:
+        """Sum of the microbatches' losses by their shares, in order, on every rank."""
+        total: Tensor | None = None
+        for result in results:
+            for loss, share in zip(result.losses, result.shares, strict=False):
+                part = loss * share
+                total = part if total is None else total + part
+        has_loss = results[0].has_loss
+        return self.crew.broadcast(total, results[0].loss_rank) if has_loss else None
+
+    def _collect(self, results: list[GroupOutputs]) -> tuple[Any, ...] | None:
+        found = [_rebuild(r.variant, values) for r in results for values in r.outputs]
+        return tuple(found) if found else None
+
+
+def _rebuild(variant: Variant, values: tuple[Any, ...]) -> Any:
+    """The model's own output structure around the tensors that the last stage returned."""
+    slots = variant.cut.programs[-1].outputs
+    table = dict(zip(slots, values, strict=True))
+    return map_leaves(lambda leaf: table[leaf.slot] if isinstance(leaf, Ref) else leaf, variant.tape.output)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and afterwards each as it was."""
+    before = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training

@@ -1,0 +1,166 @@
+"""Which rank failed first, and what it said.
+
+A worker that ends with an exception writes a record in torch elastic's error-file format
+(`torch.distributed.elastic.multiprocessing.errors`), so torchrun can read it too; `extraInfo` carries more:
+
+    {"message": {"message": "ValueError: boom",
+                 "extraInfo": {"py_callstack": ..., "timestamp": "1730000000",        torch's, in seconds
+                               "time_ns": 1730000000123456789, "shown": ..., "exit_code": 1, "ours": false}}}
+
+One failure brings the others down: when rank 1 dies, rank 0 sees "connection closed by peer". So the ranks
+are ordered by (is the text one of a lost connection, time), and the least of them is the root cause. A
+process that left no record (a signal, `os._exit`) counts with the time at which it was found dead.
+Oracle: tests/unit/train/test_launch.py for the order, tests/dist/test_launch.py with real processes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, final
+
+from outsize.errors import OutsizeError
+
+_LOST_CONNECTION = re.compile(
+    r"Connection (closed|reset) by peer|Connection refused|Broken pipe|gloo/transport"
+    r"|Dist(Network|Backend|Store)Error|remote process exited"
+)
+_ENTRY_FILES = ("runpy", "<frozen runpy>", "outsize/train/worker.py")
+
+
+@final
+@dataclass(frozen=True)
+class WorkerFiles:
+    """What the worker of one rank leaves behind in the launcher's temporary folder."""
+
+    folder: Path
+    rank: int
+
+    @property
+    def error(self) -> Path:
+        """The record of the exception that ended it."""
+        return self.folder / f"rank{self.rank}.json"
+
+    @property
+    def fault(self) -> Path:
+        """The stack that faulthandler writes on a segmentation fault or an abort."""
+        return self.folder / f"rank{self.rank}.fault"
+
+    @property
+    def elastic(self) -> Path:
+        """For the script's own use of torch's `@record`, which does not mean that the rank will fail."""
+        return self.folder / f"rank{self.rank}.elastic.json"
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended: `exit_code` is negative for a signal; `shown` is what the user gets to read."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    time_ns: int
+    message: str = ""
+    shown: str = ""
+    call_stack: str = ""
+    ours: bool = False
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the text is one of a peer that has gone away."""
+        return bool(_LOST_CONNECTION.search(self.call_stack))
+
+    @property
+    def ending(self) -> str:
+        """`exit code 1, ValueError: boom` or `killed by SIGKILL`."""
+        if self.exit_code < 0:
+            return f"killed by {signal_name(-self.exit_code)}"
+        first_line = self.message.split("\n", 1)[0]
+        return f"exit code {self.exit_code}" + (f", {first_line}" if first_line else "")
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The root cause among at least one failure."""
+    return min(failures, key=lambda failure: (failure.is_consequence, failure.time_ns, failure.rank))
+
+
+def write_failure(path: Path, error: BaseException, exit_code: int) -> None:
+    """Write the record of `error`, all at once, because the launcher reads while workers write."""
+    ours = isinstance(error, OutsizeError)
+    call_stack = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
+    extra = {
+        "py_callstack": call_stack,
+        "timestamp": str(int(time.time())),
+        "time_ns": time.time_ns(),
+        "shown": _shown(error, call_stack),
+        "exit_code": exit_code,
+        "ours": ours,
+    }
+    record = {"message": {"message": _summary(error), "errorCode": exit_code, "extraInfo": extra}}
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps(record), encoding="utf-8")
+    draft.replace(path)
+
+
+def read_failure(files: WorkerFiles, *, pid: int, exit_code: int | None) -> Failure:
+    """What the rank has recorded; without a record, what the exit code alone tells."""
+    if not files.error.exists():
+        code = exit_code if exit_code is not None else 1
+        return Failure(files.rank, pid, code, time.time_ns(), shown=_last_words(files.fault))
+    message: dict[str, Any] = json.loads(files.error.read_text(encoding="utf-8"))["message"]
+    extra: dict[str, Any] = message["extraInfo"]
+    return Failure(
+        rank=files.rank,
+        pid=pid,
+        exit_code=int(extra["exit_code"]),
+        time_ns=int(extra["time_ns"]),
+        message=str(message["message"]),
+        shown=str(extra["shown"]),
+        call_stack=str(extra["py_callstack"]),
+        ours=bool(extra["ours"]),
+    )
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_words(fault: Path) -> str:
+    return fault.read_text(encoding="utf-8", errors="replace") if fault.exists() else ""
+
+
+def _shown(error: BaseException, call_stack: str) -> str:
+    """One line with its place for our own errors, the exit text for sys.exit, else the traceback."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, str) else ""
+    if not isinstance(error, OutsizeError):
+        return call_stack
+    frames = traceback.extract_tb(_user_frames(error.__traceback__))
+    theirs = [frame for frame in frames if "/outsize/" not in frame.filename.replace("\\", "/")]
+    place = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
+    return f"{place}{error}"
+
+
+def _summary(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, str) else ""
+    return f"{type(error).__name__}: {error}"
+
+
+def _user_frames(tb: TracebackType | None) -> TracebackType | None:
+    """`tb` from the first frame that is neither runpy's nor the worker entry's."""
+    while tb is not None and tb.tb_frame.f_code.co_filename.replace("\\", "/").endswith(_ENTRY_FILES):
+        tb = tb.tb_next
+    return tb

@@ -1,0 +1,31 @@
+"""Clip by global norm over parameters that live on several ranks, bit-equal to one process.
+
+`torch.nn.utils.clip_grad_norm_` takes the norm of the vector of per-parameter norms, in the order of the
+parameters. Each rank fills in the norms of its own parameters, the rest is zero, the sum over ranks is
+exact, and the same vector norm follows everywhere. A tied parameter has one owner and counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from outsize.train.crew import Crew
+
+
+def clip_by_global_norm(
+    owned: Mapping[str, nn.Parameter], names: Sequence[str], max_norm: float, crew: Crew
+) -> Tensor:
+    """Scale the owned gradients in place; returns the norm before clipping (0-dim)."""
+    index = {name: i for i, name in enumerate(names)}
+    norms, present = torch.zeros(len(names)), torch.zeros(len(names))
+    for name, parameter in owned.items():
+        if parameter.grad is not None:
+            norms[index[name]] = torch.linalg.vector_norm(parameter.grad)
+            present[index[name]] = 1.0
+    norms, present = crew.sum(norms), crew.sum(present)
+    total = torch.linalg.vector_norm(norms[present.bool()])
+    torch.nn.utils.clip_grads_with_norm_(owned.values(), max_norm, total)
+    return total

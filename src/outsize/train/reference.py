@@ -1,0 +1,129 @@
+"""The reference: the plain one-process loop over the same microbatches, on the user's own forward.
+
+    for part, weight in zip(parts, weights):
+        (loss_fn(model(*part.args, **part.kwargs), *part.target) * weight).backward()
+
+Nothing of the tape's replay is used. Where a model draws random numbers, the generators are seeded before
+each random instruction as in every engine (law 6): `_Follower` walks along the eager calls and knows from
+the tape which of them draw. It also proves that the eager calls are the tape's, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from outsize.capture.intercept import Watcher, watching
+from outsize.capture.ladder import LossFn, find_loss
+from outsize.errors import ReplayMismatch
+from outsize.program.tape import Instruction, Tape
+from outsize.run.rng import Seed, borrowed_generators
+from outsize.train.batch import Batch
+
+Visit = Callable[[Instruction, Any], None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """Loss of the batch and the outputs of each microbatch."""
+
+    loss: Tensor | None
+    outputs: tuple[Any, ...]
+
+
+def reference_step(
+    model: nn.Module,
+    tape: Tape,
+    parts: Sequence[Batch],
+    weights: Sequence[float],
+    seeds: Sequence[Seed],
+    loss_fn: LossFn | None,
+) -> ReferenceStep:
+    """Accumulates gradients in the parameters' `.grad`, like any training loop."""
+    total: Tensor | None = None
+    outputs = []
+    with borrowed_generators():
+        for part, weight, seed in zip(parts, weights, seeds, strict=True):
+            output, loss = eager(model, tape, part, seed, loss_fn)
+            outputs.append(output)
+            if loss is not None:
+                (loss * weight).backward()
+                share = loss.detach() * weight
+                total = share if total is None else total + share
+    return ReferenceStep(total, tuple(outputs))
+
+
+def eager(
+    model: nn.Module, tape: Tape, part: Batch, seed: Seed, loss_fn: LossFn | None, visit: Visit | None = None
+) -> tuple[Any, Tensor | None]:
+    """One forward of the user's model; `visit(instruction, result)` sees every call when given."""
+    with ExitStack() as stack:
+        follower = None
+        if visit is not None or any(i.random for i in tape.instructions):
+            follower = _Follower(tape, model, seed, visit)
+            stack.enter_context(watching(follower, dispatch=False))
+        output = model(*part.args, **part.kwargs)
+        loss = loss_fn(output, *part.target) if loss_fn is not None else find_loss(output)
+    if follower is not None:
+        follower.insist_on_end()
+    return output, loss
+
+
+@final
+class _Follower(Watcher):
+    """Walks along the eager calls with a finger on the tape."""
+
+    def __init__(self, tape: Tape, model: nn.Module, seed: Seed, visit: Visit | None) -> None:
+        # ATen-level instructions happen below what is watched here.
+        self._left = [i for i in tape.instructions if not hasattr(i.target, "_overloadpacket")]
+        self._at = 0
+        self._fqn = {id(m): fqn for fqn, m in reversed(dict(model.named_modules()).items())}
+        self._seed, self._visit = seed, visit
+        self._muted = False
+
+    def on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._step(self._fqn.get(id(module)), lambda: fn(module, *args, **kwargs))
+
+    def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._step(fn, lambda: fn(*args, **kwargs))
+
+    def on_aten(self, op: Any, args: Any, kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    def on_saved(self, tensor: Tensor) -> None:
+        """Nothing to count."""
+
+    def insist_on_end(self) -> None:
+        """Raise ReplayMismatch when the eager run made other calls than the tape."""
+        if self._at < len(self._left):
+            missing = self._left[self._at]
+            raise ReplayMismatch(
+                f"the model did not call {missing.name} as it did when it was captured",
+                numbers=f"instruction {missing.index} of {len(self._left)}, {missing.where}",
+                next_step="look for Python state that changes from call to call",
+            )
+
+    def _step(self, target: Any, run: Callable[[], Any]) -> Any:
+        if self._muted or self._at == len(self._left) or not _same(self._left[self._at].target, target):
+            return run()
+        instruction = self._left[self._at]
+        self._at += 1
+        if instruction.random:
+            self._seed(instruction.index)
+        self._muted = True
+        try:
+            out = run()
+        finally:
+            self._muted = False
+        if self._visit is not None:
+            self._visit(instruction, out)
+        return out
+
+
+def _same(recorded: Any, called: Any) -> bool:
+    return recorded == called and called is not None

@@ -1,0 +1,142 @@
+"""Variants: the programs of one input signature, recorded when first met and kept.
+
+A tape is valid for a signature (shapes, dtypes, Python values, train / eval, grad and autocast modes) and
+for its guards (Python decisions on input values). The plan says by unit names which stage owns what, so
+every variant is cut the same way. Guards are evaluated on every microbatch before it runs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.decide import signature_of
+from outsize.capture.graph import Captured, build_graph
+from outsize.capture.ladder import LossFn, record
+from outsize.errors import BadPlan
+from outsize.ir.names import prefixes, unroll
+from outsize.ir.plan import Plan
+from outsize.program.liveness import legal_cuts
+from outsize.program.modes import current_modes
+from outsize.program.replay import evaluate, resolve
+from outsize.program.tape import Guard, Tape
+from outsize.run.cut import Cut, cut
+from outsize.train.batch import Batch
+
+KEPT = 32
+
+
+@final
+@dataclass(frozen=True)
+class Variant:
+    """A captured signature, cut by the plan. `number` counts variants in the order of their making."""
+
+    number: int
+    captured: Captured
+    cut: Cut
+
+    @property
+    def tape(self) -> Tape:
+        """The recorded program."""
+        return self.captured.tape
+
+
+@final
+class Variants:
+    """Least recently used cache of variants; the newest KEPT stay."""
+
+    def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFn | None) -> None:
+        self._model, self._plan, self._loss_fn = model, plan, loss_fn
+        self._known: OrderedDict[str, list[Variant]] = OrderedDict()
+        self._made = 0
+
+    def find(self, part: Batch, *, outputs: bool) -> Variant:
+        """The variant under which this microbatch runs; recorded if it is new."""
+        key = f"{part.signature()}{self._model.training}{outputs}{current_modes()}"
+        found = self._known.setdefault(key, [])
+        self._known.move_to_end(key)
+        for variant in found:
+            if holds(variant.tape, part, self._model):
+                return variant
+        variant = self._make(part, outputs)
+        found.append(variant)
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+        return variant
+
+    def _make(self, part: Batch, outputs: bool) -> Variant:
+        tape = record(self._model, part.args, part.kwargs, self._loss_fn, part.target)
+        captured = build_graph(tape, self._model)
+        edges = stage_edges(self._plan, captured)
+        self._made += 1
+        return Variant(self._made - 1, captured, cut(tape, self._model, edges, outputs=outputs))
+
+
+def holds(tape: Tape, part: Batch, model: nn.Module) -> bool:
+    """Do the tape's guards hold on these inputs?"""
+    if not tape.guards:
+        return True
+    buffers = dict(model.named_buffers())
+    env: dict[int, Any] = {**tape.constants, **dict(zip(tape.inputs, part.tensors(), strict=True))}
+    return all(_holds(guard, tape, dict(env), buffers) for guard in tape.guards)
+
+
+def _holds(guard: Guard, tape: Tape, env: dict[int, Any], buffers: Mapping[str, Tensor]) -> bool:
+    evaluate([tape.instructions[i] for i in guard.needs], env, buffers)
+    with torch.no_grad():
+        out = guard.target(*resolve(guard.args, env, buffers), **resolve(guard.kwargs, env, buffers))
+    return bool(signature_of(out) == guard.value)
+
+
+def stage_edges(plan: Plan, captured: Captured) -> tuple[int, ...]:
+    """First instruction of each stage, then the number of instructions.
+
+    The graph the plan was made for is cut at its units. Another signature of the same model (eval, other
+    guards) can have other units: each goes to the stage whose patterns cover it, the rest where its
+    predecessor went.
+    """
+    if captured.graph.fingerprint == plan.fingerprint:
+        return tuple(captured.starts[u] for u in plan.bounds(captured.graph))
+    legal = legal_cuts(captured.tape)
+    owner = _pattern_owner(plan)
+    edges = [0]
+    for stage in range(1, len(plan.stages)):
+        at = _first_of_stage(captured, owner, stage)
+        edges.append(_next_legal(legal, max(at, edges[-1])))
+    return (*edges, len(captured.tape.instructions))
+
+
+def _pattern_owner(plan: Plan) -> Callable[[str], int | None]:
+    table = {pattern: number for number, s in enumerate(plan.stages) for pattern in _unrolled(s.units)}
+
+    def owner(name: str) -> int | None:
+        return next((table[p] for p in prefixes(name) if p in table), None)
+
+    return owner
+
+
+def _unrolled(patterns: Sequence[str]) -> list[str]:
+    return [name for pattern in patterns for name in unroll(pattern)]
+
+
+def _first_of_stage(captured: Captured, owner: Callable[[str], int | None], stage: int) -> int:
+    units = captured.graph.units
+    owners = [owner(u.name) for u in units]
+    later = [u for u, o in enumerate(owners) if o is not None and o >= stage]
+    return captured.starts[later[0]] if later else len(captured.tape.instructions)
+
+
+def _next_legal(legal: Sequence[bool], at: int) -> int:
+    if at >= len(legal) - 1 or at == 0 or legal[at]:
+        return at
+    found = next((p for p in range(at, len(legal)) if legal[p]), None)
+    if found is None:
+        raise BadPlan(
+            "this input's program cannot be cut where the plan cuts", next_step="plan for this input"
+        )
+    return found

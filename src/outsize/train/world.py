@@ -1,0 +1,116 @@
+"""This process's place among the processes of a run, and the process group that joins them.
+
+The place comes from torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), handed
+in as a mapping: launch.py alone reads the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, final
+
+from outsize.errors import BadOption
+from outsize.train.rendezvous import LOOPBACK_NAMES, loopback_store
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup, Store
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@final
+@dataclass(frozen=True)
+class World:
+    """Global `rank` of `world_size`, `local_rank` on this machine, the default process group.
+
+    `owned` says that `join` has made the group, so `leave` destroys it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    group: ProcessGroup | None
+    owned: bool = False
+
+
+def join_world(env: Mapping[str, str], device_type: str, timeout_s: float) -> World:
+    """The place that `env` describes; makes the default group unless there is one. See launch.join."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        local_rank = int(env.get("LOCAL_RANK", dist.get_rank()))
+        return World(dist.get_rank(), dist.get_world_size(), local_rank, dist.group.WORLD)
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return World(0, 1, 0, None)
+    _check(env)
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    local_rank = int(env.get("LOCAL_RANK", rank))
+    dist.init_process_group(
+        _backend(device_type),
+        store=_store(env, rank, world_size, timeout_s),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=_bound_device(device_type, local_rank),
+    )
+    return World(rank, world_size, local_rank, dist.group.WORLD, owned=True)
+
+
+def leave(world: World) -> None:
+    """Destroy the process group if `join` made it; a group that was there before stays."""
+    import torch.distributed as dist
+
+    if world.owned and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def on_one_machine(env: Mapping[str, str]) -> bool:
+    """Whether all processes of the run are on this machine."""
+    return "WORLD_SIZE" in env and env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
+
+
+def _check(env: Mapping[str, str]) -> None:
+    missing = [name for name in _NEEDED if name not in env]
+    if missing:
+        raise BadOption(
+            f"the environment describes a run, but {', '.join(missing)} is not set",
+            next_step="outsize run --nproc-per-node 2 train.py (it sets them), or unset RANK WORLD_SIZE",
+        )
+
+
+def _backend(device_type: str) -> str:
+    """The device's own backend, and gloo for tensors on the CPU."""
+    import torch.distributed as dist
+
+    if device_type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def _bound_device(device_type: str, local_rank: int) -> torch.device | None:
+    """The accelerator of this process, made current; None on the CPU."""
+    import torch
+
+    if device_type == "cpu":
+        return None
+    count = torch.get_device_module(device_type).device_count()
+    if local_rank >= count:
+        raise BadOption(
+            f"no {device_type} device for local rank {local_rank}",
+            numbers=f"{count} on this machine",
+            next_step=f"--nproc-per-node {max(1, count)}",
+        )
+    device = torch.device(device_type, local_rank)
+    torch.get_device_module(device_type).set_device(device)
+    return device
+
+
+def _store(env: Mapping[str, str], rank: int, world_size: int, timeout_s: float) -> Store | None:
+    """A store on the loopback interface; None (torch's `env://`) across machines or when an agent serves it."""
+    agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if agent_serves or env["MASTER_ADDR"] not in LOOPBACK_NAMES or not on_one_machine(env):
+        return None
+    return loopback_store(int(env["MASTER_PORT"]), rank=rank, world_size=world_size, timeout_s=timeout_s)
