@@ -33,7 +33,6 @@ from outsize.planner.ranges import Bytes, Ranges, Seconds
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
-
 Wire = tuple[float, float]
 """A link's (latency_s, bytes_per_s)."""
 
