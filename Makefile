@@ -1,0 +1,55 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each builds .venv first, once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/installed
+PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
+HOUSE  := src tests benchmarks examples
+
+.PHONY: help demo test check bench docs clean clean-venv
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s%s\n", $$1, $$2}' Makefile
+
+demo: $(STAMP)  ## plan, split, check and train real models over two processes; at most 3 minutes
+	$(BIN)/outsize demo
+
+test: $(STAMP)  ## all tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## style, types, floors, house rules
+	$(BIN)/ruff check $(HOUSE)
+	$(BIN)/ruff format --check $(HOUSE)
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest tests/house
+
+bench: $(STAMP)  ## every question of benchmarks/, one after the other
+	@for question in $(wildcard benchmarks/*/run.py); do \
+	    echo "$$question" && $(BIN)/python "$$question" || exit 1; \
+	done
+
+docs: $(STAMP)  ## write golden files anew; read the diff before you commit it
+	$(BIN)/python -m pytest tests/golden tests/house --update-golden
+	@git --no-pager diff --stat -- docs tests/golden
+
+clean:  ## remove what a run leaves behind; .venv stays
+	rm -rf build dist demo-out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-venv:  ## remove .venv; the next make builds it again
+	rm -rf $(VENV)
+
+# torchvision comes without its dependencies: it must not exchange the pinned torch for another build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "outsize needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	         "Next: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing into $(VENV), once: a minute or a few."
+	@$(PYTHON) -m venv $(VENV) || { \
+	    echo "$(PYTHON) cannot build a venv. Next: install your system's python3-venv package."; exit 1; }
+	@$(PIP) install -c constraints.txt -e '.[hf,plot,test,dev]'
+	@$(PIP) install -c constraints.txt pillow
+	@$(PIP) install -c constraints.txt --no-deps torchvision
+	@touch $@
