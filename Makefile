@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
-HOUSE  := src tests benchmarks examples
+HOUSE  := $(wildcard src tests benchmarks examples)
 
 .PHONY: help demo test check bench docs clean clean-venv
 .DEFAULT_GOAL := help
@@ -36,7 +36,7 @@ docs: $(STAMP)  ## write golden files anew; read the diff before you commit it
 
 clean:  ## remove what a run leaves behind; .venv stays
 	rm -rf build dist demo-out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(HOUSE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:  ## remove .venv; the next make builds it again
 	rm -rf $(VENV)

@@ -1,0 +1,91 @@
+"""Imports go downward only: the contracts of pyproject.toml hold, and each of them can be broken.
+
+The proof that a contract can fail uses the very contracts: pyproject.toml is copied into a tiny package of
+the same shape (named `tiny`), one import is planted, and lint-imports has to name the broken contract.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from house import ROOT
+
+LINT = "from importlinter.cli import lint_imports_command as main; main(['--no-cache', '--no-logo'])"
+PACKAGES = ("train", "report", "integrations", "planner", "capture", "run", "program", "schedules", "ir")
+FLOORS = "Imports go downward only; every module stands on a floor"
+ACYCLIC = "No two neighbours import each other"
+NO_TORCH = "The thinking wing never reaches torch"
+THINKING = "The thinking wing never imports the doing wing"
+DOING = "The doing wing never imports the planner or the report"
+PLOTTER = "matplotlib is imported by report/plots.py alone"
+
+# (files to plant, the contract they break)
+PLANTS = [
+    ({"ir/low.py": "import tiny.schedules"}, FLOORS),
+    ({"planner/side.py": "import tiny.capture"}, FLOORS),
+    ({"errors.py": "from tiny import ir"}, FLOORS),
+    ({"loose.py": ""}, FLOORS),
+    ({"run/a.py": "import tiny.run.b", "run/b.py": "import tiny.run.a"}, ACYCLIC),
+    ({"schedules/direct.py": "import torch"}, NO_TORCH),
+    ({"report/near.py": "import tiny.run.far", "run/far.py": "import torch.nn"}, NO_TORCH),
+    ({"report/near.py": "import tiny.run"}, THINKING),
+    ({"train/near.py": "def late():\n    import tiny.planner"}, DOING),
+    ({"report/tables.py": "import matplotlib.pyplot"}, PLOTTER),
+]
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    """lint-imports in `folder`, with the packages there first on the path."""
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, "-c", LINT]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    """An empty package of outsize's shape under outsize's contracts."""
+    contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").replace("outsize", "tiny")
+    (tmp_path / "pyproject.toml").write_text(contracts, encoding="utf-8")
+    plant(tmp_path, {"__init__.py": "", "errors.py": ""})
+    plant(tmp_path, {f"{package}/__init__.py": "" for package in PACKAGES})
+    return tmp_path
+
+
+def plant(folder: Path, files: dict[str, str]) -> None:
+    """Write modules into the tiny package."""
+    for name, text in files.items():
+        path = folder / "tiny" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def test_the_house_stands() -> None:
+    done = lint(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_empty_house_stands(tiny: Path) -> None:
+    plant(tiny, {"report/plots.py": "import matplotlib", "train/up.py": "import tiny.run, torch"})
+    done = lint(tiny)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("files", "contract"), PLANTS, ids=[next(iter(files)) for files, _ in PLANTS])
+def test_a_contract_can_break(tiny: Path, files: dict[str, str], contract: str) -> None:
+    plant(tiny, files)
+    done = lint(tiny)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{contract} BROKEN" in done.stdout
+
+
+def test_every_contract_is_broken_by_a_plant() -> None:
+    assert {contract for _, contract in PLANTS} == {FLOORS, ACYCLIC, NO_TORCH, THINKING, DOING, PLOTTER}
+    contracts = (ROOT / "pyproject.toml").read_text(encoding="utf-8").count("[[tool.importlinter.contracts]]")
+    assert contracts == len({contract for _, contract in PLANTS})
