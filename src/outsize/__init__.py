@@ -1,1 +1,74 @@
-"""Train PyTorch models that outsize your GPU."""
+"""Train PyTorch models that outsize your GPU, with the numbers one big device would give.
+
+import outsize
+plan   = outsize.plan(model, args, kwargs, cluster="2xcpu", batch_size=32)
+engine = outsize.parallelize(model, args, kwargs, plan=plan, loss_fn=loss_fn, optimizer=make_optimizer)
+result = engine.step(x, target=y)
+
+Names are imported when first used: `import outsize` alone loads neither torch nor the planner.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outsize.api import capture, check, estimate, measure, parallelize, plan
+    from outsize.errors import OutsizeError
+    from outsize.ir.cluster import Cluster
+    from outsize.ir.graph import ModelGraph
+    from outsize.ir.plan import Plan
+    from outsize.ir.profile import Profile
+    from outsize.ir.schedule import Schedule
+    from outsize.ir.timeline import Timeline
+    from outsize.ir.verdict import Verdict
+    from outsize.train.engine import Engine
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "capture": "outsize.api",
+    "check": "outsize.api",
+    "estimate": "outsize.api",
+    "measure": "outsize.api",
+    "parallelize": "outsize.api",
+    "plan": "outsize.api",
+    "Cluster": "outsize.ir.cluster",
+    "Engine": "outsize.train.engine",
+    "ModelGraph": "outsize.ir.graph",
+    "OutsizeError": "outsize.errors",
+    "Plan": "outsize.ir.plan",
+    "Profile": "outsize.ir.profile",
+    "Schedule": "outsize.ir.schedule",
+    "Timeline": "outsize.ir.timeline",
+    "Verdict": "outsize.ir.verdict",
+}
+
+__all__ = [
+    "Cluster",
+    "Engine",
+    "ModelGraph",
+    "OutsizeError",
+    "Plan",
+    "Profile",
+    "Schedule",
+    "Timeline",
+    "Verdict",
+    "__version__",
+    "capture",
+    "check",
+    "estimate",
+    "measure",
+    "parallelize",
+    "plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'outsize' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

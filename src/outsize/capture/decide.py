@@ -52,7 +52,7 @@ class Decider:
         self._inputs, self._weights = inputs, weights
 
     def decide(self, fn: Callable[..., Any], args: Any, kwargs: Any, where: str, fakes: FakeModel) -> Any:
-        """The result of `fn`, tensors as fakes. Raises LookupError with the reason when it cannot be known."""
+        """The result of `fn`, tensors as fakes. Raises LookupError with the reason."""
         reads = [leaf.slot for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
         needs = backward_slice(self._instructions, self._slots.metas, reads)
         if any(self._instructions[i].random for i in needs):

@@ -11,6 +11,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def _unit_starts(tape: Tape, owned: list[bool], last: dict[int, int]) -> tuple[i
     legal, crossing = legal_cuts(tape), _crossing_bytes(tape, owned, last)
     anchors = [i.index for i in tape.instructions if owned[i.index] and _is_anchor(tape, i)]
     starts = [0]
-    for before, after in zip(anchors, anchors[1:], strict=False):
+    for before, after in pairwise(anchors):
         cuts = [p for p in range(before + 1, after + 1) if legal[p] and p > starts[-1]]
         if cuts:
             starts.append(min(cuts, key=lambda p: (crossing[p], -p)))
@@ -87,7 +88,7 @@ def _crossing_bytes(tape: Tape, owned: list[bool], last: dict[int, int]) -> list
 
 
 def _units(tape: Tape, starts: Sequence[int], owned: list[bool], model: nn.Module) -> tuple[Unit, ...]:
-    groups = [tape.instructions[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    groups = [tape.instructions[a:b] for a, b in pairwise(starts)]
     groups = [[i for i in group if owned[i.index]] for group in groups]
     anchors = [next((i for i in g if _is_anchor(tape, i)), g[0] if g else None) for g in groups]
     names = _unique([a.name if a is not None else f"glue.{n}" for n, a in enumerate(anchors)])
@@ -163,7 +164,7 @@ def _value(tape: Tape, slot: int, producer: int, users: list[int]) -> Value:
 
 
 def _unit_index(starts: Sequence[int]) -> list[int]:
-    return [u for u, (a, b) in enumerate(zip(starts, starts[1:], strict=False)) for _ in range(a, b)]
+    return [u for u, (a, b) in enumerate(pairwise(starts)) for _ in range(a, b)]
 
 
 def _parameters(model: nn.Module) -> tuple[Parameter, ...]:

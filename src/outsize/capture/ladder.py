@@ -64,9 +64,9 @@ def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: Lea
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     modes = current_modes()
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, hidden_fakes(), quiet_fakes():
-        with FakeModel(model, mode, device) as fakes:
-            tape = _run(model, batch, tensors, loss_fn, rule, fakes, modes)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mode as mode, hidden_fakes(), quiet_fakes(), FakeModel(model, mode, device) as fakes:
+        tape = _run(model, batch, tensors, loss_fn, rule, fakes, modes)
     _insist_on_stable_state(model, rule, fakes)
     return tape
 

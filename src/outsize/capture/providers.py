@@ -53,7 +53,7 @@ def _import(name: str, *, extra: str) -> ModuleType:
 
 
 def _define_missing_operators() -> None:
-    """Define what `import torchvision` looks up, if the compiled part does not. Does nothing the second time."""
+    """Define what `import torchvision` looks up and the compiled part does not; nothing the second time."""
     package = find_spec("torchvision")
     if package is None or _is_defined("nms"):
         return

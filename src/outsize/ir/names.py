@@ -1,7 +1,8 @@
 """Names of runs of units: `model.layers.0-7` instead of 120 leaf names, and back.
 
 A unit is named by the FQN of its leaf call, `:op` behind the FQN of a frame for heavy glue, and `#k`
-when a module is called several times (`#0` is the first call). A pattern covers the unit itself and everything below it.
+when a module is called several times (`#0` is the first call). A pattern covers the unit itself and
+everything below it.
 `compress` writes a contiguous run of units as the shortest list of patterns; `expand` reads it back.
 """
 
@@ -65,7 +66,7 @@ def expand(patterns: Sequence[str], names: Sequence[str]) -> list[int]:
     """Indices of the units that the patterns cover, in order; KeyError names a pattern that covers none."""
     wanted: set[int] = set()
     for pattern in patterns:
-        plain = set(_plain(pattern))
+        plain = set(unroll(pattern))
         hits = {i for i, name in enumerate(names) if plain & set(prefixes(name))}
         if not hits:
             raise KeyError(pattern)
@@ -73,7 +74,8 @@ def expand(patterns: Sequence[str], names: Sequence[str]) -> list[int]:
     return sorted(wanted)
 
 
-def _plain(pattern: str) -> list[str]:
+def unroll(pattern: str) -> list[str]:
+    """`h.0-2` -> `h.0, h.1, h.2`; any other pattern is itself."""
     match = _RANGE.match(pattern)
     if match is None:
         return [pattern]

@@ -36,7 +36,7 @@ Message = tuple[int, int, int]  # boundary key, consuming stage, microbatch
 @final
 @dataclass
 class StepInputs:
-    """One step's data: `inputs[mb]` are all input tensors of a microbatch, `weights[mb]` its share of the loss."""
+    """One step's data: `inputs[mb]` are all input tensors, `weights[mb]` the share of the loss."""
 
     inputs: Sequence[Sequence[Tensor]]
     weights: Sequence[float]

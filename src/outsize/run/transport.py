@@ -6,7 +6,7 @@
 
 A channel is one boundary value in one direction between two stages. Its layout travels once, before the
 first tensor; after that both ends know it and only elements travel. `ProcessTransport` is torch.distributed
-with non-blocking sends and receives and pooled buffers; `LocalTransport` hands tensors over inside one process.
+with non-blocking sends and receives and pooled buffers; `LocalTransport` hands tensors over in one process.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ INTERRUPTED = 128 + int(signal.SIGINT)
 
 
 def install_crash_hook(error_file: Path | None) -> None:
-    """Make an uncaught exception print as before, go to `error_file` (torch elastic's), and end the process."""
+    """Let an uncaught exception print as before, go to torch elastic's `error_file`, and end the process."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from outsize.capture.ladder import LossFn
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
-from outsize.program.tree import map_leaves
 from outsize.program.tape import Ref
+from outsize.program.tree import map_leaves
 from outsize.run.rng import borrowed_generators, seeder
 from outsize.run.weights import free_foreign, owned_parameters
 from outsize.train.batch import Batch, as_target
@@ -40,7 +40,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 @final
 @dataclass(frozen=True)
 class StepResult:
-    """`loss` of the whole batch (0-dim, detached, on every rank) and the gradient norm if it was asked for."""
+    """`loss` of the whole batch (0-dim, detached, on every rank); the gradient norm if it was asked for."""
 
     loss: Tensor
     grad_norm: Tensor | None = None
@@ -98,7 +98,7 @@ class Engine:
         """
         loss = self._forward_backward(Batch(args, kwargs, as_target(target)), loss_scale)
         self.steps += 1
-        norm = self._update() if update else None
+        norm = self.update() if update else None
         return StepResult(loss, norm)
 
     @torch.no_grad()
@@ -167,7 +167,11 @@ class Engine:
         if self._make_optimizer is not None and trainable:
             self.optimizer = self._make_optimizer(trainable)
 
-    def _update(self) -> Tensor | None:
+    def update(self) -> Tensor | None:
+        """Clip (if asked for), optimizer step, zero gradients; returns the norm before clipping.
+
+        `step` does this by itself unless `update=False`.
+        """
         norm = None
         if self.clip_norm is not None:
             names = [n for n, _ in self.model.named_parameters()]

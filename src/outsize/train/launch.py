@@ -63,7 +63,7 @@ def launch(spec: LaunchSpec) -> int:
     outsize itself, that one line (with that error's code). No process of the run outlives this call, and the
     longest wait after a failure or a signal is `spec.grace_s` seconds.
     """
-    env, cores = dict(os.environ), _cores()  # noqa: TID251 - this file owns it
+    env, cores = dict(os.environ), _cores()
     if spec.nproc_per_node > 1 and "OMP_NUM_THREADS" not in env:
         supervise.say(f"outsize: {_processes(spec)}, OMP_NUM_THREADS={spec.threads(cores)} each")
     signals, failures = _run(spec, env, cores)
@@ -96,7 +96,7 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0) -> World:
     uncaught exception is recorded for torchrun and ends the process without waiting for its peers.
     Raises BadOption (E106) when the environment is half there or asks for a device that is not.
     """
-    env = os.environ  # noqa: TID251 - this file owns it
+    env = os.environ
     if on_one_machine(env):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(name, loopback_interface())

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
@@ -38,7 +38,7 @@ def reserved_port() -> Iterator[int]:
 
 def loopback_store(port: int, *, rank: int, world_size: int, timeout_s: float) -> Store:
     """The TCP store at 127.0.0.1:`port`; rank 0 serves it there and nowhere else."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout = timedelta(seconds=timeout_s)
     if rank != 0:

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     error_file, fault_file, lifeline, kind, target, *arguments = argv
     threading.Thread(target=_die_with_launcher, args=(int(lifeline),), daemon=True).start()
     _write_whole_lines()
-    faulthandler.enable(file=Path(fault_file).open("w"))
+    faulthandler.enable(file=Path(fault_file).open("w"))  # noqa: SIM115 - open until the end
     sys.argv = [target, *arguments]
     status = _run(kind, target, Path(error_file))
     if status:

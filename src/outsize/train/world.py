@@ -16,7 +16,8 @@ from outsize.train.rendezvous import LOOPBACK_NAMES, loopback_store
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -109,7 +110,7 @@ def _bound_device(device_type: str, local_rank: int) -> torch.device | None:
 
 
 def _store(env: Mapping[str, str], rank: int, world_size: int, timeout_s: float) -> Store | None:
-    """A store on the loopback interface; None (torch's `env://`) across machines or when an agent serves it."""
+    """A store on the loopback interface; None (torch's `env://`) across machines or with an agent's."""
     agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if agent_serves or env["MASTER_ADDR"] not in LOOPBACK_NAMES or not on_one_machine(env):
         return None

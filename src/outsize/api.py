@@ -1,0 +1,274 @@
+"""The composition root: the only module that sees the thinking and the doing wing.
+
+graph  = capture(model, args, kwargs)                    what is it made of
+costs  = estimate(graph, cluster) | measure(model, ...)  what does each unit cost
+plan   = plan(model, args, kwargs, cluster="2xcpu")      how to split it
+report = check(model, args, kwargs, stages=3)            does the split compute the same
+engine = parallelize(model, args, kwargs, plan=plan)     run it
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outsize.capture.cluster import find_cluster
+from outsize.capture.graph import Captured, build_graph
+from outsize.capture.ladder import LossFn, record
+from outsize.capture.measure import Progress, measure_units
+from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan, ScheduleName
+from outsize.ir.profile import Profile
+from outsize.ir.timeline import Timeline
+from outsize.ir.verdict import Verdict
+from outsize.planner import price as pricing
+from outsize.planner.roofline import roofline
+from outsize.planner.search import Request, search
+from outsize.program.tree import map_leaves
+from outsize.train.batch import Batch, as_target
+from outsize.train.engine import Engine, MakeOptimizer
+from outsize.train.launch import join
+from outsize.train.parallel import make_engine
+from outsize.train.verify import Question, verify
+
+Kwargs = dict[str, Any]
+# How many microbatch counts the search looks at when none is given, as multiples of the stages.
+_MULTIPLES = (1, 2, 4, 8)
+
+
+@final
+@dataclass(frozen=True)
+class _Model:
+    """The user's model with its example batch."""
+
+    module: nn.Module
+    batch: Batch
+    loss_fn: LossFn | None
+
+    def captured(self, samples: int) -> Captured:
+        """The model at so many samples."""
+        batch = resized(self.batch, samples)
+        tape = record(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target)
+        return build_graph(tape, self.module)
+
+    def profile(
+        self, captured: Captured, cluster: Cluster, measured: bool, progress: Progress | None
+    ) -> Profile:
+        """Costs of the captured units: timed here, or by roofline for the cluster's device."""
+        if not measured:
+            return roofline(captured.graph, cluster.devices[0])
+        batch = resized(self.batch, captured.graph.batch_size)
+        return measure_units(captured, self.module, batch.tensors(), progress=progress)
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+) -> ModelGraph:
+    """The model as units and values, for this example batch. Weights may be on meta.
+
+    `loss_fn(output, *target)` is captured with the model; without it the loss inside the output counts.
+    Raises NotCapturable (with file:line) and ExampleRejected (with the model's own error).
+    """
+    batch = Batch(args, kwargs or {}, as_target(target))
+    return build_graph(record(model, batch.args, batch.kwargs, loss_fn, batch.target), model).graph
+
+
+def estimate(graph: ModelGraph, cluster: str | Cluster = "local") -> Profile:
+    """Costs per unit by roofline, for the graph's batch size as one microbatch."""
+    return roofline(graph, _cluster(cluster).devices[0])
+
+
+def measure(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Costs per unit, timed on this machine with the example batch as one microbatch."""
+    batch = Batch(args, kwargs or {}, as_target(target))
+    captured = build_graph(record(model, batch.args, batch.kwargs, loss_fn, batch.target), model)
+    return measure_units(captured, model, batch.tensors(), progress=progress)
+
+
+def plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    cluster: str | Cluster = "local",
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    stages: int | None = None,
+    schedule: ScheduleName | None = None,
+    optimizer: str = "adamw",
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    measured: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest split that fits the cluster, by predicted step time.
+
+    `batch_size` is the global batch (default: the example's); what is not given is searched. `measured`
+    times the units on this machine instead of estimating them.
+    Raises NoFeasiblePlan, TooManyStages, BatchNotDivisible, UnknownDevice.
+    """
+    found = _Model(model, Batch(args, kwargs or {}, as_target(target)), loss_fn)
+    where = _cluster(cluster)
+    size = batch_size or found.batch.size
+    request = Request(
+        batch_size=size, microbatches=microbatches, stages=stages, schedule=schedule, optimizer=optimizer
+    )
+    counts = _counts(size, stages or len(where.devices), microbatches)
+    candidates = {}
+    for count in counts:
+        captured = found.captured(size // count)
+        candidates[count] = (captured.graph, found.profile(captured, where, measured, progress))
+    return search(request, candidates, where)
+
+
+# `parallelize` and `check` take a plan under the name `plan`.
+make_plan = plan
+
+
+def price(
+    chosen: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    measured: bool = False,
+) -> tuple[Plan, ModelGraph, Timeline]:
+    """A plan (perhaps edited by hand) checked against the model and priced as it is, with its timeline.
+
+    Raises ModelMismatch for another model's plan and BadPlan for stages that do not cover the model.
+    """
+    found = _Model(model, Batch(args, kwargs or {}, as_target(target)), loss_fn)
+    captured = found.captured(chosen.batch_size // chosen.microbatches)
+    cluster = _cluster(chosen.cluster)
+    profile = found.profile(captured, cluster, measured, None)
+    priced = pricing.price(chosen, captured.graph, profile, cluster)
+    return priced, captured.graph, pricing.timeline(chosen, captured.graph, profile, cluster)
+
+
+def parallelize(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    plan: Plan | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: MakeOptimizer | None = None,
+    target: Any = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    **wishes: Any,
+) -> Engine:
+    """An engine that trains the model by the plan: under torchrun one process per stage, else all stages here.
+
+    Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
+    freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
+    (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
+    Raises WorldMismatch, ModelMismatch, BadPlan.
+    """
+    world = join()
+    if plan is None:
+        cluster = f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
+        wishes = {"cluster": cluster, "loss_fn": loss_fn, "target": target, **wishes}
+        plan = _agreed_plan(world.group, lambda: make_plan(model, args, kwargs, **wishes))
+    engine = make_engine(
+        model, plan, world.group, loss_fn=loss_fn, optimizer=optimizer, clip_norm=clip_norm, seed=seed
+    )
+    example = resized(Batch(args, kwargs or {}, as_target(target)), plan.batch_size)
+    engine.prepare(*example.args, target=example.target or None, **example.kwargs)
+    return engine
+
+
+def check(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    stages: int = 2,
+    microbatches: int = 4,
+    schedule: ScheduleName = "1f1b",
+    processes: bool = False,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    plan: Plan | None = None,
+    steps: int = 1,
+    seed: int = 0,
+) -> Verdict:
+    """Run the model split and plain on the same batch, and compare loss, gradients, buffers, parameters.
+
+    The cuts are the planner's unless a plan is given. The model itself is not changed.
+    """
+    batch = Batch(args, kwargs or {}, as_target(target))
+    found = _Model(model, batch, loss_fn)
+    start = time.perf_counter()
+    captured = found.captured(batch.split(microbatches)[0].size if plan is None else _part_size(plan))
+    capture_s = time.perf_counter() - start
+    if plan is None:
+        where = find_cluster(f"{stages}xcpu")
+        request = Request(batch_size=batch.size, microbatches=microbatches, stages=stages, schedule=schedule)
+        plan = search(
+            request, {microbatches: (captured.graph, roofline(captured.graph, where.devices[0]))}, where
+        )
+    question = Question(model, batch, loss_fn, plan, captured, capture_s, steps, seed)
+    return verify(question, processes=processes)
+
+
+def _part_size(chosen: Plan) -> int:
+    return chosen.batch_size // chosen.microbatches
+
+
+def _cluster(cluster: str | Cluster) -> Cluster:
+    return find_cluster(cluster) if isinstance(cluster, str) else cluster
+
+
+def _counts(batch_size: int, stages: int, microbatches: int | None) -> list[int]:
+    """Microbatch counts worth a capture: the one asked for, or divisors of the batch near multiples of p."""
+    if microbatches is not None:
+        return [microbatches] if microbatches > 0 and batch_size % microbatches == 0 else []
+    wanted = [stages * factor for factor in _MULTIPLES]
+    divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
+    near = {min(divisors, key=lambda d, w=w: abs(d - w)) for w in wanted}
+    return sorted({1, *near})
+
+
+def resized(batch: Batch, samples: int) -> Batch:
+    """The batch with so many samples: its first ones, repeated when there are too few."""
+    size = batch.size
+    if size == samples:
+        return batch
+    rows = torch.arange(samples) % size
+
+    def take(leaf: Any) -> Any:
+        return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
+
+    return Batch(*(map_leaves(take, part) for part in batch.tree()))
+
+
+def _agreed_plan(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
+    """Made on rank 0 and sent to all, so that ranks cannot disagree (measured times differ)."""
+    if group is None:
+        return make()
+    box: list[Any] = [make() if group.rank() == 0 else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]

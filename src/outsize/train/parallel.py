@@ -1,0 +1,42 @@
+"""Build an Engine for a plan: one process for all stages, or one process per stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outsize.capture.ladder import LossFn
+from outsize.errors import WorldMismatch
+from outsize.ir.plan import Plan
+from outsize.train.crew import Crew, LocalCrew, ProcessCrew
+from outsize.train.engine import Engine, MakeOptimizer
+
+
+def make_crew(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> Crew:
+    """LocalCrew without a group; ProcessCrew with one. Raises WorldMismatch when the sizes differ."""
+    if group is None:
+        return LocalCrew(plan)
+    if group.size() != plan.axes.world_size:
+        raise WorldMismatch(
+            f"the plan wants {plan.axes.world_size} processes, this run has {group.size()}",
+            numbers=f"{len(plan.stages)} stages, world size {group.size()}",
+            next_step=f"--nproc-per-node {plan.axes.world_size}, or plan for {group.size()} devices",
+        )
+    return ProcessCrew(plan, group, device)
+
+
+def make_engine(
+    model: nn.Module,
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    *,
+    loss_fn: LossFn | None = None,
+    optimizer: MakeOptimizer | None = None,
+    **options: Any,
+) -> Engine:
+    """An engine of the plan; options are those of Engine."""
+    crew = make_crew(plan, group, torch.device("cpu"))
+    return Engine(model, plan, crew, loss_fn=loss_fn, optimizer=optimizer, **options)

@@ -1,0 +1,151 @@
+"""`check`: the split run against the plain loop, on the user's own model and batch.
+
+Both start from copies, so the user's model stays as it is. In one process all stages take turns; with
+`processes` each stage is a real process (train/verify_worker.py), started like any run, and brings its
+tensors back in files. When numbers differ the verdict names the first unit whose numbers do.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import nn
+
+from outsize.capture.graph import Captured
+from outsize.capture.ladder import LossFn
+from outsize.errors import BadOption, RankFailed
+from outsize.ir.plan import Plan
+from outsize.ir.verdict import Verdict
+from outsize.run.rng import seeder
+from outsize.train.batch import Batch
+from outsize.train.divergence import first_forward_divergence, last_wrong_gradient
+from outsize.train.launch import run_script
+from outsize.train.parallel import make_engine
+from outsize.train.parity import (
+    Differences,
+    Snapshot,
+    adamw,
+    compare,
+    engine_snapshot,
+    merge,
+    reference_snapshot,
+)
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """What is to be checked. `steps` AdamW steps are compared, the gradients of the last one."""
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: LossFn | None
+    plan: Plan
+    captured: Captured
+    capture_s: float
+    steps: int = 1
+    seed: int = 0
+
+
+def verify(question: Question, *, processes: bool) -> Verdict:
+    """The verdict. Raises BadOption when the model or loss cannot be handed to processes, or is on meta."""
+    plan = question.plan
+    _insist_on_weights(question.model)
+    reference = reference_snapshot(
+        copy.deepcopy(question.model),
+        question.captured.tape,
+        question.batch,
+        plan.microbatches,
+        question.loss_fn,
+        steps=question.steps,
+        seed=question.seed,
+    )
+    start = time.perf_counter()
+    found = _over_processes(question) if processes else _in_one_process(question)
+    run_s = time.perf_counter() - start
+    differences = compare(reference, found)
+    return Verdict(
+        model=plan.model,
+        bit_equal=differences.bit_equal,
+        loss_diff=differences.loss,
+        grad_diff=differences.grads,
+        buffer_diff=differences.buffers,
+        parameter_diff=differences.parameters,
+        first_divergence=None if differences.bit_equal else _locate(question, differences),
+        stages=tuple(stage.units for stage in plan.stages),
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        processes=len(plan.stages) if processes else 0,
+        capture_s=question.capture_s,
+        run_s=run_s,
+        notes=question.captured.tape.opaque,
+    )
+
+
+def _insist_on_weights(model: nn.Module) -> None:
+    if any(p.is_meta for p in model.parameters()):
+        raise BadOption(
+            "weights on meta have no numbers to compare", next_step="build the model with weights"
+        )
+
+
+def _in_one_process(question: Question) -> Snapshot:
+    engine = make_engine(
+        copy.deepcopy(question.model),
+        question.plan,
+        None,
+        loss_fn=question.loss_fn,
+        optimizer=adamw,
+        seed=question.seed,
+    )
+    return engine_snapshot(engine, question.batch, steps=question.steps)
+
+
+def _over_processes(question: Question) -> Snapshot:
+    ranks = len(question.plan.stages)
+    with tempfile.TemporaryDirectory(prefix="outsize-check-") as folder:
+        _save(question, Path(folder))
+        code = run_script(["outsize.train.verify_worker", folder], ranks, module=True)
+        if code:
+            raise RankFailed(
+                "a process of the check failed",
+                numbers=f"exit code {code}",
+                next_step="see its traceback above",
+            )
+        parts = [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
+    return merge(parts)
+
+
+def _save(question: Question, folder: Path) -> None:
+    if "torchvision" in sys.modules:
+        # The worker must import it our way before it unpickles (capture/providers.py says why).
+        (folder / "torchvision").touch()
+    payload = (question.model, question.batch, question.loss_fn, question.plan, question.steps, question.seed)
+    try:
+        torch.save(payload, folder / "question.pt")
+    except Exception as error:
+        raise BadOption(
+            "the model, batch or loss function cannot be sent to other processes",
+            numbers=f"{type(error).__name__}: {error}",
+            next_step="define them at the top level of an importable module, or check in one process",
+        ) from error
+
+
+def _locate(question: Question, differences: Differences) -> str | None:
+    """`unit (forward)` or `unit (backward)`."""
+    part = question.batch.split(question.plan.microbatches)[0]
+    model = copy.deepcopy(question.model)
+    unit = first_forward_divergence(
+        question.captured, model, part, seeder(question.seed, 0, 0), question.loss_fn
+    )
+    if unit is not None:
+        return f"{unit} (forward)"
+    unit = last_wrong_gradient(question.captured, differences.wrong_grads)
+    return f"{unit} (backward)" if unit is not None else None
