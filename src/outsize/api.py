@@ -180,7 +180,7 @@ def parallelize(
     seed: int = 0,
     **wishes: Any,
 ) -> Engine:
-    """An engine that trains the model by the plan: under torchrun one process per stage, else all stages here.
+    """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
 
     Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
     freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer

@@ -33,7 +33,7 @@ VOCABULARY, LENGTH, CLASSES = 128, 16, 5
 @final
 @dataclass(frozen=True)
 class Case:
-    """One model with its batches. `make` builds it as shipped; a loss inside: `loss` and `target` are None."""
+    """One model with its batches. `make` builds it as shipped; with a loss inside, `loss` is None."""
 
     name: str
     make: Callable[[], nn.Module]

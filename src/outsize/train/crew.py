@@ -39,7 +39,7 @@ class GroupOutputs:
     """What one run of microbatches gave: losses where they are computed, outputs on the last stage."""
 
     variant: Variant
-    has_loss: bool
+    loss_dtype: torch.dtype | None  # None when there is no loss
     loss_rank: int
     losses: list[Tensor]
     outputs: list[tuple[Any, ...]]
@@ -67,8 +67,8 @@ class Crew(ABC):
         """All microbatches of a group, forward and (with grad on) backward."""
 
     @abstractmethod
-    def broadcast(self, value: Tensor | None, source: int) -> Tensor:
-        """A 0-dim tensor from its rank to all."""
+    def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
+        """A 0-dim tensor of `dtype` from its rank to all."""
 
     @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
@@ -118,11 +118,16 @@ def _outputs(variant: Variant, schedule: Schedule, results: Iterable[StepOutputs
     outputs = {mb: out for r in results for mb, out in r.outputs.items()}
     return GroupOutputs(
         variant=variant,
-        has_loss=stage is not None,
+        loss_dtype=_loss_dtype(variant),
         loss_rank=schedule.rank_of[stage] if stage is not None else 0,
         losses=[losses[mb] for mb in sorted(losses)],
         outputs=[outputs[mb] for mb in sorted(outputs)],
     )
+
+
+def _loss_dtype(variant: Variant) -> torch.dtype | None:
+    loss = variant.tape.loss
+    return variant.tape.metas[loss.slot].dtype if loss is not None else None
 
 
 def _key(variant: Variant, microbatches: int) -> tuple[int, int, bool]:
@@ -174,7 +179,7 @@ class LocalCrew(Crew):
             ]
         return self._built[key]
 
-    def broadcast(self, value: Tensor | None, source: int) -> Tensor:
+    def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         assert value is not None
         return value
 
@@ -220,11 +225,11 @@ class ProcessCrew(Crew):
             self._built[key] = Interpreter(self.rank, schedule, variant.cut, model, self._transport, base)
         return self._built[key]
 
-    def broadcast(self, value: Tensor | None, source: int) -> Tensor:
+    def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         # fp64 holds every loss dtype exactly.
         wire = value.to(torch.float64) if value is not None else torch.zeros((), dtype=torch.float64)
         dist.broadcast(wire, group=self._group, group_src=source)
-        return wire if value is None else value
+        return wire.to(dtype)
 
     def sum(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self._group)

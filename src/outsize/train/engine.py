@@ -188,8 +188,8 @@ class Engine:
             for loss, share in zip(result.losses, result.shares, strict=False):
                 part = loss * share
                 total = part if total is None else total + part
-        has_loss = results[0].has_loss
-        return self.crew.broadcast(total, results[0].loss_rank) if has_loss else None
+        dtype, rank = results[0].loss_dtype, results[0].loss_rank
+        return self.crew.broadcast(total, dtype, rank) if dtype is not None else None
 
     def _collect(self, results: list[GroupOutputs]) -> tuple[Any, ...] | None:
         found = [_rebuild(r.variant, values) for r in results for values in r.outputs]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -76,14 +77,14 @@ class Failure:
     @property
     def is_consequence(self) -> bool:
         """Whether the text is one of a peer that has gone away."""
-        return bool(_LOST_CONNECTION.search(self.call_stack))
+        return _is_lost_connection(self.call_stack)
 
     @property
     def ending(self) -> str:
         """`exit code 1, ValueError: boom` or `killed by SIGKILL`."""
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
-        first_line = self.message.split("\n", 1)[0]
+        first_line = textwrap.shorten(self.message.split("\n", 1)[0], 120, placeholder=" ...")
         return f"exit code {self.exit_code}" + (f", {first_line}" if first_line else "")
 
 
@@ -98,7 +99,8 @@ def write_failure(path: Path, error: BaseException, exit_code: int) -> None:
     call_stack = "".join(traceback.format_exception(type(error), error, _user_frames(error.__traceback__)))
     extra = {
         "py_callstack": call_stack,
-        "timestamp": str(int(time.time())),
+        # torchrun compares whole seconds: a later one keeps it from naming a consequence as the cause
+        "timestamp": str(int(time.time()) + _is_lost_connection(call_stack)),
         "time_ns": time.time_ns(),
         "shown": _shown(error, call_stack),
         "exit_code": exit_code,
@@ -157,6 +159,10 @@ def _summary(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, str) else ""
     return f"{type(error).__name__}: {error}"
+
+
+def _is_lost_connection(call_stack: str) -> bool:
+    return bool(_LOST_CONNECTION.search(call_stack))
 
 
 def _user_frames(tb: TracebackType | None) -> TracebackType | None:

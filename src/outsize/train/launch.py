@@ -21,7 +21,7 @@ from signal import SIGKILL, SIGTERM
 
 from outsize.errors import BadOption, RankFailed
 from outsize.train import supervise
-from outsize.train.crash import install_crash_hook
+from outsize.train.ending import end_well_outside_workers
 from outsize.train.failure import Failure, WorkerFiles, first_failure, signal_name
 from outsize.train.rendezvous import LOOPBACK, loopback_interface, reserved_port
 from outsize.train.spec import LaunchSpec, worker_environment
@@ -103,7 +103,7 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0) -> World:
     world = join_world(env, device_type, timeout_s)
     if world.owned:
         error_file = env.get("TORCHELASTIC_ERROR_FILE")
-        install_crash_hook(Path(error_file) if error_file else None)
+        end_well_outside_workers(Path(error_file) if error_file else None)
     return world
 
 

@@ -150,4 +150,5 @@ def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
     for other in found[1:]:
         first.grads.update(other.grads)
         first.parameters.update(other.parameters)
+        first.buffers.update(other.buffers)
     return first

@@ -5,7 +5,7 @@
 Compared with `python TARGET ARGS...` a script sees the same `sys.argv`, `sys.path[0]` and `__name__`, and:
 - an exception goes to ERROR_FILE (a crash in C to FAULT_FILE), not to stderr: the launcher shows
   the one that matters;
-- after a failure exit handlers run and the process ends at once, without destructors (see crash.py);
+- the process leaves without tearing the interpreter down (ending.py says why);
 - LIFELINE_FD is the read end of a pipe whose write end the launcher alone holds: at its end of file the
   launcher is gone, however it died, and the worker kills its own process group.
 """
@@ -21,20 +21,18 @@ import sys
 import threading
 from pathlib import Path
 
-from outsize.train.crash import INTERRUPTED, end_now, exit_code
+from outsize.train.ending import INTERRUPTED, end_now, exit_code
 from outsize.train.failure import write_failure
 
 
 def main(argv: list[str]) -> None:
-    """Run TARGET; returns only when it ended well."""
+    """Run TARGET and end the process."""
     error_file, fault_file, lifeline, kind, target, *arguments = argv
     threading.Thread(target=_die_with_launcher, args=(int(lifeline),), daemon=True).start()
     _write_whole_lines()
     faulthandler.enable(file=Path(fault_file).open("w"))  # noqa: SIM115 - open until the end
     sys.argv = [target, *arguments]
-    status = _run(kind, target, Path(error_file))
-    if status:
-        end_now(status)
+    end_now(_run(kind, target, Path(error_file)))
 
 
 def _run(kind: str, target: str, error_file: Path) -> int:
