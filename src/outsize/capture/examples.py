@@ -125,7 +125,7 @@ def _guess(model: nn.Module, first: nn.Module | None) -> Shape:
         case nn.Conv2d():
             return (first.in_channels, side, side)
         case nn.Conv3d():
-            return (first.in_channels, 16, 112, 112)
+            return (first.in_channels, 16, side, side)
     raise BadOption(
         f"no input shape can be guessed for {type(model).__name__}",
         next_step="give the shape of one sample, --input 3x224x224, or example_batch() beside the builder",

@@ -96,7 +96,8 @@ def _config(transformers: Any, name: str, fields: dict[str, Any]) -> Any:
     _check_fields(cls, fields, ())
     config = _made(lambda: cls(**fields), name, fields)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0  # as in T5's own config.json; labels need it
+        # As T5's own config.json has it; without it no class can make decoder inputs of its labels.
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
 
 

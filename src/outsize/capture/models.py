@@ -178,7 +178,7 @@ def _told(spec: Spec) -> Iterator[None]:
     except OutsizeError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {error} ({_place(error)})"
+        text = f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error)})"
         if spec.options and isinstance(error, (TypeError, ValueError)):
             given = ", ".join(f"{k}={v!r}" for k, v in spec.options.items())
             raise BadOption(
@@ -209,6 +209,8 @@ def _remedy(spec: Spec, error: Exception) -> str:
             if close
             else "run from the folder of the module, or install its package"
         )
+    if spec.provider in ("torchvision", "transformers"):
+        return "do what the text says, or give another model"
     module = spec.provider
     return f"python -c 'import {module}; {module}.{spec.name}()' shows the whole traceback"
 
