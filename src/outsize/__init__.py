@@ -13,8 +13,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# The subpackage `outsize.capture` has the name of a public function. Importing it binds that name once;
+# done here, before the function below is bound over it, it can never hide the function later.
+importlib.import_module("outsize.capture")
+
 if TYPE_CHECKING:
-    from outsize.api import capture, check, estimate, measure, parallelize, plan
+    from outsize.api import check, estimate, measure, parallelize, plan
     from outsize.errors import OutsizeError
     from outsize.ir.cluster import Cluster
     from outsize.ir.graph import ModelGraph
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "capture": "outsize.api",
     "check": "outsize.api",
     "estimate": "outsize.api",
     "measure": "outsize.api",
@@ -63,6 +66,13 @@ __all__ = [
     "parallelize",
     "plan",
 ]
+
+
+def capture(*args: Any, **kwargs: Any) -> ModelGraph:
+    """The model as units and values; parameters and errors as in `outsize.api.capture`."""
+    from outsize import api
+
+    return api.capture(*args, **kwargs)
 
 
 def __getattr__(name: str) -> Any:
