@@ -10,7 +10,7 @@ A worker that ends with an exception writes a record in torch elastic's error-fi
 One failure brings the others down: when rank 1 dies, rank 0 sees "connection closed by peer". So the ranks
 are ordered by (is the text one of a lost connection, time), and the least of them is the root cause. A
 process that left no record (a signal, `os._exit`) counts with the time at which it was found dead.
-Oracle: tests/unit/train/test_launch.py for the order, tests/dist/test_launch.py with real processes.
+Oracle: tests/unit/train/test_launch.py for the order; tests/dist/test_launch_processes.py, real processes.
 """
 
 from __future__ import annotations

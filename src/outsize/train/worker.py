@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     error_file, fault_file, lifeline, kind, target, *arguments = argv
     threading.Thread(target=_die_with_launcher, args=(int(lifeline),), daemon=True).start()
     _write_whole_lines()
-    faulthandler.enable(file=Path(fault_file).open("w"))  # noqa: SIM115 - open until the end
+    faulthandler.enable(file=Path(fault_file).open("w"), all_threads=False)  # noqa: SIM115 - open until the end
     sys.argv = [target, *arguments]
     end_now(_run(kind, target, Path(error_file)))
 
@@ -58,7 +58,7 @@ def _execute(kind: str, target: str) -> None:
 def _write_whole_lines() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _die_with_launcher(lifeline: int) -> None:

@@ -1,0 +1,302 @@
+"""Launching with real processes: small scripts that fail, block, get killed, or end well.
+
+Every test starts a launcher of its own; `Launcher.finish` reads it to the end under a deadline. That all
+processes are gone is no word of the launcher's: each worker writes its pid, and the pid must not be alive.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+DRIVER = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)   # a background job inherits an ignored one
+from outsize.train.launch import run_script
+if __name__ == "__main__":
+    sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))
+"""
+PREAMBLE = """
+import os, sys, time
+from pathlib import Path
+rank = int(os.environ["RANK"])
+draft = Path(f"pid{rank}.draft"); draft.write_text(str(os.getpid())); draft.replace(f"pid{rank}")
+"""
+JOINED = (
+    PREAMBLE
+    + """
+import torch, torch.distributed as dist
+from outsize.train.launch import join, leave
+world = join(timeout_s=60)
+ones = torch.ones(2)
+dist.all_reduce(ones)
+"""
+)
+ENDS_S = 10.0
+
+
+@final
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+@final
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher in `folder`, running `script` in `nproc` processes."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    started_s: float
+
+    def wait_for(self, *names: str) -> None:
+        deadline = time.monotonic() + 60
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < deadline, f"no {names}"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def finish(self, timeout_s: float = 60.0) -> Result:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return Result(self.process.returncode, out, err, time.monotonic() - self.started_s)
+
+    def pids(self) -> list[int]:
+        return [int(path.read_text()) for path in self.folder.glob("pid?")]
+
+    def assert_all_gone(self, within_s: float = 0.5) -> None:
+        deadline = time.monotonic() + within_s
+        while alive := [pid for pid in self.pids() if _alive(pid)]:
+            assert time.monotonic() < deadline, f"still alive: {alive}"
+            time.sleep(0.02)
+
+
+Start = Callable[..., Launcher]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    def begin(script: str, *arguments: str, nproc: int = 2, tool: list[str] | None = None) -> Launcher:
+        (tmp_path / "train.py").write_text(script)
+        (tmp_path / "drive.py").write_text(DRIVER)
+        command = tool or [sys.executable, "drive.py", str(nproc)]
+        env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "RANK")}
+        env["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
+        process = subprocess.Popen(
+            [*command, "train.py", *arguments],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return Launcher(tmp_path, process, time.monotonic())
+
+    return begin
+
+
+def test_one_traceback_of_the_rank_that_failed_first(start: Start) -> None:
+    launcher = start(JOINED + "if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(ones)\n")
+    result = launcher.finish()
+    assert result.code == 4
+    assert result.err.count("Traceback") == 1
+    assert 'File "train.py"' in result.err
+    assert "worker.py" not in result.err
+    assert "Connection closed" not in result.err
+    last = result.err.strip().splitlines()[-1]
+    assert last.startswith("RankFailed [E401]: rank 1 of 2 failed first; exit code 1, ValueError: boom, pid ")
+    assert "Next: outsize run --nproc-per-node 1 train.py" in last
+    launcher.assert_all_gone()
+
+
+def test_a_rank_that_never_notices_is_ended(start: Start) -> None:
+    """Rank 0 blocks for a minute and ignores SIGTERM: killed after the grace time, within 10 s."""
+    stubborn = """
+import signal
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path("ready").touch()
+    time.sleep(60)
+while not Path("ready").exists():
+    time.sleep(0.02)
+raise ValueError("boom")
+"""
+    launcher = start(PREAMBLE + stubborn)
+    launcher.wait_for("ready")
+    seen = time.monotonic()
+    result = launcher.finish()
+    assert time.monotonic() - seen < ENDS_S
+    assert result.code == 4
+    assert result.err.count("Traceback") == 1
+    launcher.assert_all_gone()
+
+
+def test_collectives_in_flight_do_not_hold_a_failing_rank(start: Start) -> None:
+    """An ordinary exit would wait in gloo's destructor; rank 0 sits in another collective meanwhile."""
+    body = """
+if rank == 1:
+    dist.recv(ones, 0)
+    pending = dist.all_reduce(ones, async_op=True)
+    raise ValueError("boom")
+dist.send(ones, 1)
+dist.recv(ones, 1)
+"""
+    launcher = start(JOINED + body)
+    result = launcher.finish()
+    assert result.code == 4
+    assert "rank 1 of 2" in result.err
+    assert result.err.count("Traceback") == 1
+    launcher.assert_all_gone()
+
+
+def test_a_killed_rank_is_named_with_its_signal(start: Start) -> None:
+    body = "import signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.all_reduce(ones)\n"
+    launcher = start(JOINED + body)
+    result = launcher.finish()
+    assert result.code == 4
+    assert "RankFailed [E401]: rank 1 of 2 failed first; killed by SIGKILL" in result.err
+    assert "Next: dmesg" in result.err
+    assert "Traceback" not in result.err, "rank 0's lost connection is a consequence"
+    launcher.assert_all_gone()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_all_without_a_traceback(start: Start, signum: int, code: int) -> None:
+    body = "Path(f'ready{rank}').touch()\nwhile rank == 0:\n    time.sleep(0.1)\ndist.recv(ones, 0)\n"
+    launcher = start(JOINED + body)
+    launcher.wait_for("ready0", "ready1")
+    sent = time.monotonic()
+    launcher.process.send_signal(signum)
+    result = launcher.finish()
+    assert time.monotonic() - sent < ENDS_S
+    assert result.code == code
+    assert "Traceback" not in result.err
+    assert result.err.strip().endswith(f"stopped by {signal.Signals(signum).name}, 2 processes ended")
+    launcher.assert_all_gone()
+
+
+def test_workers_do_not_outlive_a_killed_launcher(start: Start) -> None:
+    launcher = start(PREAMBLE + "Path(f'ready{rank}').touch()\ntime.sleep(60)\n")
+    launcher.wait_for("ready0", "ready1")
+    launcher.process.kill()
+    launcher.process.wait()
+    launcher.assert_all_gone(within_s=ENDS_S)
+
+
+def test_lines_pass_whole_and_in_order(start: Start) -> None:
+    body = "for i in range(200):\n    print('line', i)\nprint('last', file=sys.stderr)\nprint('end' * rank, end='')\n"
+    result = start(PREAMBLE + body).finish()
+    assert result.code == 0
+    expected = [f"line {i}" for i in range(200)]
+    other = [line[4:] for line in result.out.splitlines() if line.startswith("[1] line")]
+    assert other == expected
+    assert result.out.count("line") == 400
+    assert "[1] last\n" in result.err
+    assert "outsize: 2 processes, OMP_NUM_THREADS=" in result.err
+    assert "[1] end\n" in result.out, "a last line without an end gets one"
+
+
+def test_a_script_sees_what_plain_python_shows_it(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("")
+    body = """
+import helper
+assert __name__ == "__main__" and sys.argv == ["train.py", "--steps", "3"], sys.argv
+log = open(f"log{rank}", "w"); log.write("left open")
+import atexit; atexit.register(lambda: print("handler", rank))
+from threading import Thread
+Thread(target=lambda: (time.sleep(0.2), print("thread", rank))).start()
+sys.exit()
+"""
+    result = start(PREAMBLE + body, "--steps", "3", nproc=1).finish()
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines() == ["thread 0", "handler 0"]
+    assert (tmp_path / "log0").read_text() == "left open"
+
+
+def test_our_own_errors_are_one_line_with_their_place(start: Start) -> None:
+    body = "from outsize.errors import BadPlan\nraise BadPlan('no stage 2', next_step='edit plan.json')\n"
+    result = start(PREAMBLE + body, nproc=1).finish()
+    assert result.code == 3
+    assert result.err == "train.py:7: BadPlan [E205]: no stage 2. Next: edit plan.json\n"
+
+
+def test_sys_exit_is_a_failure_without_a_traceback(start: Start) -> None:
+    result = start(PREAMBLE + "sys.exit('no data here')\n", nproc=1).finish()
+    assert result.code == 4
+    assert result.err.splitlines()[0] == "no data here"
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads the kernel's socket table")
+def test_nothing_listens_beyond_loopback(start: Start) -> None:
+    body = """
+links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+inodes = {os.readlink(link) for link in links if os.path.lexists(link)}
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+mine = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
+assert mine, "gloo listens"
+assert all(address.startswith(("0100007F:", "0" * 24 + "01000000:")) for address in mine), mine
+dist.barrier()
+leave(world)
+"""
+    result = start(JOINED + body).finish()
+    assert (result.code, result.out) == (0, ""), result.err
+
+
+def test_a_good_end_right_after_a_collective_does_not_abort(start: Start) -> None:
+    """torch alone aborts about every second time when someone still holds the group."""
+    body = (
+        "assert world.world_size == 2 and ones.tolist() == [2.0, 2.0]\ndist.all_reduce(ones)\nleave(world)\n"
+    )
+    for _ in range(3):
+        result = start(JOINED + body).finish()
+        assert result.code == 0, result.err
+
+
+def test_the_same_script_under_torchrun(start: Start) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    good = start(
+        JOINED + "dist.all_reduce(ones)\nprint(world.rank, ones[0].item())\n", tool=torchrun
+    ).finish()
+    assert good.code == 0, good.err
+    assert sorted(good.out.split()) == ["0", "1", "4.0", "4.0"]
+
+
+def test_torchrun_names_the_root_cause(start: Start) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    body = "if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(ones)\n"
+    result = start(JOINED + body, tool=torchrun).finish()
+    assert result.code != 0
+    root = result.err.split("Root Cause")[1]
+    assert "ValueError: boom" in root
+    assert "rank      : 1" in root
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return False
