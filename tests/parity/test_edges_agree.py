@@ -1,0 +1,34 @@
+"""One law, written twice: which stage sends what to which.
+
+`planner/edges.py` says it for graphs (the thinking wing sees no tape), `run/boundary.py` for tapes (the doing
+wing sees no planner). What is planned must be what is sent; here the two are compared on real models.
+"""
+
+from __future__ import annotations
+
+import pytest
+from zoo import CASES, Case
+
+from outsize.capture.graph import build_graph
+from outsize.capture.ladder import record
+from outsize.planner.edges import edges_between
+from outsize.run.boundary import backward_edges, forward_edges, step_edges
+from outsize.run.cut import cut
+
+STAGES = 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_planner_and_the_runtime_see_the_same_edges(case: Case) -> None:
+    model, (args, kwargs), target = case.build(), case.batch(2), case.target(2)
+    tape = record(model, args, kwargs, case.loss, () if target is None else (target,))
+    captured = build_graph(tape, model)
+    units = len(captured.graph.units)
+    bounds = [units * stage // STAGES for stage in range(STAGES + 1)]
+
+    planned = edges_between(captured.graph, bounds)
+    program = cut(tape, model, [captured.starts[bound] for bound in bounds], outputs=False)
+
+    assert set(planned.forward) == forward_edges(program.boundaries)
+    assert set(planned.backward) == backward_edges(program.boundaries)
+    assert set(planned.step) == step_edges(program.boundaries)
