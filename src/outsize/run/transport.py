@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -105,30 +106,53 @@ class _LocalPending(Pending):
 
 
 @final
-class ProcessTransport(Transport):
-    """torch.distributed point-to-point over `group`; tags keep channels and microbatches apart."""
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Process groups of a transport. NCCL has one queue per pair and group, so each direction has its own;
+    layouts are numbers for the host and go over gloo. On gloo one group serves all three.
+    """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, depth: int = 16) -> None:
-        self._group, self._device, self._depth = group, device, depth
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    layouts: dist.ProcessGroup
+
+    def of(self, channel: int) -> dist.ProcessGroup:
+        """The group that moves a channel's elements; odd channels carry gradients."""
+        return self.backward if channel % 2 else self.forward
+
+
+@final
+class ProcessTransport(Transport):
+    """torch.distributed point-to-point; tags keep channels and microbatches apart where there are tags."""
+
+    def __init__(self, groups: Groups, device: torch.device, depth: int = 16) -> None:
+        self._groups, self._device, self._depth = groups, device, depth
         self._sent: dict[int, Layout | None] = {}
         self._known: dict[int, Layout | None] = {}
         self._free: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._lent: dict[int, tuple[Tensor, Tensor]] = {}
         self._leaving: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        self._unknown: dict[int, _Introduction] = {}
         self.buffers_made = 0
 
     def send(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
         layout = Layout.of(tensor) if tensor is not None else None
         if channel not in self._sent:
             self._sent[channel] = layout
-            self._start(peer, layout.encode() if layout is not None else NOTHING, _header_tag(channel))
+            header = layout.encode() if layout is not None else NOTHING
+            self._start(self._groups.layouts, peer, header, _header_tag(channel))
         elif self._sent[channel] != layout:
             raise _changed(channel, self._sent[channel], layout)
         if tensor is not None:
-            self._start(peer, pack(tensor), _tag(channel, microbatch))
+            self._start(self._groups.of(channel), peer, pack(tensor), _tag(channel, microbatch))
 
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
-        return _ProcessPending(self, peer, channel, microbatch)
+        pending = _ProcessPending(self, channel, microbatch)
+        if channel in self._known:
+            pending.start(peer)
+        else:
+            self._introduction(peer, channel).waiting.append(pending)
+        return pending
 
     def release(self, channel: int, tensor: Tensor) -> None:
         pair = self._lent.pop(id(tensor), None)
@@ -140,36 +164,24 @@ class ProcessTransport(Transport):
             while leaving:
                 leaving.popleft()[0].wait()
 
-    def _start(self, peer: int, flat: Tensor, tag: int) -> None:
-        leaving = self._leaving.setdefault(peer, deque())
-        # A bounded number of sends is under way, so a slow peer cannot make this rank keep every tensor.
-        while len(leaving) >= self._depth:
-            leaving.popleft()[0].wait()
-        work = dist.isend(flat, group=self._group, group_dst=peer, tag=tag)
-        assert work is not None
-        leaving.append((work, flat))
+    def learn(self, channel: int) -> None:
+        """Wait for a channel's layout, then start every receive that was posted before it was known."""
+        met = self._unknown.pop(channel)
+        met.work.wait()
+        self._known[channel] = Layout.decode(met.header)
+        for pending in met.waiting:
+            pending.start(met.peer)
 
-    # -- what _ProcessPending needs --
-
-    def knows(self, channel: int) -> bool:
-        """Has the channel's layout arrived?"""
-        return channel in self._known
-
-    def learn(self, channel: int, header: Tensor) -> None:
-        """Remember the channel's layout."""
-        self._known[channel] = Layout.decode(header)
-
-    def receive(self, peer: int, flat: Tensor, tag: int) -> dist.Work:
-        """Post a raw receive."""
-        work = dist.irecv(flat, group=self._group, group_src=peer, tag=tag)
-        assert work is not None
-        return work
-
-    def buffer(self, channel: int) -> tuple[Tensor, Tensor] | None:
-        """A pooled buffer of the channel's layout; None when nothing travels on it."""
+    def receive(self, peer: int, channel: int, microbatch: int) -> tuple[Tensor | None, dist.Work | None]:
+        """A pooled buffer and the receive into it; nothing when nothing travels on the channel."""
         layout = self._known[channel]
         if layout is None:
-            return None
+            return None, None
+        tensor, flat = self._buffer(channel, layout)
+        group = self._groups.of(channel)
+        return tensor, dist.irecv(flat, group=group, group_src=peer, tag=_tag(channel, microbatch))
+
+    def _buffer(self, channel: int, layout: Layout) -> tuple[Tensor, Tensor]:
         free = self._free.get(channel)
         if free:
             pair = free.pop()
@@ -179,47 +191,58 @@ class ProcessTransport(Transport):
         self._lent[id(pair[0])] = pair
         return pair
 
+    def _introduction(self, peer: int, channel: int) -> _Introduction:
+        if channel not in self._unknown:
+            header = torch.empty(HEADER, dtype=torch.int64)
+            tag = _header_tag(channel)
+            work = dist.irecv(header, group=self._groups.layouts, group_src=peer, tag=tag)
+            assert work is not None
+            self._unknown[channel] = _Introduction(peer, header, work, [])
+        return self._unknown[channel]
+
+    def _start(self, group: dist.ProcessGroup, peer: int, flat: Tensor, tag: int) -> None:
+        leaving = self._leaving.setdefault(peer, deque())
+        # A bounded number of sends is under way, so a slow peer cannot make this rank keep every tensor.
+        while len(leaving) >= self._depth:
+            leaving.popleft()[0].wait()
+        work = dist.isend(flat, group=group, group_dst=peer, tag=tag)
+        assert work is not None
+        leaving.append((work, flat))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Introduction:
+    """A channel whose layout is on its way, and the receives that wait for it, in order."""
+
+    peer: int
+    header: Tensor
+    work: dist.Work
+    waiting: list[_ProcessPending]
+
 
 @final
 class _ProcessPending(Pending):
-    """Until the layout is known the header is what is waited for; then the elements are received."""
+    def __init__(self, transport: ProcessTransport, channel: int, microbatch: int) -> None:
+        self._transport, self._channel, self._microbatch = transport, channel, microbatch
+        self._started = False
+        self._tensor: Tensor | None = None
+        self._work: dist.Work | None = None
 
-    def __init__(self, transport: ProcessTransport, peer: int, channel: int, microbatch: int) -> None:
-        self._transport, self._peer, self._channel = transport, peer, channel
-        self._tag = _tag(channel, microbatch)
-        self._header: Tensor | None = None
-        self._pair: tuple[Tensor, Tensor] | None = None
-        if transport.knows(channel):
-            self._work = self._payload()
-        elif microbatch == 0:
-            self._header = torch.empty(HEADER, dtype=torch.int64)
-            self._work = transport.receive(peer, self._header, _header_tag(channel))
-        else:
-            # Microbatch 0 brings the layout, and is waited for first.
-            self._work = None
-        self._posted = transport.knows(channel)
+    def start(self, peer: int) -> None:
+        """Receive the elements, now that the layout is known."""
+        self._tensor, self._work = self._transport.receive(peer, self._channel, self._microbatch)
+        self._started = True
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> Tensor | None:
-        if not self._posted:
-            self._learn()
+        if not self._started:
+            self._transport.learn(self._channel)
         if self._work is not None:
             self._work.wait()
-        return self._pair[0] if self._pair is not None else None
-
-    def _learn(self) -> None:
-        if self._header is not None and self._work is not None:
-            self._work.wait()
-            self._transport.learn(self._channel, self._header)
-        self._work, self._posted = self._payload(), True
-
-    def _payload(self) -> dist.Work | None:
-        self._pair = self._transport.buffer(self._channel)
-        if self._pair is None:
-            return None
-        return self._transport.receive(self._peer, self._pair[1], self._tag)
+        return self._tensor
 
 
 # 2048 microbatches per channel, and one more tag for the header.

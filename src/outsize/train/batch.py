@@ -39,6 +39,10 @@ class Batch:
             raise BadOption("the batch holds no tensor", next_step="pass the example batch as tensors")
         return sizes[0]
 
+    def divisor(self, at_most: int) -> int:
+        """The largest number of equal parts up to `at_most`."""
+        return max(d for d in range(1, at_most + 1) if self.size % d == 0)
+
     def split(self, microbatches: int) -> list[Batch]:
         """Equal parts in order; raises BatchNotDivisible."""
         size = self.size

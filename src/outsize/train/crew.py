@@ -22,7 +22,7 @@ from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.cut import Cut
 from outsize.run.interpreter import Interpreter, StepInputs, StepOutputs, run_together
 from outsize.run.rng import Seed
-from outsize.run.transport import LocalTransport, Mailboxes, ProcessTransport
+from outsize.run.transport import Groups, LocalTransport, Mailboxes, ProcessTransport
 from outsize.schedules.builders import build
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
@@ -190,6 +190,18 @@ class LocalCrew(Crew):
         return self._spans
 
 
+def make_groups(group: dist.ProcessGroup, device: torch.device) -> Groups:
+    """One gloo group for everything on CPU; on CUDA one NCCL group per direction and gloo for layouts."""
+    if device.type == "cpu":
+        return Groups(group, group, group)
+    ranks = dist.get_process_group_ranks(group)
+    backward = dist.new_group(ranks, backend="nccl")
+    layouts = dist.new_group(ranks, backend="gloo")
+    assert isinstance(backward, dist.ProcessGroup)
+    assert isinstance(layouts, dist.ProcessGroup)
+    return Groups(group, backward, layouts)
+
+
 @final
 class ProcessCrew(Crew):
     """One rank of a group; the group must have one process per stage."""
@@ -199,7 +211,7 @@ class ProcessCrew(Crew):
         self._plan, self._group, self._device = plan, group, device
         self.rank, self.world_size = group.rank(), group.size()
         self.stages = (self.rank,)
-        self._transport = ProcessTransport(group, device)
+        self._transport = ProcessTransport(make_groups(group, device), device)
         self._built: dict[tuple[int, int, bool], Interpreter] = {}
 
     def run(

@@ -30,7 +30,7 @@ from outsize.run.rng import borrowed_generators, seeder
 from outsize.run.weights import free_foreign, owned_parameters
 from outsize.train.batch import Batch, as_target
 from outsize.train.crew import Crew, GroupOutputs
-from outsize.train.loss import Counting, loss_weights
+from outsize.train.loss import Counting
 from outsize.train.norm import clip_by_global_norm
 from outsize.train.variant import Variant, Variants
 
@@ -73,11 +73,10 @@ class Engine:
     ) -> None:
         self.model, self.plan, self.crew = model, plan, crew
         self.clip_norm, self.seed = clip_norm, seed
-        self.counting: Counting = counting
         self.steps = 0
         self.optimizer: Optimizer | None = None
         self._make_optimizer = optimizer
-        self._variants = Variants(model, plan, loss_fn)
+        self._variants = Variants(model, plan, loss_fn, counting)
         self._owned: list[str] | None = None
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -103,10 +102,13 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
-        """Forward in eval mode; gradients, buffers and generators stay as they are."""
+        """Forward in eval mode; gradients, buffers and generators stay as they are.
+
+        Any batch size will do: where the plan's microbatches do not divide it, fewer are used.
+        """
         batch = Batch(args, kwargs, as_target(target))
         with _evaluating(self.model), borrowed_generators():
-            parts = batch.split(self.plan.microbatches)
+            parts = batch.split(batch.divisor(self.plan.microbatches))
             groups = self._groups(parts, outputs=True)
             self._settle(groups[0][0])
             results = self._run(groups, parts, 1.0)
@@ -142,9 +144,7 @@ class Engine:
     def _run(
         self, groups: list[tuple[Variant, list[int]]], parts: list[Batch], scale: float
     ) -> list[GroupOutputs]:
-        tape = groups[0][0].tape
-        buffers = dict(self.model.named_buffers())
-        shares = loss_weights(tape, parts, buffers, self.counting)
+        shares = groups[0][0].shares.of(parts, dict(self.model.named_buffers()))
         results = []
         self.crew.start_step()
         for variant, members in groups:

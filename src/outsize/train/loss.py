@@ -9,69 +9,95 @@ inputs alone it can be counted before the step. If they disagree, or none is fou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outsize.program.liveness import live, replicable
-from outsize.program.replay import evaluate, resolve
+from outsize.program.replay import evaluate
 from outsize.program.tape import Instruction, Ref, Tape, backward_slice
 from outsize.train.batch import Batch
 
 Counting = Literal["auto", "samples"]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class _MeanLoss:
+    """A mean-reduced cross entropy of the tape: how to get its targets from the inputs."""
+
+    needs: tuple[Instruction, ...]
+    target: Ref
+    ignore_index: int
+
+
+@final
+class LossShares:
+    """Weights of microbatches for one tape; what follows from the tape alone is worked out once."""
+
+    def __init__(self, tape: Tape, counting: Counting = "auto") -> None:
+        self._tape = tape
+        self._losses = _mean_losses(tape) if counting == "auto" else []
+
+    def of(self, parts: Sequence[Batch], buffers: Mapping[str, Tensor]) -> list[float]:
+        """Weights that add up to 1; equal microbatches get equal ones."""
+        found = [[self._count(loss, part, buffers) for part in parts] for loss in self._losses]
+        shares = [_shares(counts) for counts in found if sum(counts)]
+        agreed = bool(shares) and all(s == shares[0] for s in shares)
+        return shares[0] if agreed else _shares([part.size for part in parts])
+
+    def _count(self, loss: _MeanLoss, part: Batch, buffers: Mapping[str, Tensor]) -> int:
+        """How many targets the mean is taken over."""
+        env: dict[int, Any] = {
+            **self._tape.constants,
+            **dict(zip(self._tape.inputs, part.tensors(), strict=True)),
+        }
+        evaluate(loss.needs, env, buffers)
+        return int(torch.count_nonzero(env[loss.target.slot] != loss.ignore_index))
+
+
 def loss_weights(
     tape: Tape, parts: Sequence[Batch], buffers: Mapping[str, Tensor], counting: Counting = "auto"
 ) -> list[float]:
-    """Weights that add up to 1; equal microbatches get equal ones."""
-    by_sample = _shares([part.size for part in parts])
-    if counting == "samples":
-        return by_sample
-    found = []
-    for instruction in _mean_losses(tape):
-        counts = [_count(tape, instruction, part, buffers) for part in parts]
-        if all(c is not None for c in counts) and sum(c or 0 for c in counts):
-            found.append(_shares([c or 0 for c in counts]))
-    return found[0] if found and all(shares == found[0] for shares in found) else by_sample
+    """`LossShares` for a single use."""
+    return LossShares(tape, counting).of(parts, buffers)
 
 
 def _shares(counts: Sequence[int]) -> list[float]:
     return [c / sum(counts) for c in counts]
 
 
-def _mean_losses(tape: Tape) -> list[Instruction]:
+def _mean_losses(tape: Tape) -> list[_MeanLoss]:
+    """The losses whose targets can be counted; none when one of them cannot."""
     if tape.loss is None:
         return []
-    alive = live(tape, [tape.loss.slot])
-    return [i for i in tape.instructions if alive[i.index] and _is_mean_cross_entropy(i)]
+    alive, free = live(tape, [tape.loss.slot]), replicable(tape)
+    found = [_mean_loss(tape, i, free) for i in tape.instructions if alive[i.index] and _is_mean(i)]
+    losses = [loss for loss in found if loss is not None]
+    return losses if len(losses) == len(found) else []
 
 
-def _is_mean_cross_entropy(instruction: Instruction) -> bool:
+def _is_mean(instruction: Instruction) -> bool:
     if instruction.target not in (F.cross_entropy, F.nll_loss):
         return False
     given = _arguments(instruction)
     return given["reduction"] == "mean" and given["weight"] is None and isinstance(given["target"], Ref)
 
 
+def _mean_loss(tape: Tape, instruction: Instruction, free: Sequence[bool]) -> _MeanLoss | None:
+    given = _arguments(instruction)
+    target = given["target"]
+    needs = backward_slice(tape.instructions, tape.metas, [target.slot])
+    # Targets that depend on activations cannot be counted before the step; class probabilities not at all.
+    if not all(free[i] for i in needs) or tape.metas[target.slot].dtype.is_floating_point:
+        return None
+    return _MeanLoss(tuple(tape.instructions[i] for i in needs), target, given["ignore_index"])
+
+
 def _arguments(instruction: Instruction) -> dict[str, Any]:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     defaults = {"weight": None, "ignore_index": -100, "reduction": "mean"}
     return {**defaults, **dict(zip(names, instruction.args, strict=False)), **instruction.kwargs}
-
-
-def _count(tape: Tape, instruction: Instruction, part: Batch, buffers: Mapping[str, Tensor]) -> int | None:
-    """How many targets the mean is taken over; None when that needs activations."""
-    given = _arguments(instruction)
-    needs = backward_slice(tape.instructions, tape.metas, [given["target"].slot])
-    free = replicable(tape)
-    if not all(free[i] for i in needs):
-        return None
-    env: dict[int, Any] = {**tape.constants, **dict(zip(tape.inputs, part.tensors(), strict=True))}
-    evaluate([tape.instructions[i] for i in needs], env, buffers)
-    target = resolve(given["target"], env, buffers)
-    if target.is_floating_point():
-        return None
-    return int(torch.count_nonzero(target != given["ignore_index"]))

@@ -27,6 +27,7 @@ from outsize.program.replay import evaluate, resolve
 from outsize.program.tape import Guard, Tape
 from outsize.run.cut import Cut, cut
 from outsize.train.batch import Batch
+from outsize.train.loss import Counting, LossShares
 
 KEPT = 32
 
@@ -39,6 +40,7 @@ class Variant:
     number: int
     captured: Captured
     cut: Cut
+    shares: LossShares
 
     @property
     def tape(self) -> Tape:
@@ -50,8 +52,11 @@ class Variant:
 class Variants:
     """Least recently used cache of variants; the newest KEPT stay."""
 
-    def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, loss_fn: LossFn | None, counting: Counting = "auto"
+    ) -> None:
         self._model, self._plan, self._loss_fn = model, plan, loss_fn
+        self._counting: Counting = counting
         self._known: OrderedDict[str, list[Variant]] = OrderedDict()
         self._made = 0
 
@@ -74,7 +79,12 @@ class Variants:
         captured = build_graph(tape, self._model)
         edges = stage_edges(self._plan, captured)
         self._made += 1
-        return Variant(self._made - 1, captured, cut(tape, self._model, edges, outputs=outputs))
+        return Variant(
+            self._made - 1,
+            captured,
+            cut(tape, self._model, edges, outputs=outputs),
+            LossShares(tape, self._counting),
+        )
 
 
 def holds(tape: Tape, part: Batch, model: nn.Module) -> bool:

@@ -1,0 +1,94 @@
+"""Question: how close is a pipelined step to its bound, and is it ever slower than torch's pipelining?
+
+Two processes, one thread and one core each, a GPT-2 of 8 layers cut in the middle; both systems in one run,
+A B A B. The bound is the simulated step of the same schedule with zero-cost links, from the medians of the
+compute spans that the run itself measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from outsize.planner.simulate import StageCost, bound_s
+from outsize.schedules.builders import build
+from outsize.schedules.lower import lower
+
+HERE = Path(__file__).parent
+
+
+def measure(microbatches: int, schedule: str, extra: list[str]) -> dict[str, Any]:
+    """One launch of two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        launcher = "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+        command = [sys.executable, "-c", launcher, str(HERE / "worker.py"), "--out", str(out)]
+        command += ["--microbatches", str(microbatches), "--schedule", schedule, *extra]
+        subprocess.run(command, check=True)
+        found = json.loads(out.read_text())
+    return summary(found, microbatches, schedule)
+
+
+def summary(found: dict[str, Any], microbatches: int, schedule: str) -> dict[str, Any]:
+    """Medians with spread, the bound, and the two ratios of the question."""
+    compute = found["compute_s"]
+    costs = [StageCost(forward_s=compute[f"{s}F"], backward_s=compute[f"{s}B"]) for s in range(2)]
+    edges = frozenset({(0, 1)}), frozenset({(1, 0)})
+    bound = bound_s(lower(build(schedule, 2, microbatches), *edges), costs)
+    ours, theirs = found["steps_s"]["outsize"], found["steps_s"]["torch"]
+    return {
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "outsize_s": spread(ours),
+        "torch_s": spread(theirs),
+        "bound_s": bound,
+        "outsize_over_bound": statistics.median(ours) / bound,
+        "torch_over_outsize": statistics.median(theirs) / statistics.median(ours),
+        "compute_s": compute,
+    }
+
+
+def spread(laps: list[float]) -> dict[str, float]:
+    """Median, quartiles and best."""
+    low, median, high = statistics.quantiles(laps, n=4)
+    return {"median": median, "q1": low, "q3": high, "best": min(laps), "laps": len(laps)}
+
+
+def main() -> None:
+    """All cases, as a table and as JSON under results/."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--cases", default="1f1b:4,1f1b:8,gpipe:4,gpipe:8")
+    options, extra = parser.parse_known_args()
+    cases = [case.split(":") for case in options.cases.split(",")]
+    rows = [measure(int(m), schedule, extra) for schedule, m in cases]
+    machine = f"{platform.machine()}-{platform.system().lower()}"
+    result = {"date": str(datetime.date.today()), "machine": machine, "rows": rows}
+    path = HERE / "results" / f"{result['date']}_{machine}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if options.json else table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The same for people."""
+    lines = ["schedule  m   outsize ms  torch ms  bound ms  outsize/bound  torch/outsize"]
+    for row in rows:
+        ours, theirs = row["outsize_s"]["median"] * 1e3, row["torch_s"]["median"] * 1e3
+        lines.append(
+            f"{row['schedule']:8s} {row['microbatches']:2d}  {ours:10.1f} {theirs:9.1f} {row['bound_s'] * 1e3:9.1f}"
+            f"  {row['outsize_over_bound']:13.3f}  {row['torch_over_outsize']:13.3f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
