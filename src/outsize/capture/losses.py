@@ -1,0 +1,101 @@
+"""The loss of a model that returns none: cross entropy against random classes of its output's shape.
+
+    output                                   target               loss
+    tensor [N, C, ...]                       integers [N, ...]    ce(output)
+    mapping, named tuple or dataclass        of its main tensor   ce(main) + 0.4 ce(aux) + ...
+
+The main tensor of a mapping is `out` (torchvision's segmentation) or `logits` (its Inception and GoogLeNet,
+transformers' heads), else the first floating one; auxiliary heads are the entries whose names begin with
+`aux`. 0.4 is the weight of DeepLabV3 in torchvision's references and of Inception's auxiliary head
+(arXiv 1512.00567, sec. 4, names no weight; 0.4 is what its users took over). GoogLeNet's paper says 0.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outsize.capture.ladder import LossFn, record
+from outsize.errors import BadOption
+from outsize.program.tape import Ref, Tape
+from outsize.program.tree import map_leaves
+
+AUXILIARY_WEIGHT = 0.4
+_MAIN = ("out", "logits")
+
+
+@final
+@dataclass(frozen=True)
+class Objective:
+    """What a training step needs beside the model: nothing, or a loss function and its target."""
+
+    loss_fn: LossFn | None = None
+    target: Tensor | None = None
+
+
+def default_loss(output: Any, target: Tensor) -> Tensor:
+    """Cross entropy of the main tensor [N, C, ...] of `output` with classes [N, ...], auxiliary heads added.
+
+    At the top level of a module, so that it can be pickled and sent to processes.
+    """
+    main, auxiliary = _heads(output)
+    loss = F.cross_entropy(main, target)
+    for head in auxiliary:
+        loss = loss + AUXILIARY_WEIGHT * F.cross_entropy(head, target)
+    return loss
+
+
+def objective(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> Objective:
+    """Nothing when the model returns its loss; else `default_loss` with random classes.
+
+    Raises: BadOption (no tensor that classes could be drawn for), and as `record`.
+    """
+    tape = record(model, args, kwargs)
+    if tape.loss is not None:
+        return Objective()
+    main, _ = _heads(map_leaves(lambda leaf: _shaped(tape, leaf), tape.output))
+    samples, classes, *rest = main.shape
+    generator = torch.Generator().manual_seed(seed)
+    return Objective(default_loss, torch.randint(0, classes, (samples, *rest), generator=generator))
+
+
+def _shaped(tape: Tape, leaf: Any) -> Any:
+    """A tensor without memory in place of a reference."""
+    if not isinstance(leaf, Ref):
+        return leaf
+    meta = tape.metas[leaf.slot]
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+
+
+def _heads(output: Any) -> tuple[Tensor, list[Tensor]]:
+    named = {name: value for name, value in _named(output).items() if _is_head(value)}
+    main = next((name for name in _MAIN if name in named), next(iter(named), None))
+    if main is None:
+        raise BadOption(
+            f"no loss can be made up for an output of type {type(output).__name__}",
+            numbers="it holds no floating tensor [N, C, ...]",
+            next_step="give a builder whose model returns its loss as a scalar, or as output['loss']",
+        )
+    return named[main], [value for name, value in named.items() if name.startswith("aux")]
+
+
+def _named(output: Any) -> dict[str, Any]:
+    """The parts of an output by name; positions count as names."""
+    if isinstance(output, Mapping):
+        return {str(name): value for name, value in output.items()}
+    if is_dataclass(output):
+        return {field.name: getattr(output, field.name) for field in fields(output)}
+    if hasattr(output, "_asdict"):
+        return output._asdict()
+    if isinstance(output, (tuple, list)):
+        return {str(position): value for position, value in enumerate(output)}
+    return {"out": output}
+
+
+def _is_head(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 2

@@ -1,0 +1,72 @@
+"""`outsize check MODEL`: does the split run compute the very numbers of one process?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outsize.cli import options
+from outsize.cli.screen import Screen
+from outsize.cli.subject import Subject, batch_size, load_plan, make_subject
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from outsize.ir.plan import Plan
+    from outsize.ir.verdict import Verdict
+
+STAGES, MICROBATCHES, SCHEDULE = 2, 4, "1f1b"
+DIFFERENT = 1
+
+Steps = Annotated[int, typer.Option("--steps", min=1, help="AdamW steps that are compared.")]
+Processes = Annotated[
+    bool, typer.Option("--processes", help="One real process per stage instead of all stages in this one.")
+]
+
+
+def check(
+    model: options.Model,
+    input: options.Input = None,
+    batch: options.Batch = None,
+    stages: options.Stages = None,
+    microbatches: options.Microbatches = None,
+    schedule: options.Schedule = None,
+    plan: options.PlanFile = None,
+    steps: Steps = 1,
+    processes: Processes = False,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """Train MODEL split and plain, and compare loss, gradients, buffers and parameters bit by bit.
+
+    Exits with 0 when all bits are equal and with 1 when any differs. Without --plan: 2 stages, 4
+    microbatches, 1f1b.
+    """
+    screen, chosen = Screen(json), load_plan(plan)
+    options.refuse_beside(chosen, "--plan", stages=stages, microbatches=microbatches, schedule=schedule)
+    with screen.working(f"building {model}"):
+        subject = make_subject(model, input, batch_size(batch, chosen), seed=seed)
+    wishes = {"stages": stages or STAGES, "microbatches": microbatches or MICROBATCHES}
+    wishes |= {"schedule": schedule or SCHEDULE, "steps": steps, "processes": processes, "seed": seed}
+    verdict = _verdict(screen, subject, chosen, **wishes)
+    _deliver(screen, verdict)
+    if not verdict.bit_equal:
+        raise typer.Exit(DIFFERENT)
+
+
+def _verdict(screen: Screen, subject: Subject, plan: Plan | None, **wishes: object) -> Verdict:
+    from outsize import api
+
+    with screen.working("comparing"):
+        return api.check(*subject.call, **subject.loss, plan=plan, **wishes)  # pyright: ignore[reportArgumentType]
+
+
+def _deliver(screen: Screen, verdict: Verdict) -> None:
+    def tables() -> Iterable[RenderableType]:
+        from outsize.report import tables
+
+        yield tables.verdict_table(verdict)
+
+    screen.result(verdict.model_dump(mode="json"), tables)

@@ -1,0 +1,86 @@
+"""The options that several verbs have, each spelled and explained once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final, final
+
+import typer
+
+from outsize.errors import BadOption
+
+# The samples of a batch when neither --batch nor a plan says.
+BATCH: Final = 8
+JSON: Final = "--json"
+
+
+@final
+class ScheduleOption(StrEnum):
+    """The schedules that can be asked for; tests/unit/cli holds this against ir.plan.ScheduleName."""
+
+    naive = "naive"
+    gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+
+
+def _remember(ctx: typer.Context, value: bool) -> bool:
+    """Leave --json where the error handler finds it (app.py)."""
+    ctx.meta[JSON] = value
+    return value
+
+
+def _argument(help: str, metavar: str) -> Any:
+    return typer.Argument(help=help, metavar=metavar, show_default=False)
+
+
+Model = Annotated[
+    str,
+    _argument(
+        "torchvision:resnet50, transformers:GPT2Config?n_layer=4, transformers:./config.json "
+        "or package.module:builder",
+        "MODEL",
+    ),
+]
+Input = Annotated[
+    str | None,
+    typer.Option(
+        "--input",
+        metavar="SHAPE",
+        help="Shape of one sample, 3x224x224; a sequence length, 128, for transformers.",
+    ),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", min=1, help=f"Samples in the global batch (default: the plan's, else {BATCH})."),
+]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", min=1, help="Parts that a batch is split into.")
+]
+Stages = Annotated[
+    int | None, typer.Option("--stages", min=1, help="Stages of the pipeline (default: one per device).")
+]
+Schedule = Annotated[
+    ScheduleOption | None, typer.Option("--schedule", help="Order of forwards and backwards.")
+]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan instead of making one.")
+]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Time the units on this machine instead of estimating them.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of the weights and of the random batch.")]
+Json = Annotated[
+    bool,
+    typer.Option(JSON, callback=_remember, is_eager=True, help="One JSON document on stdout, nothing else."),
+]
+
+
+def refuse_beside(plan: object | None, source: str, **wishes: object | None) -> None:
+    """Raise BadOption for an option that the plan (given by the option `source`) has already decided."""
+    given = [name for name, value in wishes.items() if value is not None]
+    if plan is not None and given:
+        raise BadOption(
+            f"--{given[0]} beside {source}: the plan has decided that",
+            next_step=f"leave --{given[0]} away, or edit the plan",
+        )

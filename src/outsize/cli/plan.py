@@ -1,0 +1,106 @@
+"""`outsize plan MODEL`: the fastest split that fits, or (--check) the price of a plan edited by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outsize.cli import options
+from outsize.cli.screen import Screen
+from outsize.cli.subject import Subject, batch_size, load_plan, make_subject, write_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from outsize.ir.plan import Plan
+
+Cluster = Annotated[
+    str,
+    typer.Option("--cluster", help="Devices: 2xcpu, 8xh100-80gb, 2x8xa100-80gb, 2x12GB, or local."),
+]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="Whose state has to fit: adamw, adam, sgd.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here; it can be edited by hand.")
+]
+Check = Annotated[
+    Path | None, typer.Option("--check", metavar="FILE", help="Price this plan as it is; cuts are not moved.")
+]
+Units = Annotated[bool, typer.Option("--units", help="List the model's units, the names a plan is made of.")]
+Meta = Annotated[bool, typer.Option("--meta", help="Build the model without weights.")]
+
+
+def plan(
+    model: options.Model,
+    input: options.Input = None,
+    batch: options.Batch = None,
+    cluster: Cluster = "local",
+    microbatches: options.Microbatches = None,
+    stages: options.Stages = None,
+    schedule: options.Schedule = None,
+    optimizer: Optimizer = "adamw",
+    measure: options.Measure = False,
+    out: Out = None,
+    check: Check = None,
+    units: Units = False,
+    meta: Meta = False,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """Split MODEL over the devices: stages, memory, busy time, bubble, and why."""
+    screen, edited = Screen(json), load_plan(check)
+    options.refuse_beside(edited, "--check", stages=stages, microbatches=microbatches, schedule=schedule)
+    with screen.working(f"building {model}"):
+        subject = make_subject(model, input, batch_size(batch, edited), meta=meta, seed=seed)
+    if units:
+        _list_units(screen, subject)
+    elif edited is not None:
+        _deliver(screen, _priced(screen, subject, edited, measure), out)
+    else:
+        wishes = {"cluster": cluster, "microbatches": microbatches, "stages": stages, "schedule": schedule}
+        _deliver(screen, _made(screen, subject, optimizer=optimizer, measured=measure, **wishes), out)
+
+
+def _made(screen: Screen, subject: Subject, **wishes: object) -> Plan:
+    from outsize import api
+
+    with screen.working("planning"):
+        return api.plan(*subject.call, **subject.loss, **wishes)  # pyright: ignore[reportArgumentType]
+
+
+def _priced(screen: Screen, subject: Subject, edited: Plan, measured: bool) -> Plan:
+    from outsize import api
+
+    with screen.working("pricing"):
+        return api.price(edited, *subject.call, **subject.loss, measured=measured)[0]
+
+
+def _list_units(screen: Screen, subject: Subject) -> None:
+    from outsize import api
+
+    with screen.working("capturing"):
+        graph = api.capture(*subject.call, **subject.loss)
+
+    def tables() -> Iterable[RenderableType]:
+        from outsize.report import tables
+
+        yield tables.units_table(graph)
+
+    screen.result(
+        {"model": graph.model, "units": [unit.model_dump(mode="json") for unit in graph.units]}, tables
+    )
+
+
+def _deliver(screen: Screen, made: Plan, out: Path | None) -> None:
+    """Show the plan and write it. Under --json the document is the plan file itself."""
+    if out is not None:
+        write_text(out, made.to_json() + "\n")
+
+    def tables() -> Iterable[RenderableType]:
+        from outsize.report import tables
+
+        yield tables.plan_table(made)
+
+    screen.result(made.model_dump(mode="json"), tables)
