@@ -59,8 +59,15 @@ class Decider:
             return self._despite_chance(fn, args, kwargs, needs)
         self._insist_on_inputs(needs, args, kwargs)
         out = self._run(fn, args, kwargs, needs)
-        self._guards.append(Guard(fn, args, kwargs, tuple(needs), signature_of(out), where))
+        if self._depends_on_inputs(needs, reads):
+            self._guards.append(Guard(fn, args, kwargs, signature_of(out), where))
         return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
+
+    def _depends_on_inputs(self, needs: list[int], reads: list[int]) -> bool:
+        """A decision on constants (position ids from arange) falls the same way every time."""
+        slots = {*reads, *(s for i in needs for s in self._instructions[i].reads())}
+        buffers = any(self._instructions[i].weights for i in needs)
+        return buffers or not slots.isdisjoint((*self._inputs, *self._slots.constants))
 
     def _insist_on_inputs(self, needs: list[int], args: Any, kwargs: Any) -> None:
         touched = [w for i in needs for w in self._instructions[i].weights]

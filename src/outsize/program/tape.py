@@ -131,15 +131,11 @@ class Instruction:
 @final
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A Python decision on input values: the tape holds only while the call still gives `value`.
-
-    `needs` are the glue instructions that compute the arguments from the inputs.
-    """
+    """A Python decision on input values: the tape holds only while the call still gives `value`."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    needs: tuple[int, ...]
     value: Any
     where: str
 

@@ -144,7 +144,7 @@ class Engine:
     def _run(
         self, groups: list[tuple[Variant, list[int]]], parts: list[Batch], scale: float
     ) -> list[GroupOutputs]:
-        shares = groups[0][0].shares.of(parts, dict(self.model.named_buffers()))
+        shares = groups[0][0].shares.of(parts)
         results = []
         self.crew.start_step()
         for variant, members in groups:

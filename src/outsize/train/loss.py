@@ -8,16 +8,16 @@ inputs alone it can be counted before the step. If they disagree, or none is fou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import nn
 
 from outsize.program.liveness import live, replicable
-from outsize.program.replay import evaluate
+from outsize.program.reader import slot_reader
 from outsize.program.tape import Instruction, Ref, Tape, backward_slice
 from outsize.train.batch import Batch
 
@@ -27,10 +27,9 @@ Counting = Literal["auto", "samples"]
 @final
 @dataclass(frozen=True, slots=True)
 class _MeanLoss:
-    """A mean-reduced cross entropy of the tape: how to get its targets from the inputs."""
+    """A mean-reduced cross entropy of the tape: the slot of its targets, and what they leave out."""
 
-    needs: tuple[Instruction, ...]
-    target: Ref
+    target: int
     ignore_index: int
 
 
@@ -38,32 +37,21 @@ class _MeanLoss:
 class LossShares:
     """Weights of microbatches for one tape; what follows from the tape alone is worked out once."""
 
-    def __init__(self, tape: Tape, counting: Counting = "auto") -> None:
-        self._tape = tape
+    def __init__(self, tape: Tape, model: nn.Module, counting: Counting = "auto") -> None:
         self._losses = _mean_losses(tape) if counting == "auto" else []
+        self._read = slot_reader(tape, model, [loss.target for loss in self._losses])
 
-    def of(self, parts: Sequence[Batch], buffers: Mapping[str, Tensor]) -> list[float]:
+    def of(self, parts: Sequence[Batch]) -> list[float]:
         """Weights that add up to 1; equal microbatches get equal ones."""
-        found = [[self._count(loss, part, buffers) for part in parts] for loss in self._losses]
-        shares = [_shares(counts) for counts in found if sum(counts)]
+        counted = [self._counts(part) for part in parts] if self._losses else []
+        shares = [_shares(counts) for counts in zip(*counted, strict=True) if sum(counts)]
         agreed = bool(shares) and all(s == shares[0] for s in shares)
         return shares[0] if agreed else _shares([part.size for part in parts])
 
-    def _count(self, loss: _MeanLoss, part: Batch, buffers: Mapping[str, Tensor]) -> int:
-        """How many targets the mean is taken over."""
-        env: dict[int, Any] = {
-            **self._tape.constants,
-            **dict(zip(self._tape.inputs, part.tensors(), strict=True)),
-        }
-        evaluate(loss.needs, env, buffers)
-        return int(torch.count_nonzero(env[loss.target.slot] != loss.ignore_index))
-
-
-def loss_weights(
-    tape: Tape, parts: Sequence[Batch], buffers: Mapping[str, Tensor], counting: Counting = "auto"
-) -> list[float]:
-    """`LossShares` for a single use."""
-    return LossShares(tape, counting).of(parts, buffers)
+    def _counts(self, part: Batch) -> list[int]:
+        """How many targets each loss's mean is taken over."""
+        targets = self._read(part.tensors())
+        return [int(torch.count_nonzero(targets[x.target] != x.ignore_index)) for x in self._losses]
 
 
 def _shares(counts: Sequence[int]) -> list[float]:
@@ -94,7 +82,7 @@ def _mean_loss(tape: Tape, instruction: Instruction, free: Sequence[bool]) -> _M
     # Targets that depend on activations cannot be counted before the step; class probabilities not at all.
     if not all(free[i] for i in needs) or tape.metas[target.slot].dtype.is_floating_point:
         return None
-    return _MeanLoss(tuple(tape.instructions[i] for i in needs), target, given["ignore_index"])
+    return _MeanLoss(target.slot, given["ignore_index"])
 
 
 def _arguments(instruction: Instruction) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from outsize.program.tape import Tape
 from outsize.run.rng import seeder
 from outsize.train.batch import Batch
 from outsize.train.engine import Engine
-from outsize.train.loss import loss_weights
+from outsize.train.loss import LossShares
 from outsize.train.reference import reference_step
 
 Tensors = Mapping[str, Tensor]
@@ -54,11 +54,11 @@ def reference_snapshot(
 ) -> Snapshot:
     """The plain loop on `model` (changed in place): `steps` AdamW steps on the same batch."""
     parts = batch.split(microbatches)
-    optimizer = adamw(model.parameters())
+    optimizer, counter = adamw(model.parameters()), LossShares(tape, model)
     grads: dict[str, Tensor] = {}
     loss: Tensor | None = None
     for step in range(steps):
-        shares = loss_weights(tape, parts, dict(model.named_buffers()))
+        shares = counter.of(parts)
         seeds = [seeder(seed, step, mb) for mb in range(microbatches)]
         loss = reference_step(model, tape, parts, shares, seeds, loss_fn).loss
         grads = _grads(model.named_parameters())

@@ -8,9 +8,9 @@ every variant is cut the same way. Guards are evaluated on every microbatch befo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from outsize.ir.names import prefixes, unroll
 from outsize.ir.plan import Plan
 from outsize.program.liveness import legal_cuts
 from outsize.program.modes import current_modes
-from outsize.program.replay import evaluate, resolve
-from outsize.program.tape import Guard, Tape
+from outsize.program.reader import slot_reader
+from outsize.program.replay import resolve
+from outsize.program.tape import Guard, Ref, Tape
+from outsize.program.tree import leaves
 from outsize.run.cut import Cut, cut
 from outsize.train.batch import Batch
 from outsize.train.loss import Counting, LossShares
@@ -40,6 +42,7 @@ class Variant:
     number: int
     captured: Captured
     cut: Cut
+    guards: Guards
     shares: LossShares
 
     @property
@@ -66,7 +69,7 @@ class Variants:
         found = self._known.setdefault(key, [])
         self._known.move_to_end(key)
         for variant in found:
-            if holds(variant.tape, part, self._model):
+            if variant.guards.hold(part):
                 return variant
         variant = self._make(part, outputs)
         found.append(variant)
@@ -83,24 +86,34 @@ class Variants:
             self._made - 1,
             captured,
             cut(tape, self._model, edges, outputs=outputs),
-            LossShares(tape, self._counting),
+            Guards(tape, self._model),
+            LossShares(tape, self._model, self._counting),
         )
 
 
-def holds(tape: Tape, part: Batch, model: nn.Module) -> bool:
-    """Do the tape's guards hold on these inputs?"""
-    if not tape.guards:
-        return True
-    buffers = dict(model.named_buffers())
-    env: dict[int, Any] = {**tape.constants, **dict(zip(tape.inputs, part.tensors(), strict=True))}
-    return all(_holds(guard, tape, dict(env), buffers) for guard in tape.guards)
+@final
+class Guards:
+    """The Python decisions of a tape, checked on every microbatch's inputs."""
 
+    def __init__(self, tape: Tape, model: nn.Module) -> None:
+        self._guards = tape.guards
+        slots = [
+            leaf.slot for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Ref)
+        ]
+        self._read = slot_reader(tape, model, slots)
+        self._buffers = {n: b for n, b in model.named_buffers() if tape.guards}
 
-def _holds(guard: Guard, tape: Tape, env: dict[int, Any], buffers: Mapping[str, Tensor]) -> bool:
-    evaluate([tape.instructions[i] for i in guard.needs], env, buffers)
-    with torch.no_grad():
-        out = guard.target(*resolve(guard.args, env, buffers), **resolve(guard.kwargs, env, buffers))
-    return bool(signature_of(out) == guard.value)
+    def hold(self, part: Batch) -> bool:
+        """Do all decisions fall as they did when the tape was recorded?"""
+        if not self._guards:
+            return True
+        values = self._read(part.tensors())
+        return all(self._holds(guard, values) for guard in self._guards)
+
+    def _holds(self, guard: Guard, values: dict[int, Tensor]) -> bool:
+        args, kwargs = (resolve(tree, values, self._buffers) for tree in (guard.args, guard.kwargs))
+        with torch.no_grad():
+            return bool(signature_of(guard.target(*args, **kwargs)) == guard.value)
 
 
 def stage_edges(plan: Plan, captured: Captured) -> tuple[int, ...]:
