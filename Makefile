@@ -6,7 +6,7 @@ STAMP  := $(VENV)/installed
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 HOUSE  := $(wildcard src tests benchmarks examples)
 
-.PHONY: help demo test check bench docs clean clean-venv
+.PHONY: help demo test parity check bench docs clean clean-venv
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -17,6 +17,9 @@ demo: $(STAMP)  ## plan, split, check and train real models over two processes; 
 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest
+
+parity: $(STAMP)  ## all models, cuts, schedules and microbatches; ten minutes or so, writes docs/parity.md
+	$(BIN)/python -m pytest tests/parity/test_one_process.py --all --update-golden
 
 check: $(STAMP)  ## style, types, floors, house rules
 	$(BIN)/ruff check $(HOUSE)

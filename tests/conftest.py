@@ -1,4 +1,5 @@
 """Golden files: `pytest tests/golden --update-golden` writes them anew, a plain run compares.
+`--all` adds the tests marked `full`.
 
 Look at `git diff tests/golden` before you commit an update: it is a change of behaviour.
 """
@@ -17,6 +18,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden/** instead of comparing"
     )
+    parser.addoption(
+        "--all", action="store_true", help="also what is marked `full`: all of the parity product"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --all, tests marked `full` are left out."""
+    if config.getoption("--all"):
+        return
+    rare = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=rare)
+    items[:] = [item for item in items if item not in rare]
 
 
 @pytest.fixture

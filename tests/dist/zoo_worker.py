@@ -1,0 +1,103 @@
+"""One rank of the zoo over processes: `zoo_worker.py FOLDER ALL?`, started by outsize's launcher.
+
+For each model the ranks share out the references (one microbatch count each, through files), then run every
+combination split and compare what they own. FOLDER/rank<r>.json holds one list of findings per model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+
+from parity_runs import SEED, STEPS, Combination, batch_of, fresh, planned, reference
+from zoo import CASES, case
+
+from outsize.ir.plan import ScheduleName
+from outsize.train.engine import Engine
+from outsize.train.launch import World, join, leave
+from outsize.train.parallel import make_engine
+from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot
+
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
+MICROBATCHES = (3, 4)
+EXPENSIVE = ("resnet18", "resnet50", "deeplabv3", "late_fusion")
+
+
+def combinations(name: str, stages: int, everything: bool) -> list[Combination]:
+    """All four, or for an expensive model the two in which each value occurs."""
+    found = [Combination(name, m, stages, how) for m in MICROBATCHES for how in SCHEDULES]
+    return [found[0], found[3]] if name in EXPENSIVE and not everything else found
+
+
+def share_references(name: str, world: World, folder: Path) -> dict[int, Snapshot]:
+    """Each is computed on one rank and read by all."""
+    for number, microbatches in enumerate(MICROBATCHES):
+        if number % world.world_size == world.rank:
+            torch.save(reference(name, microbatches), folder / f"{microbatches}.pt")
+    dist.barrier(group=world.group)
+    load = {"weights_only": False, "mmap": True}
+    return {m: torch.load(folder / f"{m}.pt", **load) for m in MICROBATCHES}
+
+
+def only(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
+    return {n: t for n, t in tensors.items() if n in names}
+
+
+def real_parameters(model: nn.Module) -> set[str]:
+    return {n for n, p in model.named_parameters() if not p.is_meta}
+
+
+def run(wanted: Combination, expected: Snapshot, world: World) -> dict[str, Any]:
+    """One combination: how far this rank's tensors are from the reference's, and whose they are."""
+    found = case(wanted.model)
+    engine: Engine = make_engine(
+        fresh(wanted.model), planned(wanted), world.group, loss_fn=found.loss, optimizer=adamw, seed=SEED
+    )
+    snapshot = engine_snapshot(engine, batch_of(found), steps=STEPS)
+    own = set(snapshot.parameters)
+    ours = Snapshot(
+        expected.loss,
+        only(expected.grads, own),
+        only(expected.buffers, snapshot.buffers),
+        only(expected.parameters, own),
+    )
+    return {
+        "combination": wanted.name,
+        "differences": str(compare(ours, snapshot)),
+        "equal": compare(ours, snapshot).bit_equal,
+        "own": sorted(own),
+        "kept": sorted(real_parameters(engine.model)),
+        "buffers": sorted(snapshot.buffers),
+        "all": sorted(expected.parameters),
+        "all_buffers": sorted(expected.buffers),
+    }
+
+
+def main(folder: Path, everything: bool) -> None:
+    torch.set_num_threads(1)
+    world = join()
+    findings: dict[str, list[dict[str, Any]]] = {}
+    for known in CASES:
+        place = folder / known.name
+        place.mkdir(exist_ok=True)
+        expected = share_references(known.name, world, place)
+        wanted = combinations(known.name, world.world_size, everything)
+        findings[known.name] = [run(w, expected[w.microbatches], world) for w in wanted]
+        dist.barrier(group=world.group)
+        if world.rank == 0:
+            shutil.rmtree(place)
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(findings))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] == "all")

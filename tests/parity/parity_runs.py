@@ -1,0 +1,120 @@
+"""What the parity tests share: captures and references computed once, plans of every kind, split runs."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import final
+
+from torch import nn
+from zoo import Case, case
+
+from outsize.capture.cluster import find_cluster
+from outsize.capture.graph import Captured, build_graph
+from outsize.capture.ladder import record
+from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
+from outsize.planner.roofline import roofline
+from outsize.planner.search import Request, search
+from outsize.train.batch import Batch, as_target
+from outsize.train.engine import Engine
+from outsize.train.parallel import make_engine
+from outsize.train.parity import Snapshot, adamw, engine_snapshot, reference_snapshot
+
+BATCH_SIZE = 12
+STEPS = 3
+SEED = 5
+
+
+@final
+@dataclass(frozen=True, order=True)
+class Combination:
+    """One cell of the parity product."""
+
+    model: str
+    microbatches: int
+    stages: int
+    schedule: ScheduleName
+
+    @property
+    def name(self) -> str:
+        """`gpt2-m4-s3-1f1b`."""
+        return f"{self.model}-m{self.microbatches}-s{self.stages}-{self.schedule}"
+
+
+def batch_of(found: Case, size: int = BATCH_SIZE) -> Batch:
+    """The case's batch with its target."""
+    args, kwargs = found.batch(size)
+    return Batch(args, kwargs, as_target(found.target(size)))
+
+
+@lru_cache(maxsize=2)
+def _built(name: str, dropout: bool) -> nn.Module:
+    return case(name).build(dropout=dropout)
+
+
+def fresh(name: str, dropout: bool = False) -> nn.Module:
+    """The case's model with its first weights; a copy, which for large models is faster than an init."""
+    return copy.deepcopy(_built(name, dropout))
+
+
+@cache
+def captured(name: str, microbatches: int, dropout: bool = False) -> Captured:
+    """The model at the size of one microbatch."""
+    found, part = case(name), batch_of(case(name)).split(microbatches)[0]
+    model = _built(name, dropout)
+    return build_graph(record(model, part.args, part.kwargs, found.loss, part.target), model)
+
+
+@lru_cache(maxsize=2)
+def reference(name: str, microbatches: int, dropout: bool = False) -> Snapshot:
+    """The plain loop; all combinations of one model and number of microbatches share it."""
+    tape = captured(name, microbatches, dropout).tape
+    found, model = case(name), fresh(name, dropout)
+    return reference_snapshot(model, tape, batch_of(found), microbatches, found.loss, steps=STEPS, seed=SEED)
+
+
+def planned(wanted: Combination, dropout: bool = False) -> Plan:
+    """The planner's own cuts."""
+    graph = captured(wanted.model, wanted.microbatches, dropout).graph
+    cluster = find_cluster(f"{wanted.stages}xcpu")
+    request = Request(
+        batch_size=BATCH_SIZE,
+        microbatches=wanted.microbatches,
+        stages=wanted.stages,
+        schedule=wanted.schedule,
+    )
+    return search(request, {wanted.microbatches: (graph, roofline(graph, cluster.devices[0]))}, cluster)
+
+
+def random_bounds(units: int, stages: int, draw: random.Random) -> tuple[int, ...]:
+    """Any cuts between units; each one is legal, since a graph's units are."""
+    return (0, *sorted(draw.sample(range(1, units), stages - 1)), units)
+
+
+def at_random(wanted: Combination, seed: int) -> Plan:
+    """Cuts that no planner would choose."""
+    graph = captured(wanted.model, wanted.microbatches).graph
+    bounds = random_bounds(len(graph.units), wanted.stages, random.Random(f"{wanted.name} {seed}"))
+    return Plan(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        cluster=f"{wanted.stages}xcpu",
+        axes=Axes(pp=wanted.stages),
+        batch_size=BATCH_SIZE,
+        microbatches=wanted.microbatches,
+        schedule=wanted.schedule,
+        stages=stages_from_bounds(graph, bounds, tuple(f"cpu:{s}" for s in range(wanted.stages))),
+    )
+
+
+def engine_for(name: str, plan: Plan, dropout: bool = False) -> Engine:
+    """All stages in this process, on new weights."""
+    found = case(name)
+    return make_engine(fresh(name, dropout), plan, None, loss_fn=found.loss, optimizer=adamw, seed=SEED)
+
+
+def split_run(name: str, plan: Plan, dropout: bool = False) -> Snapshot:
+    """What the engine leaves behind after the steps."""
+    return engine_snapshot(engine_for(name, plan, dropout), batch_of(case(name)), steps=STEPS)

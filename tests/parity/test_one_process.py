@@ -1,0 +1,136 @@
+"""The promise, in one process: whatever the cut, the schedule and the microbatches, the same bits.
+
+`make test` runs every combination of the cheap models and, of the four expensive ones, a slice in which
+each pair of two values occurs; `make parity` (`--all`) runs everything and prints the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+from parity_runs import (
+    BATCH_SIZE,
+    Combination,
+    at_random,
+    batch_of,
+    captured,
+    fresh,
+    planned,
+    reference,
+    split_run,
+)
+from test_zoo import WITH_RANDOMNESS
+from zoo import CASES, case
+
+from outsize.capture.graph import build_graph
+from outsize.capture.ladder import record
+from outsize.ir.plan import ScheduleName
+from outsize.train.parity import compare
+
+STAGES = (2, 3, 4)
+SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
+MICROBATCHES = (1, 3, 4, 6)
+EXPENSIVE = ("resnet18", "resnet50", "deeplabv3", "late_fusion")
+
+
+def combinations(name: str) -> list[Combination]:
+    """All of a model, references' order: the number of microbatches changes slowest."""
+    counts = [m for m in MICROBATCHES if BATCH_SIZE // m >= case(name).smallest_microbatch]
+    return [Combination(name, m, s, how) for m, s, how in product(counts, STAGES, SCHEDULES)]
+
+
+def in_slice(found: Combination) -> bool:
+    """Half of the product: every (stages, microbatches) with the schedules in turns."""
+    turn = MICROBATCHES.index(found.microbatches) + STAGES.index(found.stages)
+    return SCHEDULES[turn % 2] == found.schedule
+
+
+def cells() -> list[Any]:
+    found = [c for k in CASES for c in combinations(k.name)]
+    rare = [c.model in EXPENSIVE and not in_slice(c) for c in found]
+    return [
+        pytest.param(c, id=c.name, marks=[pytest.mark.full] if r else [])
+        for c, r in zip(found, rare, strict=True)
+    ]
+
+
+@cache
+def facts(name: str) -> dict[str, Any]:
+    """The model's line of the table. Captured a second time, when everything is imported and warm."""
+    model, part, found = fresh(name), batch_of(case(name)).split(4)[0], case(name)
+    captured(name, 4)
+    start = time.perf_counter()
+    graph = build_graph(record(model, part.args, part.kwargs, found.loss, part.target), model).graph
+    seconds = time.perf_counter() - start
+    return {
+        "model": name,
+        "class": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "units": len(graph.units),
+        "capture_s": seconds,
+    }
+
+
+@pytest.mark.parametrize("wanted", cells())
+def test_the_split_run_equals_the_plain_loop(
+    wanted: Combination, record_property: Callable[[str, Any], None]
+) -> None:
+    for key, value in facts(wanted.model).items():
+        record_property(key, value)
+    plan = planned(wanted)
+    assert len(plan.stages) == wanted.stages
+    found = compare(reference(wanted.model, wanted.microbatches), split_run(wanted.model, plan))
+    record_property("combination", wanted.name)
+    record_property("equal", found.bit_equal)
+    assert found.bit_equal, found
+
+
+def test_the_slice_of_the_expensive_models_covers_every_pair_of_values() -> None:
+    kept = [c for c in combinations("resnet50") if in_slice(c)]
+    assert len(kept) * 2 == len(combinations("resnet50"))
+    assert {(c.stages, c.microbatches) for c in kept} == set(product(STAGES, MICROBATCHES))
+    assert {(c.stages, c.schedule) for c in kept} == set(product(STAGES, SCHEDULES))
+    assert {(c.microbatches, c.schedule) for c in kept} == set(product(MICROBATCHES, SCHEDULES))
+
+
+def random_cells() -> list[Any]:
+    shapes: list[tuple[int, int, ScheduleName]] = [(4, 4, "1f1b"), (3, 3, "gpipe"), (6, 2, "1f1b")]
+    found = []
+    for known, (number, (microbatches, stages, how)) in product(CASES, enumerate(shapes)):
+        wanted = Combination(known.name, microbatches, stages, how)
+        rare = known.name in EXPENSIVE and number > 0
+        found.append(pytest.param(wanted, id=wanted.name, marks=[pytest.mark.full] if rare else []))
+    return found
+
+
+@pytest.mark.parametrize("wanted", random_cells())
+def test_random_cuts_are_as_equal_as_the_planners(wanted: Combination) -> None:
+    found = compare(
+        reference(wanted.model, wanted.microbatches), split_run(wanted.model, at_random(wanted, seed=1))
+    )
+    assert found.bit_equal, found
+
+
+def dropout_cells() -> list[Any]:
+    found = []
+    for name, how in product(sorted(WITH_RANDOMNESS), SCHEDULES):
+        rare = name in EXPENSIVE and how != "1f1b"
+        found.append(pytest.param(name, how, marks=[pytest.mark.full] if rare else []))
+    return found
+
+
+@pytest.mark.parametrize(("name", "how"), dropout_cells())
+def test_dropout_draws_the_same_in_one_stage_and_in_several(name: str, how: ScheduleName) -> None:
+    one = split_run(name, planned(Combination(name, 3, 1, how), dropout=True), dropout=True)
+    plain = compare(reference(name, 3, True), one)
+    assert plain.bit_equal, plain
+    assert compare(reference(name, 3, False), one).loss, "dropout changed nothing: it was off"
+    for stages in STAGES:
+        several = split_run(name, planned(Combination(name, 3, stages, how), dropout=True), dropout=True)
+        found = compare(one, several)
+        assert found.bit_equal, (stages, found)
