@@ -46,7 +46,10 @@ class Stage(Record):
 
 @final
 class StageFigures(Record):
-    """What the planner expects of one stage; seconds per microbatch, bytes at the peak of the step."""
+    """What the planner expects of one stage; seconds per microbatch, bytes at the peak of the step.
+
+    `device_bytes` is the memory of the stage's device; 0 where nobody said it.
+    """
 
     units: int
     parameters: int
@@ -58,6 +61,7 @@ class StageFigures(Record):
     activations_bytes: int
     boundary_bytes: int
     busy: float
+    device_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:

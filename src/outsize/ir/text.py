@@ -29,5 +29,26 @@ def percent_text(share: float) -> str:
     return f"{share * 100:.0f} %"
 
 
+def count_text(number: float) -> str:
+    """`812`, `5.10 M`, `7.24 B` (billion): three significant digits from a thousand on."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(number) >= size:
+            return f"{_three_digits(number / size)} {unit}"
+    return f"{number:.0f}"
+
+
+def flops_text(flops: float) -> str:
+    """`84.0 MFLOP`, `1.20 TFLOP`: SI prefixes, as the literature has them."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(flops) >= size:
+            return f"{_three_digits(flops / size)} {unit}FLOP"
+    return f"{flops:.0f} FLOP"
+
+
+def rate_text(per_s: float) -> str:
+    """Things per second without their name: `2.82`, `48.0`, `12900`."""
+    return _three_digits(per_s)
+
+
 def _three_digits(number: float) -> str:
     return f"{number:.2f}" if abs(number) < 10 else f"{number:.1f}" if abs(number) < 100 else f"{number:.0f}"

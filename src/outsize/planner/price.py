@@ -166,4 +166,5 @@ def _figures(found: Estimate, stage: int) -> StageFigures:
         activations_bytes=memory.activations_bytes,
         boundary_bytes=memory.boundary_bytes,
         busy=found.timeline.utilisation(stage),
+        device_bytes=found.devices[stage].memory_bytes,
     )

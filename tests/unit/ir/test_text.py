@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from outsize.ir.text import byte_unit, bytes_text, percent_text, seconds_text
+from outsize.ir.text import (
+    byte_unit,
+    bytes_text,
+    count_text,
+    flops_text,
+    percent_text,
+    rate_text,
+    seconds_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +50,27 @@ def test_a_unit_for_several_sizes() -> None:
 
 def test_percent() -> None:
     assert percent_text(0.234) == "23 %"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (812, "812"),
+        (1000, "1.00 K"),
+        (5_096_320, "5.10 M"),
+        (7_241_732_096, "7.24 B"),
+        (2e12, "2.00 T"),
+    ],
+)
+def test_counts(number: float, text: str) -> None:
+    assert count_text(number) == text
+
+
+@pytest.mark.parametrize(("flops", "text"), [(12, "12 FLOP"), (84e6, "84.0 MFLOP"), (1.2e12, "1.20 TFLOP")])
+def test_flops_have_si_prefixes(flops: float, text: str) -> None:
+    assert flops_text(flops) == text
+
+
+def test_a_rate() -> None:
+    assert [rate_text(r) for r in (2.824, 48, 12900)] == ["2.82", "48.0", "12900"]

@@ -58,6 +58,7 @@ def test_the_timeline_is_the_one_the_figures_are_from() -> None:
     assert predicted.source == "predicted"
     assert predicted.duration_s == PLAN.expected.step_s
     assert [predicted.utilisation(r) for r in range(2)] == [f.busy for f in PLAN.expected.stages]
+    assert [f.device_bytes for f in PLAN.expected.stages] == [d.memory_bytes for d in TWO.devices]
 
 
 def test_a_tied_parameter_travels_once_a_step_and_its_gradient_with_each_microbatch() -> None:
