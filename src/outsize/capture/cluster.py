@@ -1,6 +1,6 @@
 """The devices of this machine as a Cluster: `local` is every CUDA device, or one CPU process per core.
 
-Memory is what is free now, shared evenly among CPU processes. A GPU that the device table knows gets its
+CPU processes share the machine's memory evenly. A GPU that the device table knows gets its
 figures from there; an unknown one gets an RTX 3090's speed and its own memory, and says so.
 """
 

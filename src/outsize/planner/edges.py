@@ -70,6 +70,9 @@ def edges_between(graph: ModelGraph, bounds: Sequence[int]) -> Edges:
     backward: dict[Edge, int] = defaultdict(int)
     step: dict[Edge, int] = defaultdict(int)
     for flow in flows(graph):
+        if flow.step and not flow.gradient:
+            # A frozen tied weight never changes: every stage that uses it keeps its own.
+            continue
         owner, *users = _stages_of(flow, bounds)
         for user in users:
             (step if flow.step else forward)[owner, user] += flow.size_bytes
