@@ -11,7 +11,7 @@ from planner_graphs import chain, cut_graphs, profile_of
 from outsize.errors import ModelMismatch
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
-from outsize.planner.edges import edges_between
+from outsize.planner.edges import edges_between, flows
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.ranges import Ranges
 
@@ -27,7 +27,12 @@ def test_what_a_stage_receives_is_what_the_edges_carry_to_it(
     ranges, edges = Ranges.of(graph, profile, ADAMW), edges_between(graph, bounds)
     for stage, run in enumerate(pairwise(bounds)):
         assert ranges.received[run] == sum(b for (_, to), b in edges.forward.items() if to == stage)
-        assert ranges.replicas[run] == sum(b for (_, to), b in edges.step.items() if to == stage)
+        # A stage holds every tied weight that it uses and does not own; frozen ones never travel there.
+        tied = [f for f in flows(graph) if f.step and f.producer < run[0]]
+        held = [f for f in tied if any(run[0] <= u < run[1] for u in f.consumers)]
+        assert ranges.replicas[run] == sum(f.size_bytes for f in held)
+        moved = sum(f.size_bytes for f in held if f.gradient)
+        assert moved == sum(b for (_, to), b in edges.step.items() if to == stage)
         assert ranges.gradient_in[run] == sum(b for (_, to), b in edges.backward.items() if to == stage)
         assert ranges.gradient_out[run] == sum(b for (who, _), b in edges.backward.items() if who == stage)
 
