@@ -1,0 +1,284 @@
+"""Plans, verdicts and runs as text tables: 80 columns are enough, colour is never the only carrier of a word.
+
+All functions return renderables of rich; `Console.print` leaves out colour off a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from outsize.ir.graph import ModelGraph, Unit
+from outsize.ir.plan import Expected, Plan, StageFigures
+from outsize.ir.profile import Profile, UnitCost
+from outsize.ir.text import (
+    byte_unit,
+    bytes_text,
+    count_text,
+    flops_text,
+    percent_text,
+    rate_text,
+    seconds_text,
+)
+from outsize.ir.timeline import Timeline
+from outsize.ir.verdict import Verdict
+from outsize.report.units import short_units
+
+Justify = Literal["left", "right"]
+SHORT = {"gradients": "grads", "optimizer": "optim."}
+FLUID = {"unit", "units"}
+SOURCES = {"measured": "from measured unit times", "roofline": "from estimated unit times (roofline)"}
+
+
+def plan_table(plan: Plan, graph: ModelGraph | None = None) -> Group:
+    """Stages with their units, seconds and memory by cause; then the step and the reasons.
+
+    A plan without `expected` shows its cuts alone. With `graph` the heading counts the model's parameters.
+    """
+    parts: list[RenderableType] = [_stage_table(plan)]
+    if plan.expected is not None:
+        parts += [_memory_table(plan, plan.expected), _step_lines(plan.expected)]
+    reasons = [w for w in plan.why if not is_rejection(w)]
+    rejected = [w.removeprefix("not ") for w in plan.why if is_rejection(w)]
+    parts += [*_list("Why", reasons), *_list("Not chosen", rejected)]
+    return Group(_plan_heading(plan, graph), *_spaced(*parts))
+
+
+def is_rejection(why: str) -> bool:
+    """Whether a sentence of `plan.why` is about an alternative that was not chosen."""
+    return why.startswith("not ")
+
+
+def check_table(verdict: Verdict) -> Group:
+    """What was compared, the largest differences, and the first unit that differs."""
+    word = Text("bit-equal", "bold green") if verdict.bit_equal else Text("NOT bit-equal", "bold red")
+    heading = Text.assemble((verdict.model, "bold"), ": ", word, " to the plain loop in one process")
+    notes = [Text(f"Note: {note}") for note in verdict.notes]
+    setting = Text(_check_setting(verdict))
+    return Group(heading, setting, *_spaced(_differences(verdict), _cuts(verdict), *notes))
+
+
+def run_table(plan: Plan, measured: Timeline, losses: Sequence[float] = ()) -> Group:
+    """The end of a run: each rank's share of work, the step against its prediction, the loss's way.
+
+    `measured` is of one training step, `losses` has one number for each step of the run.
+    """
+    table = _table(("rank", "right"), ("device", "left"), *_rights("busy", "computes", "waits", "predicted"))
+    for rank in range(measured.ranks):
+        table.add_row(*_run_row(plan, measured, rank))
+    facts = _facts(run_facts(plan, measured, losses))
+    return Group(Text(f"{plan.model}: one step, measured", "bold"), *_spaced(table, facts))
+
+
+def units_table(graph: ModelGraph, profile: Profile | None = None) -> Group:
+    """All units in order with what they hold and cost; times only with a profile, `~` marks estimates."""
+    table = _table(("unit", "left"), *_rights("params", "FLOPs", "saved", "forward", "backward"))
+    costs: Iterable[UnitCost | None] = profile.units if profile else [None] * len(graph.units)
+    for unit, cost in zip(graph.units, costs, strict=True):
+        table.add_row(*_unit_row(graph, unit, cost))
+    total = f"{len(graph.units)} units, {_size_text(graph)}, one microbatch of {graph.batch_size}"
+    estimated = profile is not None and any(cost.source == "roofline" for cost in profile.units)
+    legend = ["~ estimated (roofline), not measured"] if estimated else []
+    notes = [Text(note) for note in (*legend, *graph.notes)]
+    return Group(Text.assemble((graph.model, "bold"), f": {total}"), *_spaced(table, *notes))
+
+
+def run_facts(plan: Plan, measured: Timeline, losses: Sequence[float]) -> list[tuple[str, str]]:
+    """`("step", "103 ms measured, 97.0 ms predicted (+6 %)")` and so on, for tables and pages."""
+    step_s = measured.duration_s
+    facts = [("step", _against(step_s, plan.expected))]
+    if step_s:
+        facts.append(("throughput", f"{rate_text(plan.batch_size / step_s)} samples/s"))
+    facts.append(("bubble", _bubble(measured, plan.expected)))
+    if losses:
+        facts.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps"))
+    return facts
+
+
+def _against(step_s: float, expected: Expected | None) -> str:
+    text = f"{seconds_text(step_s)} measured"
+    if expected is None or not expected.step_s:
+        return text
+    change = step_s / expected.step_s - 1
+    sign = "+" if change >= 0 else ""
+    return f"{text}, {seconds_text(expected.step_s)} predicted ({sign}{percent_text(change)})"
+
+
+def _bubble(measured: Timeline, expected: Expected | None) -> str:
+    text = f"{percent_text(measured.bubble)} measured"
+    return text if expected is None else f"{text}, {percent_text(expected.bubble)} predicted"
+
+
+def _run_row(plan: Plan, measured: Timeline, rank: int) -> tuple[str, ...]:
+    waits_s = sum(s.duration_s for s in measured.spans if s.rank == rank and s.lane == "wait")
+    known = plan.expected is not None and rank < len(plan.expected.stages)
+    return (
+        str(rank),
+        plan.stages[rank].device if rank < len(plan.stages) else "",
+        percent_text(measured.utilisation(rank)),
+        seconds_text(measured.busy_s(rank)),
+        seconds_text(waits_s) if waits_s else "-",
+        percent_text(plan.expected.stages[rank].busy) if known and plan.expected else "-",
+    )
+
+
+def _plan_heading(plan: Plan, graph: ModelGraph | None) -> Text:
+    samples = plan.batch_size // plan.microbatches
+    batch = f"batch {plan.batch_size} as {plan.microbatches} x {samples}"
+    how = f"{plan.schedule}, {batch}, optimizer {plan.optimizer}"
+    size = f" ({_size_text(graph)})" if graph else ""
+    return Text.assemble((plan.model, "bold"), f"{size} on {plan.cluster}\n", how)
+
+
+def _size_text(graph: ModelGraph) -> str:
+    number = sum(p.numel for p in graph.parameters)
+    return f"{count_text(number)} parameters, {bytes_text(graph.parameter_bytes)}"
+
+
+def _stage_table(plan: Plan) -> Table:
+    names = ("params", "forward", "backward", "busy") if plan.expected else ()
+    table = _table(("stage", "right"), ("device", "left"), ("units", "left"), *_rights(*names))
+    for number, stage in enumerate(plan.stages):
+        cells = (str(number), stage.device, short_units(stage.units))
+        table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
+    return table
+
+
+def _stage_cells(expected: Expected, number: int) -> tuple[str, ...]:
+    figures = expected.stages[number]
+    times = seconds_text(figures.forward_s), seconds_text(figures.backward_s)
+    return count_text(figures.parameters), *times, percent_text(figures.busy)
+
+
+def _memory_table(plan: Plan, expected: Expected) -> Table:
+    unit, size = byte_unit(max((f.peak_bytes for f in expected.stages), default=0))
+    names = [SHORT.get(name, name) for name, _ in causes(expected.stages[0])]
+    table = _table((f"memory, {unit}", "left"), *_rights(*names, "peak", "full"))
+    for stage, figures in zip(plan.stages, expected.stages, strict=True):
+        limit = f" {bytes_text(figures.device_bytes)}" if figures.device_bytes else ""
+        numbers = [f"{number / size:.1f}" for _, number in causes(figures)]
+        peak = Text(f"{figures.peak_bytes / size:.1f}", "bold")
+        table.add_row(f"{stage.device}{limit}", *numbers, peak, _full(figures))
+    return table
+
+
+def _full(figures: StageFigures) -> Text:
+    if not figures.device_bytes:
+        return Text("-")
+    share = figures.peak_bytes / figures.device_bytes
+    return Text(percent_text(share), "bold red" if share > 1 else "")
+
+
+def causes(figures: StageFigures) -> list[tuple[str, int]]:
+    """The bytes at a stage's peak by cause, in the order in which they are drawn; they add up to the peak."""
+    return [
+        ("weights", figures.weights_bytes),
+        ("gradients", figures.gradients_bytes),
+        ("optimizer", figures.optimizer_bytes),
+        ("activations", figures.activations_bytes),
+        ("boundary", figures.boundary_bytes),
+    ]
+
+
+def _step_lines(expected: Expected) -> RenderableType:
+    return _facts(
+        [
+            ("step", f"{seconds_text(expected.step_s)} predicted, {SOURCES[expected.source]}"),
+            ("throughput", f"{rate_text(expected.samples_per_s)} samples/s"),
+            ("bubble", f"{percent_text(expected.bubble)} of all device time is idle"),
+        ]
+    )
+
+
+def _check_setting(verdict: Verdict) -> str:
+    where = f"{verdict.processes} processes" if verdict.processes else "one process"
+    return (
+        f"{len(verdict.stages)} stages, {verdict.schedule}, {verdict.microbatches} microbatches, {where}; "
+        f"captured in {seconds_text(verdict.capture_s)}, run in {seconds_text(verdict.run_s)}"
+    )
+
+
+def differences(verdict: Verdict) -> list[tuple[str, float]]:
+    """What was compared and its largest absolute difference."""
+    return [
+        ("loss", verdict.loss_diff),
+        ("gradients", verdict.grad_diff),
+        ("buffers", verdict.buffer_diff),
+        ("parameters", verdict.parameter_diff),
+    ]
+
+
+def difference_text(number: float) -> str:
+    """`0` only for exact equality; else three digits."""
+    return "0" if number == 0 else f"{number:.2e}"
+
+
+def _differences(verdict: Verdict) -> RenderableType:
+    table = _table(("compared", "left"), ("largest difference", "right"), ("", "left"))
+    for name, number in differences(verdict):
+        same = Text("equal", "green") if number == 0 else Text("differs", "bold red")
+        table.add_row(name, difference_text(number), same)
+    if verdict.first_divergence is None:
+        return table
+    where = Text.assemble("First difference: ", (verdict.first_divergence, "bold red"))
+    return Group(table, where)
+
+
+def _cuts(verdict: Verdict) -> Table:
+    table = _table(("stage", "right"), ("units", "left"))
+    for number, patterns in enumerate(verdict.stages):
+        table.add_row(str(number), short_units(patterns))
+    return table
+
+
+def _unit_row(graph: ModelGraph, unit: Unit, cost: UnitCost | None) -> tuple[str, ...]:
+    held = {graph.parameter_of[name].name: graph.parameter_of[name].numel for name in unit.parameters}
+    guess = "~" if cost is not None and cost.source == "roofline" else ""
+    return (
+        unit.name,
+        count_text(sum(held.values())) if held else "-",
+        flops_text(unit.flops).removesuffix("FLOP") if unit.flops else "-",
+        bytes_text(cost.saved_bytes if cost else unit.saved_bytes),
+        f"{guess}{seconds_text(cost.forward_s)}" if cost else "-",
+        f"{guess}{seconds_text(cost.backward_s)}" if cost else "-",
+    )
+
+
+def _table(*columns: tuple[str, Justify]) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim"
+    )
+    for name, justify in columns:
+        table.add_column(name, justify=justify, no_wrap=name not in FLUID, overflow="fold")
+    return table
+
+
+def _spaced(*parts: RenderableType) -> list[RenderableType]:
+    """The parts with an empty line before each."""
+    return [Padding(part, (1, 0, 0, 0)) for part in parts]
+
+
+def _rights(*names: str) -> list[tuple[str, Justify]]:
+    return [(name, "right") for name in names]
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    for name, text in facts:
+        table.add_row(Text(name, "dim"), text)
+    return table
+
+
+def _list(heading: str, sentences: Sequence[str]) -> list[RenderableType]:
+    if not sentences:
+        return []
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for sentence in sentences:
+        table.add_row("-", Text(sentence))
+    return [Group(Text(heading, "bold"), table)]
