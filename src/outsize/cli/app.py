@@ -9,7 +9,6 @@ Ctrl-C                 130
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -20,7 +19,9 @@ from outsize import __version__
 from outsize.cli import options
 from outsize.cli.check import check
 from outsize.cli.plan import plan
-from outsize.cli.screen import Screen
+from outsize.cli.run import RunCommand
+from outsize.cli.run import run as run_verb
+from outsize.cli.screen import Screen, warn_on_one_line
 from outsize.errors import BadOption, OutsizeError
 
 INTERRUPTED = 130
@@ -39,7 +40,7 @@ class Verbs(TyperGroup):  # typer instantiates it itself
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; unexpected exceptions pass."""
-    warnings.formatwarning = _one_line
+    warn_on_one_line()
     try:
         returned = make_app()(list(arguments), prog_name="outsize", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
@@ -51,8 +52,9 @@ def make_app() -> typer.Typer:
     """The application with all verbs."""
     app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(outsize)
-    for verb in (plan, check):
-        app.command()(verb)
+    app.command()(plan)
+    app.command()(check)
+    app.command(cls=RunCommand)(run_verb)
     return app
 
 
@@ -85,7 +87,3 @@ def told(ctx: typer.Context) -> Iterator[None]:
 def _misused(error: Any) -> BadOption:
     path = error.ctx.command_path if error.ctx is not None else "outsize"
     return BadOption(error.format_message().rstrip("."), next_step=f"{path} --help")
-
-
-def _one_line(message: Warning | str, category: type[Warning], *_place: object) -> str:
-    return f"{category.__name__}: {message}\n"

@@ -67,6 +67,6 @@ def _deliver(screen: Screen, verdict: Verdict) -> None:
     def tables() -> Iterable[RenderableType]:
         from outsize.report import tables
 
-        yield tables.verdict_table(verdict)
+        yield tables.check_table(verdict)
 
     screen.result(verdict.model_dump(mode="json"), tables)

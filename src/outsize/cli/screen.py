@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -26,11 +27,14 @@ class Screen:
 
     def result(self, document: Mapping[str, Any], tables: Callable[[], Iterable[RenderableType]]) -> None:
         """The JSON document under --json, else the tables, which are only then made."""
-        if self.as_json:
-            self._write_json(document)
-            return
-        for table in tables():
+        self.emit(document)
+        for table in () if self.as_json else tables():
             self._console(stderr=False).print(table)
+
+    def emit(self, document: Mapping[str, Any]) -> None:
+        """The JSON document of --json; nothing without it."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
     def note(self, text: str) -> None:
         """A line beside the result, on stderr."""
@@ -39,8 +43,7 @@ class Screen:
     def fail(self, error: OutsizeError) -> None:
         """The error's one line (and picture) on stderr, and as a JSON object under --json."""
         self.note(str(error))
-        if self.as_json:
-            self._write_json({"error": error_document(error)})
+        self.emit({"error": error_document(error)})
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
@@ -65,13 +68,19 @@ class Screen:
             task = bars.add_task(what, total=None)
             yield lambda done, total: bars.update(task, completed=done, total=total)
 
-    def _write_json(self, document: Mapping[str, Any]) -> None:
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
-
     def _console(self, *, stderr: bool) -> Console:
         from rich.console import Console
 
         return Console(stderr=stderr, highlight=False)
+
+
+def warn_on_one_line() -> None:
+    """Warnings without the line of source that raised them, from here on."""
+    warnings.formatwarning = _one_line
+
+
+def _one_line(message: Warning | str, category: type[Warning], *_place: object) -> str:
+    return f"{category.__name__}: {message}\n"
 
 
 def error_document(error: OutsizeError) -> dict[str, Any]:

@@ -1,0 +1,100 @@
+"""What the command line hands to the processes of a run, and what rank 0 hands back; both are files.
+
+launcher   folder/job.json      ->  each process (cli/worker.py)
+launcher  <-  folder/outcome.json   from rank 0, or folder/error.json from a rank that could not
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, final
+
+from pydantic import Field
+
+from outsize.ir.base import Record
+from outsize.ir.plan import Plan, ScheduleName
+from outsize.ir.timeline import Timeline
+
+
+@final
+class Job(Record):
+    """Train MODEL for some AdamW steps on one random batch; what is None is planned for."""
+
+    model: str
+    input: str | None
+    batch: int
+    steps: int
+    lr: float = 1e-3
+    seed: int = 0
+    plan: Plan | None = None
+    stages: int | None = None
+    microbatches: int | None = None
+    schedule: ScheduleName | None = None
+    measure: bool = False
+    as_json: bool = False
+
+
+@final
+class Outcome(Record):
+    """The run of a job.
+
+    Loss and seconds of each step, the optimizer's included; the timeline of the last step, without the
+    optimizer's, and the predicted one.
+    """
+
+    plan: Plan
+    losses: tuple[float, ...] = Field(min_length=1)
+    steps_s: tuple[float, ...] = Field(min_length=1)
+    predicted: Timeline
+    measured: Timeline
+
+    def document(self) -> dict[str, Any]:
+        """What --json gives: figures, and the plan."""
+        return {
+            "loss": list(self.losses),
+            "steps_s": list(self.steps_s),
+            "samples_per_s": self.plan.batch_size / self.measured.duration_s,
+            "measured": _figures(self.measured),
+            "predicted": _figures(self.predicted),
+            "plan": self.plan.model_dump(mode="json"),
+        }
+
+
+@final
+class Folder(Record):
+    """The files of one job."""
+
+    path: Path
+
+    @classmethod
+    @contextmanager
+    def temporary(cls) -> Iterator[Self]:
+        """A folder that lives as long as the block."""
+        with tempfile.TemporaryDirectory(prefix="outsize-run-") as path:
+            yield cls(path=Path(path))
+
+    @property
+    def job(self) -> Path:
+        """What is to be done."""
+        return self.path / "job.json"
+
+    @property
+    def outcome(self) -> Path:
+        """What came of it; only on the machine of rank 0."""
+        return self.path / "outcome.json"
+
+    @property
+    def error(self) -> Path:
+        """The error, as --json gives it, of a rank that raised one of ours."""
+        return self.path / "error.json"
+
+
+def _figures(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "step_s": timeline.duration_s,
+        "bubble": timeline.bubble,
+        "busy": [timeline.utilisation(rank) for rank in range(timeline.ranks)],
+    }

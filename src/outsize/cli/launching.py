@@ -1,0 +1,81 @@
+"""Start the processes of a MODEL run and bring back what rank 0 found. Needs no torch itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import final
+
+import typer
+
+from outsize.cli.job import Folder, Job, Outcome
+from outsize.cli.screen import Screen, error_document
+from outsize.errors import RankFailed, WorldMismatch
+from outsize.train.launch import processes_for, run_script
+from outsize.train.rendezvous import LOOPBACK
+
+PROCESSES = 2
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """torchrun's options: how many processes, on how many machines, and where they meet."""
+
+    nproc_per_node: str | None = None
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+
+    def launch(self, argv: list[str], nproc_per_node: int, *, module: bool) -> int:
+        """Run the processes of this machine and return their exit code."""
+        return run_script(
+            argv,
+            nproc_per_node,
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            master_addr=self.master_addr,
+            master_port=self.master_port,
+            module=module,
+        )
+
+
+def run_job(job: Job, place: Place, screen: Screen) -> Outcome | None:
+    """The outcome, on the machine of rank 0 (None on others); typer.Exit with the run's code if it failed.
+
+    Raises: WorldMismatch (before anything starts), BadOption.
+    """
+    processes = _processes(job, place)
+    with Folder.temporary() as folder:
+        folder.job.write_text(job.to_json(), encoding="utf-8")
+        code = place.launch(["outsize.cli.worker", str(folder.path)], processes, module=True)
+        if code:
+            screen.emit({"error": _error(folder, code)})
+            raise typer.Exit(code)
+        if not folder.outcome.exists():
+            return None
+        return Outcome.model_validate_json(folder.outcome.read_text(encoding="utf-8"))
+
+
+def _processes(job: Job, place: Place) -> int:
+    """Processes on this machine: as asked, else one per stage, else two."""
+    wanted = job.plan.axes.world_size if job.plan is not None else job.stages
+    if place.nproc_per_node is None:
+        return max(1, (wanted or PROCESSES) // place.nnodes)
+    processes = processes_for(place.nproc_per_node)
+    if wanted not in (None, processes * place.nnodes):
+        raise WorldMismatch(
+            f"the plan wants {wanted} processes, this run has {processes * place.nnodes}",
+            numbers=f"{place.nnodes} x {processes}",
+            next_step=f"--nproc-per-node {wanted // place.nnodes or 1}, or plan for {processes} devices",
+        )
+    return processes
+
+
+def _error(folder: Folder, code: int) -> object:
+    """What --json says: the error that a rank has left, else that the run ended with this code."""
+    if folder.error.exists():
+        return json.loads(folder.error.read_text(encoding="utf-8"))
+    failed = RankFailed("a process of the run failed", numbers=f"exit code {code}", next_step="see stderr")
+    return error_document(failed) | {"exit_code": code}

@@ -1,0 +1,175 @@
+"""`outsize run`: a script over processes with torchrun's flags, or a MODEL trained for some steps.
+
+outsize run --nproc-per-node 2 train.py ARGS...     what stands behind the script is the script's
+outsize run -m package.module ARGS...
+outsize run MODEL --steps 20 --report report.html    options may stand behind MODEL
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from typer.core import TyperCommand
+
+from outsize.cli import options
+from outsize.cli.job import Job, Outcome
+from outsize.cli.launching import Place, run_job
+from outsize.cli.screen import Screen
+from outsize.cli.subject import batch_size, load_plan
+from outsize.errors import BadOption
+from outsize.train.launch import processes_for
+from outsize.train.rendezvous import LOOPBACK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import RenderableType
+
+STEPS: Final = 10
+_FOR_MODELS: Final = (
+    *("steps", "input", "batch", "lr", "plan", "stages", "microbatches", "schedule"),
+    *("measure", "seed", "report", "trace", "json"),
+)
+
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="train.py, a module with -m, or a MODEL.", show_default=False)
+]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)
+]
+Nproc = Annotated[
+    str | None,
+    typer.Option(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        metavar="COUNT",
+        help="Processes on this machine: a number, cpu, gpu or auto (default: 1 for a script, one per "
+        "stage of the plan, else 2, for a MODEL).",
+    ),
+]
+Nnodes = Annotated[int, typer.Option("--nnodes", help="Machines.")]
+NodeRank = Annotated[int, typer.Option("--node-rank", "--node_rank", help="Number of this machine, from 0.")]
+MasterAddr = Annotated[str, typer.Option("--master-addr", "--master_addr", help="Where machine 0 is.")]
+MasterPort = Annotated[
+    int, typer.Option("--master-port", "--master_port", help="Its port (0: a free one, one machine only).")
+]
+Module = Annotated[bool, typer.Option("-m", "--module", help="TARGET is a module, as in python -m.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="MODEL: AdamW steps on one random batch.")]
+Lr = Annotated[float, typer.Option("--lr", help="MODEL: learning rate.")]
+Report = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="MODEL: write an offline HTML report.")
+]
+Trace = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="MODEL: write a timeline for ui.perfetto.dev.")
+]
+
+
+class RunCommand(TyperCommand):  # typer instantiates it itself
+    """Options end at a script, as torchrun's do; they may follow a MODEL."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Look at TARGET first, then read the line the way that fits it."""
+        ctx.allow_interspersed_args = False
+        first, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.allow_interspersed_args = _is_model(first.get("target"), bool(first.get("module")))
+        return super().parse_args(ctx, args)
+
+
+def run(
+    ctx: typer.Context,
+    target: Target,
+    arguments: Arguments = None,
+    nproc_per_node: Nproc = None,
+    nnodes: Nnodes = 1,
+    node_rank: NodeRank = 0,
+    master_addr: MasterAddr = LOOPBACK,
+    master_port: MasterPort = 0,
+    module: Module = False,
+    steps: Steps = STEPS,
+    input: options.Input = None,
+    batch: options.Batch = None,
+    lr: Lr = 1e-3,
+    plan: options.PlanFile = None,
+    stages: options.Stages = None,
+    microbatches: options.Microbatches = None,
+    schedule: options.Schedule = None,
+    measure: options.Measure = False,
+    seed: options.Seed = 0,
+    report: Report = None,
+    trace: Trace = None,
+    json: options.Json = False,
+) -> None:
+    """Run a script or a module over processes, or train MODEL for some steps.
+
+    torchrun's flags go before TARGET; what follows a script belongs to the script. MODEL is trained on a
+    random batch, one process per stage, and its figures are shown beside the predicted ones.
+    """
+    place = Place(nproc_per_node, nnodes, node_rank, master_addr, master_port)
+    if not _is_model(target, module):
+        _refuse_for_scripts(ctx)
+        _run_script(place, [target, *(arguments or ())], module)
+        return
+    if arguments:
+        raise BadOption(f"{arguments[0]!r} behind the MODEL", next_step="outsize run MODEL --steps 10")
+    screen, chosen = Screen(json), load_plan(plan)
+    options.refuse_beside(chosen, "--plan", stages=stages, microbatches=microbatches, schedule=schedule)
+    job = Job(
+        model=target,
+        input=input,
+        batch=batch_size(batch, chosen),
+        steps=steps,
+        lr=lr,
+        seed=seed,
+        plan=chosen,
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule.value if schedule is not None else None,
+        measure=measure,
+        as_json=json,
+    )
+    outcome = run_job(job, place, screen)
+    if outcome is not None:
+        _deliver(screen, outcome, report, trace)
+
+
+def _is_model(target: object, module: bool) -> bool:
+    """`provider:name`, unless a file has this very name."""
+    return isinstance(target, str) and ":" in target and not module and not Path(target).exists()
+
+
+def _run_script(place: Place, argv: list[str], module: bool) -> None:
+    target = argv[0]
+    if not module and not Path(target).exists() and not target.endswith(".py"):
+        raise BadOption(
+            f"{target!r} is neither a file nor a MODEL",
+            next_step=f"outsize run train.py, outsize run torchvision:{target}, or -m {target}",
+        )
+    code = place.launch(argv, processes_for(place.nproc_per_node or "1"), module=module)
+    if code:
+        raise typer.Exit(code)
+
+
+def _refuse_for_scripts(ctx: typer.Context) -> None:
+    """A MODEL's option before a script would be lost in silence."""
+    given = [name for name in _FOR_MODELS if _source(ctx, name) == "COMMANDLINE"]
+    if given:
+        raise BadOption(
+            f"--{given[0]} is an option of a MODEL run",
+            next_step=f"put the script's own options behind it: outsize run train.py --{given[0]} ...",
+        )
+
+
+def _source(ctx: typer.Context, name: str) -> str:
+    source = ctx.get_parameter_source(name)
+    return source.name if source is not None else ""
+
+
+def _deliver(screen: Screen, outcome: Outcome, report: Path | None, trace: Path | None) -> None:
+    def tables() -> Iterable[RenderableType]:
+        from outsize.report import tables
+
+        yield tables.run_table(outcome.plan, outcome.measured, outcome.losses)
+
+    screen.result(outcome.document(), tables)

@@ -1,0 +1,119 @@
+"""One process of `outsize run MODEL`: build the model, agree on a plan, train, leave the figures in a file.
+
+Started by cli/launching.py under train/launch.py as `python -m outsize.cli.worker FOLDER`; rank 0 has the
+terminal and shows the bars.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outsize import api
+from outsize.cli.job import Folder, Job, Outcome
+from outsize.cli.screen import Screen, error_document, warn_on_one_line
+from outsize.cli.subject import Subject, make_subject
+from outsize.errors import OutsizeError
+from outsize.ir.plan import Plan
+from outsize.ir.timeline import Timeline
+from outsize.train.engine import Engine
+from outsize.train.launch import World, join, leave
+
+Decision = tuple[Plan, Timeline]
+
+
+def main(folder: Folder) -> None:
+    """Do the folder's job as this rank. An error of ours goes to the folder as well as to the launcher."""
+    job = Job.model_validate_json(folder.job.read_text(encoding="utf-8"))
+    world = join()
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if job.as_json else contextlib.nullcontext():
+            outcome = train(job, world)
+    except OutsizeError as error:
+        folder.error.write_text(json.dumps(error_document(error)), encoding="utf-8")
+        # no frame of the user's is in the traceback: without it the launcher shows the line alone
+        raise error.with_traceback(None) from None
+    if world.rank == 0:
+        folder.outcome.write_text(outcome.to_json(), encoding="utf-8")
+    leave(world)
+
+
+def train(job: Job, world: World) -> Outcome:
+    """The job on this rank; every rank returns the outcome."""
+    screen = Screen(job.as_json)
+    warn_on_one_line()
+    if world.rank:
+        warnings.simplefilter("ignore")  # rank 0 says it
+    with screen.working(f"building {job.model}"):
+        subject = make_subject(job.model, job.input, job.batch, seed=job.seed)
+    plan, predicted = _agree(world, job, subject, screen)
+    engine = _engine(job, subject, plan)
+    losses, steps_s = _steps(engine, subject, job.steps, screen)
+    return Outcome(plan=plan, losses=losses, steps_s=steps_s, predicted=predicted, measured=engine.timeline())
+
+
+def _agree(world: World, job: Job, subject: Subject, screen: Screen) -> Decision:
+    """Decided on rank 0 and sent to all: measured costs differ from process to process."""
+    box: list[Any] = [_decide(world, job, subject, screen) if world.rank == 0 else None]
+    if world.group is not None:
+        dist.broadcast_object_list(box, group=world.group, group_src=0)
+    return box[0]
+
+
+def _decide(world: World, job: Job, subject: Subject, screen: Screen) -> Decision:
+    plan = job.plan or _make_plan(world, job, subject, screen)
+    with screen.working("pricing the plan"):
+        priced, _, timeline = api.price(plan, *subject.call, **subject.loss, measured=job.measure)
+    return priced.model_copy(update={"why": plan.why}), timeline
+
+
+def _make_plan(world: World, job: Job, subject: Subject, screen: Screen) -> Plan:
+    stages = job.stages or world.world_size
+    with screen.bar("planning") as progress:
+        return api.plan(
+            *subject.call,
+            **subject.loss,
+            cluster=f"{max(stages, world.world_size)}xcpu",
+            batch_size=job.batch,
+            microbatches=job.microbatches,
+            stages=stages,
+            schedule=job.schedule,
+            measured=job.measure,
+            progress=progress,
+        )
+
+
+def _engine(job: Job, subject: Subject, plan: Plan) -> Engine:
+    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=job.lr)
+
+    return api.parallelize(*subject.call, **subject.loss, plan=plan, optimizer=adamw, seed=job.seed)
+
+
+def _steps(
+    engine: Engine, subject: Subject, steps: int, screen: Screen
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Loss and seconds of each step; the batch is the same in all."""
+    losses, seconds = [], []
+    with screen.bar("training") as progress:
+        for done in range(steps):
+            start = time.perf_counter()
+            result = engine.step(*subject.args, target=subject.objective.target, **subject.kwargs)
+            losses.append(float(result.loss))
+            seconds.append(time.perf_counter() - start)
+            progress(done + 1, steps)
+    return tuple(losses), tuple(seconds)
+
+
+if __name__ == "__main__":
+    main(Folder(path=Path(sys.argv[1])))
