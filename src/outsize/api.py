@@ -187,9 +187,10 @@ def parallelize(
     (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
     Raises WorldMismatch, ModelMismatch, BadPlan.
     """
-    world = join()
+    cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
+    world = join("cuda" if cuda else "cpu")
     if plan is None:
-        cluster = f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
+        cluster = "local" if cuda else f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
         wishes = {"cluster": cluster, "loss_fn": loss_fn, "target": target, **wishes}
         plan = _agreed_plan(world.group, lambda: make_plan(model, args, kwargs, **wishes))
     engine = make_engine(

@@ -6,7 +6,7 @@ little and break `evaluate`. Tied names keep pointing at one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,18 @@ def _on_meta(tensor: Tensor, done: dict[int, Tensor]) -> Tensor:
     return done[id(tensor)]
 
 
-def buffer_table(model: nn.Module) -> Mapping[str, Tensor]:
-    """Buffers by FQN, for guards."""
-    return dict(model.named_buffers())
+def move_weights(model: nn.Module, device: torch.device) -> None:
+    """Bring every weight that still has values to the rank's device; tied ones stay tied."""
+    moved: dict[int, Tensor] = {}
+    for table, key, _ in _places(model):
+        tensor = table[key]
+        if tensor is not None and not tensor.is_meta and tensor.device != device:
+            table[key] = _moved(tensor, device, moved)
+
+
+def _moved(tensor: Tensor, device: torch.device, done: dict[int, Tensor]) -> Tensor:
+    if id(tensor) not in done:
+        there = tensor.detach().to(device)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        done[id(tensor)] = nn.Parameter(there, requires_grad=tensor.requires_grad) if is_parameter else there
+    return done[id(tensor)]

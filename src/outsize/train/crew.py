@@ -49,8 +49,10 @@ class GroupOutputs:
 class Crew(ABC):
     """Runs groups of microbatches."""
 
+    rank: int
     world_size: int
     stages: tuple[int, ...]
+    device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
     def __init__(self) -> None:
         self._spans: list[RawSpan] = []
@@ -141,7 +143,7 @@ class LocalCrew(Crew):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         self._plan = plan
-        self.world_size = 1
+        self.rank, self.world_size = 0, 1
         self.stages = tuple(range(len(plan.stages)))
         self._built: dict[tuple[int, int, bool], list[Interpreter]] = {}
 
@@ -208,7 +210,7 @@ class ProcessCrew(Crew):
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
-        self._plan, self._group, self._device = plan, group, device
+        self._plan, self._group, self.device = plan, group, device
         self.rank, self.world_size = group.rank(), group.size()
         self.stages = (self.rank,)
         self._transport = ProcessTransport(make_groups(group, device), device)

@@ -27,7 +27,7 @@ from outsize.ir.timeline import Timeline
 from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
 from outsize.run.rng import borrowed_generators, seeder
-from outsize.run.weights import free_foreign, owned_parameters
+from outsize.run.weights import free_foreign, move_weights, owned_parameters
 from outsize.train.batch import Batch, as_target
 from outsize.train.crew import Crew, GroupOutputs
 from outsize.train.loss import Counting
@@ -114,6 +114,11 @@ class Engine:
             results = self._run(groups, parts, 1.0)
         return EvalResult(self._total(results), self._collect(results))
 
+    @property
+    def rank(self) -> int:
+        """This process's rank in the run; 0 when all stages are in one process."""
+        return self.crew.rank
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's own parameters, under the user's names, in the model's order."""
         owned = set(self._owned if self._owned is not None else ())
@@ -148,12 +153,15 @@ class Engine:
         results = []
         self.crew.start_step()
         for variant, members in groups:
-            inputs = [parts[mb].tensors() for mb in members]
+            inputs = [[self._here(t) for t in parts[mb].tensors()] for mb in members]
             weights = [shares[mb] * scale for mb in members]
             seeds = [seeder(self.seed, self.steps, mb) for mb in members]
             results.append(self.crew.run(variant, self.model, inputs, weights, seeds))
             results[-1].shares = [shares[mb] for mb in members]
         return results
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        return tensor if self.crew.device is None else tensor.to(self.crew.device)
 
     def _settle(self, variant: Variant) -> None:
         """Once: who owns what, what is freed, and the optimizer over this rank's parameters."""
@@ -163,6 +171,8 @@ class Engine:
         self._owned = owned_parameters(variant.cut, self.model, stages)
         if self.crew.world_size > 1:
             free_foreign(variant.cut, self.model, stages)
+        if self.crew.device is not None:
+            move_weights(self.model, self.crew.device)
         trainable = [p for _, p in self.named_parameters() if p.requires_grad]
         if self._make_optimizer is not None and trainable:
             self.optimizer = self._make_optimizer(trainable)

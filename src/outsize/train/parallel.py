@@ -28,6 +28,13 @@ def make_crew(plan: Plan, group: dist.ProcessGroup | None, device: torch.device)
     return ProcessCrew(plan, group, device)
 
 
+def device_of(plan: Plan) -> torch.device:
+    """The device of this process: its current CUDA device when the plan is for CUDA devices, else the CPU."""
+    if plan.stages[0].device.startswith("cuda") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def make_engine(
     model: nn.Module,
     plan: Plan,
@@ -38,5 +45,5 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     """An engine of the plan; options are those of Engine."""
-    crew = make_crew(plan, group, torch.device("cpu"))
+    crew = make_crew(plan, group, device_of(plan))
     return Engine(model, plan, crew, loss_fn=loss_fn, optimizer=optimizer, **options)
