@@ -302,7 +302,7 @@ CASES: tuple[Case, ...] = (
     Case("toy", ToyModel, lambda n: ((features(n, 10),), {}), squared_error, lambda n: features(n, 5)),
     Case("mlp", mlp, lambda n: ((features(n, 12),), {}), cross_entropy, classes),
     Case("resnet18", resnet("resnet18"), lambda n: ((images(n, 64),), {}), cross_entropy, classes),
-    Case("resnet50", resnet("resnet50"), lambda n: ((images(n, 64),), {}), cross_entropy, classes),
+    Case("resnet50", resnet("resnet50"), lambda n: ((images(n, 32),), {}), cross_entropy, classes),
     Case(
         "deeplabv3",
         deeplab,

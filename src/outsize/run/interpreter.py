@@ -83,11 +83,11 @@ class Interpreter:
         self._transport, self._base = transport, channel_base
         own = {a.stage for a in schedule.actions[rank]}
         self.stages = {s: Stage(cut.programs[s], model) for s in sorted(own)}
+        # What came in or is about to leave: whoever takes it, a compute action or a send, takes it out.
         self._values: dict[Message, Pending | Tensor] = {}
         self._gradients: dict[Message, Pending | Tensor | None] = {}
         self._held: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-        self._results: dict[tuple[int, int], dict[int, Tensor]] = {}
-        self._sinks: dict[tuple[int, int], Gradients] = {}
+        self._trains = any(a.kind is Kind.B for a in schedule.actions[rank])
         self._weights: dict[tuple[int, int], Tensor] = {}
         self._ops = [self._bind(action) for action in schedule.actions[rank]]
         self._at = 0
@@ -127,7 +127,7 @@ class Interpreter:
         """Forget an unfinished step."""
         for stage in self.stages.values():
             stage.forget()
-        for table in (self._values, self._gradients, self._held, self._results, self._sinks, self._weights):
+        for table in (self._values, self._gradients, self._held, self._weights):
             table.clear()
 
     def _execute(self, op: _Op) -> None:
@@ -160,7 +160,7 @@ class Interpreter:
     def _forward(self, action: Action) -> _Op:
         stage, mb = self.stages[action.stage], action.microbatch
         wanted = [(b, (b.key, action.stage, mb)) for b in stage.program.received]
-        local = [(b, c) for b in stage.program.sent for c in b.consumers if self._is_here(c)]
+        leaving = [(b, c) for b in stage.program.sent for c in b.consumers if b.weight is None or mb == 0]
 
         def gather() -> list[Tensor]:
             return [self._value(b, message) for b, message in wanted]
@@ -168,13 +168,13 @@ class Interpreter:
         def run(received: list[Tensor]) -> None:
             step = self._step
             result = stage.forward(mb, step.inputs[mb], received, step.seeds[mb])
-            self._results[action.stage, mb] = result.sent
             if result.loss is not None:
                 self.outputs.losses[mb] = result.loss.detach()
             if result.outputs:
                 self.outputs.outputs[mb] = result.outputs
-            for boundary, consumer in local:
-                self._values[boundary.key, consumer, mb] = self._outgoing(stage, boundary, mb)
+            for boundary, consumer in leaving:
+                value = stage.own(boundary.key) if boundary.weight is not None else result.sent[boundary.key]
+                self._values[boundary.key, consumer, mb] = value.detach()
 
         def ready() -> bool:
             return all(self._is_ready(self._values, m) or self._is_kept(b, m) for b, m in wanted)
@@ -185,18 +185,14 @@ class Interpreter:
         stage, mb = self.stages[action.stage], action.microbatch
         incoming = self._incoming_gradients(stage, mb)
         returned = [b for b in stage.program.received if b.requires_grad]
-        local = [b for b in returned if self._is_here(b.previous(action.stage))]
 
         def gather() -> Gradients:
             return {key: self._gradient(message) for key, message in incoming}
 
         def run(gradients: Gradients) -> None:
             sink = stage.backward(mb, self._step.weights[mb], gradients)
-            self._sinks[action.stage, mb] = {b.key: sink.get(b.key) for b in returned}
-            for boundary in local:
-                to = boundary.previous(action.stage)
-                self._gradients[boundary.key, to, mb] = sink.get(boundary.key)
-            self._results.pop((action.stage, mb), None)
+            for boundary in returned:
+                self._gradients[boundary.key, boundary.previous(action.stage), mb] = sink.get(boundary.key)
             for channel, buffer in self._held.pop((action.stage, mb), ()):
                 self._transport.release(channel, buffer)
 
@@ -216,8 +212,10 @@ class Interpreter:
 
         def run(_: None) -> None:
             for boundary in leaving:
-                tensor = self._outgoing(stage, boundary, mb)
-                self._transport.send(self._rank_of[peer], self._channel(boundary, peer, False), mb, tensor)
+                channel = self._channel(boundary, peer, False)
+                value = self._values.pop((boundary.key, peer, mb))
+                assert isinstance(value, Tensor)
+                self._transport.send(self._rank_of[peer], channel, mb, value)
 
         return _Op(str(action), "send", run)
 
@@ -238,10 +236,10 @@ class Interpreter:
         back = [b for b in stage.program.received if b.requires_grad and b.previous(action.stage) == peer]
 
         def run(_: None) -> None:
-            sink = self._sinks[action.stage, mb]
             for boundary in back:
                 channel = self._channel(boundary, action.stage, True)
-                self._transport.send(self._rank_of[peer], channel, mb, sink[boundary.key])
+                gradient = self._gradient((boundary.key, peer, mb))
+                self._transport.send(self._rank_of[peer], channel, mb, gradient)
 
         return _Op(str(action), "send", run)
 
@@ -260,15 +258,6 @@ class Interpreter:
 
     # -- messages ------------------------------------------------------------------------------------
 
-    def _is_here(self, stage: int) -> bool:
-        return self._rank_of[stage] == self.rank
-
-    def _outgoing(self, stage: Stage, boundary: Boundary, mb: int) -> Tensor:
-        """A sent value, without its graph; a tied weight is the parameter itself."""
-        if boundary.weight is not None:
-            return stage.own(boundary.key).detach()
-        return self._results[stage.program.stage, mb][boundary.key].detach()
-
     def _value(self, boundary: Boundary, message: Message) -> Tensor:
         """Wait for a received value. A tied weight came with microbatch 0 and is kept for the step."""
         key, stage, mb = message
@@ -279,7 +268,7 @@ class Interpreter:
         assert value is not None
         if boundary.weight is not None:
             self._weights[key, stage] = value
-        elif isinstance(found, Pending):
+        elif isinstance(found, Pending) and self._trains:
             self._held.setdefault((stage, mb), []).append((self._channel(boundary, stage, False), value))
         return value
 

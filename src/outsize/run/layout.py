@@ -6,6 +6,7 @@ transpose) travels in its own memory order, an expanded dimension (stride 0) tra
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -39,14 +40,17 @@ class Layout:
         stride = tuple(0 if not step else new for step, new in zip(tensor.stride(), stride, strict=True))
         return cls(tuple(tensor.shape), stride, tensor.dtype)
 
-    def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(tensor of this layout, flat view of its memory to receive into)."""
-        keep = [size if step else 1 for size, step in zip(self.shape, self.stride, strict=True)]
-        count = 1
-        for size in keep:
-            count *= size
-        flat = torch.empty(count, dtype=self.dtype, device=device)
-        return flat.as_strided(self.shape, self.stride), flat
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor of this layout, to receive into."""
+        flat = torch.empty(self._count(), dtype=self.dtype, device=device)
+        return flat.as_strided(self.shape, self.stride)
+
+    def memory(self, tensor: Tensor) -> Tensor:
+        """The distinct elements of a tensor that `empty` made, as they arrive: flat, in memory order."""
+        return tensor.as_strided((self._count(),), (1,))
+
+    def _count(self) -> int:
+        return math.prod(size if step else 1 for size, step in zip(self.shape, self.stride, strict=True))
 
     def encode(self) -> Tensor:
         """As a header of HEADER int64 numbers."""

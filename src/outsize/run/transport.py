@@ -49,7 +49,10 @@ class Transport(ABC):
 
     @abstractmethod
     def release(self, channel: int, tensor: Tensor) -> None:
-        """A received tensor is no longer used; its memory may be received into again."""
+        """Nobody holds a received tensor or a view of it any more: its memory may be received into again.
+
+        What is not released is freed like any tensor when its last holder lets go.
+        """
 
     @abstractmethod
     def flush(self) -> None:
@@ -129,8 +132,7 @@ class ProcessTransport(Transport):
         self._groups, self._device, self._depth = groups, device, depth
         self._sent: dict[int, Layout | None] = {}
         self._known: dict[int, Layout | None] = {}
-        self._free: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._lent: dict[int, tuple[Tensor, Tensor]] = {}
+        self._free: dict[int, list[Tensor]] = {}
         self._leaving: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         self._unknown: dict[int, _Introduction] = {}
         self.buffers_made = 0
@@ -155,9 +157,7 @@ class ProcessTransport(Transport):
         return pending
 
     def release(self, channel: int, tensor: Tensor) -> None:
-        pair = self._lent.pop(id(tensor), None)
-        if pair is not None:
-            self._free.setdefault(channel, []).append(pair)
+        self._free.setdefault(channel, []).append(tensor)
 
     def flush(self) -> None:
         for leaving in self._leaving.values():
@@ -177,19 +177,16 @@ class ProcessTransport(Transport):
         layout = self._known[channel]
         if layout is None:
             return None, None
-        tensor, flat = self._buffer(channel, layout)
-        group = self._groups.of(channel)
+        tensor = self._buffer(channel, layout)
+        flat, group = layout.memory(tensor), self._groups.of(channel)
         return tensor, dist.irecv(flat, group=group, group_src=peer, tag=_tag(channel, microbatch))
 
-    def _buffer(self, channel: int, layout: Layout) -> tuple[Tensor, Tensor]:
+    def _buffer(self, channel: int, layout: Layout) -> Tensor:
         free = self._free.get(channel)
         if free:
-            pair = free.pop()
-        else:
-            self.buffers_made += 1
-            pair = layout.empty(self._device)
-        self._lent[id(pair[0])] = pair
-        return pair
+            return free.pop()
+        self.buffers_made += 1
+        return layout.empty(self._device)
 
     def _introduction(self, peer: int, channel: int) -> _Introduction:
         if channel not in self._unknown:

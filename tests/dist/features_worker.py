@@ -1,0 +1,306 @@
+"""One rank of two: what a training loop does besides steps, each compared with the plain loop.
+
+`features_worker.py FOLDER` runs every function named `check_...` and leaves FOLDER/rank<r>.json: the name of
+each check with "ok" or its traceback. All ranks run all checks in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+
+from parity_runs import BATCH_SIZE, SEED, Combination, batch_of, captured, fresh, planned
+from zoo import case
+
+from outsize.errors import WorldMismatch
+from outsize.run.layout import Layout
+from outsize.run.rng import seeder
+from outsize.run.transport import ProcessTransport
+from outsize.train.batch import Batch
+from outsize.train.crew import ProcessCrew
+from outsize.train.engine import Engine, MakeOptimizer
+from outsize.train.launch import World, join, leave
+from outsize.train.loss import LossShares
+from outsize.train.parallel import make_engine
+from outsize.train.reference import reference_step
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@final
+class Pair:
+    """One zoo model twice: split over the ranks, and plain in this process."""
+
+    def __init__(
+        self, world: World, name: str, optimizer: MakeOptimizer = adamw, microbatches: int = 3, **options: Any
+    ) -> None:
+        found = case(name)
+        self.wanted = Combination(name, microbatches, world.world_size, "1f1b")
+        self.loss_fn, self.batch = found.loss, batch_of(found)
+        self.parts = self.batch.split(microbatches)
+        self.engine: Engine = make_engine(
+            fresh(name),
+            planned(self.wanted),
+            world.group,
+            loss_fn=found.loss,
+            optimizer=optimizer,
+            seed=SEED,
+            **options,
+        )
+        self.plain = fresh(name)
+        self.optimizer = optimizer(self.plain.parameters())
+        self.steps = 0
+
+    def step(self, **options: Any) -> Any:
+        """A step of the engine."""
+        return self.engine.step(*self.batch.args, target=self.batch.target or None, **options, **self.kwargs)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return self.batch.kwargs
+
+    def accumulate(self, scale: float = 1.0) -> Tensor:
+        """The plain loop's forward and backward; the loss of the batch."""
+        tape = captured(self.wanted.model, self.wanted.microbatches).tape
+        shares = LossShares(tape, self.plain).of(self.parts)
+        seeds = [seeder(SEED, self.steps, mb) for mb in range(len(self.parts))]
+        self.steps += 1
+        weights = [s * scale for s in shares]
+        loss = reference_step(self.plain, tape, self.parts, weights, seeds, self.loss_fn).loss
+        assert loss is not None
+        return loss
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def insist_on_equal_parameters(self) -> None:
+        expected = dict(self.plain.named_parameters())
+        wrong = [n for n, p in self.engine.named_parameters() if not torch.equal(p, expected[n])]
+        assert wrong == []
+
+
+def check_evaluate_gives_the_eager_outputs_and_changes_nothing(world: World) -> None:
+    for name in ("unet", "gpt2"):
+        pair = Pair(world, name)
+        pair.step(update=False)
+        first = next(iter(pair.engine.model.children()))
+        first.eval()  # a frozen part stays in eval mode
+        grads = {n: p.grad.clone() for n, p in pair.engine.named_parameters() if p.grad is not None}
+        assert grads
+        buffers = {n: b.clone() for n, b in pair.engine.model.named_buffers() if not b.is_meta}
+        flags = [m.training for m in pair.engine.model.modules()]
+        random = torch.get_rng_state()
+        result = pair.engine.evaluate(*pair.batch.args, target=pair.batch.target or None, **pair.kwargs)
+        assert torch.equal(random, torch.get_rng_state())
+        assert flags == [m.training for m in pair.engine.model.modules()]
+        assert len(set(flags)) == 2
+        after = dict(pair.engine.model.named_buffers())
+        assert all(torch.equal(b, after[n]) for n, b in buffers.items())
+        for n, p in pair.engine.named_parameters():
+            assert p.grad is not None
+            assert torch.equal(p.grad, grads[n])
+        _insist_on_eager_outputs(world, pair, result)
+
+
+def _insist_on_eager_outputs(world: World, pair: Pair, result: Any) -> None:
+    pair.accumulate()  # the plain model's BatchNorm statistics see the same batch
+    if world.rank < world.world_size - 1:
+        assert result.outputs is None
+        return
+    pair.plain.eval()
+    for part, found in zip(pair.parts, result.outputs, strict=True):
+        with torch.no_grad():
+            expected = pair.plain(*part.args, **part.kwargs)
+        if isinstance(expected, Tensor):
+            assert torch.equal(expected, found)
+        else:
+            assert type(expected) is type(found)
+            assert torch.equal(expected.logits, found.logits)
+            assert torch.equal(expected.loss, found.loss)
+
+
+def check_evaluate_as_the_first_call_and_then_training(world: World) -> None:
+    pair = Pair(world, "unet")
+    first = pair.engine.evaluate(*pair.batch.args, target=pair.batch.target or None)
+    assert (first.outputs is None) is (world.rank == 0)
+    for _ in range(2):
+        assert torch.equal(pair.step().loss, pair.accumulate())
+        pair.update()
+    pair.insist_on_equal_parameters()
+
+
+def check_clipping_is_bit_equal(world: World) -> None:
+    for name in ("gpt2", "mlp"):
+        pair = Pair(world, name, clip_norm=0.05)
+        for _ in range(3):
+            result = pair.step()
+            pair.accumulate()
+            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+            assert norm > 0.05, "nothing was clipped"
+            assert torch.equal(result.grad_norm, norm)
+            pair.update()
+        pair.insist_on_equal_parameters()
+
+
+def check_accumulation_over_two_steps(world: World) -> None:
+    pair = Pair(world, "llama")
+    for _ in range(2):
+        for update in (False, True):
+            pair.step(update=update, loss_scale=0.5)
+            pair.accumulate(scale=0.5)
+        pair.update()
+    pair.insist_on_equal_parameters()
+
+
+def check_an_ordinary_scheduler(world: World) -> None:
+    pair = Pair(world, "bert", sgd)
+    pair.engine.prepare(*pair.batch.args, target=pair.batch.target or None, **pair.kwargs)
+    assert pair.engine.optimizer is not None
+    both = [pair.engine.optimizer, pair.optimizer]
+    ours, theirs = (torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.1) for o in both)
+    for _ in range(4):
+        pair.step()
+        ours.step()
+        pair.accumulate()
+        pair.update()
+        theirs.step()
+    assert ours.get_last_lr() == theirs.get_last_lr() != [0.5]
+    pair.insist_on_equal_parameters()
+
+
+def check_tied_weights_have_one_optimizer_state(world: World) -> None:
+    pair = Pair(world, "gpt2")
+    pair.step()
+    assert pair.engine.optimizer is not None
+    states = torch.tensor(len(pair.engine.optimizer.state))
+    dist.all_reduce(states, group=world.group)
+    assert int(states) == len(list(pair.plain.parameters()))
+    tied = "transformer.wte.weight"
+    assert (tied in dict(pair.engine.named_parameters())) is (world.rank == 0)
+    model: Any = pair.engine.model
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def check_a_plan_for_another_world_is_refused(world: World) -> None:
+    plan = planned(Combination("toy", 3, 3, "1f1b"))
+    with pytest.raises(WorldMismatch, match=r"wants 3 processes, this run has 2.*--nproc-per-node 3"):
+        make_engine(fresh("toy"), plan, world.group)
+
+
+def check_receive_buffers_follow_the_depth_and_not_the_microbatches(world: World) -> None:
+    made: dict[int, int] = {}
+    peak: dict[int, int] = {}
+    for microbatches in (4, 16):
+        found = case("mlp")
+        plan = planned(Combination("mlp", 4, 2, "1f1b"))
+        plan = plan.model_copy(update={"microbatches": microbatches, "batch_size": 32})
+        engine = make_engine(fresh("mlp"), plan, world.group, loss_fn=found.loss)
+        batch = batch_of(found, 32)
+        with received_tensors() as alive:
+            for _ in range(3):
+                engine.step(*batch.args, target=batch.target)
+                engine.evaluate(*batch.args, target=batch.target)
+        peak[microbatches] = max(alive)
+        assert isinstance(engine.crew, ProcessCrew)
+        transport = engine.crew._transport
+        assert isinstance(transport, ProcessTransport)
+        made[microbatches] = transport.buffers_made
+    # The first rank receives gradients alone, which are freed; the second activations, which are pooled.
+    # An evaluation hands its tensors to the user, so nothing of it is pooled.
+    assert peak[16] <= peak[4] <= 4, peak
+    if world.rank == 1:
+        assert made[16] - 3 * 16 == made[4] - 3 * 4 <= 2, made
+
+
+@contextmanager
+def received_tensors() -> Iterator[list[int]]:
+    """How many tensors that were received into are alive, noted at each new one."""
+    original, made, alive = Layout.empty, [], [0]
+
+    def empty(layout: Layout, device: torch.device) -> Tensor:
+        tensor = original(layout, device)
+        made.append(weakref.ref(tensor))
+        alive.append(sum(r() is not None for r in made))
+        return tensor
+
+    Layout.empty = empty
+    try:
+        yield alive
+    finally:
+        Layout.empty = original
+
+
+def check_the_users_generator_is_untouched(world: World) -> None:
+    pair = Pair(world, "mlp")
+    torch.manual_seed(100 + world.rank)
+    before = torch.get_rng_state()
+    pair.step()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def check_another_batch_shape_runs_under_the_same_plan(world: World) -> None:
+    pair = Pair(world, "gpt2")
+    pair.step()
+    pair.accumulate()
+    pair.update()
+    short = Batch((), {k: v[:6, :9].contiguous() for k, v in pair.kwargs.items()})
+    model = pair.plain
+    losses = []
+    for part in short.split(3):
+        loss = model(**part.kwargs).loss
+        (loss * (1 / 3)).backward()
+        losses.append(loss.detach() * (1 / 3))
+    result = pair.engine.step(**short.kwargs)
+    assert torch.equal(result.loss, losses[0] + losses[1] + losses[2])
+    pair.update()
+    pair.insist_on_equal_parameters()
+    assert BATCH_SIZE != 6
+
+
+Check = Callable[[World], None]
+CHECKS: dict[str, Check] = {
+    name.removeprefix("check_"): found for name, found in list(globals().items()) if name.startswith("check_")
+}
+
+
+def outcome(check: Check, world: World) -> str:
+    try:
+        check(world)
+    except Exception:
+        return traceback.format_exc()
+    return "ok"
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = join(timeout_s=60)
+    found: dict[str, str] = {}
+    for name, check in CHECKS.items():
+        found[name] = outcome(check, world)
+        (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
+        dist.barrier(group=world.group)
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,132 @@
+"""The promise over real processes (gloo on 127.0.0.1): two and three ranks, all models in one launch each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zoo import CASES
+
+pytestmark = pytest.mark.dist
+
+HERE = Path(__file__).parent
+DRIVER = "import sys; from outsize.train.launch import run_script; "
+DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+Done = subprocess.CompletedProcess[str]
+Findings = list[Mapping[str, list[dict[str, Any]]]]  # by rank
+
+
+def run(command: list[str], timeout_s: float = 60) -> Done:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
+
+
+def launched(script: str, ranks: int, *arguments: str, timeout_s: float = 60) -> Done:
+    """`script` of this folder under outsize's launcher."""
+    return run([sys.executable, "-c", DRIVER, str(ranks), str(HERE / script), *arguments], timeout_s)
+
+
+# -- the zoo -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """What each rank found, from one launch."""
+    folder = tmp_path_factory.mktemp("zoo")
+    extent = "all" if request.config.getoption("--all") else "slice"
+    done = launched("zoo_worker.py", request.param, str(folder), extent, timeout_s=560)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(request.param)]
+
+
+in_time = pytest.mark.timeout(600)
+every_model = pytest.mark.parametrize("name", [c.name for c in CASES])
+
+
+@in_time
+@every_model
+def test_each_rank_holds_the_numbers_of_the_plain_loop(zoo: Findings, name: str) -> None:
+    assert len(zoo[0][name]) >= 2
+    wrong = [(f["combination"], f["differences"]) for rank in zoo for f in rank[name] if not f["equal"]]
+    assert wrong == []
+
+
+@in_time
+@every_model
+def test_each_parameter_has_one_owner_and_is_freed_elsewhere(zoo: Findings, name: str) -> None:
+    for by_rank in zip(*(rank[name] for rank in zoo), strict=True):
+        owned = sorted(n for f in by_rank for n in f["own"])
+        assert owned == by_rank[0]["all"]
+        assert [f["kept"] for f in by_rank] == [f["own"] for f in by_rank]
+        assert sorted({n for f in by_rank for n in f["buffers"]}) == by_rank[0]["all_buffers"]
+
+
+# -- what a training loop does besides steps ------------------------------------------------------------
+
+CHECKS = [
+    "evaluate_gives_the_eager_outputs_and_changes_nothing",
+    "evaluate_as_the_first_call_and_then_training",
+    "clipping_is_bit_equal",
+    "accumulation_over_two_steps",
+    "an_ordinary_scheduler",
+    "tied_weights_have_one_optimizer_state",
+    "a_plan_for_another_world_is_refused",
+    "receive_buffers_follow_the_depth_and_not_the_microbatches",
+    "the_users_generator_is_untouched",
+    "another_batch_shape_runs_under_the_same_plan",
+]
+
+
+@pytest.fixture(scope="module")
+def features(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of two ranks says to each check of features_worker.py."""
+    folder = tmp_path_factory.mktemp("features")
+    done = launched("features_worker.py", 2, str(folder), timeout_s=200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_two_processes(features: list[dict[str, str]], name: str) -> None:
+    for said in features:
+        assert said[name] == "ok", said[name]
+
+
+def test_every_check_of_the_worker_is_asked_for(features: list[dict[str, str]]) -> None:
+    assert [list(said) for said in features] == [CHECKS, CHECKS]
+
+
+# -- one script, three ways to start it -------------------------------------------------------------------
+
+
+def losses(done: Done) -> list[str]:
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("loss ")]
+
+
+def test_one_script_gives_the_same_losses_alone_under_outsize_run_and_under_torchrun() -> None:
+    script = str(HERE / "train_script.py")
+    alone = losses(run([sys.executable, script]))
+    assert len(alone) == 4
+    assert len(set(alone)) == 4
+    assert losses(launched("train_script.py", 2)) == alone
+    assert losses(run([*TORCHRUN, script])) == alone
+
+
+def test_an_exception_in_one_ranks_model_ends_the_run_with_one_traceback(tmp_path: Path) -> None:
+    done = launched("failing_worker.py", 2, str(tmp_path))
+    failed_s = float((tmp_path / "failed").read_text())
+    assert time.time() - failed_s < 10
+    assert done.returncode == 4
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert "ValueError: 3 is not my lucky number" in done.stderr
+    assert "RankFailed [E401]: rank 1 of 2 failed first" in done.stderr
