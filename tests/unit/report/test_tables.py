@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import samples
+from rich.console import Console, RenderableType
+
+from outsize.ir.plan import Plan
+from outsize.report.tables import check_table, plan_table, run_table, units_table
+
+Golden = Callable[[str, str], None]
+BARE = Plan.model_validate({**samples.plan().model_dump(), "expected": None, "why": ()})
+
+
+def text_of(table: RenderableType, width: int = 80) -> str:
+    """What a pipe gets: no colour, no trailing blanks."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return "".join(f"{line.rstrip()}\n" for line in console.file.getvalue().splitlines())
+
+
+TABLES = {
+    "plan": plan_table(samples.plan(), samples.graph()),
+    "plan_bare": plan_table(BARE),
+    "check_equal": check_table(samples.verdict()),
+    "check_differs": check_table(samples.verdict(bit_equal=False)),
+    "run": run_table(samples.plan(), samples.measured(), samples.LOSSES),
+    "run_bare": run_table(BARE, samples.measured()),
+    "units": units_table(samples.graph(), samples.profile()),
+    "units_bare": units_table(samples.graph()),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_at_80_columns(name: str, golden: Golden) -> None:
+    golden(f"messages/{name}.txt", text_of(TABLES[name]))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_colour_off_a_terminal_and_no_line_too_long(name: str) -> None:
+    text = text_of(TABLES[name])
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_nothing_is_lost_at_60_columns(name: str) -> None:
+    """Narrower than promised: words may break, but those of the first column stay."""
+    first = {
+        line.split()[0] for line in text_of(TABLES[name]).splitlines() if line.startswith(("cpu", "loss"))
+    }
+    assert first <= set(text_of(TABLES[name], 60).split())
+
+
+def test_a_stage_over_its_limit_is_said() -> None:
+    assert samples.plan().expected is not None
+    dump = samples.plan().model_dump()
+    dump["expected"]["stages"][0]["device_bytes"] = 300 * samples.MIB
+    assert " 111 %" in text_of(plan_table(Plan.model_validate(dump)))
+
+
+def test_memory_of_an_unknown_device_is_no_share() -> None:
+    dump = samples.plan().model_dump()
+    dump["expected"]["stages"][0]["device_bytes"] = 0
+    line = next(
+        x for x in text_of(plan_table(Plan.model_validate(dump))).splitlines() if x.startswith("cpu:0")
+    )
+    assert line.endswith(" -")
+    assert "GiB" not in line
+
+
+def test_a_difference_that_is_no_number_is_a_difference() -> None:
+    odd = samples.verdict(bit_equal=False).model_copy(update={"loss_diff": float("nan")})
+    assert "nan" in text_of(check_table(odd))
+    assert "NOT bit-equal" in text_of(check_table(odd))
