@@ -109,11 +109,12 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """`layer1.0.conv1` for a leaf, `layer1.0:add` for glue in that frame."""
+        """`layer1.0.conv1` for a leaf, `layer1.0:add` for glue in that frame, `add` in the model's own."""
         if isinstance(self.target, str):
             return self.target
         op = getattr(self.target, "__name__", type(self.target).__name__)
-        return f"{self.frame or 'root'}:{op.strip('_')}"
+        op = op.strip("_")
+        return f"{self.frame}:{op}" if self.frame else op
 
     def reads(self) -> Iterator[int]:
         """Slots that the arguments mention, in order, possibly repeated."""
