@@ -1,9 +1,10 @@
 """Python decisions on values of the example: `if mask.all()`, `x.item()`, shapes of `nonzero`.
 
 On fakes such a call has no answer. When its arguments depend on the inputs and on constants alone, that
-slice of the tape is run on the real example and the answer becomes a Guard of the tape. A decision that
-no draw can change (`torch.rand([]) < 0.0`, layerdrop switched off) is answered too. Everything else
-(activations, parameters, random numbers) is a LookupError, which the ladder handles.
+slice of the tape is run on the real example and the answer becomes a Guard of the tape. Where the values of
+the first argument do not matter to the shape of the result (`hidden[mask]`), it may be an activation.
+A decision that no draw can change (`torch.rand([]) < 0.0`, layerdrop switched off) is answered too.
+Everything else (activations, parameters, random numbers) is a LookupError, which the ladder handles.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from outsize.program.tree import leaves, map_leaves
 
 # The largest number below 1 that torch.rand can draw in fp32.
 _ALMOST_ONE = 1.0 - 2.0**-24
+# Functions the shape of whose result does not depend on the values of their first argument.
+_SELECTORS = frozenset({"__getitem__", "masked_select", "repeat_interleave"})
 _COMPARISONS = frozenset({"lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__", "less", "greater"})
 
 
@@ -53,6 +56,8 @@ class Decider:
 
     def decide(self, fn: Callable[..., Any], args: Any, kwargs: Any, where: str, fakes: FakeModel) -> Any:
         """The result of `fn`, tensors as fakes. Raises LookupError with the reason."""
+        if getattr(fn, "__name__", "") in _SELECTORS:
+            args = (map_leaves(self._blank, args[0]), *args[1:])
         reads = [leaf.slot for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
         needs = backward_slice(self._instructions, self._slots.metas, reads)
         if any(self._instructions[i].random for i in needs):
@@ -68,6 +73,13 @@ class Decider:
         slots = {*reads, *(s for i in needs for s in self._instructions[i].reads())}
         buffers = any(self._instructions[i].weights for i in needs)
         return buffers or not slots.isdisjoint((*self._inputs, *self._slots.constants))
+
+    def _blank(self, leaf: Any) -> Any:
+        """Zeros instead of a value that does not matter."""
+        if not isinstance(leaf, Ref):
+            return leaf
+        meta = self._slots.metas[leaf.slot]
+        return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
 
     def _insist_on_inputs(self, needs: list[int], args: Any, kwargs: Any) -> None:
         touched = [w for i in needs for w in self._instructions[i].weights]

@@ -7,6 +7,7 @@ those in lists and dicts, such as an LSTM's flat weights) are replaced in the mo
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from outsize.program.tape import Weight
 from outsize.program.tree import map_leaves, paths
 
-_STATE = ("_parameters", "_buffers")
+_TABLES = ("_parameters", "_buffers")
+_CHILDREN = "_modules"
+_PLAIN = (bool, int, float, complex, str, bytes)
 
 
 @final
@@ -28,7 +31,8 @@ class FakeModel:
     """A model whose tensors are fakes while the context lasts.
 
     `weights` maps id(tensor) to its Weight for the fakes and for the real tensors (a closure may hold
-    one); `real` maps a weight's name to the real tensor.
+    one); `real` maps a weight's name to the real tensor. Afterwards every module has its own attributes,
+    tables, lists and dicts with their own contents again, also when the forward raised.
     """
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
@@ -36,39 +40,65 @@ class FakeModel:
         self.modules = dict(model.named_modules())
         self.weights: dict[int, Weight] = {}
         self.real: dict[str, Tensor] = {}
-        self.rebound: list[str] = []
         self._fake_of: dict[int, Tensor] = {}
-        self._saved: list[tuple[nn.Module, dict[str, Any], dict[str, dict[str, Any]]]] = []
-        self._planted: dict[str, dict[str, int]] = {}
+        own = {fqn: m for fqn, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)}
+        self._own = own
+        self._before = [(module, dict(module.__dict__)) for module in own.values()]
+        self._contents = [pair for module in own.values() for pair in _contents(module)]
+        self._planted: dict[str, dict[str, Any]] = {}
+        self._parameters: dict[int, list[int]] = {}
 
     def __enter__(self) -> FakeModel:
-        for module in self.modules.values():
-            state = {key: dict(module.__dict__[key]) for key in _STATE}
-            self._saved.append((module, dict(module.__dict__), state))
-        for fqn, module in self.modules.items():
-            self._plant(fqn, module)
+        try:
+            for fqn, module in self._own.items():
+                self._plant(fqn, module)
+            self._know_scripted()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.rebound = [fqn for fqn, module in self.modules.items() if self._changed(fqn, module)]
-        for module, attributes, state in self._saved:
-            for key, values in state.items():
-                attributes[key].clear()
-                attributes[key].update(values)
+        for module, attributes in self._before:
             module.__dict__.clear()
             module.__dict__.update(attributes)
+        for container, items in self._contents:
+            container.clear()
+            container.extend(items) if isinstance(container, list) else container.update(items)
+
+    def rebound(self) -> list[tuple[str, str]]:
+        """(module, attribute) that the forward has bound anew: a tensor, or a plain Python value."""
+        return [
+            (fqn, name)
+            for fqn, module in self._own.items()
+            for name in _differing(self._planted[fqn], _identities(module))
+        ]
+
+    def is_intact(self, fqn: str) -> bool:
+        """Has the module its own parameters, or has torch.func.functional_call lent it others?"""
+        own = [m for m in self.modules[fqn].modules() if id(m) in self._parameters]
+        return all(_parameter_ids(m) == self._parameters[id(m)] for m in own)
 
     def _plant(self, fqn: str, module: nn.Module) -> None:
         prefix = f"{fqn}." if fqn else ""
-        for key, kind in zip(_STATE, ("parameter", "buffer"), strict=True):
+        for key, kind in zip(_TABLES, ("parameter", "buffer"), strict=True):
             table = module.__dict__[key]
             for name, tensor in table.items():
                 if tensor is not None:
                     table[name] = self._fake(tensor, Weight(prefix + name, kind))
         for name, value in list(module.__dict__.items()):
-            if name not in (*_STATE, "_modules") and _holds_tensor(value):
+            if name not in (*_TABLES, _CHILDREN) and _holds_tensor(value):
                 module.__dict__[name] = self._fake_tree(value, prefix + name)
         self._planted[fqn] = _identities(module)
+        self._parameters[id(module)] = _parameter_ids(module)
+
+    def _know_scripted(self) -> None:
+        """The weights of scripted modules cannot be swapped: their calls take fakes and real weights."""
+        for fqn, module in self.modules.items():
+            if fqn not in self._own:
+                for name, tensor in module.named_parameters(fqn):
+                    self.weights.setdefault(id(tensor), Weight(name, "parameter"))
+                    self.real[name] = tensor
 
     def _fake_tree(self, value: Any, name: str) -> Any:
         names = {id(t): f"{name}{path}" for path, t in paths(value, lambda leaf: isinstance(leaf, Tensor))}
@@ -89,9 +119,6 @@ class FakeModel:
         self.real[weight.name] = tensor
         return fake
 
-    def _changed(self, fqn: str, module: nn.Module) -> bool:
-        return _identities(module) != self._planted[fqn]
-
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
     """A fake with the tensor's shape, strides, dtype and requires_grad, of its own storage."""
@@ -109,10 +136,43 @@ def _holds_tensor(value: Any) -> bool:
     return any(isinstance(item, Tensor) for item in items)
 
 
-def _identities(module: nn.Module) -> dict[str, int]:
-    """Which tensor is bound under which name; a change means that the forward rebinds state."""
-    tables = [module.__dict__[key] for key in _STATE] + [module.__dict__]
-    return {name: id(t) for table in tables for name, t in table.items() if isinstance(t, Tensor)}
+def _parameter_ids(module: nn.Module) -> list[int]:
+    return [id(p) for p in module._parameters.values()]
+
+
+def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """(list or dict, copy) of everything in the module's attributes that a forward may fill or empty."""
+    for value in module.__dict__.values():
+        yield from _containers(value)
+
+
+def _containers(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, list | dict):
+        yield value, copy.copy(value)
+    if isinstance(value, list | tuple | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _containers(item)
+
+
+def _identities(module: nn.Module) -> dict[str, Any]:
+    """What is bound under which name; a change means that the forward keeps state in it."""
+    tables = [module.__dict__[key] for key in _TABLES]
+    rest = {k: v for k, v in module.__dict__.items() if k not in (*_TABLES, _CHILDREN)}
+    return {name: _identity(value) for table in (*tables, rest) for name, value in table.items()}
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value)
+    if isinstance(value, list | tuple):
+        return [_identity(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _identity(item) for key, item in value.items()}
+    return value if isinstance(value, _PLAIN) else None
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
 
 
 @contextmanager

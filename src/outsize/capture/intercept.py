@@ -2,7 +2,7 @@
 
     nn.Module.__call__ (patched)     leaf modules become one instruction, others are frames
       TorchFunctionMode              glue between leaves, at the level of F.cross_entropy or Tensor.view
-        Function.apply (patched)     a custom autograd function is one instruction
+        Function.apply (patched)     a custom autograd function, or a scripted one, is one instruction
           TorchDispatchMode          ATen ops that nobody above saw; costs of all ops
 
 Only what to do is decided elsewhere (`Watcher`); this file owns the fragile hooks into torch.
@@ -16,7 +16,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
+import torch.utils.checkpoint as checkpoints
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.jit import ScriptFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -40,6 +43,9 @@ class Watcher(ABC):
     def on_saved(self, tensor: Tensor) -> None:
         """Autograd keeps a tensor for the backward."""
 
+    def on_checkpoint(self) -> None:  # noqa: B027
+        """A region of torch.utils.checkpoint begins; it runs flat."""
+
 
 @final
 class _FunctionMode(TorchFunctionMode):
@@ -48,6 +54,9 @@ class _FunctionMode(TorchFunctionMode):
         self.watcher = watcher
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if peek_interpreter_stack() is not None:
+            # Inside vmap or torch.func: the ATen ops on the tensors within are what can be replayed.
+            return func(*args, **(kwargs or {}))
         return self.watcher.on_function(func, args, kwargs or {})
 
 
@@ -62,8 +71,11 @@ class _DispatchMode(TorchDispatchMode):
 
 
 @contextmanager
-def watching(watcher: Watcher, *, dispatch: bool = True) -> Iterator[None]:
-    """All four levels on; everything is restored on the way out."""
+def watching(watcher: Watcher, *, dispatch: bool = True, saved: bool = True) -> Iterator[None]:
+    """All four levels on; everything is restored on the way out.
+
+    `saved=False` does not ask what autograd keeps: torch.func's transforms refuse to run while one asks.
+    """
 
     def save(tensor: Tensor) -> Tensor:
         watcher.on_saved(tensor)
@@ -72,8 +84,10 @@ def watching(watcher: Watcher, *, dispatch: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_patched_module_call(watcher))
         stack.enter_context(_patched_apply(watcher))
-        if dispatch:
+        stack.enter_context(_flat_checkpoints(watcher))
+        if dispatch and saved:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda t: t))
+        if dispatch:
             stack.enter_context(_DispatchMode(watcher))
         stack.enter_context(_FunctionMode(watcher))
         yield
@@ -96,15 +110,50 @@ def _patched_module_call(watcher: Watcher) -> Iterator[None]:
 @contextmanager
 def _patched_apply(watcher: Watcher) -> Iterator[None]:
     original = torch.autograd.Function.__dict__["apply"]
+    scripted = ScriptFunction.__call__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoints.CheckpointFunction:
+            return _reentrant(watcher, *args)
         return watcher.on_function(original.__get__(None, cls), args, kwargs)
 
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return watcher.on_function(scripted.__get__(function), args, kwargs)
+
     torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    ScriptFunction.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
         torch.autograd.Function.apply = original
+        ScriptFunction.__call__ = scripted
+
+
+@contextmanager
+def _flat_checkpoints(watcher: Watcher) -> Iterator[None]:
+    """Regions of torch.utils.checkpoint as the code in them: same numbers, but their memory is kept."""
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def nothing_around(*_: Any, **__: Any) -> Iterator[None]:
+        watcher.on_checkpoint()
+        yield
+
+    checkpoints._checkpoint_without_reentrant_generator = nothing_around
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
+
+
+def _reentrant(watcher: Watcher, function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+    """What CheckpointFunction computes: no gradient unless an argument needs one, each argument's gradient
+    added up inside the region first (hence the aliases).
+    """
+    watcher.on_checkpoint()
+    wanted = [isinstance(a, Tensor) and a.requires_grad for a in args]
+    aliases = [a.view_as(a) if w else a for a, w in zip(args, wanted, strict=True)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and any(wanted)):
+        return function(*aliases)
 
 
 @contextmanager

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from outsize.capture.chance import python_generators_kept
 from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes, quiet_fakes
 from outsize.capture.intercept import watching
 from outsize.capture.leaves import LeafRule
-from outsize.capture.record import FrameFailed, Recorder
+from outsize.capture.record import FrameFailed, Leaked, Recorder
+from outsize.capture.state import insist_on_harmless, kept_state
 from outsize.errors import ExampleRejected, NotCapturable
 from outsize.program.modes import current_modes
 from outsize.program.tape import Ref, Tape
@@ -47,28 +50,44 @@ def record(
     without any, `tape.loss` is None. Raises NotCapturable and ExampleRejected.
     """
     rule = LeafRule()
-    while True:
-        try:
-            return _record_once(model, (args, kwargs, target), loss_fn, rule)
-        except FrameFailed as failure:
-            if failure.cause is not None:
-                _insist_on_acceptance(model, args, kwargs, failure.cause)
-            _climb(model, args, kwargs, rule, failure)
-        except _Retry:
-            continue
-        except Exception as error:
-            raise _explained(model, args, kwargs, error) from error
+    with python_generators_kept():
+        while True:
+            try:
+                return _record_once(model, (args, kwargs, target), loss_fn, rule)
+            except _Retry:
+                continue
+            except Leaked as leak:
+                _open(model, rule, leak)
+            except FrameFailed as failure:
+                if failure.cause is not None:
+                    if _gave_up_costs(rule, failure.cause):
+                        continue
+                    _insist_on_acceptance(model, args, kwargs, failure.cause)
+                _climb(model, args, kwargs, rule, failure)
+            except NotCapturable:
+                raise
+            except Exception as error:
+                if not _gave_up_costs(rule, error):
+                    raise _explained(model, args, kwargs, error) from error
 
 
 def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: LeafRule) -> Tape:
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
-    modes = current_modes()
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    modes = current_modes()
     with fake_mode as mode, hidden_fakes(), quiet_fakes(), FakeModel(model, mode, device) as fakes:
-        tape = _run(model, batch, tensors, loss_fn, rule, fakes, modes)
-    _insist_on_stable_state(model, rule, fakes)
-    return tape
+
+        def run() -> Tape:
+            return _run(model, batch, tensors, loss_fn, rule, fakes, modes)
+
+        tape = run()
+        state = kept_state(model, rule, fakes)
+        if not state:
+            return tape
+        _climb_for_state(model, rule, state)
+        notes = insist_on_harmless(model, state, tape, run)
+    return replace(tape, opaque=tape.opaque + notes)
 
 
 def _run(
@@ -83,30 +102,31 @@ def _run(
     real: dict[int, Tensor] = {}
     recorder = Recorder(fakes, rule, real)
     fake_of = {id(t): fake_like(t, fakes.mode, fakes.device if t.is_meta else None) for t in tensors}
-    inputs = [recorder.slots.define(fake_of[id(t)]).slot for t in tensors]
+    inputs = recorder.define_inputs([fake_of[id(t)] for t in tensors])
     real.update(zip(inputs, tensors, strict=True))
     args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)
-    with watching(recorder):
+    with watching(recorder, saved=rule.saved):
         output = model(*args, **kwargs)
         loss = loss_fn(output, *target) if loss_fn is not None else find_loss(output)
     return _tape(recorder, inputs, output, loss, rule, modes)
 
 
 def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: LeafRule, modes: Any) -> Tape:
-    def refer(leaf: Any) -> Any:
-        return recorder.slots.refer(leaf) if isinstance(leaf, Tensor) else leaf
-
-    loss_ref = refer(loss) if isinstance(loss, Tensor) else None
+    loss_ref = recorder.refer(loss) if isinstance(loss, Tensor) else None
+    notes = [f"{fqn}: {reason}" for fqn, reason in (*rule.forced.items(), *rule.opened.items())]
+    notes += [
+        f"{place}: a checkpoint region runs flat, its activations are kept" for place in recorder.checkpoints
+    ]
     return Tape(
         inputs=tuple(inputs),
         instructions=tuple(recorder.instructions),
-        output=map_leaves(refer, output),
+        output=recorder.refer(output),
         metas=tuple(recorder.slots.metas),
         constants=recorder.slots.constants,
         loss=loss_ref if isinstance(loss_ref, Ref) else None,
         guards=tuple(recorder.guards),
         modes=modes,
-        opaque=tuple(f"{fqn}: {reason}" for fqn, reason in rule.forced.items()),
+        opaque=tuple(notes),
     )
 
 
@@ -122,32 +142,49 @@ def _climb(model: nn.Module, args: Any, kwargs: Any, rule: LeafRule, failure: Fr
     if failure.frame == "" or failure.frame in rule.forced:
         if failure.cause is not None:
             raise _explained(model, args, kwargs, failure.cause) from failure.cause
-        raise NotCapturable(
-            f"the forward of {type(model).__name__} cannot be cut: {failure.reason}",
-            numbers=f"at {failure.where}",
-            next_step="move that decision into a submodule, or train with --stages 1",
-        ) from None
+        raise _refusal(model, failure)
     kind = type(model.get_submodule(failure.frame))
     for fqn, module in model.named_modules():
         if type(module) is kind and fqn:
+            rule.opened.pop(fqn, None)
             rule.forced[fqn] = f"{failure.reason} ({failure.where})"
 
 
-def _insist_on_stable_state(model: nn.Module, rule: LeafRule, fakes: FakeModel) -> None:
-    """Rule 9: a frame that rebinds tensors of its module keeps state that only its own call can keep."""
-    modules = dict(model.named_modules())
-    rebound = [f for f in fakes.rebound if f and f not in rule.forced and not _inside_leaf(f, modules, rule)]
-    if not rebound:
-        return
-    for fqn in rebound:
+def _refusal(model: nn.Module, failure: FrameFailed) -> NotCapturable:
+    return NotCapturable(
+        f"the forward of {type(model).__name__} cannot be cut: {failure.reason}",
+        numbers=f"at {failure.where}",
+        next_step="move that code into a submodule, or train with --stages 1",
+    )
+
+
+def _climb_for_state(model: nn.Module, rule: LeafRule, state: list[tuple[str, str]]) -> None:
+    """Rule 9: state that a submodule keeps is kept by its own call; what was opened stays open."""
+    frames = [fqn for fqn, _ in state if fqn and fqn not in rule.opened]
+    for fqn in frames:
         rule.forced[fqn] = "it rebinds its own tensors during forward"
-    raise _Retry
+    if frames:
+        raise _Retry
 
 
-def _inside_leaf(fqn: str, modules: dict[str, nn.Module], rule: LeafRule) -> bool:
-    parts = fqn.split(".")
-    heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(rule.is_leaf(head, modules[head]) for head in heads)
+def _open(model: nn.Module, rule: LeafRule, leak: Leaked) -> None:
+    """Rule 10: walk through the leaf that hands out a tensor by the way, and through all of its class."""
+    if leak.fqn == "":
+        return
+    leaf = model.get_submodule(leak.fqn)
+    if leak.fqn in rule.opened or not rule.may_open(leaf):
+        raise _refusal(model, leak.failure)
+    for fqn, module in model.named_modules():
+        if type(module) is type(leaf) and fqn:
+            rule.forced.pop(fqn, None)
+            rule.opened[fqn] = f"walked through, it hands out a tensor by the way ({leak.failure.where})"
+
+
+def _gave_up_costs(rule: LeafRule, error: Exception) -> bool:
+    """torch.func's transforms do not run while somebody asks what autograd keeps: then nobody asks."""
+    given_up = rule.saved and "saved tensor hooks" in str(error)
+    rule.saved = rule.saved and not given_up
+    return given_up
 
 
 def _insist_on_acceptance(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:

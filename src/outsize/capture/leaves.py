@@ -33,21 +33,34 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @final
 class LeafRule:
-    """`forced` maps the FQN of a module that the ladder made a leaf to the reason."""
+    """`forced` maps the FQN of a module that the ladder made a leaf to the reason.
+
+    `opened` are leaves that hand out tensors by the way (rule 10), which are walked through instead;
+    `traced` asks the recorder to remember which tensor was made inside which leaf; `saved` says whether
+    it may ask what autograd keeps.
+    """
 
     def __init__(self) -> None:
         self.forced: dict[str, str] = {}
-        self._probed: dict[int, tuple[Any, int]] = {}
+        self.opened: dict[str, str] = {}
+        self.traced, self.saved = False, True
 
     def is_leaf(self, fqn: str, module: nn.Module) -> bool:
         """True when the call of this module is one instruction."""
         if fqn in self.forced or any(getattr(module, hooks, None) for hooks in _HOOKS):
             return True
-        if type(module) in _CONTAINERS:
+        if type(module) in _CONTAINERS or fqn in self.opened:
             return False
-        if type(module).__module__.startswith("torch.nn.") or hasattr(module, "parametrizations"):
+        if type(module).__module__.startswith(("torch.nn.", "torch.jit.")) or hasattr(
+            module, "parametrizations"
+        ):
             return True
         return not any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+    def may_open(self, module: nn.Module) -> bool:
+        """A module of the user without hooks may be walked through."""
+        hooked = any(getattr(module, hooks, None) for hooks in _HOOKS)
+        return not hooked and not type(module).__module__.startswith("torch.nn.")
 
     def probe(self, module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int]:
         """Output structure and FLOPs of a leaf that decides on its input: a real copy on random inputs."""

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
+from outsize.capture.chance import Chance
 from outsize.capture.costs import CostMeter
 from outsize.capture.decide import Decider, is_data_dependent
 from outsize.capture.fakes import FakeModel
@@ -37,6 +39,15 @@ class FrameFailed(Exception):
 
 
 @final
+class Leaked(Exception):
+    """A tensor from inside the leaf `fqn` is used outside and was not returned: the leaf must be opened."""
+
+    def __init__(self, fqn: str, failure: FrameFailed) -> None:
+        super().__init__(f"{fqn}: {failure}")
+        self.fqn, self.failure = fqn, failure
+
+
+@final
 class Recorder(Watcher):
     """Writes instructions while the model runs."""
 
@@ -49,19 +60,33 @@ class Recorder(Watcher):
         self._fqn = {id(m): fqn for fqn, m in reversed(fakes.modules.items())}
         self._frames = [""]
         self._muted = False
+        self._input_storages: set[int] = set()
+        self._chance = Chance()
+        self._inside: str | None = None  # the leaf that runs
+        self._born: dict[int, str] = {}  # storage -> the leaf inside which it was made
+        self._kept: list[Tensor] = []  # keeps those storages unique
+        self.checkpoints: dict[str, None] = {}  # places
         self._decider = Decider(self.instructions, self.slots, self.guards, real, fakes.real)
         self._leaf_tensors: dict[str, list[tuple[Weight, Tensor]]] = {}
+
+    def define_inputs(self, tensors: list[Tensor]) -> list[int]:
+        """Slots of the fake inputs, before anything runs."""
+        self._input_storages |= {self.slots.storage(t) for t in tensors}
+        return [self.slots.define(t).slot for t in tensors]
 
     # -- what happens ------------------------------------------------------------------------------
 
     def on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._muted:
             return fn(module, *args, **kwargs)
+        self._insist_on_no_chance()
         fqn = self._fqn.get(id(module))
-        if fqn is not None and self._rule.is_leaf(fqn, module):
+        if fqn is not None and self._rule.is_leaf(fqn, module) and self._fakes.is_intact(fqn):
             return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
         with self._frame(self._frames[-1] if fqn is None else fqn):
-            return fn(module, *args, **kwargs)
+            out = fn(module, *args, **kwargs)
+            self._insist_on_no_chance()
+        return out
 
     def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._muted:
@@ -72,12 +97,23 @@ class Recorder(Watcher):
         if self._muted:
             out = op(*args, **kwargs)
             self.meter.count(op, args, kwargs, out)
+            if self._inside is not None and self._rule.traced:
+                self._remember_birth(out)
             return out
         # Below the public functions: C entry points and vmap bodies. Replayed with the caller's grad mode.
-        return self._record(op, partial(self._run_glue, op), args, kwargs)
+        out = self._record(op, partial(self._run_glue, op), args, kwargs)
+        self._foresee_grad(op, args, kwargs)
+        return out
 
     def on_saved(self, tensor: Tensor) -> None:
         self.meter.saved(tensor, self.slots)
+
+    def refer(self, tree: Any) -> Any:
+        """The model's output or loss as references. Raises FrameFailed and Leaked."""
+        return self._refs(tree, {}, "the output of the model")[0]
+
+    def on_checkpoint(self) -> None:
+        self.checkpoints[_where()] = None
 
     # -- one instruction ---------------------------------------------------------------------------
 
@@ -86,12 +122,16 @@ class Recorder(Watcher):
     ) -> Any:
         with self._mute():
             touched = self._touched(target, args, kwargs)
-            before = [t._version for _, t in touched]
+            before = [_version(t) for _, t in touched]
             modes, where = current_modes(), _where()
             refs = self._refs(args, kwargs, where)
             self.meter.start()
             out = run(refs, where, args, kwargs)
-            written = [pair for pair, v in zip(touched, before, strict=True) if pair[1]._version != v]
+            written = [pair for pair, v in zip(touched, before, strict=True) if _version(pair[1]) != v]
+            if target in _EFFECTS:
+                # Ordered like writes: after what made the tensor, in the same stage.
+                written = touched[:1]
+            self._insist_on_own_memory(written, where)
             if isinstance(target, str) or written or _has_tensor(out):
                 tree = map_leaves(self._define, out)
                 self._append(target, refs, tree, modes, where, [w for w, _ in touched], written)
@@ -109,7 +149,7 @@ class Recorder(Watcher):
             out=tree,
             frame=self._frames[-1],
             modes=modes,
-            random=self.meter.random,
+            random=self.meter.random or (isinstance(target, str) and self._chance.drawn()),
             writes=frozenset(self.slots.storage(t) for _, t in written),
             weights=weights,
             written_weights=tuple(dict.fromkeys(w for w, _ in written if w is not None)),
@@ -122,12 +162,15 @@ class Recorder(Watcher):
         self, fqn: str, module: nn.Module, fn: Any, refs: Any, where: str, args: Any, kwargs: Any
     ) -> Any:
         try:
-            return fn(module, *args, **kwargs)
+            with self._within(fqn):
+                return fn(module, *args, **kwargs)
         except Exception as error:
             try:
                 out, flops = self._rule.probe(module, args, kwargs, self._fakes)
             except Exception:
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error
+            if any(isinstance(leaf, int | float) for leaf in leaves(out)):
+                raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
             self.meter.flops += flops
             return out
 
@@ -139,9 +182,15 @@ class Recorder(Watcher):
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error
         try:
             with really():
-                return self._decider.decide(fn, refs[0], refs[1], where, self._fakes)
+                out = self._decider.decide(fn, refs[0], refs[1], where, self._fakes)
+            return map_leaves(partial(_with_grad, args), out)
         except LookupError as reason:
             raise FrameFailed(self._frames[-1], str(reason), where) from None
+
+    def _insist_on_own_memory(self, written: Any, where: str) -> None:
+        """Microbatches are views of the user's batch, and stages read inputs at different times."""
+        if any(self.slots.storage(t) in self._input_storages for _, t in written):
+            raise FrameFailed("", "it writes into an input in place; clone the input first", where)
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -149,13 +198,42 @@ class Recorder(Watcher):
         try:
             return map_leaves(self._refer, args), map_leaves(self._refer, kwargs)
         except UnknownTensor as error:
-            raise FrameFailed(self._frames[-1], f"a tensor of unknown origin: {error}", where) from None
+            raise self._unknown(error, where) from None
+
+    def _unknown(self, error: UnknownTensor, where: str) -> Exception:
+        failure = FrameFailed(self._frames[-1], f"a tensor of unknown origin: {error}", where)
+        if not self._rule.traced:
+            self._rule.traced = True
+            return Leaked("", failure)
+        maker = self._born.get(self.slots.storage(error.tensor))
+        return failure if maker is None else Leaked(maker, failure)
+
+    def _remember_birth(self, out: Any) -> None:
+        for leaf in leaves(out):
+            if isinstance(leaf, Tensor) and not self.slots.knows_storage(leaf):
+                self._born[self.slots.storage(leaf)] = str(self._inside)
+                self._kept.append(leaf)
+
+    def _insist_on_no_chance(self) -> None:
+        if self._chance.drawn():
+            raise FrameFailed(self._frames[-1], "random numbers of Python or NumPy", _where())
 
     def _refer(self, leaf: Any) -> Any:
         return self.slots.refer(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _define(self, leaf: Any) -> Any:
         return self.slots.define(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _foresee_grad(self, op: Any, args: Any, kwargs: Any) -> None:
+        """An ATen op runs below autograd: that its result will require grad is not yet to be seen."""
+        instruction = self.instructions[-1] if self.instructions else None
+        if instruction is None or instruction.target is not op or "detach" in str(op):
+            return
+        wanted = instruction.modes.grad and any(
+            self.slots.metas[s].requires_grad for s in instruction.reads()
+        )
+        for slot in instruction.defines() if wanted else ():
+            self.slots.will_require_grad(slot)
 
     def _touched(self, target: Any, args: Any, kwargs: Any) -> list[tuple[Weight | None, Tensor]]:
         tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -180,12 +258,37 @@ class Recorder(Watcher):
             self._muted = False
 
     @contextmanager
+    def _within(self, fqn: str) -> Iterator[None]:
+        self._inside = fqn
+        try:
+            yield
+        finally:
+            self._inside = None
+
+    @contextmanager
     def _frame(self, fqn: str) -> Iterator[None]:
         self._frames.append(fqn)
         try:
             yield
         finally:
             self._frames.pop()
+
+
+# Calls that return no tensor and still do something to one.
+_EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the memory was written; unknown for tensors of an inference region."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _with_grad(args: Any, leaf: Any) -> Any:
+    """A result whose shape was looked up requires grad like the result of any op."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    wanted = any(isinstance(t, Tensor) and t.requires_grad for t in leaves(args))
+    return leaf.requires_grad_(wanted and torch.is_grad_enabled())
 
 
 def _has_tensor(tree: Any) -> bool:

@@ -7,6 +7,7 @@ baked constant. A real tensor that existed before recording is a constant, by re
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -19,6 +20,10 @@ from outsize.program.tape import Meta, Ref, Weight
 @final
 class UnknownTensor(Exception):
     """A tensor that was born during recording by something that nobody watched."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(f"{tuple(tensor.shape)} {tensor.dtype}")
+        self.tensor = tensor
 
 
 @final
@@ -53,7 +58,7 @@ class Slots:
         if slot is not None:
             return Ref(slot)
         if is_fake(tensor):
-            raise UnknownTensor(f"{tuple(tensor.shape)} {tensor.dtype}")
+            raise UnknownTensor(tensor)
         ref = self.define(tensor)
         self.constants[ref.slot] = tensor
         return ref
@@ -63,6 +68,16 @@ class Slots:
         if tensor.layout is not torch.strided:
             return -id(tensor)
         return self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
+
+    def will_require_grad(self, slot: int) -> None:
+        """Correct the meta of a floating tensor that autograd has not seen yet."""
+        meta = self.metas[slot]
+        if meta.dtype.is_floating_point or meta.dtype.is_complex:
+            self.metas[slot] = replace(meta, requires_grad=True)
+
+    def knows_storage(self, tensor: Tensor) -> bool:
+        """Has this memory been seen?"""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._storages
 
     def _meta(self, tensor: Tensor) -> Meta:
         return Meta(

@@ -10,7 +10,8 @@
 Locals instead of a dictionary, `del` at the last use, weights fetched from their module at each call (an
 optimizer or a checkpoint may have replaced them). A tied parameter that another stage owns arrives as an
 argument (`p0`) and stands in the module only around the call. Modes that differ from the ambient ones
-become `with` blocks. The text stays on the function (`.source`), so that a user can read a stage.
+become `with` blocks. The text stays on the function (`.source`), so that a user can read a stage. A Python
+number that a leaf returns has steered the code behind it when the tape was made: `expect` insists on it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from outsize.errors import ReplayMismatch
 from outsize.program.modes import entering
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
@@ -81,7 +83,12 @@ class _Writer:
         self._spec, self._model = spec, model
         self._modules = dict(model.named_modules())
         self._foreign = {name: f"p{i}" for i, name in enumerate(spec.foreign)}
-        self._names: dict[str, Any] = {"torch": torch, "resolve": resolve, "swapped": swapped}
+        self._names: dict[str, Any] = {
+            "torch": torch,
+            "resolve": resolve,
+            "swapped": swapped,
+            "expect": expect,
+        }
         self._name_of: dict[int, str] = {}
         self._lines: list[str] = []
         self._last_use = _last_uses(spec)
@@ -110,14 +117,24 @@ class _Writer:
         lines = [f"seed({instruction.index})"] if instruction.random else []
         refs = list(paths(instruction.out, lambda leaf: isinstance(leaf, Ref)))
         call = f"{self._callee(instruction)}({self._arguments(instruction)})"
+        numbers = self._expectations(instruction)
         if len(refs) == 1 and refs[0][0] == "":
             lines += self._guarded(instruction, f"v{refs[0][1].slot} = {call}")
         else:
-            lines += self._guarded(instruction, f"out = {call}" if refs else call)
-            lines += [f"v{ref.slot} = out{path}" for path, ref in refs]
-            lines += ["del out"] if refs else []
+            named = refs or numbers
+            lines += self._guarded(instruction, f"out = {call}" if named else call)
+            lines += [*numbers, *(f"v{ref.slot} = out{path}" for path, ref in refs)]
+            lines += ["del out"] if named else []
         dead = self._last_use.get(instruction.index, [])
         return [*lines, f"del {', '.join(f'v{s}' for s in dead)}"] if dead else lines
+
+    def _expectations(self, instruction: Instruction) -> list[str]:
+        """Rule 11: Python values that a leaf returns are guarded."""
+        if not instruction.is_leaf:
+            return []
+        values = paths(instruction.out, lambda leaf: isinstance(leaf, int | float | str))
+        place = f"{instruction.name!r}, {instruction.where!r}"
+        return [f"expect(out{path}, {self._value(value)}, {place})" for path, value in values]
 
     def _guarded(self, instruction: Instruction, line: str) -> list[str]:
         """The call, inside a swap of tied parameters where it uses some that live elsewhere."""
@@ -186,6 +203,16 @@ class _Writer:
             name = f"{prefix}{len(self._name_of)}"
             self._name_of[id(value)], self._names[name] = name, value
         return self._name_of[id(value)]
+
+
+def expect(found: object, recorded: object, name: str, where: str) -> None:
+    """Raise ReplayMismatch when a leaf returns another Python value than when it was captured."""
+    if found != recorded and not (found != found and recorded != recorded):
+        raise ReplayMismatch(
+            f"{name} returns another Python value than when it was captured",
+            numbers=f"captured {recorded!r}, got {found!r}, used at {where}",
+            next_step="return a tensor there, or move what uses the value into the same module",
+        )
 
 
 @contextmanager

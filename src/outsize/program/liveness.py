@@ -2,6 +2,8 @@
 
 Legal cuts (rule 8): from the first definition of a piece of memory to its last write in place nothing may
 be cut; all that touch a weight which the forward writes (BatchNorm's statistics) stay together.
+A gradient taken inside the forward (`torch.autograd.grad`) stays with all that lies between it and what it is
+taken of, since an autograd graph does not cross a cut.
 Replicated (rule 12): glue that depends on inputs, constants and read-only buffers alone, draws no random
 numbers and writes only memory of its own. Every stage computes it for itself; it never crosses a cut.
 All functions are O(instructions + reads).
@@ -10,6 +12,8 @@ All functions are O(instructions + reads).
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+import torch
 
 from outsize.program.tape import Instruction, Tape, Weight
 
@@ -94,7 +98,12 @@ def _uncuttable(tape: Tape) -> list[tuple[int, int]]:
         lives_on = key in outside or isinstance(key, Weight)
         users = touched.get(key, [write])
         runs.append((users[0], users[-1] if lives_on else write))
-    return runs
+    return runs + [_graph_of(tape, i) for i in tape.instructions if i.target is torch.autograd.grad]
+
+
+def _graph_of(tape: Tape, instruction: Instruction) -> tuple[int, int]:
+    made = [tape.producer.get(slot, 0) for slot in instruction.reads()]
+    return min(made, default=instruction.index), instruction.index
 
 
 def _memory(tape: Tape, instruction: Instruction) -> set[object]:

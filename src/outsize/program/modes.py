@@ -18,6 +18,8 @@ def current_modes() -> Modes:
 def entering(modes: Modes, ambient: Modes) -> list[str]:
     """Python context expressions that lead from the ambient state to `modes`."""
     contexts: list[str] = []
+    if modes.inference != ambient.inference:
+        contexts.append(f"torch.inference_mode({modes.inference})")
     if modes.grad != ambient.grad:
         contexts.append(f"torch.set_grad_enabled({modes.grad})")
     on, base = dict(modes.autocast), dict(ambient.autocast)

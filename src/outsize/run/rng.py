@@ -1,15 +1,18 @@
 """Random numbers that do not know the layout (exactness law 6).
 
 Before every random instruction the generators are seeded from (seed, step, microbatch, instruction). So a
-dropout mask is the same in 1 and in 4 stages, in GPipe and in 1F1B, and in a recompute. Within a step the
-user's generator is borrowed and given back as it was.
+dropout mask is the same in 1 and in 4 stages, in GPipe and in 1F1B, and in a recompute. A leaf may also draw
+from Python's or NumPy's generator, so these are seeded too. Within a step the user's generators are
+borrowed and given back as they were.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 Seed = Callable[[int], None]
@@ -31,14 +34,22 @@ def seeder(seed: int, step: int, microbatch: int) -> Seed:
     """The `seed(instruction)` that a stage function calls before each of its random instructions."""
 
     def at(instruction: int) -> None:
-        torch.manual_seed(mix(seed, step, microbatch, instruction))
+        state = mix(seed, step, microbatch, instruction)
+        torch.manual_seed(state)
+        random.seed(state)
+        np.random.seed(state & 0xFFFFFFFF)
 
     return at
 
 
 @contextmanager
 def borrowed_generators() -> Iterator[None]:
-    """The user's CPU and CUDA generators are afterwards as they were before."""
+    """The user's generators (CPU, CUDA, Python, NumPy) are afterwards as they were before."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices=devices):
-        yield
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,1 @@
+"""Makes the helpers of this folder (`splits`) importable from the tests below it."""
