@@ -1,0 +1,112 @@
+"""Plan files: round trip, hand edits, and what is wrong with a bad one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outsize.errors import BadPlan, ModelMismatch
+from outsize.ir.graph import ModelGraph, Unit
+from outsize.ir.plan import Axes, Plan, Stage, stages_from_bounds
+
+NAMES = ("wte", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "head")
+
+
+def graph(fingerprint: str = "f0") -> ModelGraph:
+    units = tuple(
+        Unit(
+            index=i,
+            name=name,
+            kind="Linear",
+            parameters=(),
+            buffer_bytes=0,
+            flops=1,
+            moved_bytes=1,
+            saved_bytes=1,
+        )
+        for i, name in enumerate(NAMES)
+    )
+    return ModelGraph(model="M", fingerprint=fingerprint, batch_size=4, units=units, values=(), parameters=())
+
+
+def plan(*stages: tuple[str, ...]) -> Plan:
+    return Plan(
+        model="M",
+        fingerprint="f0",
+        cluster="2xcpu",
+        axes=Axes(pp=len(stages)),
+        batch_size=8,
+        microbatches=2,
+        schedule="1f1b",
+        stages=tuple(Stage(units=s, device=f"cpu:{i}") for i, s in enumerate(stages)),
+    )
+
+
+GOOD = plan(("wte", "h.0"), ("h.1", "head"))
+
+
+def test_a_plan_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    GOOD.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == GOOD
+    assert (tmp_path / "plan.json").read_text() == GOOD.to_json() + "\n"
+
+
+def test_bounds_and_stages_are_inverse() -> None:
+    for cut in range(1, len(NAMES)):
+        stages = stages_from_bounds(graph(), (0, cut, len(NAMES)), ("cpu:0", "cpu:1"))
+        assert GOOD.model_copy(update={"stages": stages}).bounds(graph()) == (0, cut, len(NAMES))
+
+
+def test_a_plan_edited_by_hand_is_read(tmp_path: Path) -> None:
+    edited = json.loads(GOOD.to_json())
+    edited["stages"][0]["units"] = ["wte"]
+    edited["stages"][1]["units"] = ["h.0-1", "head"]
+    (tmp_path / "plan.json").write_text(json.dumps(edited))
+    assert Plan.load(tmp_path / "plan.json").bounds(graph()) == (0, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("stages", "culprit"),
+    [
+        ((("wte", "h.0"), ("h.1",)), "'head'"),
+        ((("wte",), ("h.1", "head")), "'h.0.a'"),
+        ((("wte", "h.0-1"), ("h.1", "head")), "'h.1.a'"),
+        ((("h.0",), ("wte", "h.1", "head")), "'wte'"),
+        ((("wte", "h.0"), ("h.7", "head")), "'h.7'"),
+    ],
+)
+def test_stages_that_do_not_cover_the_model_in_order(
+    stages: tuple[tuple[str, ...], ...], culprit: str
+) -> None:
+    with pytest.raises(BadPlan, match=culprit) as caught:
+        plan(*stages).bounds(graph())
+    assert "E205" in str(caught.value)
+    assert "--units" in str(caught.value)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    with pytest.raises(ModelMismatch, match=r"E203.*f0 against f1"):
+        GOOD.bounds(graph("f1"))
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"schedule": "2f2b"}, "schedule"),
+        ({"microbatches": 0}, "microbatches"),
+        ({"colour": "blue"}, "colour"),
+        ({"batch_size": "many"}, "batch_size"),
+    ],
+)
+def test_a_bad_field_is_named(change: dict[str, object], where: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**json.loads(GOOD.to_json()), **change}))
+    with pytest.raises(BadPlan, match=f"E205.*{where}"):
+        Plan.load(path)
+
+
+def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
+    with pytest.raises(BadPlan, match="cannot read"):
+        Plan.load(tmp_path / "none.json")
