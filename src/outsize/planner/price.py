@@ -60,7 +60,7 @@ def estimate(
     timeline = simulate(
         lowered,
         costs,
-        _forward_bytes(edges, case.microbatches),
+        forward_bytes(edges, case.microbatches),
         edges.backward,
         lambda a, b: cluster.link(ranks[a], ranks[b]),
     )
@@ -144,7 +144,7 @@ def _rank_of(device: str, cluster: Cluster) -> int:
     )
 
 
-def _forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
+def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
     """Bytes per forward message. A step edge beside a forward one is spread over the step's messages."""
     merged = dict(edges.step)
     for edge, size in edges.forward.items():
