@@ -36,6 +36,7 @@ from outsize.train.launch import World, join, leave
 from outsize.train.loss import LossShares
 from outsize.train.parallel import make_engine
 from outsize.train.reference import reference_step
+from outsize.train.variant import KEPT
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -275,6 +276,25 @@ def check_another_batch_shape_runs_under_the_same_plan(world: World) -> None:
     pair.update()
     pair.insist_on_equal_parameters()
     assert BATCH_SIZE != 6
+
+
+def check_forty_batch_sizes_run_and_the_oldest_programs_are_dropped(world: World) -> None:
+    found = case("mlp")
+    plan = planned(Combination("mlp", 3, 2, "1f1b"))
+    engine = make_engine(fresh("mlp"), plan, world.group, loss_fn=found.loss)
+    plain = fresh("mlp")
+    for size in (*range(3, 123, 3), 3):
+        batch = batch_of(found, size)
+        total: Tensor | None = None
+        for part in batch.split(3):
+            loss = found.loss_of(plain(*part.args), part.target[0]).detach() * (1 / 3)
+            total = loss if total is None else total + loss
+        result = engine.step(*batch.args, target=batch.target, update=False)
+        assert total is not None
+        assert torch.equal(result.loss, total)
+    assert isinstance(engine.crew, ProcessCrew)
+    assert len(engine.crew._built) == KEPT
+    assert len(engine.crew._transport._known) <= 2 * KEPT
 
 
 Check = Callable[[World], None]

@@ -83,6 +83,7 @@ CHECKS = [
     "receive_buffers_follow_the_depth_and_not_the_microbatches",
     "the_users_generator_is_untouched",
     "another_batch_shape_runs_under_the_same_plan",
+    "forty_batch_sizes_run_and_the_oldest_programs_are_dropped",
 ]
 
 

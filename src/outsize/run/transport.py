@@ -23,6 +23,9 @@ from torch import Tensor
 from outsize.errors import BoundaryMismatch
 from outsize.run.layout import HEADER, NOTHING, Layout, pack
 
+# Channels of one program; the next program's come behind them.
+CHANNELS = 1 << 16
+
 
 class Pending(ABC):
     """A receive that was posted."""
@@ -164,6 +167,13 @@ class ProcessTransport(Transport):
             while leaving:
                 leaving.popleft()[0].wait()
 
+    def forget(self, first_channel: int) -> None:
+        """Drop layouts and pooled buffers of the program whose channels begin here; it will not run again."""
+        gone = range(first_channel, first_channel + CHANNELS)
+        for table in (self._sent, self._known, self._free):
+            for channel in [c for c in table if c in gone]:
+                del table[channel]
+
     def learn(self, channel: int) -> None:
         """Wait for a channel's layout, then start every receive that was posted before it was known."""
         met = self._unknown.pop(channel)
@@ -242,16 +252,17 @@ class _ProcessPending(Pending):
         return self._tensor
 
 
-# 2048 microbatches per channel, and one more tag for the header.
+# 2048 microbatches per channel, and one more tag for the header. Tags are 32-bit numbers, so programs share
+# them: they run one after the other, and messages of one tag arrive in the order in which they were sent.
 _SPAN = 2048
 
 
 def _tag(channel: int, microbatch: int) -> int:
-    return channel * _SPAN + microbatch + 1
+    return channel % CHANNELS * _SPAN + microbatch + 1
 
 
 def _header_tag(channel: int) -> int:
-    return channel * _SPAN
+    return channel % CHANNELS * _SPAN
 
 
 def _changed(channel: int, before: Layout | None, now: Layout | None) -> BoundaryMismatch:

@@ -22,15 +22,13 @@ from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.cut import Cut
 from outsize.run.interpreter import Interpreter, StepInputs, StepOutputs, run_together
 from outsize.run.rng import Seed
-from outsize.run.transport import Groups, LocalTransport, Mailboxes, ProcessTransport
+from outsize.run.transport import CHANNELS, Groups, LocalTransport, Mailboxes, ProcessTransport
 from outsize.schedules.builders import build
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.train.variant import Variant
 
 RawSpan = tuple[int, str, Lane, float, float]
-# Channels of one variant; the next variant's come behind them.
-_CHANNELS = 1 << 16
 
 
 @final
@@ -67,6 +65,10 @@ class Crew(ABC):
         seeds: Sequence[Seed],
     ) -> GroupOutputs:
         """All microbatches of a group, forward and (with grad on) backward."""
+
+    @abstractmethod
+    def forget(self, variant: int) -> None:
+        """The variant of this number was dropped: drop what was built for it."""
 
     @abstractmethod
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
@@ -181,6 +183,9 @@ class LocalCrew(Crew):
             ]
         return self._built[key]
 
+    def forget(self, variant: int) -> None:
+        self._built = {key: built for key, built in self._built.items() if key[0] != variant}
+
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         assert value is not None
         return value
@@ -235,9 +240,13 @@ class ProcessCrew(Crew):
         if key not in self._built:
             training = torch.is_grad_enabled()
             schedule = make_schedule(self._plan, variant.cut, microbatches, training=training)
-            base = _CHANNELS * variant.number
+            base = CHANNELS * variant.number
             self._built[key] = Interpreter(self.rank, schedule, variant.cut, model, self._transport, base)
         return self._built[key]
+
+    def forget(self, variant: int) -> None:
+        self._built = {key: built for key, built in self._built.items() if key[0] != variant}
+        self._transport.forget(CHANNELS * variant)
 
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         # fp64 holds every loss dtype exactly.

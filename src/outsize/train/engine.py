@@ -76,7 +76,7 @@ class Engine:
         self.steps = 0
         self.optimizer: Optimizer | None = None
         self._make_optimizer = optimizer
-        self._variants = Variants(model, plan, loss_fn, counting)
+        self._variants = Variants(model, plan, loss_fn, counting, crew.forget)
         self._owned: list[str] | None = None
 
     # -- the loop ------------------------------------------------------------------------------------

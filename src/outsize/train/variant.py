@@ -53,11 +53,17 @@ class Variant:
 
 @final
 class Variants:
-    """Least recently used cache of variants; the newest KEPT stay."""
+    """Least recently used cache of variants: KEPT stay, `forget(number)` hears of each that goes."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, loss_fn: LossFn | None, counting: Counting = "auto"
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: LossFn | None,
+        counting: Counting = "auto",
+        forget: Callable[[int], None] = lambda number: None,
     ) -> None:
+        self._forget = forget
         self._model, self._plan, self._loss_fn = model, plan, loss_fn
         self._counting: Counting = counting
         self._known: OrderedDict[str, list[Variant]] = OrderedDict()
@@ -73,9 +79,15 @@ class Variants:
                 return variant
         variant = self._make(part, outputs)
         found.append(variant)
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
+        self._trim()
         return variant
+
+    def _trim(self) -> None:
+        while sum(len(same) for same in self._known.values()) > KEPT:
+            key, same = next(iter(self._known.items()))
+            self._forget(same.pop(0).number)
+            if not same:
+                del self._known[key]
 
     def _make(self, part: Batch, outputs: bool) -> Variant:
         tape = record(self._model, part.args, part.kwargs, self._loss_fn, part.target)
