@@ -1,0 +1,175 @@
+"""The figures of the HTML report: timelines on one time axis, memory by cause, the loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+from outsize.ir.plan import Expected, Plan, StageFigures
+from outsize.ir.schedule import Action
+from outsize.ir.text import byte_unit, bytes_text, percent_text, seconds_text
+from outsize.ir.timeline import Span, Timeline
+from outsize.report.palette import CAUSES, ink, shade
+from outsize.report.svg import Svg, percent
+from outsize.report.tables import causes
+from outsize.report.ticks import ticks
+
+# Pixels.
+HEAD, LABEL, BAR, STRIP, GAP, AXIS = 26, 18, 24, 6, 12, 26
+ROW = LABEL + BAR + STRIP + GAP
+LOSS_HEIGHT = 200
+# A label of n characters fits a bar when the figure is this many characters wide.
+CHARACTERS = 130
+# Memory is drawn to the devices' limit, unless the fullest device would be a sliver.
+SLIVER = 0.2
+
+
+def timeline_svg(key: str, timeline: Timeline, end_s: float, devices: Sequence[str]) -> str:
+    """One Timeline, a row for each rank: compute above, transfers and waits as a thin strip below.
+
+    `end_s` is the axis's end, the same for all timelines of a page.
+    """
+    start_s = min((s.start_s for s in timeline.spans), default=0.0)
+    height = timeline.ranks * ROW + AXIS
+    title = f"{timeline.source.capitalize()} timeline"
+    about = (
+        f"{timeline.ranks} ranks, {seconds_text(timeline.duration_s)}, bubble {percent_text(timeline.bubble)}"
+    )
+    svg = Svg(key, height, title, about)
+    _time_axis(svg, end_s, timeline.ranks * ROW)
+    for rank in range(timeline.ranks):
+        name = f"rank {rank}" + (f" · {devices[rank]}" if rank < len(devices) else "")
+        top = rank * ROW
+        busy = f"{percent_text(timeline.utilisation(rank))} busy"
+        svg.add("text", name, x="0", y=top + LABEL - 6, class_="label strong")
+        svg.add("text", busy, x="100%", y=top + LABEL - 6, class_="label", text_anchor="end")
+        svg.add(
+            "rect",
+            x="0",
+            y=top + LABEL,
+            width=percent(timeline.duration_s / end_s),
+            height=BAR,
+            class_="idle",
+        )
+        for span in (s for s in timeline.spans if s.rank == rank):
+            _draw_span(svg, span, top + LABEL, start_s, end_s)
+    return svg.text()
+
+
+def _draw_span(svg: Svg, span: Span, top: float, start_s: float, end_s: float) -> None:
+    left, width = (span.start_s - start_s) / end_s, span.duration_s / end_s
+    tip = (
+        f"{span.action} {span.lane}: {seconds_text(span.start_s - start_s)} + {seconds_text(span.duration_s)}"
+    )
+    where = {"x": percent(left), "width": percent(width)}
+    if span.lane != "compute":
+        svg.add("rect", tip=tip, y=top + BAR + 2, height=STRIP - 2, class_=f"lane {span.lane}", **where)
+        return
+    action = Action.parse(span.action)
+    fill = shade(str(action.kind), action.microbatch)
+    svg.add("rect", tip=tip, y=top, height=BAR, fill=fill, class_="cell", **where)
+    label = f"{action.kind}{action.microbatch}"
+    if width * CHARACTERS >= len(label) + 1:
+        middle = {"x": percent(left + width / 2), "y": top + BAR / 2 + 4, "text_anchor": "middle"}
+        svg.add("text", label, class_="cell-label", fill=ink(fill), **middle)
+
+
+def _time_axis(svg: Svg, end_s: float, bottom: float) -> None:
+    for tick in ticks(0.0, end_s, 6):
+        share = tick / end_s
+        svg.add("line", x1=percent(share), x2=percent(share), y1="0", y2=bottom, class_="grid")
+        anchor = "start" if share < 0.02 else "end" if share > 0.96 else "middle"
+        text = seconds_text(tick) if tick else "0"
+        svg.add("text", text, x=percent(share), y=bottom + 16, class_="tick", text_anchor=anchor)
+
+
+def memory_svg(key: str, plan: Plan, expected: Expected) -> str:
+    """A bar for each device, stacked by cause, with the device's limit where it lies within the figure."""
+    fullest = max((f.peak_bytes for f in expected.stages), default=1) or 1
+    limit = max((f.device_bytes for f in expected.stages), default=0)
+    end = 1.02 * (max(fullest, limit) if limit_drawn(expected) else fullest)
+    row = LABEL + BAR + GAP
+    about = "; ".join(_memory_text(s.device, f) for s, f in zip(plan.stages, expected.stages, strict=True))
+    svg = Svg(key, len(plan.stages) * row + AXIS, "Memory at the peak of a step, by cause", about)
+    _bytes_axis(svg, end, len(plan.stages) * row)
+    for number, (stage, figures) in enumerate(zip(plan.stages, expected.stages, strict=True)):
+        top = number * row
+        svg.add("text", stage.device, x="0", y=top + LABEL - 6, class_="label strong")
+        text = _memory_text("", figures)
+        svg.add("text", text, x="100%", y=top + LABEL - 6, class_="label", text_anchor="end")
+        _draw_stack(svg, stage.device, figures, top + LABEL, end)
+    return svg.text()
+
+
+def limit_drawn(expected: Expected) -> bool:
+    """Whether the memory figure reaches to the devices' limit."""
+    fullest = max((f.peak_bytes for f in expected.stages), default=0)
+    limit = max((f.device_bytes for f in expected.stages), default=0)
+    return limit > 0 and fullest >= SLIVER * limit
+
+
+def _memory_text(device: str, figures: StageFigures) -> str:
+    text = f"{device} {bytes_text(figures.peak_bytes)}".strip()
+    if not figures.device_bytes:
+        return text
+    share = percent_text(figures.peak_bytes / figures.device_bytes)
+    return f"{text} of {bytes_text(figures.device_bytes)} ({share})"
+
+
+def _draw_stack(svg: Svg, device: str, figures: StageFigures, top: float, end: float) -> None:
+    left = 0.0
+    for cause, number in causes(figures):
+        where = {"x": percent(left / end), "y": top, "width": percent(number / end), "height": BAR}
+        svg.add(
+            "rect", tip=f"{device} {cause}: {bytes_text(number)}", fill=CAUSES[cause], class_="cell", **where
+        )
+        left += number
+    if 0 < figures.device_bytes <= end:
+        x = percent(figures.device_bytes / end)
+        tip = f"{device} has {bytes_text(figures.device_bytes)}"
+        svg.add("line", tip=tip, x1=x, x2=x, y1=top - 3, y2=top + BAR + 3, class_="limit")
+
+
+def _bytes_axis(svg: Svg, end: float, bottom: float) -> None:
+    unit, size = byte_unit(end)
+    for tick in ticks(0.0, end / size, 5):
+        share = tick * size / end
+        svg.add("line", x1=percent(share), x2=percent(share), y1="0", y2=bottom, class_="grid")
+        anchor = "start" if share < 0.02 else "end" if share > 0.94 else "middle"
+        text = f"{tick:g} {unit}" if tick else "0"
+        svg.add("text", text, x=percent(share), y=bottom + 16, class_="tick", text_anchor=anchor)
+
+
+def loss_svg(key: str, losses: Sequence[float]) -> str:
+    """The loss over the steps of a run, two at least; a gap where it is not finite."""
+    finite = [x for x in losses if math.isfinite(x)] or [0.0]
+    low, high = min(finite), max(finite)
+    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+    low, high = low - margin, high + margin
+    about = f"{len(losses)} steps, from {losses[0]:.4f} to {losses[-1]:.4f}"
+    svg = Svg(key, LOSS_HEIGHT + AXIS, "Loss over steps", about)
+    for tick in ticks(low, high, 4):
+        y = LOSS_HEIGHT * (high - tick) / (high - low)
+        svg.add("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
+    last = max(1, len(losses) - 1)
+    for tick in (t for t in ticks(1, len(losses), 6) if t == int(t)):
+        share = (tick - 1) / last
+        if share < 0.08:
+            continue
+        anchor = "end" if share > 0.96 else "middle"
+        svg.add("text", f"{tick:g}", x=percent(share), y=LOSS_HEIGHT + 18, class_="tick", text_anchor=anchor)
+    svg.add("text", "step", x="0", y=LOSS_HEIGHT + 18, class_="tick")
+    area = svg.nest(f"0 0 {last} 1", x="0", y="0", width="100%", height=f"{LOSS_HEIGHT}")
+    for path in _loss_paths(losses, low, high):
+        area.add("polyline", points=path, class_="loss")
+    for tick in ticks(low, high, 4):
+        y = LOSS_HEIGHT * (high - tick) / (high - low)
+        svg.add("text", f"{tick:.4g}", x="0", y=y - 4, class_="tick halo")
+    return svg.text()
+
+
+def _loss_paths(losses: Sequence[float], low: float, high: float) -> list[str]:
+    """`x,y x,y ...` of each run of finite losses, in steps and shares of the height."""
+    runs = [list(run) for ok, run in groupby(enumerate(losses), key=lambda p: math.isfinite(p[1])) if ok]
+    return [" ".join(f"{i},{(high - x) / (high - low):.5f}" for i, x in run) for run in runs]

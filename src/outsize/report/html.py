@@ -1,0 +1,211 @@
+"""The report of a run as one HTML file that needs no network, no script and no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan
+from outsize.ir.text import bytes_text, count_text, percent_text, rate_text, seconds_text
+from outsize.ir.timeline import Timeline
+from outsize.ir.verdict import Verdict
+from outsize.report.figures import limit_drawn, loss_svg, memory_svg, timeline_svg
+from outsize.report.palette import BACKWARD, CAUSES, FORWARD
+from outsize.report.tables import (
+    SOURCES,
+    causes,
+    difference_text,
+    differences,
+    is_rejection,
+    run_facts,
+)
+from outsize.report.units import short_units
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A headline figure with what it should be compared to."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def write(
+    path: str | Path,
+    *,
+    plan: Plan,
+    graph: ModelGraph | None = None,
+    predicted: Timeline | None = None,
+    measured: Timeline | None = None,
+    losses: Sequence[float] = (),
+    verdict: Verdict | None = None,
+    commands: Sequence[str] = (),
+) -> None:
+    """Write `path`. What is not given is left out; `commands` are shown as the way to reproduce the run."""
+    page = render(
+        plan=plan,
+        graph=graph,
+        predicted=predicted,
+        measured=measured,
+        losses=losses,
+        verdict=verdict,
+        commands=commands,
+    )
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def render(
+    *,
+    plan: Plan,
+    graph: ModelGraph | None,
+    predicted: Timeline | None,
+    measured: Timeline | None,
+    losses: Sequence[float],
+    verdict: Verdict | None,
+    commands: Sequence[str],
+) -> str:
+    """The page as text; parameters as those of `write`."""
+    found = [timeline for timeline in (predicted, measured) if timeline is not None]
+    facts: dict[str, Any] = {
+        "plan": plan,
+        "expected": plan.expected,
+        "size": _size(graph),
+        "tiles": _tiles(plan, predicted, measured, losses),
+        "stages": _stages(plan),
+        "causes": list(CAUSES.items()),
+        "memory": memory_svg("memory", plan, plan.expected) if plan.expected else "",
+        "limit_drawn": plan.expected is not None and limit_drawn(plan.expected),
+        "timelines": _timelines(plan, found),
+        "run_facts": run_facts(plan, measured, losses) if measured else [],
+        "shades": list(zip(FORWARD, BACKWARD, strict=True)),
+        "loss": loss_svg("loss", losses) if len(losses) > 1 else "",
+        "losses": losses,
+        "verdict": verdict,
+        "differences": _differences(verdict),
+        "why": [w for w in plan.why if not is_rejection(w)],
+        "rejected": [w.removeprefix("not ") for w in plan.why if is_rejection(w)],
+        "commands": list(commands) or _commands(plan),
+        "source": SOURCES[plan.expected.source] if plan.expected else "",
+    }
+    return _environment().get_template("report.html.jinja").render(facts)
+
+
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _size(graph: ModelGraph | None) -> str:
+    if graph is None:
+        return ""
+    number = count_text(sum(p.numel for p in graph.parameters))
+    return f"{number} parameters, {bytes_text(graph.parameter_bytes)}, {len(graph.units)} units"
+
+
+def _tiles(
+    plan: Plan, predicted: Timeline | None, measured: Timeline | None, losses: Sequence[float]
+) -> list[Tile]:
+    shown = measured or predicted
+    tiles: list[Tile] = []
+    if shown is not None and shown.duration_s:
+        both = predicted if measured else None
+        tiles = [
+            Tile(
+                "step time", seconds_text(shown.duration_s), _beside(both and seconds_text(both.duration_s))
+            ),
+            Tile(
+                "samples per second",
+                rate_text(plan.batch_size / shown.duration_s),
+                f"batch {plan.batch_size}",
+            ),
+            Tile(
+                "devices busy",
+                percent_text(1 - shown.bubble),
+                _beside(both and percent_text(1 - both.bubble)),
+            ),
+        ]
+    if plan.expected is not None:
+        fullest = max(plan.expected.stages, key=lambda f: f.peak_bytes)
+        note = f"of {bytes_text(fullest.device_bytes)}, predicted" if fullest.device_bytes else "predicted"
+        tiles.append(Tile("fullest device", bytes_text(fullest.peak_bytes), note))
+    if losses:
+        tiles.append(Tile("loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f} in {len(losses)} steps"))
+    return tiles
+
+
+def _beside(text: str | None) -> str:
+    return f"{text} predicted" if text else ""
+
+
+def _stages(plan: Plan) -> list[dict[str, Any]]:
+    """The rows of the plan table; `figures` is empty without expectations."""
+    rows: list[dict[str, Any]] = []
+    for number, stage in enumerate(plan.stages):
+        row: dict[str, Any] = {
+            "number": number,
+            "device": stage.device,
+            "units": short_units(stage.units),
+            "all_units": "\n".join(stage.units),
+            "figures": [],
+        }
+        if plan.expected is not None:
+            found = plan.expected.stages[number]
+            row["figures"] = [
+                count_text(found.parameters),
+                seconds_text(found.forward_s),
+                seconds_text(found.backward_s),
+                percent_text(found.busy),
+            ]
+            row["memory"] = [bytes_text(size) for _, size in causes(found)]
+            row["peak"] = bytes_text(found.peak_bytes)
+            row["limit"] = bytes_text(found.device_bytes) if found.device_bytes else "unknown"
+        rows.append(row)
+    return rows
+
+
+def _timelines(plan: Plan, found: Sequence[Timeline]) -> list[dict[str, str]]:
+    """One figure for each timeline, all on the axis of the longest."""
+    end_s = max((t.duration_s for t in found), default=0.0)
+    if not end_s:
+        return []
+    devices = [stage.device for stage in plan.stages]
+    return [
+        {
+            "name": timeline.source,
+            "step": seconds_text(timeline.duration_s),
+            "bubble": percent_text(timeline.bubble),
+            "svg": timeline_svg(timeline.source, timeline, end_s, devices),
+        }
+        for timeline in found
+    ]
+
+
+def _differences(verdict: Verdict | None) -> list[tuple[str, str, bool]]:
+    if verdict is None:
+        return []
+    return [(name, difference_text(number), number == 0) for name, number in differences(verdict)]
+
+
+def _commands(plan: Plan) -> list[str]:
+    """How to make and run this plan; MODEL stands for the model's spec, which a plan does not know."""
+    return [
+        f"outsize plan MODEL --cluster {plan.cluster} --batch {plan.batch_size} "
+        f"--stages {len(plan.stages)} --microbatches {plan.microbatches} --schedule {plan.schedule} "
+        "--out plan.json",
+        f"outsize check MODEL --plan plan.json --processes {len(plan.stages)}",
+        f"outsize run MODEL --plan plan.json --nproc-per-node {len(plan.stages)}",
+    ]

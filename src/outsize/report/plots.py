@@ -1,0 +1,136 @@
+"""Figures as PNG files, for slides and papers. The only module that imports matplotlib, and only when called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outsize.errors import BadOption
+from outsize.ir.plan import Plan
+from outsize.ir.schedule import Action
+from outsize.ir.text import byte_unit, bytes_text, percent_text, seconds_text
+from outsize.ir.timeline import Span, Timeline
+from outsize.report.palette import CAUSES, ink, shade
+from outsize.report.tables import causes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Inches, and dots per inch.
+WIDTH, ROW, MARGIN, DPI = 10.0, 0.42, 1.1, 160
+SOFT, LINE, IDLE, LIMIT, LOSS = "#59616e", "#e2e5ea", "#eceef2", "#c3272f", "#1f5fa8"
+# A label of n characters fits a bar when the figure is this many characters wide.
+CHARACTERS = 120
+
+
+def timeline_png(predicted: Timeline | None, measured: Timeline | None, path: str | Path) -> None:
+    """Both timelines on one time axis, a row for each rank. Raises BadOption without matplotlib."""
+    found = [t for t in (predicted, measured) if t is not None]
+    end_s = max((t.duration_s for t in found), default=0.0)
+    if not end_s:
+        raise BadOption("there is no step to draw", next_step="give a predicted or a measured timeline")
+    rows = sum(t.ranks for t in found)
+    figure, axes = _figure(rows * ROW + len(found) * MARGIN, len(found), [t.ranks for t in found])
+    for axis, timeline in zip(axes, found, strict=True):
+        _draw_timeline(axis, timeline, end_s)
+    _save(figure, path)
+
+
+def memory_png(plan: Plan, path: str | Path) -> None:
+    """Predicted bytes at the peak of a step, by cause, for each device.
+
+    Raises BadOption without matplotlib, or for a plan without expectations.
+    """
+    if plan.expected is None:
+        raise BadOption(
+            "the plan has no figures to draw", next_step="outsize plan MODEL --plan FILE to price it"
+        )
+    stages = plan.expected.stages
+    unit, size = byte_unit(max((f.peak_bytes for f in stages), default=0))
+    figure, (axis,) = _figure(len(stages) * ROW * 1.3 + 1.3, 1, [1])
+    for number, figures in enumerate(stages):
+        left = 0.0
+        for cause, number_bytes in causes(figures):
+            width = number_bytes / size
+            label = cause if number == 0 else None
+            axis.barh(number, width, 0.62, left, color=CAUSES[cause], edgecolor="white", lw=0.8, label=label)
+            left += width
+        limit = f" of {bytes_text(figures.device_bytes)}" if figures.device_bytes else ""
+        axis.text(left, number, f"  {bytes_text(figures.peak_bytes)}{limit}", va="center", fontsize=9)
+        if 0 < figures.device_bytes <= figures.peak_bytes * 3:
+            axis.vlines(figures.device_bytes / size, number - 0.4, number + 0.4, colors=LIMIT, lw=2.5)
+    _rows(axis, [stage.device for stage in plan.stages])
+    axis.set_xlim(0, axis.dataLim.x1 * 1.22)
+    axis.set_xlabel(f"{unit} at the peak of a step, predicted", color=SOFT)
+    axis.legend(ncols=len(CAUSES), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9)
+    _save(figure, path)
+
+
+def loss_png(losses: Sequence[float], path: str | Path) -> None:
+    """The loss over the steps of a run. Raises BadOption without matplotlib."""
+    figure, (axis,) = _figure(3.6, 1, [1])
+    axis.plot(range(1, len(losses) + 1), losses, color=LOSS, lw=1.8)
+    axis.set_xlabel("step", color=SOFT)
+    axis.set_ylabel("loss", color=SOFT)
+    axis.grid(axis="y", color=LINE)
+    axis.margins(x=0.01)
+    _save(figure, path)
+
+
+def _draw_timeline(axis: Axes, timeline: Timeline, end_s: float) -> None:
+    start_s = min((s.start_s for s in timeline.spans), default=0.0)
+    for rank in range(timeline.ranks):
+        axis.barh(rank, timeline.duration_s, 0.72, 0.0, color=IDLE)
+    for span in (s for s in timeline.spans if s.lane == "compute"):
+        _draw_span(axis, span, start_s, end_s)
+    busy = [percent_text(timeline.utilisation(rank)) for rank in range(timeline.ranks)]
+    _rows(axis, [f"rank {rank}  {share}" for rank, share in enumerate(busy)])
+    axis.set_xlim(0, end_s)
+    axis.xaxis.set_major_formatter(lambda value, _: seconds_text(value) if value else "0")
+    title = f"{timeline.source}: {seconds_text(timeline.duration_s)}, bubble {percent_text(timeline.bubble)}"
+    axis.set_title(title, loc="left", fontsize=11, fontweight="bold")
+
+
+def _draw_span(axis: Axes, span: Span, start_s: float, end_s: float) -> None:
+    action = Action.parse(span.action)
+    fill = shade(str(action.kind), action.microbatch)
+    left = span.start_s - start_s
+    axis.barh(span.rank, span.duration_s, 0.72, left, color=fill, edgecolor="white", lw=0.6)
+    label = f"{action.kind}{action.microbatch}"
+    if span.duration_s / end_s * CHARACTERS >= len(label) + 1:
+        middle = left + span.duration_s / 2
+        axis.text(middle, span.rank, label, ha="center", va="center", fontsize=7.5, color=ink(fill))
+
+
+def _figure(height: float, rows: int, ratios: Sequence[int]) -> tuple[Figure, list[Axes]]:
+    """A figure with axes below each other, without pyplot's global state."""
+    figure = _figure_class()(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    grid: Any = figure.subplots(rows, 1, squeeze=False, height_ratios=ratios)
+    axes: list[Axes] = list(grid[:, 0])
+    for axis in axes:
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.spines["bottom"].set_color(LINE)
+        axis.tick_params(length=0, labelsize=9, labelcolor=SOFT)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def _figure_class() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BadOption(
+            "plots need matplotlib, which is not installed", next_step="pip install 'outsize[plot]'"
+        ) from None
+    return Figure
+
+
+def _rows(axis: Axes, names: Sequence[str]) -> None:
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+
+
+def _save(figure: Figure, path: str | Path) -> None:
+    figure.savefig(path)

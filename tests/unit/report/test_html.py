@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import samples
+
+from outsize.ir.plan import Plan
+from outsize.report.html import write
+from outsize.report.palette import CAUSES
+
+VOID = {"meta", "br", "hr", "img", "link", "input"}
+FULL: dict[str, Any] = {
+    "plan": samples.plan(),
+    "graph": samples.graph(),
+    "predicted": samples.predicted(),
+    "measured": samples.measured(),
+    "losses": samples.LOSSES,
+    "verdict": samples.verdict(),
+}
+BARE: dict[str, Any] = {
+    "plan": Plan.model_validate({**samples.plan().model_dump(), "expected": None, "why": ()})
+}
+
+
+class Outline(HTMLParser):
+    """Insists that tags close in order; collects ids, references and headings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [named["id"] or ""] if "id" in named else []
+        self.references += (named.get("aria-labelledby") or "").split()
+        self.references += [h[1:] for h in [named.get("href") or ""] if h.startswith("#")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page_of(folder: Path, **facts: Any) -> str:
+    path = folder / "report.html"
+    write(path, **facts)
+    return path.read_text(encoding="utf-8")
+
+
+def figures_of(page: str) -> list[ElementTree.Element]:
+    """The outer figures; a nested drawing area would end a lazy match too early."""
+    starts = [m.start() for m in re.finditer(r'<svg class="figure"', page)]
+    return [ElementTree.fromstring(page[start : _end(page, start)]) for start in starts]
+
+
+def _end(page: str, start: int) -> int:
+    depth = 0
+    for found in re.finditer(r"<svg|</svg>", page[start:]):
+        depth += 1 if found[0] == "<svg" else -1
+        if depth == 0:
+            return start + found.end()
+    raise AssertionError("an svg is not closed")
+
+
+@pytest.mark.parametrize("facts", [FULL, BARE, {**FULL, "verdict": samples.verdict(bit_equal=False)}])
+def test_it_is_one_offline_file_with_closed_tags(tmp_path: Path, facts: dict[str, Any]) -> None:
+    page = page_of(tmp_path, **facts)
+    assert not re.search(r"https?://|//cdn|@import|url\(|<script|<link|<iframe|<img", page)
+    outline = Outline()
+    outline.feed(page)
+    assert outline.open == []
+    assert len(outline.ids) == len(set(outline.ids))
+    assert set(outline.references) <= set(outline.ids)
+    assert outline.tags.count("h1") == 1
+
+
+def test_every_figure_is_xml_with_a_title_and_a_description(tmp_path: Path) -> None:
+    figures = figures_of(page_of(tmp_path, **FULL))
+    assert len(figures) == 4
+    for figure in figures:
+        assert [child.tag for child in figure[:2]] == ["title", "desc"]
+        assert figure.get("role") == "img"
+        assert all((child.text or "").strip() for child in figure[:2])
+
+
+def test_every_span_is_drawn_once_and_within_the_axis(tmp_path: Path) -> None:
+    figures = figures_of(page_of(tmp_path, **FULL))
+    for figure, timeline in zip(figures, (samples.predicted(), samples.measured()), strict=False):
+        tips = [tip.text or "" for rect in figure.iter("rect") for tip in rect.iter("title")]
+        assert sorted(tip.split(":")[0] for tip in tips) == sorted(
+            f"{s.action} {s.lane}" for s in timeline.spans
+        )
+        for rect in figure.iter("rect"):
+            left = float((rect.get("x") or "0").removesuffix("%"))
+            assert left + float((rect.get("width") or "").removesuffix("%")) <= 100.01
+
+
+def test_both_timelines_have_one_axis(tmp_path: Path) -> None:
+    figures = figures_of(page_of(tmp_path, **FULL))[:2]
+    axes = [[(t.text, t.get("x")) for t in f.iter("text") if t.get("class") == "tick"] for f in figures]
+    assert axes[0] == axes[1] != []
+
+
+def test_stacks_add_up_to_the_peak(tmp_path: Path) -> None:
+    plan = samples.plan()
+    assert plan.expected is not None
+    figure = figures_of(page_of(tmp_path, **FULL))[2]
+    widths = [float((r.get("width") or "").removesuffix("%")) for r in figure.iter("rect")]
+    sums = [sum(widths[i : i + len(CAUSES)]) for i in range(0, len(widths), len(CAUSES))]
+    peaks = [f.peak_bytes for f in plan.expected.stages]
+    assert [s / sums[0] for s in sums] == pytest.approx([p / peaks[0] for p in peaks], rel=1e-3)
+
+
+@pytest.mark.parametrize(("device_mib", "drawn"), [(300, True), (400, True), (40_000, False)])
+def test_the_limit_is_drawn_unless_bars_would_be_slivers(
+    tmp_path: Path, device_mib: int, drawn: bool
+) -> None:
+    dump = samples.plan().model_dump()
+    for stage in dump["expected"]["stages"]:
+        stage["device_bytes"] = device_mib * samples.MIB
+    page = page_of(tmp_path, plan=Plan.model_validate(dump))
+    lines = [line for line in figures_of(page)[0].iter("line") if line.get("class") == "limit"]
+    assert len(lines) == (3 if drawn else 0)
+    assert ("far beyond the bars" in page) is not drawn
+
+
+def test_what_the_user_named_is_escaped(tmp_path: Path) -> None:
+    plan = samples.plan().model_copy(update={"model": "<b>&Net</b>", "why": ("not <i>gpipe</i>",)})
+    page = page_of(tmp_path, **{**FULL, "plan": plan})
+    assert "<b>&Net" not in page
+    assert "&lt;b&gt;&amp;Net" in page
+    assert "<i>gpipe" not in page
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
+    losses = [3.0, 2.0, float("nan"), float("inf"), 1.5, 1.0]
+    (figure,) = figures_of(page_of(tmp_path, **BARE, losses=losses))
+    lines = [
+        [p.split(",")[0] for p in (line.get("points") or "").split()] for line in figure.iter("polyline")
+    ]
+    assert lines == [["0", "1"], ["4", "5"]]
+
+
+@pytest.mark.parametrize(("losses", "figures"), [([2.0], 0), ([2.0, 2.0], 1), ([float("nan")] * 2, 1)])
+def test_odd_losses_still_make_a_page(tmp_path: Path, losses: list[float], figures: int) -> None:
+    assert len(figures_of(page_of(tmp_path, **BARE, losses=losses))) == figures
+
+
+def test_the_verdict_is_a_word_and_not_only_a_colour(tmp_path: Path) -> None:
+    good = page_of(tmp_path, **FULL)
+    bad = page_of(tmp_path, **{**FULL, "verdict": samples.verdict(bit_equal=False)})
+    assert "✓ bit-equal" in good
+    assert "not bit-equal" not in good
+    assert "✗ not bit-equal" in bad
+    assert "h.2.attn (backward)" in bad
+
+
+def test_the_commands_are_those_given(tmp_path: Path) -> None:
+    assert "$ " not in page_of(tmp_path, **BARE).split("</style>")[1]
+    page = page_of(tmp_path, **BARE, commands=["outsize demo --steps <N>"])
+    assert "outsize demo --steps &lt;N&gt;" in page
+    assert "outsize plan MODEL" not in page
+    assert "outsize plan MODEL --cluster 3xcpu --batch 24 --stages 3" in page_of(tmp_path, **BARE)
