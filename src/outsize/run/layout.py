@@ -1,12 +1,14 @@
 """Wire layout of a tensor: which elements travel, and how the receiver lays them out (rule 14).
 
 Reductions depend on memory order, so the wire keeps strides: a permuted dense tensor (channels_last, a
-transpose) travels in its own memory order, an expanded dimension (stride 0) travels once.
+transpose) travels in its own memory order, an expanded dimension (stride 0) travels once. A slice with holes
+is made dense in the order of its strides, as `clone` does.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
@@ -33,11 +35,9 @@ class Layout:
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
         """The layout under which a tensor travels."""
-        dense = pack(tensor)
-        keep = [size if step else 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-        like = tensor.as_strided(keep, tensor.stride())
-        stride = tensor.stride() if dense.numel() == like.numel() and _is_dense(like) else _contiguous(keep)
-        stride = tuple(0 if not step else new for step, new in zip(tensor.stride(), stride, strict=True))
+        core = _core(tensor)
+        dense = core if _is_dense(core) else torch.empty_like(core, device="meta")
+        stride = tuple(new if old else 0 for old, new in zip(tensor.stride(), dense.stride(), strict=True))
         return cls(tuple(tensor.shape), stride, tensor.dtype)
 
     def empty(self, device: torch.device) -> Tensor:
@@ -50,7 +50,7 @@ class Layout:
         return tensor.as_strided((self._count(),), (1,))
 
     def _count(self) -> int:
-        return math.prod(size if step else 1 for size, step in zip(self.shape, self.stride, strict=True))
+        return math.prod(_distinct(self.shape, self.stride))
 
     def encode(self) -> Tensor:
         """As a header of HEADER int64 numbers."""
@@ -73,13 +73,19 @@ NOTHING = torch.zeros(HEADER, dtype=torch.int64)
 
 
 def pack(tensor: Tensor) -> Tensor:
-    """The tensor's distinct elements as one flat tensor, in memory order where that is dense."""
-    tensor = tensor.detach()
-    keep = [size if step else min(size, 1) for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    core = tensor.as_strided(keep, tensor.stride())
-    if _is_dense(core):
-        return core.as_strided((core.numel(),), (1,))
-    return core.contiguous().view(-1)
+    """The tensor's distinct elements as one flat tensor in memory order; a copy where that has holes."""
+    core = _core(tensor.detach())
+    dense = core if _is_dense(core) else core.clone()
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def _core(tensor: Tensor) -> Tensor:
+    """Each expanded dimension cut to one."""
+    return tensor.as_strided(_distinct(tensor.shape, tensor.stride()), tensor.stride())
+
+
+def _distinct(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    return [size if step else min(size, 1) for size, step in zip(shape, stride, strict=True)]
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -92,11 +98,3 @@ def _is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _contiguous(shape: list[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
