@@ -231,6 +231,7 @@ def check(
         plan = search(
             request, {microbatches: (captured.graph, roofline(captured.graph, where.devices[0]))}, where
         )
+    plan.bounds(captured.graph)  # a plan of another model, or with other units, must not pass
     question = Question(model, batch, loss_fn, plan, captured, capture_s, steps, seed)
     return verify(question, processes=processes)
 

@@ -178,7 +178,7 @@ def _told(spec: Spec) -> Iterator[None]:
     except OutsizeError:
         raise
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error)})"
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}{_place(error)}"
         if spec.options and isinstance(error, (TypeError, ValueError)):
             given = ", ".join(f"{k}={v!r}" for k, v in spec.options.items())
             raise BadOption(
@@ -190,15 +190,15 @@ def _told(spec: Spec) -> Iterator[None]:
 
 
 def _place(error: BaseException) -> str:
-    """file:line of the last frame in the user's own code, else of the last frame."""
+    """` (file:line)` of the last frame in the user's own code, else in a library's; nothing without one."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
+        return f" ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    ours = Path(__file__).parent
-    foreign = [f for f in frames if not f.filename.startswith(("<frozen", str(ours)))]
+    ours = ("<frozen", str(Path(__file__).parent), str(Path(importlib.__file__).parent))
+    foreign = [f for f in frames if not f.filename.startswith(ours)]
     own = [f for f in foreign if not Path(f.filename).is_relative_to(_SITE_PACKAGES)]
-    frame = (own or foreign or list(frames))[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    found = own or foreign
+    return f" ({found[-1].filename}:{found[-1].lineno})" if found else ""
 
 
 def _remedy(spec: Spec, error: Exception) -> str:

@@ -22,6 +22,7 @@ from outsize.cli.plan import plan
 from outsize.cli.run import RunCommand
 from outsize.cli.run import run as run_verb
 from outsize.cli.screen import Screen, warn_on_one_line
+from outsize.cli.trace import trace
 from outsize.errors import BadOption, OutsizeError
 
 INTERRUPTED = 130
@@ -55,6 +56,7 @@ def make_app() -> typer.Typer:
     app.command()(plan)
     app.command()(check)
     app.command(cls=RunCommand)(run_verb)
+    app.command()(trace)
     return app
 
 
@@ -86,4 +88,4 @@ def told(ctx: typer.Context) -> Iterator[None]:
 
 def _misused(error: Any) -> BadOption:
     path = error.ctx.command_path if error.ctx is not None else "outsize"
-    return BadOption(error.format_message().rstrip("."), next_step=f"{path} --help")
+    return BadOption(error.format_message().rstrip(".?"), next_step=f"{path} --help")

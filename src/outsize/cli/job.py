@@ -15,6 +15,7 @@ from typing import Any, Self, final
 from pydantic import Field
 
 from outsize.ir.base import Record
+from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.timeline import Timeline
 
@@ -41,11 +42,12 @@ class Job(Record):
 class Outcome(Record):
     """The run of a job.
 
-    Loss and seconds of each step, the optimizer's included; the timeline of the last step, without the
-    optimizer's, and the predicted one.
+    Loss and seconds of each step, the optimizer's included; the timeline of a typical late step, without
+    the optimizer's, and the predicted one.
     """
 
     plan: Plan
+    graph: ModelGraph
     losses: tuple[float, ...] = Field(min_length=1)
     steps_s: tuple[float, ...] = Field(min_length=1)
     predicted: Timeline

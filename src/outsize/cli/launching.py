@@ -28,7 +28,7 @@ class Place:
     master_addr: str = LOOPBACK
     master_port: int = 0
 
-    def launch(self, argv: list[str], nproc_per_node: int, *, module: bool) -> int:
+    def launch(self, argv: list[str], nproc_per_node: int, *, module: bool, shown_as: str = "") -> int:
         """Run the processes of this machine and return their exit code."""
         return run_script(
             argv,
@@ -38,6 +38,7 @@ class Place:
             master_addr=self.master_addr,
             master_port=self.master_port,
             module=module,
+            shown_as=shown_as,
         )
 
 
@@ -49,7 +50,8 @@ def run_job(job: Job, place: Place, screen: Screen) -> Outcome | None:
     processes = _processes(job, place)
     with Folder.temporary() as folder:
         folder.job.write_text(job.to_json(), encoding="utf-8")
-        code = place.launch(["outsize.cli.worker", str(folder.path)], processes, module=True)
+        argv = ["outsize.cli.worker", str(folder.path)]
+        code = place.launch(argv, processes, module=True, shown_as=job.model)
         if code:
             screen.emit({"error": _error(folder, code)})
             raise typer.Exit(code)
@@ -67,7 +69,7 @@ def _processes(job: Job, place: Place) -> int:
     if wanted not in (None, processes * place.nnodes):
         raise WorldMismatch(
             f"the plan wants {wanted} processes, this run has {processes * place.nnodes}",
-            numbers=f"{place.nnodes} x {processes}",
+            numbers=f"--nnodes {place.nnodes}, {processes} processes on each",
             next_step=f"--nproc-per-node {wanted // place.nnodes or 1}, or plan for {processes} devices",
         )
     return processes

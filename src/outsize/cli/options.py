@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, final
 
 import typer
 
 from outsize.errors import BadOption
+
+if TYPE_CHECKING:
+    from outsize.ir.plan import ScheduleName
 
 # The samples of a batch when neither --batch nor a plan says.
 BATCH: Final = 8
@@ -74,6 +77,11 @@ Json = Annotated[
     bool,
     typer.Option(JSON, callback=_remember, is_eager=True, help="One JSON document on stdout, nothing else."),
 ]
+
+
+def schedule_name(schedule: ScheduleOption | None) -> ScheduleName | None:
+    """The option as a plan spells it."""
+    return schedule.value if schedule is not None else None
 
 
 def refuse_beside(plan: object | None, source: str, **wishes: object | None) -> None:

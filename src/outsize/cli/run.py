@@ -7,6 +7,8 @@ outsize run MODEL --steps 20 --report report.html    options may stand behind MO
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -17,7 +19,8 @@ from outsize.cli import options
 from outsize.cli.job import Job, Outcome
 from outsize.cli.launching import Place, run_job
 from outsize.cli.screen import Screen
-from outsize.cli.subject import batch_size, load_plan
+from outsize.cli.subject import batch_size, load_plan, write_text
+from outsize.cli.trace import write_trace
 from outsize.errors import BadOption
 from outsize.train.launch import processes_for
 from outsize.train.rendezvous import LOOPBACK
@@ -125,13 +128,14 @@ def run(
         plan=chosen,
         stages=stages,
         microbatches=microbatches,
-        schedule=schedule.value if schedule is not None else None,
+        schedule=options.schedule_name(schedule),
         measure=measure,
         as_json=json,
     )
     outcome = run_job(job, place, screen)
     if outcome is not None:
-        _deliver(screen, outcome, report, trace)
+        _deliver(screen, outcome)
+        _write_files(outcome, report, trace)
 
 
 def _is_model(target: object, module: bool) -> bool:
@@ -166,10 +170,31 @@ def _source(ctx: typer.Context, name: str) -> str:
     return source.name if source is not None else ""
 
 
-def _deliver(screen: Screen, outcome: Outcome, report: Path | None, trace: Path | None) -> None:
+def _deliver(screen: Screen, outcome: Outcome) -> None:
     def tables() -> Iterable[RenderableType]:
         from outsize.report import tables
 
         yield tables.run_table(outcome.plan, outcome.measured, outcome.losses)
 
     screen.result(outcome.document(), tables)
+
+
+def _write_files(outcome: Outcome, report: Path | None, trace: Path | None) -> None:
+    if trace is not None:
+        write_trace(trace, outcome)
+    if report is not None:
+        write_text(report, _page(outcome))
+
+
+def _page(outcome: Outcome) -> str:
+    from outsize.report.html import render
+
+    return render(
+        plan=outcome.plan,
+        graph=outcome.graph,
+        predicted=outcome.predicted,
+        measured=outcome.measured,
+        losses=outcome.losses,
+        verdict=None,
+        commands=[shlex.join(["outsize", *sys.argv[1:]])],
+    )

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,15 @@ from outsize.cli.job import Folder, Job, Outcome
 from outsize.cli.screen import Screen, error_document, warn_on_one_line
 from outsize.cli.subject import Subject, make_subject
 from outsize.errors import OutsizeError
+from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.train.engine import Engine
 from outsize.train.launch import World, join, leave
 
-Decision = tuple[Plan, Timeline]
+# The timeline that is kept is the median one of so many last steps.
+WATCHED = 5
+Decision = tuple[Plan, ModelGraph, Timeline]
 
 
 def main(folder: Folder) -> None:
@@ -56,10 +60,13 @@ def train(job: Job, world: World) -> Outcome:
         warnings.simplefilter("ignore")  # rank 0 says it
     with screen.working(f"building {job.model}"):
         subject = make_subject(job.model, job.input, job.batch, seed=job.seed)
-    plan, predicted = _agree(world, job, subject, screen)
+    plan, graph, predicted = _agree(world, job, subject, screen)
     engine = _engine(job, subject, plan)
-    losses, steps_s = _steps(engine, subject, job.steps, screen)
-    return Outcome(plan=plan, losses=losses, steps_s=steps_s, predicted=predicted, measured=engine.timeline())
+    losses, steps_s, timelines = _steps(engine, subject, job.steps, screen)
+    middle = sorted(timelines, key=lambda t: t.duration_s)[len(timelines) // 2]
+    return Outcome(
+        plan=plan, graph=graph, losses=losses, steps_s=steps_s, predicted=predicted, measured=middle
+    )
 
 
 def _agree(world: World, job: Job, subject: Subject, screen: Screen) -> Decision:
@@ -73,8 +80,8 @@ def _agree(world: World, job: Job, subject: Subject, screen: Screen) -> Decision
 def _decide(world: World, job: Job, subject: Subject, screen: Screen) -> Decision:
     plan = job.plan or _make_plan(world, job, subject, screen)
     with screen.working("pricing the plan"):
-        priced, _, timeline = api.price(plan, *subject.call, **subject.loss, measured=job.measure)
-    return priced.model_copy(update={"why": plan.why}), timeline
+        priced, graph, timeline = api.price(plan, *subject.call, **subject.loss, measured=job.measure)
+    return priced.model_copy(update={"why": plan.why}), graph, timeline
 
 
 def _make_plan(world: World, job: Job, subject: Subject, screen: Screen) -> Plan:
@@ -102,17 +109,18 @@ def _engine(job: Job, subject: Subject, plan: Plan) -> Engine:
 
 def _steps(
     engine: Engine, subject: Subject, steps: int, screen: Screen
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Loss and seconds of each step; the batch is the same in all."""
-    losses, seconds = [], []
+) -> tuple[tuple[float, ...], tuple[float, ...], list[Timeline]]:
+    """Loss and seconds of each step, and the last timelines; the batch is the same in all."""
+    losses, seconds, timelines = [], [], deque[Timeline](maxlen=WATCHED)
     with screen.bar("training") as progress:
         for done in range(steps):
             start = time.perf_counter()
             result = engine.step(*subject.args, target=subject.objective.target, **subject.kwargs)
             losses.append(float(result.loss))
             seconds.append(time.perf_counter() - start)
+            timelines.append(engine.timeline())
             progress(done + 1, steps)
-    return tuple(losses), tuple(seconds)
+    return tuple(losses), tuple(seconds), list(timelines)
 
 
 if __name__ == "__main__":

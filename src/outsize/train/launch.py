@@ -40,6 +40,7 @@ def run_script(
     master_port: int = 0,
     module: bool = False,
     grace_s: float = 5.0,
+    shown_as: str = "",
 ) -> int:
     """`launch` with plain arguments: argv[0] is a script's path, or a module's name when `module`."""
     spec = LaunchSpec(
@@ -51,6 +52,7 @@ def run_script(
         master_port,
         module=module,
         grace_s=grace_s,
+        shown_as=shown_as,
     )
     return launch(spec)
 
@@ -145,7 +147,7 @@ def _next_step(spec: LaunchSpec, failure: Failure) -> str:
     if failure.exit_code == -SIGKILL:
         return "dmesg | grep -i 'killed process' (the kernel kills what outgrows the memory)"
     if spec.world_size > 1:
-        target = f"-m {spec.argv[0]}" if spec.module else spec.argv[0]
+        target = spec.shown_as or (f"-m {spec.argv[0]}" if spec.module else spec.argv[0])
         return f"outsize run --nproc-per-node 1 {target} (does one process alone fail too?)"
     return "outsize explain E401"
 

@@ -18,7 +18,8 @@ from outsize.train.rendezvous import LOOPBACK, LOOPBACK_NAMES, loopback_interfac
 class LaunchSpec:
     """A script (or module) with its arguments, and the processes to run it in.
 
-    `master_port` 0 means a free one (one machine only). `grace_s` is how long processes may take to end on
+    `master_port` 0 means a free one (one machine only). `shown_as` is what the user typed, where argv is not
+    (a MODEL, which our own worker module builds). `grace_s` is how long processes may take to end on
     their own after a failure or a signal, in seconds, before they are killed. Raises BadOption (E106).
     """
 
@@ -30,6 +31,7 @@ class LaunchSpec:
     master_port: int = 0
     module: bool = False
     grace_s: float = 5.0
+    shown_as: str = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot start."""

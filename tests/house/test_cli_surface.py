@@ -1,0 +1,61 @@
+"""The command line's surface is a list in a file: every verb, option, spelling, type and default."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, get_args, get_type_hints
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+from outsize.cli.app import make_app
+
+Verb = Callable[..., Any]
+
+
+def verbs() -> Iterator[tuple[str, Verb]]:
+    """The root and each verb with the function behind it."""
+    app = make_app()
+    assert app.registered_callback is not None
+    assert app.registered_callback.callback is not None
+    yield "outsize", app.registered_callback.callback
+    for command in app.registered_commands:
+        assert command.callback is not None
+        yield f"outsize {command.name or command.callback.__name__}", command.callback
+
+
+def parameters(verb: Verb) -> Iterator[tuple[inspect.Parameter, type, OptionInfo | ArgumentInfo]]:
+    """What a verb takes from the line."""
+    hints = get_type_hints(verb, include_extras=True)
+    for parameter in inspect.signature(verb).parameters.values():
+        if hints[parameter.name] is not typer.Context:
+            kind, info = get_args(hints[parameter.name])
+            yield parameter, kind, info
+
+
+def surface() -> Iterator[str]:
+    """`outsize plan --batch: int | None = None`, one line for each parameter, in the order of --help."""
+    for path, verb in verbs():
+        for parameter, kind, info in parameters(verb):
+            option = isinstance(info, OptionInfo)
+            name = " ".join(info.param_decls or ()) if option else parameter.name.upper()
+            required = parameter.default is inspect.Parameter.empty
+            name_of_kind = kind.__name__ if isinstance(kind, type) else str(kind)
+            yield f"{path} {name}: {name_of_kind}{'' if required else f' = {parameter.default}'}"
+
+
+def test_the_surface_is_frozen(golden: Callable[[str, str], None]) -> None:
+    golden("cli.txt", "".join(f"{line}\n" for line in surface()))
+
+
+def test_every_verb_and_option_has_help() -> None:
+    for path, verb in verbs():
+        assert verb.__doc__, path
+        assert all(info.help for _, _, info in parameters(verb)), path
+
+
+def test_every_verb_speaks_json() -> None:
+    mute = {"outsize", "outsize demo"}
+    speaking = {path for path, verb in verbs() if any(p.name == "json" for p, _, _ in parameters(verb))}
+    assert {path for path, _ in verbs()} - mute == speaking

@@ -1,0 +1,96 @@
+"""What every verb shares: errors on one line, JSON alone on stdout, exit codes, a quick --help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import outsize as library
+from outsize import api
+from outsize.errors import InvalidSchedule
+
+Outsize = Callable[..., Any]
+
+
+def test_version(outsize: Outsize) -> None:
+    assert outsize("--version") == (answer := outsize("--version"))
+    assert (answer.code, answer.out, answer.err) == (0, f"outsize {library.__version__}\n", "")
+
+
+def test_help_without_arguments(outsize: Outsize) -> None:
+    answer = outsize()
+    assert answer.code == 0
+    assert "plan" in answer.out
+    assert "check" in answer.out
+
+
+def test_an_error_is_one_line_on_stderr(outsize: Outsize) -> None:
+    answer = outsize("plan", "toy:build", "--cluster", "2xgpx")
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.count("\n") == 1
+    assert answer.err.startswith("UnknownDevice [E105]: ")
+
+
+def test_an_error_is_an_object_under_json(outsize: Outsize) -> None:
+    answer = outsize("plan", "toy:build", "--cluster", "2xgpx", "--json")
+    error = json.loads(answer.out)["error"]
+    assert (error["name"], error["code"], error["exit_code"]) == ("UnknownDevice", "E105", answer.code)
+    assert answer.err.startswith("UnknownDevice [E105]: ")
+
+
+def test_a_mistyped_option_is_told_the_same_way(outsize: Outsize) -> None:
+    answer = outsize("plan", "--bacth", "8", "toy:build")
+    assert answer.code == 2
+    assert answer.err.count("\n") == 1
+    assert answer.err.startswith("BadOption [E106]: No such option: --bacth")
+    assert answer.err.endswith("Next: outsize plan --help\n")
+
+
+def test_the_picture_follows_the_line(outsize: Outsize, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deadlock(*_: Any, **__: Any) -> None:
+        raise InvalidSchedule("a cycle", next_step="gpipe", picture="rank 0 | F0\nrank 1 | B0")
+
+    monkeypatch.setattr(api, "plan", deadlock)
+    answer = outsize("plan", "toy:build")
+    assert (answer.code, answer.err.splitlines()[1:]) == (3, ["rank 0 | F0", "rank 1 | B0"])
+
+
+def test_a_bug_keeps_its_traceback(outsize: Outsize, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(api, "plan", bug)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        outsize("plan", "toy:build")
+
+
+def test_ctrl_c(outsize: Outsize, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "plan", interrupted)
+    assert outsize("plan", "toy:build").code == 130
+
+
+def test_what_the_model_prints_does_not_spoil_the_json(outsize: Outsize) -> None:
+    answer = outsize("plan", "toy:Scalar", "--json")
+    assert json.loads(answer.out)["model"] == "Scalar"
+    assert "the model speaks" in answer.err
+
+
+def test_help_loads_neither_torch_nor_the_planner_and_answers_at_once() -> None:
+    code = "import sys; from outsize.cli.app import run; run(['plan', '--help']); "
+    code += "print([m for m in ('torch', 'outsize.api', 'outsize.planner', 'numpy') if m in sys.modules])"
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    taken_s = time.perf_counter() - start
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--cluster" in done.stdout
+    # 1 s is the promise on a quiet machine (benchmarks); the bound here only has to notice a torch import.
+    assert taken_s < 5

@@ -1,0 +1,67 @@
+"""`outsize plan`: the document is a plan file, an edited plan is priced as it is, units are listed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from outsize.ir.plan import Plan
+
+Outsize = Callable[..., Any]
+
+
+def test_the_json_document_is_a_plan_file(outsize: Outsize, folder: Path) -> None:
+    answer = outsize("plan", "toy:build", "--cluster", "3xcpu", "--microbatches", "4", "--json")
+    assert (answer.code, answer.err) == (0, "")
+    (folder / "plan.json").write_text(answer.out)
+    plan = Plan.load(folder / "plan.json")
+    assert (len(plan.stages), plan.microbatches, plan.batch_size) == (3, 4, 8)
+
+
+def test_the_table_names_the_stages(outsize: Outsize) -> None:
+    answer = outsize("plan", "toy:build", "--cluster", "2xcpu")
+    assert answer.code == 0
+    for word in ("cpu:0", "cpu:1", "bubble", "Why"):
+        assert word in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_out_and_check_of_an_edited_plan(outsize: Outsize, folder: Path) -> None:
+    made = outsize("plan", "toy:build", "--cluster", "2xcpu", "--schedule", "gpipe", "--out", "plan.json")
+    assert made.code == 0
+    edited = json.loads((folder / "plan.json").read_text())
+    assert edited["schedule"] == "gpipe"
+    edited["stages"][0]["units"], edited["stages"][1]["units"] = ["0"], ["1-11", "root"]
+    (folder / "plan.json").write_text(json.dumps(edited))
+    answer = outsize("plan", "toy:build", "--check", "plan.json", "--json")
+    priced = json.loads(answer.out)
+    assert answer.code == 0, answer.err
+    assert priced["stages"] == edited["stages"]
+    assert priced["expected"]["stages"][0]["units"] == 1
+    assert priced["expected"] != edited["expected"]
+
+
+def test_units(outsize: Outsize) -> None:
+    units = json.loads(outsize("plan", "toy:pair", "--units", "--json").out)["units"]
+    assert [unit["name"] for unit in units][:2] == ["0", "1"]
+    assert "FLOPs" in outsize("plan", "toy:pair", "--units").out
+
+
+def test_weights_on_meta_give_the_same_plan(outsize: Outsize) -> None:
+    call = ("plan", "toy:build", "--cluster", "2xcpu", "--json")
+    assert outsize(*call, "--meta").out == outsize(*call).out
+
+
+def test_a_measured_plan_says_so(outsize: Outsize) -> None:
+    answer = outsize("plan", "toy:pair", "--cluster", "2xcpu", "--microbatches", "2", "--measure", "--json")
+    assert json.loads(answer.out)["expected"]["source"] == "measured"
+
+
+def test_a_plan_decides_what_options_may_not(outsize: Outsize) -> None:
+    outsize("plan", "toy:build", "--cluster", "2xcpu", "--out", "plan.json")
+    answer = outsize("plan", "toy:build", "--check", "plan.json", "--stages", "3")
+    assert (answer.code, "--stages beside --check" in answer.err) == (2, True)
+    answer = outsize("plan", "toy:build", "--check", "plan.json", "--batch", "9")
+    assert (answer.code, "--batch 9 is not the plan's batch" in answer.err) == (2, True)

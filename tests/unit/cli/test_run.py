@@ -1,0 +1,110 @@
+"""`outsize run`: which options belong to whom, and how many processes (real ones: tests/dist)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from outsize.cli import launching
+from outsize.cli.job import Job
+from outsize.cli.launching import Place
+from outsize.cli.options import ScheduleOption
+from outsize.ir.plan import ScheduleName
+
+Outsize = Callable[..., Any]
+Calls = list[tuple[list[str], int, dict[str, Any]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What would have been started."""
+    calls: Calls = []
+
+    def run_script(argv: Sequence[str], nproc_per_node: int, **rest: Any) -> int:
+        calls.append((list(argv), nproc_per_node, rest))
+        if argv[0] == "outsize.cli.worker":
+            rest["job"] = Job.model_validate_json((Path(argv[1]) / "job.json").read_text())
+        return 7
+
+    monkeypatch.setattr(launching, "run_script", run_script)
+    return calls
+
+
+def test_what_follows_a_script_is_the_scripts(outsize: Outsize, launched: Calls, folder: Path) -> None:
+    (folder / "train.py").touch()
+    answer = outsize("run", "--nproc_per_node", "3", "train.py", "--steps", "5", "-m", "--json", "rest")
+    assert (answer.code, answer.out) == (7, "")
+    argv, processes, rest = launched[0]
+    assert argv == ["train.py", "--steps", "5", "-m", "--json", "rest"]
+    assert (processes, rest["module"]) == (3, False)
+
+
+def test_a_module_as_torchrun_spells_it(outsize: Outsize, launched: Calls) -> None:
+    flags = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1", "--master_port", "29500"]
+    assert outsize("run", *flags, "-m", "package.module", "--lr", "3").code == 7
+    assert outsize("run", *(f.replace("_", "-") for f in flags), "--module", "a.b").code == 7
+    assert [argv for argv, _, _ in launched] == [["package.module", "--lr", "3"], ["a.b"]]
+    for _, processes, rest in launched:
+        assert (processes, rest["module"], rest["nnodes"], rest["node_rank"]) == (1, True, 2, 1)
+        assert (rest["master_addr"], rest["master_port"]) == ("10.0.0.1", 29500)
+
+
+def test_options_may_follow_a_model(outsize: Outsize, launched: Calls) -> None:
+    outsize("run", "toy:build", "--steps", "5", "--lr", "0.1", "--stages", "3", "--schedule", "1f1b")
+    (_, processes, rest) = launched[0]
+    job: Job = rest["job"]
+    assert (processes, job.model, job.steps, job.lr, job.schedule) == (3, "toy:build", 5, 0.1, "1f1b")
+    assert (job.batch, rest["shown_as"]) == (8, "toy:build")
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ([], 2),
+        (["--nproc-per-node", "4"], 4),
+        (["--stages", "6", "--nnodes", "2", "--master-port", "1", "--master-addr", "h"], 3),
+    ],
+)
+def test_processes_of_a_model(outsize: Outsize, launched: Calls, flags: list[str], processes: int) -> None:
+    outsize("run", "toy:build", *flags)
+    assert launched[0][1] == processes
+
+
+def test_a_plan_says_how_many_processes(outsize: Outsize, launched: Calls) -> None:
+    outsize("plan", "toy:build", "--cluster", "3xcpu", "--batch", "6", "--out", "plan.json")
+    outsize("run", "toy:build", "--plan", "plan.json")
+    assert (launched[0][1], launched[0][2]["job"].batch) == (3, 6)
+
+
+def test_a_failed_run_is_an_object_under_json(outsize: Outsize, launched: Calls) -> None:
+    answer = outsize("run", "toy:build", "--json")
+    assert answer.code == 7
+    assert '"exit_code": 7' in answer.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--steps", "5", "train.py"], "--steps is an option of a MODEL run"),
+        (["--report", "r.html", "-m", "toy"], "--report is an option of a MODEL run"),
+        (["toy:build", "more"], "'more' behind the MODEL"),
+        (["resnet18"], "'resnet18' is neither a file nor a MODEL"),
+        (["gone.py"], "no file 'gone.py'"),
+        (["--nproc-per-node", "some", "-m", "toy"], "--nproc-per-node 'some' is no count"),
+    ],
+)
+def test_what_is_refused(outsize: Outsize, arguments: list[str], text: str) -> None:
+    answer = outsize("run", *arguments)
+    assert (answer.code, answer.out) == (2, "")
+    assert text in answer.err
+
+
+def test_schedules_of_the_option_are_those_of_a_plan() -> None:
+    assert tuple(option.value for option in ScheduleOption) == get_args(ScheduleName)
+
+
+def test_defaults_are_torchruns() -> None:
+    assert Place() == Place(None, 1, 0, "127.0.0.1", 0)
