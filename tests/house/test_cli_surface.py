@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any, get_args, get_type_hints
 
 import typer
@@ -38,11 +39,20 @@ def surface() -> Iterator[str]:
     """`outsize plan --batch: int | None = None`, one line for each parameter, in the order of --help."""
     for path, verb in verbs():
         for parameter, kind, info in parameters(verb):
-            option = isinstance(info, OptionInfo)
-            name = " ".join(info.param_decls or ()) if option else parameter.name.upper()
             required = parameter.default is inspect.Parameter.empty
-            name_of_kind = kind.__name__ if isinstance(kind, type) else str(kind)
-            yield f"{path} {name}: {name_of_kind}{'' if required else f' = {parameter.default}'}"
+            default = "" if required else f" = {parameter.default}"
+            yield f"{path} {_spelling(parameter, info)}: {_words(kind)}{default}"
+
+
+def _spelling(parameter: inspect.Parameter, info: OptionInfo | ArgumentInfo) -> str:
+    # inside Annotated, typer keeps the first spelling where a default would be
+    return " ".join((info.default, *(info.param_decls or ()))) if info.default is not ... else parameter.name
+
+
+def _words(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "|".join(kind)
+    return " | ".join(map(_words, get_args(kind))) or getattr(kind, "__name__", str(kind))
 
 
 def test_the_surface_is_frozen(golden: Callable[[str, str], None]) -> None:
