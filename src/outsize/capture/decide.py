@@ -25,7 +25,9 @@ from outsize.program.tree import leaves, map_leaves
 # The largest number below 1 that torch.rand can draw in fp32.
 _ALMOST_ONE = 1.0 - 2.0**-24
 # Functions the shape of whose result does not depend on the values of their first argument.
-_SELECTORS = frozenset({"__getitem__", "masked_select", "repeat_interleave"})
+_SELECTORS = frozenset({"__getitem__", "masked_select", "repeat_interleave", "ctc_loss"})
+# Functions that read values and still always give the same shape: no guard.
+_FIXED = frozenset({"ctc_loss"})
 _COMPARISONS = frozenset({"lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__", "less", "greater"})
 
 
@@ -53,10 +55,12 @@ class Decider:
     ) -> None:
         self._instructions, self._slots, self._guards = instructions, slots, guards
         self._inputs, self._weights = inputs, weights
+        self.weights: list[tuple[Weight, str]] = []  # what decisions have looked at, and where
 
     def decide(self, fn: Callable[..., Any], args: Any, kwargs: Any, where: str, fakes: FakeModel) -> Any:
         """The result of `fn`, tensors as fakes. Raises LookupError with the reason."""
-        if getattr(fn, "__name__", "") in _SELECTORS:
+        name = getattr(fn, "__name__", "")
+        if name in _SELECTORS:
             args = (map_leaves(self._blank, args[0]), *args[1:])
         reads = [leaf.slot for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
         needs = backward_slice(self._instructions, self._slots.metas, reads)
@@ -64,15 +68,16 @@ class Decider:
             return self._despite_chance(fn, args, kwargs, needs)
         self._insist_on_inputs(needs, args, kwargs)
         out = self._run(fn, args, kwargs, needs)
-        if self._depends_on_inputs(needs, reads):
+        weights = self._weights_in(needs, args, kwargs)
+        self.weights += [(weight, where) for weight in weights]
+        if name not in _FIXED and (weights or self._depends_on_inputs(needs, reads)):
             self._guards.append(Guard(fn, args, kwargs, signature_of(out), where))
         return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
 
     def _depends_on_inputs(self, needs: list[int], reads: list[int]) -> bool:
         """A decision on constants (position ids from arange) falls the same way every time."""
         slots = {*reads, *(s for i in needs for s in self._instructions[i].reads())}
-        buffers = any(self._instructions[i].weights for i in needs)
-        return buffers or not slots.isdisjoint((*self._inputs, *self._slots.constants))
+        return not slots.isdisjoint((*self._inputs, *self._slots.constants))
 
     def _blank(self, leaf: Any) -> Any:
         """Zeros instead of a value that does not matter."""
@@ -82,13 +87,17 @@ class Decider:
         return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
 
     def _insist_on_inputs(self, needs: list[int], args: Any, kwargs: Any) -> None:
-        touched = [w for i in needs for w in self._instructions[i].weights]
-        touched += [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Weight)]
         if any(self._instructions[i].is_leaf for i in needs):
             raise LookupError("a decision on activations")
-        for weight in touched:
+        if any(self._instructions[i].written_weights for i in needs):
+            raise LookupError("a decision on a buffer that the forward writes")
+        for weight in self._weights_in(needs, args, kwargs):
             if weight.kind == "parameter" or self._weights[weight.name].is_meta:
                 raise LookupError(f"a decision on the value of {weight.name}")
+
+    def _weights_in(self, needs: list[int], args: Any, kwargs: Any) -> list[Weight]:
+        named = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Weight)]
+        return [w for i in needs for w in self._instructions[i].weights] + named
 
     def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, needs: list[int]) -> Any:
         env: dict[int, Any] = {**self._slots.constants, **self._inputs}

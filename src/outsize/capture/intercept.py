@@ -47,6 +47,11 @@ class Watcher(ABC):
         """A region of torch.utils.checkpoint begins; it runs flat."""
 
 
+def inside_transform() -> bool:
+    """Inside vmap or torch.func the ATen ops on the tensors within are what can be replayed."""
+    return peek_interpreter_stack() is not None
+
+
 @final
 class _FunctionMode(TorchFunctionMode):
     def __init__(self, watcher: Watcher) -> None:
@@ -54,8 +59,7 @@ class _FunctionMode(TorchFunctionMode):
         self.watcher = watcher
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if peek_interpreter_stack() is not None:
-            # Inside vmap or torch.func: the ATen ops on the tensors within are what can be replayed.
+        if inside_transform():
             return func(*args, **(kwargs or {}))
         return self.watcher.on_function(func, args, kwargs or {})
 

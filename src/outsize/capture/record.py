@@ -21,7 +21,8 @@ from outsize.capture.chance import Chance
 from outsize.capture.costs import CostMeter
 from outsize.capture.decide import Decider, is_data_dependent
 from outsize.capture.fakes import FakeModel
-from outsize.capture.intercept import Watcher, really
+from outsize.capture.hidden import hides_tensor
+from outsize.capture.intercept import Watcher, inside_transform, really
 from outsize.capture.leaves import LeafRule
 from outsize.capture.slots import Slots, UnknownTensor
 from outsize.program.modes import current_modes
@@ -63,10 +64,12 @@ class Recorder(Watcher):
         self._input_storages: set[int] = set()
         self._chance = Chance()
         self._inside: str | None = None  # the leaf that runs
+        self._unnamed: dict[Weight, None] = {}  # weights that the glue that runs has used
         self._born: dict[int, str] = {}  # storage -> the leaf inside which it was made
         self._kept: list[Tensor] = []  # keeps those storages unique
         self.checkpoints: dict[str, None] = {}  # places
         self._decider = Decider(self.instructions, self.slots, self.guards, real, fakes.real)
+        self._decided: dict[str, str] = {}  # place of a decision -> frame
         self._leaf_tensors: dict[str, list[tuple[Weight, Tensor]]] = {}
 
     def define_inputs(self, tensors: list[Tensor]) -> list[int]:
@@ -81,12 +84,15 @@ class Recorder(Watcher):
             return fn(module, *args, **kwargs)
         self._insist_on_no_chance()
         fqn = self._fqn.get(id(module))
-        if fqn is not None and self._rule.is_leaf(fqn, module) and self._fakes.is_intact(fqn):
+        if fqn is not None and self._is_leaf(fqn, module):
             return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
         with self._frame(self._frames[-1] if fqn is None else fqn):
             out = fn(module, *args, **kwargs)
             self._insist_on_no_chance()
         return out
+
+    def _is_leaf(self, fqn: str, module: nn.Module) -> bool:
+        return self._rule.is_leaf(fqn, module) and self._fakes.is_intact(fqn) and not inside_transform()
 
     def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._muted:
@@ -97,8 +103,7 @@ class Recorder(Watcher):
         if self._muted:
             out = op(*args, **kwargs)
             self.meter.count(op, args, kwargs, out)
-            if self._inside is not None and self._rule.traced:
-                self._remember_birth(out)
+            self._look_inside(args, kwargs, out)
             return out
         # Below the public functions: C entry points and vmap bodies. Replayed with the caller's grad mode.
         out = self._record(op, partial(self._run_glue, op), args, kwargs)
@@ -111,6 +116,14 @@ class Recorder(Watcher):
     def refer(self, tree: Any) -> Any:
         """The model's output or loss as references. Raises FrameFailed and Leaked."""
         return self._refs(tree, {}, "the output of the model")[0]
+
+    def insist_on_lasting_decisions(self) -> None:
+        """Guards are checked before a step: what they read must not change in it. Raises FrameFailed."""
+        written = {w for i in self.instructions for w in i.written_weights}
+        for weight, where in self._decider.weights:
+            if weight in written:
+                reason = f"a decision on {weight.name}, which the forward writes"
+                raise FrameFailed(self._decided[where], reason, where)
 
     def on_checkpoint(self) -> None:
         self.checkpoints[_where()] = None
@@ -126,12 +139,14 @@ class Recorder(Watcher):
             modes, where = current_modes(), _where()
             refs = self._refs(args, kwargs, where)
             self.meter.start()
+            self._unnamed.clear()
             out = run(refs, where, args, kwargs)
             written = [pair for pair, v in zip(touched, before, strict=True) if _version(pair[1]) != v]
             if target in _EFFECTS:
                 # Ordered like writes: after what made the tensor, in the same stage.
                 written = touched[:1]
             self._insist_on_own_memory(written, where)
+            self._insist_on_open_arguments(target, args, kwargs, where)
             if isinstance(target, str) or written or _has_tensor(out):
                 tree = map_leaves(self._define, out)
                 self._append(target, refs, tree, modes, where, [w for w, _ in touched], written)
@@ -140,7 +155,7 @@ class Recorder(Watcher):
     def _append(
         self, target: Any, refs: Any, tree: Any, modes: Any, where: str, touched: Any, written: Any
     ) -> None:
-        weights = tuple(dict.fromkeys(w for w in touched if w is not None))
+        weights = tuple(dict.fromkeys([*(w for w in touched if w is not None), *self._unnamed]))
         instruction = Instruction(
             index=len(self.instructions),
             target=target,
@@ -182,6 +197,7 @@ class Recorder(Watcher):
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error
         try:
             with really():
+                self._decided[where] = self._frames[-1]
                 out = self._decider.decide(fn, refs[0], refs[1], where, self._fakes)
             return map_leaves(partial(_with_grad, args), out)
         except LookupError as reason:
@@ -191,6 +207,13 @@ class Recorder(Watcher):
         """Microbatches are views of the user's batch, and stages read inputs at different times."""
         if any(self.slots.storage(t) in self._input_storages for _, t in written):
             raise FrameFailed("", "it writes into an input in place; clone the input first", where)
+
+    def _insist_on_open_arguments(self, target: Any, args: Any, kwargs: Any, where: str) -> None:
+        if self.meter.random and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
+            raise FrameFailed(self._frames[-1], "random numbers of a generator of its own", where)
+        if hides_tensor((args, kwargs), self.slots.weights):
+            failure = FrameFailed(self._frames[-1], "a tensor inside an object that is an argument", where)
+            raise Leaked(target, failure) if isinstance(target, str) else failure
 
     # -- helpers -----------------------------------------------------------------------------------
 
@@ -207,6 +230,16 @@ class Recorder(Watcher):
             return Leaked("", failure)
         maker = self._born.get(self.slots.storage(error.tensor))
         return failure if maker is None else Leaked(maker, failure)
+
+    def _look_inside(self, args: Any, kwargs: Any, out: Any) -> None:
+        """Weights that glue touches without naming them; tensors that a leaf makes."""
+        if self._inside is None:
+            for leaf in leaves((args, kwargs)):
+                weight = self.slots.weights.get(id(leaf))
+                if weight is not None:
+                    self._unnamed[weight] = None
+        elif self._rule.traced:
+            self._remember_birth(out)
 
     def _remember_birth(self, out: Any) -> None:
         for leaf in leaves(out):

@@ -139,8 +139,9 @@ class _Writer:
     def _guarded(self, instruction: Instruction, line: str) -> list[str]:
         """The call, inside a swap of tied parameters where it uses some that live elsewhere."""
         comment = f"  # {instruction.name}"
-        borrowed = [w.name for w in instruction.weights if w.name in self._foreign]
-        if not instruction.is_leaf or not borrowed:
+        named = {leaf for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Weight)}
+        borrowed = [w.name for w in instruction.weights if w.name in self._foreign and w not in named]
+        if not borrowed:
             return [line + comment]
         places = [
             (table, key, self._foreign[n]) for n in borrowed for table, key in self._places(instruction, n)
@@ -150,8 +151,8 @@ class _Writer:
 
     def _places(self, instruction: Instruction, name: str) -> list[tuple[dict[str, Any], str]]:
         wanted = self._model.get_parameter(name)
-        leaf = self._modules[str(instruction.target)]
-        tables = [m._parameters for m in leaf.modules()]
+        inside = self._modules[str(instruction.target)] if instruction.is_leaf else self._model
+        tables = [m._parameters for m in inside.modules()]
         return [(table, key) for table in tables for key, p in table.items() if p is wanted]
 
     def _callee(self, instruction: Instruction) -> str:
