@@ -18,6 +18,8 @@ from typer.core import TyperGroup
 from outsize import __version__
 from outsize.cli import options
 from outsize.cli.check import check
+from outsize.cli.demo import demo
+from outsize.cli.explain import explain
 from outsize.cli.plan import plan
 from outsize.cli.run import RunCommand
 from outsize.cli.run import run as run_verb
@@ -57,6 +59,8 @@ def make_app() -> typer.Typer:
     app.command()(check)
     app.command(cls=RunCommand)(run_verb)
     app.command()(trace)
+    app.command()(explain)
+    app.command()(demo)
     return app
 
 
