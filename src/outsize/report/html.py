@@ -206,6 +206,6 @@ def _commands(plan: Plan) -> list[str]:
         f"outsize plan MODEL --cluster {plan.cluster} --batch {plan.batch_size} "
         f"--stages {len(plan.stages)} --microbatches {plan.microbatches} --schedule {plan.schedule} "
         "--out plan.json",
-        f"outsize check MODEL --plan plan.json --processes {len(plan.stages)}",
-        f"outsize run MODEL --plan plan.json --nproc-per-node {len(plan.stages)}",
+        "outsize check MODEL --plan plan.json --processes",
+        f"outsize run --nproc-per-node {len(plan.stages)} MODEL --plan plan.json",
     ]

@@ -1,4 +1,4 @@
-"""Figures as PNG files, for slides and papers. The only module that imports matplotlib, and only when called."""
+"""Figures as PNG files, for slides and papers. The only importer of matplotlib, and only when called."""
 
 from __future__ import annotations
 

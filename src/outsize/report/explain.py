@@ -1,0 +1,292 @@
+"""`outsize explain E201`: what an error means, what usually causes it and what to do, offline."""
+
+from __future__ import annotations
+
+import difflib
+from types import MappingProxyType
+
+from outsize.errors import BadOption
+
+_E101 = """
+UnknownModel [E101]: no model under this name.
+
+MODEL is one of
+  torchvision:resnet50                          a name of torchvision's registry
+  transformers:LlamaConfig?num_hidden_layers=4  a config class, with values
+  transformers:./config.json                    a config file
+  package.module:builder                        your own function or class
+
+What to do
+  Compare the spelling with the suggestion in the message. For your own model,
+  give the importable name of its module, not the path of its file, and a colon
+  before the function that returns the nn.Module.
+"""
+_E102 = """
+ModelNotImportable [E102]: the module or the builder of MODEL raised.
+
+The name was understood, but importing the module or calling the builder
+failed. The message has the exception and, where it lies in your own code,
+file:line.
+
+What to do
+  Run  python -c "import package.module"  in the same folder: it must succeed
+  without outsize. The current folder is searched for modules as python -m does
+  it. A missing torchvision or transformers comes with pip install
+  'outsize[vision]'  or  pip install 'outsize[hf]'.
+"""
+_E103 = """
+ExampleRejected [E103]: the model raises on the example batch.
+
+outsize runs the model's own forward once on fake tensors of the example's
+shapes and dtypes. The model's own error is in the message, with the call. The
+real forward would fail in the same way.
+
+Usual causes
+  - --input describes a batch; it is the shape of one sample (3x224x224), and
+    --batch adds the batch size
+  - token ids where the model wants floats, or a sequence longer than its
+    position embedding
+  - a keyword argument that the forward requires and the example does not give
+
+What to do
+  Call the model in plain PyTorch with the same shapes. For a model of your
+  own, define example_batch beside its builder; it returns (args, kwargs).
+"""
+_E104 = """
+BatchNotDivisible [E104]: the batch cannot be cut into equal microbatches.
+
+Every microbatch of a pipeline has the same number of samples. With a rest, the
+last one would have other shapes and another weight in the loss.
+
+What to do
+  Take the number of microbatches that the message suggests: the nearest
+  divisor of the batch size. Or change --batch to a multiple of the
+  microbatches. About four microbatches per stage keep the bubble small.
+"""
+_E105 = """
+UnknownDevice [E105]: a device or a cluster that nobody knows.
+
+A cluster is written [NODESx]COUNTxDEVICE:
+  2xcpu              two processes on the CPU
+  8xh100-80gb        one node with eight GPUs
+  2x8xa100-80gb      two nodes of eight
+  2x12GB             two devices of 12 GB, of which nothing else is known
+  local              what this machine has
+
+What to do
+  The message lists the known devices. For another one, give its memory as a
+  size: the split then fits, and only the predicted seconds are those of a
+  stand-in. A device in a plan file must be one of its cluster.
+"""
+_E106 = """
+BadOption [E106]: an option's value makes no sense here.
+
+The message names the option, says what would be accepted, and ends with a
+value that works. Nothing was started and no file was written.
+
+What to do
+  Type the suggested value.  outsize VERB --help  lists the options of a verb
+  with their defaults.
+"""
+_E111 = """
+NotCapturable [E111]: the forward does something that cannot be cut into
+stages.
+
+outsize writes down what your forward does, once for each input signature.
+Python control flow simply runs, but what was written down must hold for the
+next batch too.
+
+Usual causes
+  - a decision on the values of activations: if x.sum() > 0, x.item(),
+    tensor[mask] with a mask that the model computes. Inside a submodule this
+    is no trouble: that submodule becomes one unit, uncut.
+  - state kept between calls in a plain attribute instead of a registered
+    buffer
+  - tensors that leave PyTorch's sight on the way: numpy, a custom C++ call, a
+    global list
+
+What to do
+  The message has file:line. Move that code into a submodule of its own, or
+  register the state as a buffer. With --stages 1 the model trains uncut.
+"""
+_E112 = """
+ReplayMismatch [E112]: the model did not do again what it did when it was
+captured.
+
+A captured forward is valid as long as the same inputs lead through the same
+calls. Here a module was called in another order, not at all, or returned
+another Python value than before.
+
+Usual causes
+  - a counter or a cache in a plain attribute, which changes from call to call
+  - Python's own random numbers that decide on the way (layer drop, for
+    example)
+  - a branch on self.training when train() or eval() was called in between by
+    the model itself
+
+What to do
+  The message names the call and where it stands. Make the decision depend on
+  the inputs or on registered buffers, or move it together with what it decides
+  into one submodule.
+"""
+_E201 = """
+NoFeasiblePlan [E201]: no split of the model fits the devices.
+
+Every schedule and every number of microbatches was tried, with the cut that
+needs least on its fullest device. The message names that stage, what it needs
+by cause, and the nearest plan that would fit.
+
+What takes memory
+  weights       of the stage, all of the time
+  gradients     as large as its trainable weights
+  optimizer     twice the weights for Adam and AdamW, nothing for plain SGD
+  activations   kept from forward to backward, for each microbatch in flight
+  boundary      buffers for what is sent and received
+
+What to do
+  Where the message names a nearest fit, it was computed, not guessed. If
+  activations dominate, use more and smaller microbatches, and 1f1b instead of
+  gpipe: it keeps no more microbatches in flight than there are stages. If
+  weights and optimizer dominate, use more stages, larger devices, or a leaner
+  optimizer.
+"""
+_E202 = """
+TooManyStages [E202]: more stages than the model has units.
+
+A unit is the smallest piece that a stage can be made of: one leaf module with
+the operations around it. Code that cannot be cut, such as a module that
+decides on its activations, is one unit.
+
+What to do
+  Ask for as many stages as the message says, or fewer.  outsize plan MODEL
+  --units  lists the units in order.
+"""
+_E203 = """
+ModelMismatch [E203]: the plan, or the profile, is of another model.
+
+A plan has the fingerprint of the model it was made for: its class, the names,
+shapes and dtypes of its parameters, and its units. It does not change with the
+weights, the batch size, the device or the machine.
+
+Usual causes
+  - another number of layers, another hidden size or another dtype
+  - an input that leads through other modules than the plan's did
+  - another version of the library that the model is from, with other modules
+    inside
+
+What to do
+  Make the plan again with this model and this input. Plans are small and
+  quickly made.
+"""
+_E204 = """
+WorldMismatch [E204]: the plan wants another number of processes than were
+started.
+
+One process runs one stage. A plan with three stages needs --nproc-per-node 3
+on one machine, or as many processes on all machines together.
+
+What to do
+  Start as many processes as the message says, or plan for the devices you
+  have: outsize plan MODEL --stages 2 --out plan.json
+"""
+_E205 = """
+BadPlan [E205]: the plan file cannot be read, or it contradicts itself.
+
+A plan may be edited by hand. It is checked before anything runs:
+  - it is JSON with the known fields and no others; the message names the field
+  - each stage has units, written as patterns: "transformer.h.0-3" stands for
+    four blocks and all below them
+  - all units of the model appear in exactly one stage, in the model's order
+
+What to do
+  outsize plan MODEL --units  lists the units in order.  outsize plan MODEL
+  --check plan.json  prices an edited plan without running it. To move a cut,
+  move patterns from the end of one stage to the start of the next.
+"""
+_E301 = """
+InvalidSchedule [E301]: a schedule that cannot be run.
+
+A schedule says for each rank in which order it computes, sends and receives.
+Before it is simulated or run, it is checked: every forward and backward
+appears once, nothing is used before it was made, each send has its receive in
+the same order, and the ranks never wait for each other in a circle. The
+picture below the message shows the ranks as rows, with the offending cell
+marked.
+
+What to do
+  Schedules that outsize builds itself pass; if one does not, please report it
+  with the picture. In a schedule of your own, put the marked action after what
+  it waits for. Microbatches run in order on each stage: the gradients of a
+  step are then added in the same order as in the plain loop.
+"""
+_E401 = """
+RankFailed [E401]: a process of the run failed.
+
+The first process that failed is named, and its traceback stands above the
+message. The others were ended a few seconds later, because they would have
+waited for it for ever; what they say after that is no cause.
+
+Usual causes
+  - an exception in your own code: read the traceback
+  - a process that was killed (signal 9): the machine had no memory left. Plan
+    with --cluster of the memory that is really free, or with more microbatches
+  - a time-out: one rank stopped sending, for example because the ranks were
+    given different batches
+
+What to do
+  Mend what the traceback says. If it is not your code, try  outsize check
+  MODEL  in one process, where the same stages run without any network.
+"""
+_E402 = """
+BoundaryMismatch [E402]: a tensor between two stages is not what was captured.
+
+Stages exchange tensors whose shape, dtype and layout are known in advance, so
+nothing is negotiated while the model runs. Here a stage made another tensor
+than it made when it was captured.
+
+Usual causes
+  - a shape that depends on values, such as the number of selected rows
+  - autocast that is on in one place and off in the other
+  - a module that was changed after the engine had been prepared
+
+What to do
+  Run  outsize check MODEL : it names the first unit that diverges. Keep what
+  varies inside one stage, or move the cut: see the units in the plan.
+"""
+
+# Code -> text; tests/unit/report/test_explain.py holds it against the tree of errors.
+TEXTS = MappingProxyType(
+    {
+        "E101": _E101,
+        "E102": _E102,
+        "E103": _E103,
+        "E104": _E104,
+        "E105": _E105,
+        "E106": _E106,
+        "E111": _E111,
+        "E112": _E112,
+        "E201": _E201,
+        "E202": _E202,
+        "E203": _E203,
+        "E204": _E204,
+        "E205": _E205,
+        "E301": _E301,
+        "E401": _E401,
+        "E402": _E402,
+    }
+)
+
+
+def explain(code: str) -> str:
+    """The long text of an error, for `E201`, `e201` or `NoFeasiblePlan`. BadOption for any other word."""
+    wanted = code.strip().strip("[]").upper()
+    for known, text in TEXTS.items():
+        name = text.split()[0].upper()
+        if wanted in {known, name}:
+            return text.strip()
+    near = difflib.get_close_matches(wanted, TEXTS, n=1, cutoff=0.0)
+    raise BadOption(
+        f"no error has the code {code!r}",
+        numbers=f"known: {', '.join(TEXTS)}",
+        next_step=f"outsize explain {near[0]}",
+    )

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import samples
+
+from outsize.errors import BadOption
+from outsize.report import plots
+
+DRAW: dict[str, Callable[[Path], None]] = {
+    "both": lambda path: plots.timeline_png(samples.predicted(), samples.measured(), path),
+    "one": lambda path: plots.timeline_png(samples.predicted(), None, path),
+    "memory": lambda path: plots.memory_png(samples.plan(), path),
+    "loss": lambda path: plots.loss_png(samples.LOSSES, path),
+}
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Width and height from a PNG's header."""
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_a_png_of_1600_pixels(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    DRAW[name](tmp_path / "x.png")
+    width, height = size_of(tmp_path / "x.png")
+    assert width == 1600
+    assert height > 300
+
+
+def test_the_plain_figure_is_not_pyplots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    DRAW["loss"](tmp_path / "x.png")
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_without_matplotlib_the_message_has_the_line_to_type(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(BadOption, match=r"Next: pip install 'outsize\[plot\]'"):
+        DRAW[name](tmp_path / "x.png")
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="no step to draw"):
+        plots.timeline_png(None, None, tmp_path / "x.png")
+    with pytest.raises(BadOption, match="no figures to draw"):
+        plots.memory_png(samples.plan().model_copy(update={"expected": None}), tmp_path / "x.png")
