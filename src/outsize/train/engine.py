@@ -184,8 +184,8 @@ class Engine:
         """
         norm = None
         if self.clip_norm is not None:
-            names = [n for n, _ in self.model.named_parameters()]
-            norm = clip_by_global_norm(dict(self.named_parameters()), names, self.clip_norm, self.crew)
+            everything = dict(self.model.named_parameters())
+            norm = clip_by_global_norm(dict(self.named_parameters()), everything, self.clip_norm, self.crew)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()

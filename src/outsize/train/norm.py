@@ -7,7 +7,8 @@ exact, and the same vector norm follows everywhere. A tied parameter has one own
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +17,22 @@ from outsize.train.crew import Crew
 
 
 def clip_by_global_norm(
-    owned: Mapping[str, nn.Parameter], names: Sequence[str], max_norm: float, crew: Crew
+    owned: Mapping[str, nn.Parameter], everything: Mapping[str, nn.Parameter], max_norm: float, crew: Crew
 ) -> Tensor:
-    """Scale the owned gradients in place; returns the norm before clipping (0-dim)."""
-    index = {name: i for i, name in enumerate(names)}
-    norms, present = torch.zeros(len(names)), torch.zeros(len(names))
+    """Scale the owned gradients in place; returns the norm before clipping (0-dim).
+
+    `everything` are the model's parameters in its order, those of other ranks on meta.
+    """
+    index = {name: i for i, name in enumerate(everything)}
+    # fp64 holds the norms of every dtype exactly.
+    norms, present = torch.zeros(2, len(index), dtype=torch.float64)
     for name, parameter in owned.items():
         if parameter.grad is not None:
             norms[index[name]] = torch.linalg.vector_norm(parameter.grad)
             present[index[name]] = 1.0
     norms, present = crew.sum(norms), crew.sum(present)
-    total = torch.linalg.vector_norm(norms[present.bool()])
+    dtypes = [p.dtype for p, there in zip(everything.values(), present, strict=True) if there]
+    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
+    total = torch.linalg.vector_norm(norms[present.bool()].to(dtype))
     torch.nn.utils.clip_grads_with_norm_(owned.values(), max_norm, total)
     return total
