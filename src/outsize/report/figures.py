@@ -42,8 +42,8 @@ def timeline_svg(key: str, timeline: Timeline, end_s: float, devices: Sequence[s
         name = f"rank {rank}" + (f" · {devices[rank]}" if rank < len(devices) else "")
         top = rank * ROW
         busy = f"{percent_text(timeline.utilisation(rank))} busy"
-        svg.add("text", name, x="0", y=top + LABEL - 6, class_="label strong")
-        svg.add("text", busy, x="100%", y=top + LABEL - 6, class_="label", text_anchor="end")
+        svg.add("text", name, x="0", y=top + LABEL - 6, class_="label halo strong")
+        svg.add("text", busy, x="100%", y=top + LABEL - 6, class_="label halo", text_anchor="end")
         svg.add(
             "rect",
             x="0",
@@ -97,7 +97,8 @@ def memory_svg(key: str, plan: Plan, expected: Expected) -> str:
         top = number * row
         svg.add("text", stage.device, x="0", y=top + LABEL - 6, class_="label strong")
         text = _memory_text("", figures)
-        svg.add("text", text, x="100%", y=top + LABEL - 6, class_="label", text_anchor="end")
+        over = " over" if 0 < figures.device_bytes < figures.peak_bytes else ""
+        svg.add("text", text, x="100%", y=top + LABEL - 6, class_=f"label halo{over}", text_anchor="end")
         _draw_stack(svg, stage.device, figures, top + LABEL, end)
     return svg.text()
 
@@ -128,7 +129,8 @@ def _draw_stack(svg: Svg, device: str, figures: StageFigures, top: float, end: f
     if 0 < figures.device_bytes <= end:
         x = percent(figures.device_bytes / end)
         tip = f"{device} has {bytes_text(figures.device_bytes)}"
-        svg.add("line", tip=tip, x1=x, x2=x, y1=top - 3, y2=top + BAR + 3, class_="limit")
+        for layer in ("limit under", "limit"):
+            svg.add("line", tip=tip, x1=x, x2=x, y1=top - 2, y2=top + BAR + 3, class_=layer)
 
 
 def _bytes_axis(svg: Svg, end: float, bottom: float) -> None:

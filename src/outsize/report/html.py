@@ -22,7 +22,6 @@ from outsize.report.tables import (
     difference_text,
     differences,
     is_rejection,
-    run_facts,
 )
 from outsize.report.units import short_units
 
@@ -85,7 +84,6 @@ def render(
         "memory": memory_svg("memory", plan, plan.expected) if plan.expected else "",
         "limit_drawn": plan.expected is not None and limit_drawn(plan.expected),
         "timelines": _timelines(plan, found),
-        "run_facts": run_facts(plan, measured, losses) if measured else [],
         "shades": list(zip(FORWARD, BACKWARD, strict=True)),
         "loss": loss_svg("loss", losses) if len(losses) > 1 else "",
         "losses": losses,
@@ -119,27 +117,9 @@ def _size(graph: ModelGraph | None) -> str:
 def _tiles(
     plan: Plan, predicted: Timeline | None, measured: Timeline | None, losses: Sequence[float]
 ) -> list[Tile]:
-    shown = measured or predicted
-    tiles: list[Tile] = []
-    if shown is not None and shown.duration_s:
-        both = predicted if measured else None
-        tiles = [
-            Tile(
-                "step time", seconds_text(shown.duration_s), _beside(both and seconds_text(both.duration_s))
-            ),
-            Tile(
-                "samples per second",
-                rate_text(plan.batch_size / shown.duration_s),
-                f"batch {plan.batch_size}",
-            ),
-            Tile(
-                "devices busy",
-                percent_text(1 - shown.bubble),
-                _beside(both and percent_text(1 - both.bubble)),
-            ),
-        ]
-    if plan.expected is not None:
-        fullest = max(plan.expected.stages, key=lambda f: f.peak_bytes)
+    tiles = _step_tiles(plan, predicted, measured)
+    if plan.expected is not None and plan.expected.stages:
+        fullest = max(plan.expected.stages, key=lambda f: f.peak_bytes / (f.device_bytes or 1))
         note = f"of {bytes_text(fullest.device_bytes)}, predicted" if fullest.device_bytes else "predicted"
         tiles.append(Tile("fullest device", bytes_text(fullest.peak_bytes), note))
     if losses:
@@ -147,8 +127,30 @@ def _tiles(
     return tiles
 
 
-def _beside(text: str | None) -> str:
-    return f"{text} predicted" if text else ""
+def _step_tiles(plan: Plan, predicted: Timeline | None, measured: Timeline | None) -> list[Tile]:
+    shown = measured or predicted
+    if shown is None or not shown.duration_s:
+        return []
+    step, busy = seconds_text(shown.duration_s), percent_text(1 - shown.bubble)
+    step_note, busy_note = _step_notes(predicted, measured)
+    rate = rate_text(plan.batch_size / shown.duration_s)
+    return [
+        Tile("step time", step, step_note),
+        Tile("samples per second", rate, f"batch {plan.batch_size}"),
+        Tile("devices busy", busy, busy_note),
+    ]
+
+
+def _step_notes(predicted: Timeline | None, measured: Timeline | None) -> tuple[str, str]:
+    """Under measured figures the predicted ones; predicted figures say that they are."""
+    if measured is None:
+        return "predicted", "predicted"
+    if predicted is None:
+        return "measured", "measured"
+    return (
+        f"{seconds_text(predicted.duration_s)} predicted",
+        f"{percent_text(1 - predicted.bubble)} predicted",
+    )
 
 
 def _stages(plan: Plan) -> list[dict[str, Any]]:

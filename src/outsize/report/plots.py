@@ -23,6 +23,8 @@ WIDTH, ROW, MARGIN, DPI = 10.0, 0.42, 1.1, 160
 SOFT, LINE, IDLE, LIMIT, LOSS = "#59616e", "#e2e5ea", "#eceef2", "#c3272f", "#1f5fa8"
 # A label of n characters fits a bar when the figure is this many characters wide.
 CHARACTERS = 120
+# A device's limit is drawn when it is no more than so many times the peak.
+NEAR = 3
 
 
 def timeline_png(predicted: Timeline | None, measured: Timeline | None, path: str | Path) -> None:
@@ -35,6 +37,9 @@ def timeline_png(predicted: Timeline | None, measured: Timeline | None, path: st
     figure, axes = _figure(rows * ROW + len(found) * MARGIN, len(found), [t.ranks for t in found])
     for axis, timeline in zip(axes, found, strict=True):
         _draw_timeline(axis, timeline, end_s)
+    for kind, name in (("F", "forward"), ("B", "backward")):
+        axes[0].barh(0, 0, color=shade(kind, 1), label=name)
+    axes[0].legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=9)
     _save(figure, path)
 
 
@@ -49,6 +54,8 @@ def memory_png(plan: Plan, path: str | Path) -> None:
         )
     stages = plan.expected.stages
     unit, size = byte_unit(max((f.peak_bytes for f in stages), default=0))
+    near = [f.device_bytes for f in stages if f.device_bytes <= NEAR * f.peak_bytes]
+    end = max([f.peak_bytes for f in stages] + near) / size
     figure, (axis,) = _figure(len(stages) * ROW * 1.3 + 1.3, 1, [1])
     for number, figures in enumerate(stages):
         left = 0.0
@@ -58,11 +65,11 @@ def memory_png(plan: Plan, path: str | Path) -> None:
             axis.barh(number, width, 0.62, left, color=CAUSES[cause], edgecolor="white", lw=0.8, label=label)
             left += width
         limit = f" of {bytes_text(figures.device_bytes)}" if figures.device_bytes else ""
-        axis.text(left, number, f"  {bytes_text(figures.peak_bytes)}{limit}", va="center", fontsize=9)
-        if 0 < figures.device_bytes <= figures.peak_bytes * 3:
+        axis.text(end * 1.02, number, f"{bytes_text(figures.peak_bytes)}{limit}", va="center", fontsize=9)
+        if figures.device_bytes in near and figures.device_bytes:
             axis.vlines(figures.device_bytes / size, number - 0.4, number + 0.4, colors=LIMIT, lw=2.5)
     _rows(axis, [stage.device for stage in plan.stages])
-    axis.set_xlim(0, axis.dataLim.x1 * 1.22)
+    axis.set_xlim(0, end * 1.22)
     axis.set_xlabel(f"{unit} at the peak of a step, predicted", color=SOFT)
     axis.legend(ncols=len(CAUSES), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9)
     _save(figure, path)

@@ -10,8 +10,8 @@ import pytest
 import samples
 
 from outsize.ir.plan import Plan
-from outsize.report.html import write
-from outsize.report.palette import CAUSES
+from outsize.report.html import TEMPLATES, write
+from outsize.report.palette import CAUSES, contrast
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 FULL: dict[str, Any] = {
@@ -124,6 +124,30 @@ def test_stacks_add_up_to_the_peak(tmp_path: Path) -> None:
     assert [s / sums[0] for s in sums] == pytest.approx([p / peaks[0] for p in peaks], rel=1e-3)
 
 
+def test_a_device_over_its_limit_stands_out(tmp_path: Path) -> None:
+    dump = samples.plan().model_dump()
+    dump["expected"]["stages"][1]["device_bytes"] = 200 * samples.MIB
+    figure = figures_of(page_of(tmp_path, plan=Plan.model_validate(dump)))[0]
+    over = [text.text for text in figure.iter("text") if "over" in (text.get("class") or "").split()]
+    assert over == ["246.7 MiB of 200.0 MiB (123 %)"]
+
+
+@pytest.mark.parametrize("scheme", [0, 1])
+@pytest.mark.parametrize(
+    ("ink", "paper"),
+    [
+        *(("ink", paper) for paper in ("page", "card", "code")),
+        *(("soft", paper) for paper in ("page", "card", "code")),
+        *((word, paper) for word in ("good", "bad") for paper in ("card", f"{word}-back")),
+    ],
+)
+def test_text_can_be_read_in_both_schemes(scheme: int, ink: str, paper: str) -> None:
+    """WCAG AA."""
+    roots = re.findall(r":root {(.*?)}", (TEMPLATES / "report.css").read_text(), re.DOTALL)
+    colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", roots[scheme]))
+    assert contrast(colours[ink], colours[paper]) >= 4.5
+
+
 @pytest.mark.parametrize(("device_mib", "drawn"), [(300, True), (400, True), (40_000, False)])
 def test_the_limit_is_drawn_unless_bars_would_be_slivers(
     tmp_path: Path, device_mib: int, drawn: bool
@@ -174,3 +198,18 @@ def test_the_commands_are_those_given(tmp_path: Path) -> None:
     assert "outsize demo --steps &lt;N&gt;" in page
     assert "outsize plan MODEL" not in page
     assert "outsize plan MODEL --cluster 3xcpu --batch 24 --stages 3" in page_of(tmp_path, **BARE)
+
+
+@pytest.mark.parametrize(
+    ("given", "notes"),
+    [
+        ({"predicted", "measured"}, ["578 ms predicted", "71 % predicted"]),
+        ({"predicted"}, ["predicted", "predicted"]),
+        ({"measured"}, ["measured", "measured"]),
+    ],
+)
+def test_headline_figures_say_whose_they_are(tmp_path: Path, given: set[str], notes: list[str]) -> None:
+    page = page_of(tmp_path, **BARE, **{name: FULL[name] for name in given})
+    found = re.findall(r'<span class="note">(.*?)</span>', page)
+    assert [found[0], found[2]] == notes
+    assert found[1] == "batch 24"
