@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -43,8 +43,7 @@ class FakeModel:
         self._fake_of: dict[int, Tensor] = {}
         own = {fqn: m for fqn, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)}
         self._own = own
-        self._before = [(module, dict(module.__dict__)) for module in own.values()]
-        self._contents = [pair for module in own.values() for pair in _contents(module)]
+        self._restore = remember(own.values())
         self._planted: dict[str, dict[str, Any]] = {}
         self._parameters: dict[int, list[int]] = {}
 
@@ -59,12 +58,7 @@ class FakeModel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module, attributes in self._before:
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for container, items in self._contents:
-            container.clear()
-            container.extend(items) if isinstance(container, list) else container.update(items)
+        self._restore()
 
     def rebound(self) -> list[tuple[str, str]]:
         """(module, attribute) that the forward has bound anew: a tensor, or a plain Python value."""
@@ -130,14 +124,30 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None 
 
 
 def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return True
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return any(isinstance(item, Tensor) for item in items)
+    """A tensor, or one somewhere in a list, tuple or dict."""
+    if isinstance(value, list | tuple | dict):
+        return any(_holds_tensor(item) for item in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
 
 
 def _parameter_ids(module: nn.Module) -> list[int]:
     return [id(p) for p in module._parameters.values()]
+
+
+def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """A function that gives the modules their attributes, tables, lists and dicts of now back."""
+    before = [(module, dict(module.__dict__)) for module in modules]
+    contents = [pair for module, _ in before for pair in _contents(module)]
+
+    def restore() -> None:
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        for container, items in contents:
+            container.clear()
+            container.extend(items) if isinstance(container, list) else container.update(items)
+
+    return restore
 
 
 def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.capture.chance import python_generators_kept
-from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes, quiet_fakes
+from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
 from outsize.capture.intercept import watching
 from outsize.capture.leaves import LeafRule
 from outsize.capture.record import FrameFailed, Leaked, Recorder
@@ -224,12 +224,14 @@ def _call(model: nn.Module, args: Any, kwargs: Any) -> str:
 
 def _own_error(model: nn.Module, args: Any, kwargs: Any) -> Exception | None:
     buffers = {name: b.clone() for name, b in model.named_buffers()}
+    restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             model(*args, **kwargs)
     except Exception as error:
         return error
     finally:
+        restore()
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
     return None
