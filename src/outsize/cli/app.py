@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, final
 
 import typer
 from typer.core import TyperGroup
@@ -32,7 +32,8 @@ INTERRUPTED = 130
 Version = Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)]
 
 
-class Verbs(TyperGroup):  # typer instantiates it itself
+@final
+class Verbs(TyperGroup):
     """The group of all verbs; turns an error of a verb into its exit code."""
 
     def invoke(self, ctx: Any) -> Any:

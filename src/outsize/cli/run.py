@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, final
 
 import typer
 from typer.core import TyperCommand
@@ -69,7 +69,8 @@ Trace = Annotated[
 ]
 
 
-class RunCommand(TyperCommand):  # typer instantiates it itself
+@final
+class RunCommand(TyperCommand):
     """Options end at a script, as torchrun's do; they may follow a MODEL."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
