@@ -238,8 +238,8 @@ def received_tensors() -> Iterator[list[int]]:
     """How many tensors that were received into are alive, noted at each new one."""
     original, made, alive = Layout.empty, [], [0]
 
-    def empty(layout: Layout, device: torch.device) -> Tensor:
-        tensor = original(layout, device)
+    def empty(self: Layout, device: torch.device) -> Tensor:
+        tensor = original(self, device)
         made.append(weakref.ref(tensor))
         alive.append(sum(r() is not None for r in made))
         return tensor

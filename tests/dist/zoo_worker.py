@@ -44,8 +44,7 @@ def share_references(name: str, world: World, folder: Path) -> dict[int, Snapsho
         if number % world.world_size == world.rank:
             torch.save(reference(name, microbatches), folder / f"{microbatches}.pt")
     dist.barrier(group=world.group)
-    load = {"weights_only": False, "mmap": True}
-    return {m: torch.load(folder / f"{m}.pt", **load) for m in MICROBATCHES}
+    return {m: torch.load(folder / f"{m}.pt", weights_only=False, mmap=True) for m in MICROBATCHES}
 
 
 def only(tensors: dict[str, Tensor], names: Any) -> dict[str, Tensor]:

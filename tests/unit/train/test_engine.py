@@ -51,7 +51,7 @@ def test_padding_in_one_microbatch_and_none_in_another(name: str) -> None:
     labels = ids.masked_fill(mask == 0, -100)
     targets = labels if name == "bert" else labels[:, 1:]  # a causal model predicts the next token
     counts = [int((part != -100).sum()) for part in targets.split(2)]
-    kwargs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    kwargs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     plain = fresh(name)
     losses = []
     for rows, count in zip((slice(0, 2), slice(2, 4), slice(4, 6)), counts, strict=True):
