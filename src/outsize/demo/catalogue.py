@@ -19,9 +19,9 @@ def text_job(*, quick: bool) -> Job:
 def image_job(*, quick: bool) -> Job:
     """ResNet-50 on photographs, a few steps; quick: ResNet-18 on small crops."""
     if quick:
-        recipe = Recipe(batch_size=8, steps=4, learning_rate=1e-3, warmup=1)
+        recipe = Recipe(batch_size=8, steps=4, learning_rate=1e-4, warmup=1)
         return ImageJob(builder="resnet18", size=32, microbatches=2, recipe=recipe)
-    recipe = Recipe(batch_size=16, steps=8, learning_rate=1e-3, warmup=2)
+    recipe = Recipe(batch_size=16, steps=8, learning_rate=1e-4, warmup=1)
     return ImageJob(builder="resnet50", size=64, microbatches=4, recipe=recipe)
 
 

@@ -59,8 +59,8 @@ class Outcome:
         over = percent_text(self.measured.duration_s / bound_s - 1)
         whole = seconds_text(median(self.steps_s))
         return (
-            f"With these stage times and free links the step would take {seconds_text(bound_s)}: the runtime "
-            f"and the links add {over}. With data and optimizer a step takes {whole}."
+            f"Runtime and links add {over} to the {seconds_text(bound_s)} that these forwards and backwards "
+            f"need in this order. A whole step, with data and optimizer, takes {whole}."
         )
 
     def write(self, folder: Path) -> Sequence[Path]:

@@ -1,4 +1,4 @@
-"""Look back at a plan: its prediction from its own figures, and what the measured stage times allow.
+"""Look back at a plan: its prediction from its own figures, and the least that a measured step could take.
 
 Neither needs a profile, so a plan file can be drawn and judged long after its units were timed. The same
 simulation as in price.py, of the same lowered schedule. Oracle: tests/unit/planner/test_hindsight.py against
@@ -7,18 +7,15 @@ the search's own timeline and closed forms.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from statistics import median
-
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.edges import edges_between
 from outsize.planner.price import forward_bytes, lower_along
-from outsize.planner.simulate import StageCost, bound_s, simulate
+from outsize.planner.simulate import StageCost, critical_path_s, simulate
 from outsize.schedules.builders import build
 
 
@@ -37,28 +34,22 @@ def expected_timeline(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Timeli
 
 
 def measured_bound_s(plan: Plan, graph: ModelGraph, measured: Timeline) -> float:
-    """Seconds the measured step needs at least: its own stage times (medians), with links that cost nothing.
+    """Seconds the measured step needs at least: every forward and backward as long as it was, links free.
 
-    What a step takes longer is the runtime's and the links'. Raises BadOption when a stage was not measured.
+    What the step took longer is the runtime's and the links'. Raises BadOption when an action of the plan's
+    schedule was not measured.
     """
-    return bound_s(_lowered(plan, graph), stage_times(measured, len(plan.stages)))
-
-
-def stage_times(measured: Timeline, stages: int) -> tuple[StageCost, ...]:
-    """The median seconds of a forward and of a backward of each stage, over the step's microbatches."""
-    found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for span in measured.spans:
-        if span.lane == "compute":
-            action = Action.parse(span.action)
-            found[action.stage, action.kind].append(span.duration_s)
-    missing = [s for s in range(stages) if not (found[s, Kind.F] and found[s, Kind.B])]
+    schedule = _lowered(plan, graph)
+    lasted_s = {span.action: span.duration_s for span in measured.spans if span.lane == "compute"}
+    cells = [action for row in schedule.actions for action in row if action.kind in COMPUTE]
+    missing = [str(action) for action in cells if str(action) not in lasted_s]
     if missing:
         raise BadOption(
-            f"the timeline shows no forward and backward of stage {missing[0]}",
-            numbers=f"{len(measured.spans)} spans",
-            next_step="measure a training step",
+            f"the measured step lacks {missing[0]}",
+            numbers=f"{len(missing)} of {len(cells)} actions of {plan.schedule} were not measured",
+            next_step="measure a training step of this plan",
         )
-    return tuple(StageCost(median(found[s, Kind.F]), median(found[s, Kind.B])) for s in range(stages))
+    return critical_path_s(schedule, {action: lasted_s[str(action)] for action in cells})
 
 
 def _lowered(plan: Plan, graph: ModelGraph) -> Schedule:

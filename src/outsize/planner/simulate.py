@@ -69,7 +69,7 @@ def simulate(
         ranks = rank_of[message.source], rank_of[message.destination]
         return link(*ranks).seconds(_bytes(message, edge_bytes, gradient_bytes))
 
-    return _play(schedule, costs, transfer_s, overhead_s)
+    return _play(schedule, _compute_seconds(schedule, costs, overhead_s), transfer_s)
 
 
 def bound_s(schedule: Schedule, costs: Sequence[StageCost]) -> float:
@@ -77,16 +77,21 @@ def bound_s(schedule: Schedule, costs: Sequence[StageCost]) -> float:
 
     `schedule` is lowered, as for `simulate`; raises the same errors.
     """
-    return _play(schedule, costs, lambda _: 0.0, 0.0).duration_s
+    return critical_path_s(schedule, _compute_seconds(schedule, costs, 0.0))
+
+
+def critical_path_s(schedule: Schedule, compute_s: Mapping[Action, float]) -> float:
+    """Seconds of the step when each compute action lasts so long and all else costs nothing.
+
+    With the durations of a run it is the least that this run's step could have taken. `schedule` is lowered,
+    and every compute action of it has its seconds; raises InvalidSchedule when the schedule hangs.
+    """
+    return _play(schedule, compute_s, lambda _: 0.0).duration_s
 
 
 def _play(
-    schedule: Schedule,
-    costs: Sequence[StageCost],
-    transfer_s: Callable[[Message], float],
-    overhead_s: float,
+    schedule: Schedule, seconds: Mapping[Action, float], transfer_s: Callable[[Message], float]
 ) -> Timeline:
-    seconds = _compute_seconds(schedule, costs, overhead_s)
     simulation = _Simulation(seconds, transfer_s)
     simulation.run(schedule)
     done = {span.action for span in simulation.spans if span.lane == "compute"}

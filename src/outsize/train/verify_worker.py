@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -16,7 +17,9 @@ from outsize.train.parity import adamw, engine_snapshot
 def main(folder: Path) -> None:
     """Run as `python -m outsize.train.verify_worker FOLDER` under a launcher."""
     if (folder / "torchvision").exists():
-        import_torchvision()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the asking process has said it
+            import_torchvision()
     world = join()
     model, batch, loss_fn, plan, steps, seed = torch.load(folder / "question.pt", weights_only=False)
     engine = make_engine(model, plan, world.group, loss_fn=loss_fn, optimizer=adamw, seed=seed)
