@@ -55,7 +55,7 @@ def plan(
     with screen.working(f"building {model}"):
         subject = make_subject(model, input, batch_size(batch, edited), meta=meta, seed=seed)
     if units:
-        _list_units(screen, subject)
+        _list_units(screen, subject, cluster, measure)
     elif edited is not None:
         _deliver(screen, _priced(screen, subject, edited, measure), out)
     else:
@@ -77,20 +77,26 @@ def _priced(screen: Screen, subject: Subject, edited: Plan, measured: bool) -> P
         return api.price(edited, *subject.call, **subject.loss, measured=measured)[0]
 
 
-def _list_units(screen: Screen, subject: Subject) -> None:
+def _list_units(screen: Screen, subject: Subject, cluster: str, measured: bool) -> None:
     from outsize import api
 
     with screen.working("capturing"):
         graph = api.capture(*subject.call, **subject.loss)
+    with screen.bar("measuring") as progress:
+        profile = (
+            api.measure(*subject.call, **subject.loss, progress=progress)
+            if measured
+            else api.estimate(graph, cluster)
+        )
 
     def tables() -> Iterable[RenderableType]:
         from outsize.report import tables
 
-        yield tables.units_table(graph)
+        yield tables.units_table(graph, profile)
 
-    screen.result(
-        {"model": graph.model, "units": [unit.model_dump(mode="json") for unit in graph.units]}, tables
-    )
+    units = [unit.model_dump(mode="json") for unit in graph.units]
+    costs = [cost.model_dump(mode="json") for cost in profile.units]
+    screen.result({"model": graph.model, "units": units, "costs": costs}, tables)
 
 
 def _deliver(screen: Screen, made: Plan, out: Path | None) -> None:

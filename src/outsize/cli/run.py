@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 STEPS: Final = 10
+_PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
 _FOR_MODELS: Final = (
     *("steps", "input", "batch", "lr", "plan", "stages", "microbatches", "schedule"),
     *("measure", "seed", "report", "trace", "json"),
@@ -48,24 +49,42 @@ Nproc = Annotated[
         "--nproc-per-node",
         "--nproc_per_node",
         metavar="COUNT",
-        help="Processes on this machine: a number, cpu, gpu or auto (default: 1 for a script, one per "
-        "stage of the plan, else 2, for a MODEL).",
+        help="Processes on this machine: a number, cpu, gpu or auto (default: 1 for a script; for a MODEL "
+        "one per stage, else 2).",
+        rich_help_panel=_PROCESSES,
     ),
 ]
-Nnodes = Annotated[int, typer.Option("--nnodes", help="Machines.")]
-NodeRank = Annotated[int, typer.Option("--node-rank", "--node_rank", help="Number of this machine, from 0.")]
-MasterAddr = Annotated[str, typer.Option("--master-addr", "--master_addr", help="Where machine 0 is.")]
-MasterPort = Annotated[
-    int, typer.Option("--master-port", "--master_port", help="Its port (0: a free one, one machine only).")
+Nnodes = Annotated[int, typer.Option("--nnodes", help="Machines.", rich_help_panel=_PROCESSES)]
+NodeRank = Annotated[
+    int,
+    typer.Option(
+        "--node-rank", "--node_rank", help="Number of this machine, from 0.", rich_help_panel=_PROCESSES
+    ),
 ]
-Module = Annotated[bool, typer.Option("-m", "--module", help="TARGET is a module, as in python -m.")]
-Steps = Annotated[int, typer.Option("--steps", min=1, help="MODEL: AdamW steps on one random batch.")]
-Lr = Annotated[float, typer.Option("--lr", help="MODEL: learning rate.")]
+MasterAddr = Annotated[
+    str,
+    typer.Option("--master-addr", "--master_addr", help="Where machine 0 is.", rich_help_panel=_PROCESSES),
+]
+MasterPort = Annotated[
+    int,
+    typer.Option(
+        "--master-port",
+        "--master_port",
+        help="Its port (0: a free one, one machine only).",
+        rich_help_panel=_PROCESSES,
+    ),
+]
+Module = Annotated[
+    bool,
+    typer.Option("-m", "--module", help="TARGET is a module, as in python -m.", rich_help_panel=_PROCESSES),
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="AdamW steps on one random batch.")]
+Lr = Annotated[float, typer.Option("--lr", help="Learning rate.")]
 Report = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="MODEL: write an offline HTML report.")
+    Path | None, typer.Option("--report", metavar="FILE", help="Write an offline HTML report.")
 ]
 Trace = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="MODEL: write a timeline for ui.perfetto.dev.")
+    Path | None, typer.Option("--trace", metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
 ]
 
 
@@ -107,8 +126,9 @@ def run(
 ) -> None:
     """Run a script or a module over processes, or train MODEL for some steps.
 
-    torchrun's flags go before TARGET; what follows a script belongs to the script. MODEL is trained on a
-    random batch, one process per stage, and its figures are shown beside the predicted ones.
+    What follows a script belongs to the script; the Options are for a MODEL.
+
+    MODEL is trained on a random batch, one process per stage; its figures are shown beside the predicted.
     """
     place = Place(nproc_per_node, nnodes, node_rank, master_addr, master_port)
     if not _is_model(target, module):

@@ -113,6 +113,7 @@ def _steps(
     """Loss and seconds of each step, and the last timelines; the batch is the same in all."""
     losses, seconds, timelines = [], [], deque[Timeline](maxlen=WATCHED)
     with screen.bar("training") as progress:
+        progress(0, steps)
         for done in range(steps):
             start = time.perf_counter()
             result = engine.step(*subject.args, target=subject.objective.target, **subject.kwargs)

@@ -123,7 +123,7 @@ class Plan(Record):
             raise ModelMismatch(
                 f"the plan was made for {self.model}, this model is {graph.model}",
                 numbers=f"fingerprint {self.fingerprint} against {graph.fingerprint}",
-                next_step="outsize plan MODEL --out plan.json with this model, input and precision",
+                next_step="outsize plan MODEL --out plan.json with this model, input, loss and precision",
             )
 
     def bounds(self, graph: ModelGraph) -> tuple[int, ...]:

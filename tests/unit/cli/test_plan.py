@@ -33,7 +33,8 @@ def test_out_and_check_of_an_edited_plan(outsize: Outsize, folder: Path) -> None
     assert made.code == 0
     edited = json.loads((folder / "plan.json").read_text())
     assert edited["schedule"] == "gpipe"
-    edited["stages"][0]["units"], edited["stages"][1]["units"] = ["0"], ["1-11", "root"]
+    loss = edited["stages"][1]["units"][-1]
+    edited["stages"][0]["units"], edited["stages"][1]["units"] = ["0"], ["1-11", loss]
     (folder / "plan.json").write_text(json.dumps(edited))
     answer = outsize("plan", "toy:build", "--check", "plan.json", "--json")
     priced = json.loads(answer.out)
@@ -44,9 +45,10 @@ def test_out_and_check_of_an_edited_plan(outsize: Outsize, folder: Path) -> None
 
 
 def test_units(outsize: Outsize) -> None:
-    units = json.loads(outsize("plan", "toy:pair", "--units", "--json").out)["units"]
-    assert [unit["name"] for unit in units][:2] == ["0", "1"]
-    assert "FLOPs" in outsize("plan", "toy:pair", "--units").out
+    document = json.loads(outsize("plan", "toy:pair", "--units", "--json").out)
+    assert [unit["name"] for unit in document["units"]] == ["0", "1", "cross_entropy"]
+    assert {cost["source"] for cost in document["costs"]} == {"roofline"}
+    assert "FLOPs" in outsize("plan", "toy:pair", "--units", "--measure").out
 
 
 def test_weights_on_meta_give_the_same_plan(outsize: Outsize) -> None:
