@@ -41,8 +41,9 @@ def check(
 ) -> None:
     """Train MODEL split and plain, and compare loss, gradients, buffers and parameters bit by bit.
 
-    Exits with 0 when all bits are equal and with 1 when any differs. Without --plan: 2 stages, 4
-    microbatches, 1f1b.
+    Exits with 0 when all bits are equal and with 1 when any differs.
+
+    Without --plan: 2 stages, 4 microbatches, 1f1b.
     """
     screen, chosen = Screen(json), load_plan(plan)
     options.refuse_beside(chosen, "--plan", stages=stages, microbatches=microbatches, schedule=schedule)

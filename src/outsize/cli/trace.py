@@ -37,8 +37,9 @@ def trace(
 ) -> None:
     """Trace a training step of MODEL, predicted and measured, for ui.perfetto.dev.
 
-    The units are timed first, so that the prediction is of this machine; then MODEL trains for some steps,
-    one process per stage (2 unless --stages or --plan says otherwise).
+    The units are timed first, so that the prediction is of this machine.
+
+    Then MODEL trains for some steps, one process per stage (2 without --stages or --plan).
     """
     screen, chosen = Screen(json), load_plan(plan)
     options.refuse_beside(chosen, "--plan", stages=stages, microbatches=microbatches, schedule=schedule)
