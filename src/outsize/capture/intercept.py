@@ -10,6 +10,7 @@ Only what to do is decided elsewhere (`Watcher`); this file owns the fragile hoo
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -81,8 +82,14 @@ def watching(watcher: Watcher, *, dispatch: bool = True, saved: bool = True) -> 
     `saved=False` does not ask what autograd keeps: torch.func's transforms refuse to run while one asks.
     """
 
+    # The autograd graph of the fakes keeps this function, and the watcher keeps the fakes: with a strong
+    # reference here the model would never be freed, since Python's collector does not see through the graph.
+    seen_by = weakref.ref(watcher)
+
     def save(tensor: Tensor) -> Tensor:
-        watcher.on_saved(tensor)
+        alive = seen_by()
+        if alive is not None:
+            alive.on_saved(tensor)
         return tensor
 
     with ExitStack() as stack:

@@ -109,7 +109,8 @@ class _Writer:
         head = f"def {self._spec.name}({', '.join(arguments)}):"
         source = "\n".join([head, *self._lines, f"    return ({exits})", ""])
         exec(compile(source, f"<outsize {self._spec.name}>", "exec"), self._names)
-        function = self._names[self._spec.name]
+        # Popped: a function among its own globals would be a cycle that keeps the weights until gc runs.
+        function = self._names.pop(self._spec.name)
         function.source = source
         return function
 
