@@ -67,7 +67,7 @@ def captured(name: str, microbatches: int, dropout: bool = False) -> Captured:
     return build_graph(record(model, part.args, part.kwargs, found.loss, part.target), model)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=1)
 def reference(name: str, microbatches: int, dropout: bool = False) -> Snapshot:
     """The plain loop; all combinations of one model and number of microbatches share it."""
     tape = captured(name, microbatches, dropout).tape

@@ -32,6 +32,8 @@ from outsize.capture.ladder import record
 from outsize.ir.plan import ScheduleName
 from outsize.train.parity import compare
 
+pytestmark = pytest.mark.timeout(600)
+
 STAGES = (2, 3, 4)
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 MICROBATCHES = (1, 3, 4, 6)
@@ -131,7 +133,7 @@ def test_dropout_draws_the_same_in_one_stage_and_in_several(name: str, how: Sche
     one = split_run(name, planned(Combination(name, 3, 1, how), dropout=True), dropout=True)
     plain = compare(reference(name, 3, True), one)
     assert plain.bit_equal, plain
-    assert compare(reference(name, 3, False), one).loss, "dropout changed nothing: it was off"
+    assert any(i.random for i in captured(name, 3, True).tape.instructions), "dropout is off"
     for stages in (3,) if name in EXPENSIVE else STAGES:
         several = split_run(name, planned(Combination(name, 3, stages, how), dropout=True), dropout=True)
         found = compare(one, several)
