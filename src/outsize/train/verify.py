@@ -128,8 +128,10 @@ def _save(question: Question, folder: Path) -> None:
         # The worker must import it our way before it unpickles (capture/providers.py says why).
         (folder / "torchvision").touch()
     payload = (question.model, question.batch, question.loss_fn, question.plan, question.steps, question.seed)
+    # Some kernels (LayerNorm's weight gradient) add up in as many parts as there are threads.
+    threads = torch.get_num_threads()
     try:
-        torch.save(payload, folder / "question.pt")
+        torch.save((*payload, threads), folder / "question.pt")
     except Exception as error:
         raise BadOption(
             "the model, batch or loss function cannot be sent to other processes",

@@ -21,7 +21,9 @@ def main(folder: Path) -> None:
             warnings.simplefilter("ignore", RuntimeWarning)  # the asking process has said it
             import_torchvision()
     world = join()
-    model, batch, loss_fn, plan, steps, seed = torch.load(folder / "question.pt", weights_only=False)
+    question = torch.load(folder / "question.pt", weights_only=False)
+    model, batch, loss_fn, plan, steps, seed, threads = question
+    torch.set_num_threads(threads)  # as many as the reference had, so that kernels add up in the same parts
     engine = make_engine(model, plan, world.group, loss_fn=loss_fn, optimizer=adamw, seed=seed)
     snapshot = engine_snapshot(engine, batch, steps=steps)
     torch.save(snapshot, folder / f"rank{world.rank}.pt")
