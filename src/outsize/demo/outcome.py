@@ -67,7 +67,12 @@ class Outcome:
         """report.html, trace.json and the PNGs beside the plan; returns all files."""
         given = {"plan": self.plan, "predicted": self.predicted, "measured": self.measured}
         html.write(
-            folder / "report.html", **given, graph=self.graph, losses=self.losses, verdict=self.verdict
+            folder / "report.html",
+            **given,
+            graph=self.graph,
+            losses=self.losses,
+            verdict=self.verdict,
+            commands=["outsize demo"],
         )
         (folder / "trace.json").write_text(json.dumps(perfetto(self.predicted, self.measured)))
         plots.timeline_png(self.predicted, self.measured, folder / "timeline.png")
