@@ -24,7 +24,7 @@ class CostMeter:
     """Sums of the instruction that is being recorded."""
 
     def __init__(self, fakes: FakeModel) -> None:
-        self._weights = fakes.weights
+        self._weights = fakes.weight_storages()
         self._seen: set[int] = set()
         self.flops = 0
         self.random = False
@@ -51,13 +51,14 @@ class CostMeter:
             self._moved_bytes += sum(t.numel() * t.dtype.itemsize for t in tensors)
 
     def saved(self, tensor: Tensor, slots: Slots) -> None:
-        """Autograd keeps this tensor."""
-        if id(tensor) in self._weights:
-            return
+        """Autograd keeps this tensor; a weight's transpose, which a Linear keeps, is the weight."""
         storage = slots.storage(tensor)
-        if storage not in self._seen:
-            self._seen.add(storage)
-            self._saved_bytes += tensor.untyped_storage().nbytes()
+        if storage in self._seen or tensor.layout is not torch.strided:
+            return
+        self._seen.add(storage)
+        memory = tensor.untyped_storage()
+        if memory._cdata not in self._weights:
+            self._saved_bytes += memory.nbytes()
 
 
 def _flops(op: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -72,7 +73,8 @@ def _draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Does the op draw random numbers? Attention and dropout carry the tag also when p is 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
-    names = [a.name for a in op._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = op._schema.arguments
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
     p = given.get("dropout_p", given.get("p") if "dropout" in str(op) else None)
     return p is None or bool(p)

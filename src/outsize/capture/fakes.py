@@ -68,6 +68,11 @@ class FakeModel:
             for name in _differing(self._planted[fqn], _identities(module))
         ]
 
+    def weight_storages(self) -> set[int]:
+        """The memory of all fakes that stand for weights."""
+        strided = (t for t in self._fake_of.values() if t.layout is torch.strided)
+        return {t.untyped_storage()._cdata for t in strided}
+
     def is_intact(self, fqn: str) -> bool:
         """Has the module its own parameters, or has torch.func.functional_call lent it others?"""
         own = [m for m in self.modules[fqn].modules() if id(m) in self._parameters]

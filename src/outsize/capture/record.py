@@ -186,7 +186,7 @@ class Recorder(Watcher):
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error
             if any(isinstance(leaf, int | float) for leaf in leaves(out)):
                 raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
-            self.meter.flops += flops
+            self.meter.flops = flops
             return out
 
     def _run_glue(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
