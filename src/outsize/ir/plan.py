@@ -147,11 +147,11 @@ def _end_of(number: int, stage: Stage, names: list[str], start: int) -> int:
     except KeyError as error:
         what = f"stage {number} names {error.args[0]!r}, which is no unit of the model"
         raise BadPlan(what, next_step="outsize plan MODEL --units to list them") from None
-    expected = list(range(start, start + len(covered)))
-    if covered != expected:
-        odd = next((c for c, e in zip(covered, expected, strict=True) if c != e), start)
-        culprit = names[min(odd, start) if odd < start else start]
-        raise _uncovered(culprit, f"stage {number} should begin at unit {start}")
+    for wanted, found in enumerate(covered, start):
+        if found != wanted:
+            following = repr(names[wanted]) if wanted < len(names) else "the end"
+            numbers = f"stage {number} has {names[found]!r} where {following} comes next"
+            raise _uncovered(names[min(found, wanted)], numbers)
     return start + len(covered)
 
 

@@ -83,8 +83,13 @@ class Crew(ABC):
         """Spans of all ranks since `start_step`."""
 
     def start_step(self) -> None:
-        """A new step: forget the last one's spans."""
-        self._spans = []
+        """A new step: forget the last one's spans. An evaluation is no step and leaves no spans."""
+        if torch.is_grad_enabled():
+            self._spans = []
+
+    def _keep(self, rank: int, spans: Iterable[tuple[str, Lane, float, float]]) -> None:
+        if torch.is_grad_enabled():
+            self._spans += [(rank, *span) for span in spans]
 
     def timeline(self) -> Timeline:
         """The last step, on a clock that starts with its first action."""
@@ -168,7 +173,7 @@ class LocalCrew(Crew):
             self._built.clear()
             raise
         for interpreter, result in zip(interpreters, results, strict=True):
-            self._spans += [(interpreter.rank, *span) for span in result.spans]
+            self._keep(interpreter.rank, result.spans)
         return _outputs(variant, interpreters[0].schedule, results)
 
     def _interpreters(self, variant: Variant, model: nn.Module, microbatches: int) -> list[Interpreter]:
@@ -232,7 +237,7 @@ class ProcessCrew(Crew):
         interpreter = self._interpreter(variant, model, len(inputs))
         interpreter.begin(StepInputs(inputs, weights, seeds))
         result = interpreter.run()
-        self._spans += [(self.rank, *span) for span in result.spans]
+        self._keep(self.rank, result.spans)
         return _outputs(variant, interpreter.schedule, [result])
 
     def _interpreter(self, variant: Variant, model: nn.Module, microbatches: int) -> Interpreter:

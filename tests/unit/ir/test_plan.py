@@ -86,6 +86,19 @@ def test_stages_that_do_not_cover_the_model_in_order(
     assert "--units" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("stages", "numbers"),
+    [
+        ((("wte", "h.0.b"), ("h.1", "head")), "stage 0 has 'h.0.b' where 'h.0.a' comes next"),
+        ((("wte", "h.0"), ("h.0.b", "head")), "stage 1 has 'h.0.b' where 'h.1.a' comes next"),
+        ((("wte", "h.0-1", "head"), ("head",)), "stage 1 has 'head' where the end comes next"),
+    ],
+)
+def test_the_message_says_which_unit_stands_where(stages: tuple[tuple[str, ...], ...], numbers: str) -> None:
+    with pytest.raises(BadPlan, match=numbers):
+        plan(*stages).bounds(graph())
+
+
 def test_a_plan_of_another_model_is_refused() -> None:
     with pytest.raises(ModelMismatch, match=r"E203.*f0 against f1"):
         GOOD.bounds(graph("f1"))
