@@ -16,12 +16,14 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from outsize.capture.cluster import find_cluster
 from outsize.capture.graph import Captured, build_graph
 from outsize.capture.ladder import LossFn, record
 from outsize.capture.measure import Progress, measure_units
+from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName
@@ -41,6 +43,8 @@ from outsize.train.verify import Question, verify
 Kwargs = dict[str, Any]
 # How many microbatch counts the search looks at when none is given, as multiples of the stages.
 _MULTIPLES = (1, 2, 4, 8)
+# Keyword arguments of `engine.step` itself.
+_TAKEN = ("target", "update", "loss_scale")
 
 
 @final
@@ -81,7 +85,7 @@ def capture(
     `loss_fn(output, *target)` is captured with the model; without it the loss inside the output counts.
     Raises NotCapturable (with file:line) and ExampleRejected (with the model's own error).
     """
-    batch = Batch(args, kwargs or {}, as_target(target))
+    batch = _batch(args, kwargs, target)
     return build_graph(record(model, batch.args, batch.kwargs, loss_fn, batch.target), model).graph
 
 
@@ -100,7 +104,7 @@ def measure(
     progress: Progress | None = None,
 ) -> Profile:
     """Costs per unit, timed on this machine with the example batch as one microbatch."""
-    batch = Batch(args, kwargs or {}, as_target(target))
+    batch = _batch(args, kwargs, target)
     captured = build_graph(record(model, batch.args, batch.kwargs, loss_fn, batch.target), model)
     return measure_units(captured, model, batch.tensors(), progress=progress)
 
@@ -127,10 +131,10 @@ def plan(
     times the units on this machine instead of estimating them.
     Raises NoFeasiblePlan, TooManyStages, BatchNotDivisible, UnknownDevice.
     """
-    found = _Model(model, Batch(args, kwargs or {}, as_target(target)), loss_fn)
+    found = _Model(model, _batch(args, kwargs, target), loss_fn)
     where = _cluster(cluster)
-    size = batch_size or found.batch.size
-    request = Request(
+    size = found.batch.size if batch_size is None else batch_size
+    request = _request(
         batch_size=size, microbatches=microbatches, stages=stages, schedule=schedule, optimizer=optimizer
     )
     counts = _counts(size, stages or len(where.devices), microbatches)
@@ -159,7 +163,7 @@ def price(
 
     Raises ModelMismatch for another model's plan and BadPlan for stages that do not cover the model.
     """
-    found = _Model(model, Batch(args, kwargs or {}, as_target(target)), loss_fn)
+    found = _Model(model, _batch(args, kwargs, target), loss_fn)
     captured = found.captured(chosen.batch_size // chosen.microbatches)
     cluster = _cluster(chosen.cluster)
     profile = found.profile(captured, cluster, measured, None)
@@ -185,8 +189,9 @@ def parallelize(
     Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
     freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
     (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
-    Raises WorldMismatch, ModelMismatch, BadPlan.
+    Raises WorldMismatch, ModelMismatch, BadPlan, BadOption.
     """
+    _insist_on_plan(plan, wishes)
     cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
     world = join("cuda" if cuda else "cpu")
     if plan is None:
@@ -196,7 +201,7 @@ def parallelize(
     engine = make_engine(
         model, plan, world.group, loss_fn=loss_fn, optimizer=optimizer, clip_norm=clip_norm, seed=seed
     )
-    example = resized(Batch(args, kwargs or {}, as_target(target)), plan.batch_size)
+    example = resized(_batch(args, kwargs, target), plan.batch_size)
     engine.prepare(*example.args, target=example.target or None, **example.kwargs)
     return engine
 
@@ -220,20 +225,62 @@ def check(
 
     The cuts are the planner's unless a plan is given. The model itself is not changed.
     """
-    batch = Batch(args, kwargs or {}, as_target(target))
+    batch = _batch(args, kwargs, target)
     found = _Model(model, batch, loss_fn)
     start = time.perf_counter()
     captured = found.captured(batch.split(microbatches)[0].size if plan is None else _part_size(plan))
     capture_s = time.perf_counter() - start
     if plan is None:
         where = find_cluster(f"{stages}xcpu")
-        request = Request(batch_size=batch.size, microbatches=microbatches, stages=stages, schedule=schedule)
+        request = _request(batch_size=batch.size, microbatches=microbatches, stages=stages, schedule=schedule)
         plan = search(
             request, {microbatches: (captured.graph, roofline(captured.graph, where.devices[0]))}, where
         )
     plan.bounds(captured.graph)  # a plan of another model, or with other units, must not pass
     question = Question(model, batch, loss_fn, plan, captured, capture_s, steps, seed)
     return verify(question, processes=processes)
+
+
+def _batch(args: Any, kwargs: Any, target: Any) -> Batch:
+    """The example as a batch. Raises BadOption for what the call cannot mean."""
+    if not isinstance(args, tuple | list):
+        raise BadOption(
+            f"args is a {type(args).__name__}; it must be the tuple of the model's positional arguments",
+            next_step="(model, (x,)) for one tensor, (model, (), batch) for keyword arguments",
+        )
+    taken = [name for name in _TAKEN if name in (kwargs or {})]
+    if taken:
+        raise BadOption(
+            f"the model's argument {taken[0]!r} has the name of an option of engine.step",
+            next_step="pass it by position, in args",
+        )
+    return Batch(tuple(args), dict(kwargs or {}), as_target(target))
+
+
+def _request(**fields: Any) -> Request:
+    try:
+        return Request(**fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = problem["loc"][0]
+        raise BadOption(
+            f"{name}={problem['input']!r} makes no sense",
+            numbers=problem["msg"],
+            next_step=f"another {name}, or none",
+        ) from None
+
+
+def _insist_on_plan(chosen: Plan | None, wishes: Kwargs) -> None:
+    if not isinstance(chosen, Plan | None):
+        raise BadOption(
+            f"plan is a {type(chosen).__name__}, no Plan",
+            next_step="plan=outsize.plan(...), or outsize.Plan.load('plan.json')",
+        )
+    if chosen is not None and wishes:
+        raise BadOption(
+            f"{', '.join(wishes)} cannot be asked for beside a plan, which says it already",
+            next_step="leave them out, or leave out plan=",
+        )
 
 
 def _part_size(chosen: Plan) -> int:

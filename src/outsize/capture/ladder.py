@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -24,7 +24,7 @@ from outsize.capture.intercept import watching
 from outsize.capture.leaves import LeafRule
 from outsize.capture.record import FrameFailed, Leaked, Recorder
 from outsize.capture.state import insist_on_harmless, kept_state
-from outsize.errors import ExampleRejected, NotCapturable
+from outsize.errors import BadOption, ExampleRejected, NotCapturable
 from outsize.program.modes import current_modes
 from outsize.program.tape import Ref, Tape
 from outsize.program.tree import leaves, map_leaves
@@ -37,6 +37,22 @@ class _Retry(Exception):
     """A rung higher is worth a try."""
 
 
+@final
+@dataclass(frozen=True)
+class _Call:
+    """What is recorded: `loss_fn(model(*args, **kwargs), *target)`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: LossFn | None
+    target: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        shown = [_shape(a) for a in self.args] + [f"{k}={_shape(v)}" for k, v in self.kwargs.items()]
+        return f"{type(self.model).__name__}({', '.join(shown)})"
+
+
 def record(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -47,8 +63,10 @@ def record(
     """The tape of `loss_fn(model(*args, **kwargs), *target)`.
 
     Without `loss_fn` the loss is the model's own (`output.loss`, `output["loss"]`, or a scalar output);
-    without any, `tape.loss` is None. Raises NotCapturable and ExampleRejected.
+    without any, `tape.loss` is None. Raises NotCapturable, ExampleRejected and BadOption.
     """
+    _insist_on_module(model)
+    call = _Call(model, args, kwargs, loss_fn, target)
     rule = LeafRule()
     with python_generators_kept():
         while True:
@@ -62,13 +80,21 @@ def record(
                 if failure.cause is not None:
                     if _gave_up_costs(rule, failure.cause):
                         continue
-                    _insist_on_acceptance(model, args, kwargs, failure.cause)
-                _climb(model, args, kwargs, rule, failure)
-            except NotCapturable:
+                    _insist_on_acceptance(call, failure.cause)
+                _climb(call, rule, failure)
+            except (NotCapturable, BadOption):
                 raise
             except Exception as error:
                 if not _gave_up_costs(rule, error):
-                    raise _explained(model, args, kwargs, error) from error
+                    raise _explained(call, error) from error
+
+
+def _insist_on_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadOption(
+            f"the model is a {type(model).__name__}, no torch.nn.Module",
+            next_step="pass the built module, as in outsize.check(Model(), (x,))",
+        )
 
 
 def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: LeafRule) -> Tape:
@@ -107,7 +133,7 @@ def _run(
     args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)
     with watching(recorder, saved=rule.saved):
         output = model(*args, **kwargs)
-        loss = loss_fn(output, *target) if loss_fn is not None else find_loss(output)
+        loss = find_loss(output) if loss_fn is None else _one_number(loss_fn(output, *target))
     return _tape(recorder, inputs, output, loss, rule, modes)
 
 
@@ -131,6 +157,17 @@ def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: L
     )
 
 
+def _one_number(loss: Any) -> Tensor:
+    """What a loss function must return."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise BadOption(
+        f"the loss function returns {found}; it must return one number, as a tensor",
+        next_step="reduce it with .mean(), return only it, and do not call .item() on it",
+    )
+
+
 def find_loss(output: Any) -> Tensor | None:
     """The loss inside a model's output: `.loss`, `["loss"]`, or the output itself when it is a scalar."""
     inside = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -138,11 +175,12 @@ def find_loss(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.ndim == 0 else None
 
 
-def _climb(model: nn.Module, args: Any, kwargs: Any, rule: LeafRule, failure: FrameFailed) -> None:
+def _climb(call: _Call, rule: LeafRule, failure: FrameFailed) -> None:
     """Make the frame's module and all modules of its class leaves; refuse when that is the whole model."""
+    model = call.model
     if failure.frame == "" or failure.frame in rule.forced:
         if failure.cause is not None:
-            raise _explained(model, args, kwargs, failure.cause) from failure.cause
+            raise _explained(call, failure.cause) from failure.cause
         raise _refusal(model, failure)
     kind = type(model.get_submodule(failure.frame))
     for fqn, module in model.named_modules():
@@ -188,48 +226,40 @@ def _gave_up_costs(rule: LeafRule, error: Exception) -> bool:
     return given_up
 
 
-def _insist_on_acceptance(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> None:
+def _insist_on_acceptance(call: _Call, error: Exception) -> None:
     """An op failed on fakes: if the real model fails as well, the example is at fault, not the tape.
 
     Weights on meta cannot be asked; there the ladder climbs, and at its top the error stands as it is.
     """
-    own = None if _on_meta(model) else _own_error(model, args, kwargs)
-    if own is not None:
-        raise _rejected(model, args, kwargs, own) from error
+    rejection = None if _on_meta(call.model) else _rejection(call)
+    if rejection is not None:
+        raise rejection from error
 
 
-def _rejected(model: nn.Module, args: Any, kwargs: Any, own: Exception) -> ExampleRejected:
-    return ExampleRejected(
-        f"the model rejects the example batch: {type(own).__name__}: {own}",
-        numbers=f"call {_call(model, args, kwargs)}, at {_place(own)}",
-        next_step="check the shapes of the example, or --input and --batch",
-    )
-
-
-def _explained(model: nn.Module, args: Any, kwargs: Any, error: Exception) -> Exception:
-    """ExampleRejected when the real model raises as well, else NotCapturable."""
-    own = error if _on_meta(model) else _own_error(model, args, kwargs)
-    if own is not None:
-        return _rejected(model, args, kwargs, own)
-    return NotCapturable(
+def _explained(call: _Call, error: Exception) -> Exception:
+    """ExampleRejected when the real model (or loss) raises as well, else NotCapturable."""
+    rejection = _rejected(call, error, "model") if _on_meta(call.model) else _rejection(call)
+    return rejection or NotCapturable(
         f"{type(error).__name__} while recording, which the real model does not raise: {error}",
-        numbers=f"call {_call(model, args, kwargs)}, at {_place(error)}",
+        numbers=f"call {call}, at {user_place(error)}",
         next_step="train with --stages 1, and report the model",
     )
 
 
-def _call(model: nn.Module, args: Any, kwargs: Any) -> str:
-    return f"{type(model).__name__}({', '.join(_shapes(args, kwargs))})"
-
-
-def _own_error(model: nn.Module, args: Any, kwargs: Any) -> Exception | None:
+def _rejection(call: _Call) -> ExampleRejected | None:
+    """Run it as it is, weights, buffers and generators kept; what the user is told when that fails."""
+    model = call.model
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
+    at_fault = "model"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            model(*args, **kwargs)
+            output = model(*call.args, **call.kwargs)
+            at_fault = "loss function"
+            if call.loss_fn is not None:
+                call.loss_fn(output, *call.target)
     except Exception as error:
-        return error
+        return _rejected(call, error, at_fault)
     finally:
         restore()
         for name, buffer in model.named_buffers():
@@ -237,19 +267,28 @@ def _own_error(model: nn.Module, args: Any, kwargs: Any) -> Exception | None:
     return None
 
 
+def _rejected(call: _Call, own: Exception, at_fault: str) -> ExampleRejected:
+    target = f", target ({', '.join(_shape(t) for t in call.target)})" if at_fault != "model" else ""
+    return ExampleRejected(
+        f"the {at_fault} rejects the example batch: {type(own).__name__}: {own}",
+        numbers=f"call {call}{target}, at {user_place(own)}",
+        next_step="check the shapes of the example, or --input and --batch"
+        if at_fault == "model"
+        else "check target=... and what the model returns",
+    )
+
+
 def _on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def _shapes(args: Any, kwargs: Any) -> list[str]:
-    def text(value: Any) -> str:
-        return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-
-    return [text(a) for a in args] + [f"{k}={text(v)}" for k, v in kwargs.items()]
+def _shape(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def _place(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    user = [f for f in frames if "/torch/" not in f.filename and "/outsize/" not in f.filename]
+def user_place(error: Exception) -> str:
+    """file:line of the user's code that raised, or of torch's where there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/outsize/" not in f.filename]
+    user = [f for f in frames if "/torch/" not in f.filename]
     last = (user or frames)[-1] if frames else None
-    return f"{last.filename}:{last.lineno}" if last is not None else "?"
+    return f"{last.filename}:{last.lineno}" if last is not None else "the call itself"

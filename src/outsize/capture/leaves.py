@@ -28,7 +28,7 @@ _CONTAINERS = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @final
@@ -47,7 +47,7 @@ class LeafRule:
 
     def is_leaf(self, fqn: str, module: nn.Module) -> bool:
         """True when the call of this module is one instruction."""
-        if fqn in self.forced or any(getattr(module, hooks, None) for hooks in _HOOKS):
+        if fqn in self.forced or any(getattr(module, hooks, None) for hooks in HOOKS):
             return True
         if type(module) in _CONTAINERS or fqn in self.opened:
             return False
@@ -59,7 +59,7 @@ class LeafRule:
 
     def may_open(self, module: nn.Module) -> bool:
         """A module of the user without hooks may be walked through."""
-        hooked = any(getattr(module, hooks, None) for hooks in _HOOKS)
+        hooked = any(getattr(module, hooks, None) for hooks in HOOKS)
         return not hooked and not type(module).__module__.startswith("torch.nn.")
 
     def probe(self, module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int]:

@@ -1,13 +1,14 @@
 """Walk the containers that models take and return: tuple, list, dict, dataclass, named tuple, slice.
 
 `map_leaves(fn, tree)` rebuilds the same structure with `fn` applied to every leaf. Containers keep their
-type, so a transformers `ModelOutput` comes back as one. Objects of other types are leaves.
+type, so a transformers `ModelOutput` or `BatchEncoding` comes back as one. Objects of other types are leaves.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ def map_leaves(fn: Fn, tree: Any) -> Any:
     """The tree with `fn(leaf)` for every leaf."""
     if isinstance(tree, tuple | list):
         return _sequence(fn, tree)
-    if isinstance(tree, dict):
+    if isinstance(tree, dict | UserDict):
         return _mapping(fn, tree)
     if isinstance(tree, slice):
         return slice(map_leaves(fn, tree.start), map_leaves(fn, tree.stop), map_leaves(fn, tree.step))
@@ -35,7 +36,7 @@ def _sequence(fn: Fn, tree: tuple[Any, ...] | list[Any]) -> Any:
     return kind(items) if kind in (tuple, list) or isinstance(tree, list) else tuple(items)
 
 
-def _mapping(fn: Fn, tree: dict[Any, Any]) -> Any:
+def _mapping(fn: Fn, tree: dict[Any, Any] | UserDict[Any, Any]) -> Any:
     items = {key: map_leaves(fn, value) for key, value in tree.items()}
     if type(tree) is dict:
         return items

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from outsize.errors import BadOption, BatchNotDivisible
@@ -33,10 +35,13 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Dim 0 of the first tensor."""
+        """Dim 0 of the first tensor. Raises BadOption when there is none, or what cannot be split."""
+        for leaf in leaves(self.tree()):
+            _insist_on_splittable(leaf)
         sizes = [t.shape[0] for t in self.tensors() if t.ndim]
-        if not sizes:
-            raise BadOption("the batch holds no tensor", next_step="pass the example batch as tensors")
+        if not sizes or not sizes[0]:
+            what = "no sample" if sizes else "no tensor"
+            raise BadOption(f"the batch holds {what}", next_step="pass the example batch as tensors")
         return sizes[0]
 
     def divisor(self, at_most: int) -> int:
@@ -70,6 +75,27 @@ class Batch:
             return repr(leaf)
 
         return repr(map_leaves(text, self.tree()))
+
+
+def _insist_on_splittable(leaf: Any) -> None:
+    """Arrays and objects would go whole to every microbatch, and be taken for constants."""
+    if isinstance(leaf, np.ndarray) and leaf.ndim:
+        raise BadOption(
+            "the batch holds a NumPy array, which is not split into microbatches",
+            numbers=f"shape {leaf.shape}",
+            next_step="pass torch.as_tensor(array)",
+        )
+    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+        raise BadOption(
+            f"the batch holds a tensor of layout {leaf.layout}", next_step="pass it dense: tensor.to_dense()"
+        )
+    held = getattr(leaf, "__dict__", {}) if not isinstance(leaf, Tensor) else {}
+    hidden = next((name for name, value in held.items() if isinstance(value, Tensor)), None)
+    if hidden is not None:
+        raise BadOption(
+            f"the batch holds a {type(leaf).__name__}, whose tensors (.{hidden}) cannot be seen",
+            next_step="pass its tensors as arguments, or make it a dataclass or a dict",
+        )
 
 
 def _nearest(size: int, microbatches: int) -> int:

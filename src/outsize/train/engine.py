@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outsize.capture.ladder import LossFn
+from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.tape import Ref
@@ -30,9 +31,10 @@ from outsize.run.rng import borrowed_generators, seeder
 from outsize.run.weights import free_foreign, move_weights, owned_parameters
 from outsize.train.batch import Batch, as_target
 from outsize.train.crew import Crew, GroupOutputs
+from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values, made_optimizer
 from outsize.train.loss import Counting
 from outsize.train.norm import clip_by_global_norm
-from outsize.train.variant import Variant, Variants
+from outsize.train.variant import Variant, Variants, state_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -85,7 +87,9 @@ class Engine:
         """Capture, cut, free what other ranks own and build the optimizer, on an example batch."""
         parts = Batch(args, kwargs, as_target(target)).split(self.plan.microbatches)
         with borrowed_generators():
-            self._settle(self._variants.find(parts[0], outputs=False))
+            variant = self._variants.find(parts[0], outputs=False)
+            insist_on_model(self.plan, variant.captured.graph)
+            self._settle(variant)
 
     def step(
         self, *args: Any, target: Any = None, update: bool = True, loss_scale: float = 1.0, **kwargs: Any
@@ -93,8 +97,13 @@ class Engine:
         """One training step. `update=False` only accumulates gradients; `loss_scale` multiplies the loss
         in the backward (1/k for a mean over k accumulated steps).
 
-        Raises BatchNotDivisible, and whatever the model raises.
+        Raises BatchNotDivisible, BadOption (nothing would be trained), and whatever the model raises.
         """
+        if not torch.is_grad_enabled():
+            raise BadOption(
+                "a training step under torch.no_grad() would train nothing",
+                next_step="call step() outside of it, or engine.evaluate(...)",
+            )
         loss = self._forward_backward(Batch(args, kwargs, as_target(target)), loss_scale)
         self.steps += 1
         norm = self.update() if update else None
@@ -111,6 +120,7 @@ class Engine:
             parts = batch.split(batch.divisor(self.plan.microbatches))
             groups = self._groups(parts, outputs=True)
             self._settle(groups[0][0])
+            insist_on_values(self.named_parameters(), batch)
             results = self._run(groups, parts, 1.0)
         return EvalResult(self._total(results), self._collect(results))
 
@@ -134,15 +144,18 @@ class Engine:
         parts = batch.split(self.plan.microbatches)
         with borrowed_generators():
             groups = self._groups(parts, outputs=False)
+            insist_on_loss(groups[0][0].tape)
             self._settle(groups[0][0])
+            insist_on_values(self.named_parameters(), batch)
             results = self._run(groups, parts, loss_scale)
         loss = self._total(results)
-        assert loss is not None, "a training step needs a loss"
+        assert loss is not None
         return loss
 
     def _groups(self, parts: list[Batch], *, outputs: bool) -> list[tuple[Variant, list[int]]]:
         """Runs of microbatches that share a variant, in order."""
-        found = [self._variants.find(part, outputs=outputs) for part in parts]
+        state = state_of(self.model)
+        found = [self._variants.find(part, outputs=outputs, state=state) for part in parts]
         numbered = groupby(range(len(parts)), key=lambda mb: found[mb].number)
         return [(found[members[0]], members) for members in (list(g) for _, g in numbered)]
 
@@ -173,9 +186,10 @@ class Engine:
             free_foreign(variant.cut, self.model, stages)
         if self.crew.device is not None:
             move_weights(self.model, self.crew.device)
-        trainable = [p for _, p in self.named_parameters() if p.requires_grad]
-        if self._make_optimizer is not None and trainable:
-            self.optimizer = self._make_optimizer(trainable)
+        # Frozen ones too: the user may unfreeze them later, as with `optimizer(model.parameters())`.
+        own = [p for _, p in self.named_parameters()]
+        if self._make_optimizer is not None and own:
+            self.optimizer = made_optimizer(self._make_optimizer, own)
 
     def update(self) -> Tensor | None:
         """Clip (if asked for), optimizer step, zero gradients; returns the norm before clipping.

@@ -21,7 +21,7 @@ from outsize.run.rng import seeder
 from outsize.train.batch import Batch
 from outsize.train.engine import Engine
 from outsize.train.loss import LossShares
-from outsize.train.reference import reference_step
+from outsize.train.reference import TapeOf, reference_step, tape_for
 
 Tensors = Mapping[str, Tensor]
 
@@ -44,7 +44,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 def reference_snapshot(
     model: nn.Module,
-    tape: Tape,
+    tape: Tape | TapeOf,
     batch: Batch,
     microbatches: int,
     loss_fn: LossFn | None,
@@ -54,7 +54,7 @@ def reference_snapshot(
 ) -> Snapshot:
     """The plain loop on `model` (changed in place): `steps` AdamW steps on the same batch."""
     parts = batch.split(microbatches)
-    optimizer, counter = adamw(model.parameters()), LossShares(tape, model)
+    optimizer, counter = adamw(model.parameters()), LossShares(tape_for(tape, parts[0]), model)
     grads: dict[str, Tensor] = {}
     loss: Tensor | None = None
     for step in range(steps):

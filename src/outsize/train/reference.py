@@ -5,7 +5,8 @@
 
 Nothing of the tape's replay is used. Where a model draws random numbers, the generators are seeded before
 each random instruction as in every engine (law 6): `_Follower` walks along the eager calls and knows from
-the tape which of them draw. It also proves that the eager calls are the tape's, one by one.
+the tape which of them draw. It also proves that the eager calls are the tape's, one by one. A microbatch
+whose inputs make the model decide otherwise (padding) has a tape of its own, here as in an engine.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from outsize.run.rng import Seed, borrowed_generators
 from outsize.train.batch import Batch
 
 Visit = Callable[[Instruction, Any], None]
+TapeOf = Callable[[Batch], Tape]
 
 
 @final
@@ -38,24 +40,32 @@ class ReferenceStep:
 
 def reference_step(
     model: nn.Module,
-    tape: Tape,
+    tape: Tape | TapeOf,
     parts: Sequence[Batch],
     weights: Sequence[float],
     seeds: Sequence[Seed],
     loss_fn: LossFn | None,
 ) -> ReferenceStep:
-    """Accumulates gradients in the parameters' `.grad`, like any training loop."""
+    """Accumulates gradients in the parameters' `.grad`, like any training loop.
+
+    `tape` is that of every microbatch, or a function that finds it.
+    """
     total: Tensor | None = None
     outputs = []
     with borrowed_generators():
         for part, weight, seed in zip(parts, weights, seeds, strict=True):
-            output, loss = eager(model, tape, part, seed, loss_fn)
+            output, loss = eager(model, tape_for(tape, part), part, seed, loss_fn)
             outputs.append(output)
             if loss is not None:
                 (loss * weight).backward()
                 share = loss.detach() * weight
                 total = share if total is None else total + share
     return ReferenceStep(total, tuple(outputs))
+
+
+def tape_for(tape: Tape | TapeOf, part: Batch) -> Tape:
+    """The tape under which a microbatch runs."""
+    return tape if isinstance(tape, Tape) else tape(part)
 
 
 def eager(

@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from outsize.capture.graph import Captured
-from outsize.capture.ladder import LossFn
-from outsize.errors import BadOption, RankFailed
+from outsize.capture.ladder import LossFn, user_place
+from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed
 from outsize.ir.plan import Plan
 from outsize.ir.verdict import Verdict
 from outsize.run.rng import seeder
 from outsize.train.batch import Batch
 from outsize.train.divergence import first_forward_divergence, last_wrong_gradient
+from outsize.train.insist import insist_on_loss, insist_on_values
 from outsize.train.launch import run_script
 from outsize.train.parallel import make_engine
 from outsize.train.parity import (
@@ -37,6 +38,8 @@ from outsize.train.parity import (
     merge,
     reference_snapshot,
 )
+from outsize.train.reference import TapeOf
+from outsize.train.variant import Variants
 
 
 @final
@@ -57,16 +60,9 @@ class Question:
 def verify(question: Question, *, processes: bool) -> Verdict:
     """The verdict. Raises BadOption when the model or loss cannot be handed to processes, or is on meta."""
     plan = question.plan
-    _insist_on_weights(question.model)
-    reference = reference_snapshot(
-        copy.deepcopy(question.model),
-        question.captured.tape,
-        question.batch,
-        plan.microbatches,
-        question.loss_fn,
-        steps=question.steps,
-        seed=question.seed,
-    )
+    insist_on_loss(question.captured.tape)
+    insist_on_values(question.model.named_parameters(), question.batch)
+    reference = _reference(question)
     start = time.perf_counter()
     found = _over_processes(question) if processes else _in_one_process(question)
     run_s = time.perf_counter() - start
@@ -89,16 +85,48 @@ def verify(question: Question, *, processes: bool) -> Verdict:
     )
 
 
-def _insist_on_weights(model: nn.Module) -> None:
-    if any(p.is_meta for p in model.parameters()):
-        raise BadOption(
-            "weights on meta have no numbers to compare", next_step="build the model with weights"
+def _tapes(question: Question) -> TapeOf:
+    """The tape of a microbatch: its own where the model decides otherwise on its inputs, as in an engine."""
+    variants = Variants(question.model, question.plan, question.loss_fn)
+    return lambda part: variants.find(part, outputs=False).tape
+
+
+def _reference(question: Question) -> Snapshot:
+    """The plain loop. What it raises is the model's own error, and not ours to hide."""
+    model = _copied(question.model)
+    try:
+        return reference_snapshot(
+            model,
+            _tapes(question),
+            question.batch,
+            question.plan.microbatches,
+            question.loss_fn,
+            steps=question.steps,
+            seed=question.seed,
         )
+    except OutsizeError:
+        raise
+    except Exception as error:
+        raise ExampleRejected(
+            f"the plain loop on the example batch fails: {type(error).__name__}: {error}",
+            numbers=f"at {user_place(error)}",
+            next_step="check dtypes and values of the example and of the target",
+        ) from error
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise BadOption(
+            f"the model cannot be copied, and a check must not change it: {type(error).__name__}: {error}",
+            next_step="make its copy.deepcopy work; torch.nn.utils.parametrizations can be copied",
+        ) from error
 
 
 def _in_one_process(question: Question) -> Snapshot:
     engine = make_engine(
-        copy.deepcopy(question.model),
+        _copied(question.model),
         question.plan,
         None,
         loss_fn=question.loss_fn,

@@ -1,0 +1,73 @@
+"""What must hold before a step, said in the user's words instead of a traceback from within."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from outsize.errors import BadOption
+from outsize.ir.graph import ModelGraph
+from outsize.ir.names import prefixes, unroll
+from outsize.ir.plan import Plan
+from outsize.program.tape import Tape
+from outsize.train.batch import Batch
+
+_OPTIMIZER = "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+
+
+def insist_on_loss(tape: Tape) -> None:
+    """Raise BadOption when there is nothing to go backward from."""
+    if tape.loss is None:
+        raise BadOption(
+            "a training step needs a loss, and the model returns none",
+            next_step="pass loss_fn=... and target=..., or labels among the model's arguments",
+        )
+    if not tape.metas[tape.loss.slot].requires_grad:
+        raise BadOption(
+            "the loss depends on no trainable parameter, so nothing would be trained",
+            next_step="look for requires_grad_(False), detach() or torch.no_grad() on the way to the loss",
+        )
+
+
+def insist_on_values(named: Iterable[tuple[str, nn.Parameter]], batch: Batch) -> None:
+    """Raise BadOption when weights or inputs are on meta."""
+    missing = next((name for name, p in named if p.is_meta), None)
+    if missing is not None:
+        raise BadOption(
+            f"weight {missing} is on meta and has no values",
+            next_step="load weights before parallelize: model.load_state_dict(..., assign=True)",
+        )
+    if any(t.is_meta for t in batch.tensors()):
+        raise BadOption("an input is on meta and has no values", next_step="pass a real batch")
+
+
+def insist_on_model(plan: Plan, graph: ModelGraph) -> None:
+    """Raise ModelMismatch when the plan is of another model.
+
+    The same model has other units with another loss, mode or input; then each stage of the plan still
+    finds some of its own.
+    """
+    if plan.fingerprint == graph.fingerprint:
+        return
+    known = {pattern for unit in graph.units for pattern in prefixes(unit.name)}
+    lost = [s for s in plan.stages if known.isdisjoint(name for p in s.units for name in unroll(p))]
+    if plan.model != graph.model or lost:
+        plan.check_model(graph)
+
+
+def made_optimizer(make: Callable[[Any], Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """The user's optimizer over these parameters. Raises BadOption when it is none."""
+    if not callable(make):
+        raise BadOption(
+            f"optimizer is a {type(make).__name__}; it must be a function from parameters to an optimizer",
+            next_step=_OPTIMIZER,
+        )
+    made = make(parameters)
+    if not (hasattr(made, "step") and hasattr(made, "zero_grad")):
+        raise BadOption(
+            f"the optimizer function returned {type(made).__name__}, no optimizer", next_step=_OPTIMIZER
+        )
+    return made
