@@ -228,6 +228,21 @@ def test_rule_4_a_result_that_is_its_argument_has_its_own_slot() -> None:
     assert len({tape.storage(s) for s in outs[:3]}) == 1
 
 
+class Alias(nn.Module):
+    """A leaf that gives a fake back as it is, and a real tensor not (as `contiguous` may)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if is_fake(x) else x * self.scale
+
+
+def test_rule_4_what_is_only_an_alias_among_fakes_is_followed_to_its_last_slot() -> None:
+    check_every_cut(nn.Sequential(linear(), Alias(), linear()), batch())
+
+
 # -- 5: libraries that look for fakes ---------------------------------------------------------------------
 
 
