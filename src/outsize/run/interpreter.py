@@ -79,27 +79,20 @@ class Interpreter:
         channel_base: int = 0,
     ) -> None:
         self.rank, self.schedule, self.cut = rank, schedule, cut
-        self._rank_of = schedule.rank_of
-        self._transport, self._base = transport, channel_base
-        own = {a.stage for a in schedule.actions[rank]}
-        self.stages = {s: Stage(cut.programs[s], model) for s in sorted(own)}
-        # What came in or is about to leave: whoever takes it, a compute action or a send, takes it out.
-        self._values: dict[Message, Pending | Tensor] = {}
-        self._gradients: dict[Message, Pending | Tensor | None] = {}
-        self._held: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-        self._trains = any(a.kind is Kind.B for a in schedule.actions[rank])
-        self._weights: dict[tuple[int, int], Tensor] = {}
-        self._ops = [self._bind(action) for action in schedule.actions[rank]]
+        self._transport = transport
+        self._handlers = _Handlers(rank, schedule, cut, model, transport, channel_base)
+        self._ops = [self._handlers.bind(action) for action in schedule.actions[rank]]
         self._at = 0
-        self._step = StepInputs((), (), ())
-        self.outputs = StepOutputs()
 
-    # -- a step --------------------------------------------------------------------------------------
+    @property
+    def outputs(self) -> StepOutputs:
+        """What the step has given so far."""
+        return self._handlers.outputs
 
     def begin(self, step: StepInputs) -> None:
         """Set the data of a step."""
-        self._step, self.outputs, self._at = step, StepOutputs(), 0
-        self._weights.clear()
+        self._at = 0
+        self._handlers.begin(step)
 
     def run(self) -> StepOutputs:
         """All actions, blocking on receives."""
@@ -125,10 +118,7 @@ class Interpreter:
 
     def reset(self) -> None:
         """Forget an unfinished step."""
-        for stage in self.stages.values():
-            stage.forget()
-        for table in (self._values, self._gradients, self._held, self._weights):
-            table.clear()
+        self._handlers.reset()
 
     def _execute(self, op: _Op) -> None:
         asked = time.perf_counter()
@@ -140,9 +130,52 @@ class Interpreter:
             spans.append((op.text, "wait", asked, start))
         spans.append((op.text, op.lane, start, time.perf_counter()))
 
-    # -- binding -------------------------------------------------------------------------------------
 
-    def _bind(self, action: Action) -> _Op:
+@final
+class _Handlers:
+    """The table {action -> handler} of one rank, and the messages between them.
+
+    It does not hold the ops that it binds: an engine that is dropped is freed at once, not when Python's
+    collector next runs.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        schedule: Schedule,
+        cut: Cut,
+        model: nn.Module,
+        transport: Transport,
+        channel_base: int,
+    ) -> None:
+        self._rank_of = schedule.rank_of
+        self._count = len(cut.programs)
+        self._transport, self._base = transport, channel_base
+        own = {a.stage for a in schedule.actions[rank]}
+        self._stages = {s: Stage(cut.programs[s], model) for s in sorted(own)}
+        # What came in or is about to leave: whoever takes it, a compute action or a send, takes it out.
+        self._values: dict[Message, Pending | Tensor] = {}
+        self._gradients: dict[Message, Pending | Tensor | None] = {}
+        self._held: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+        self._trains = any(a.kind is Kind.B for a in schedule.actions[rank])
+        self._weights: dict[tuple[int, int], Tensor] = {}
+        self._step = StepInputs((), (), ())
+        self.outputs = StepOutputs()
+
+    def begin(self, step: StepInputs) -> None:
+        """A new step's data."""
+        self._step, self.outputs = step, StepOutputs()
+        self._weights.clear()
+
+    def reset(self) -> None:
+        """Forget an unfinished step."""
+        for stage in self._stages.values():
+            stage.forget()
+        for table in (self._values, self._gradients, self._held, self._weights):
+            table.clear()
+
+    def bind(self, action: Action) -> _Op:
+        """The action with its handler."""
         table = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -155,10 +188,10 @@ class Interpreter:
 
     def _channel(self, boundary: Boundary, stage: int, backward: bool) -> int:
         """One channel per boundary value, far stage and direction."""
-        return self._base + (boundary.key * len(self.cut.programs) + stage) * 2 + backward
+        return self._base + (boundary.key * self._count + stage) * 2 + backward
 
     def _forward(self, action: Action) -> _Op:
-        stage, mb = self.stages[action.stage], action.microbatch
+        stage, mb = self._stages[action.stage], action.microbatch
         wanted = [(b, (b.key, action.stage, mb)) for b in stage.program.received]
         leaving = [(b, c) for b in stage.program.sent for c in b.consumers if b.weight is None or mb == 0]
 
@@ -182,7 +215,7 @@ class Interpreter:
         return _Op(str(action), "compute", run, gather, ready)
 
     def _backward(self, action: Action) -> _Op:
-        stage, mb = self.stages[action.stage], action.microbatch
+        stage, mb = self._stages[action.stage], action.microbatch
         incoming = self._incoming_gradients(stage, mb)
         returned = [b for b in stage.program.received if b.requires_grad]
 
@@ -207,7 +240,7 @@ class Interpreter:
         return [(b.key, (b.key, number, mb)) for b in ours if b.following(number) is not None]
 
     def _send_values(self, action: Action) -> _Op:
-        stage, mb, peer = self.stages[action.stage], action.microbatch, action.peer
+        stage, mb, peer = self._stages[action.stage], action.microbatch, action.peer
         leaving = [b for b in stage.program.sent if peer in b.consumers and (b.weight is None or mb == 0)]
 
         def run(_: None) -> None:
@@ -220,7 +253,7 @@ class Interpreter:
         return _Op(str(action), "send", run)
 
     def _receive_values(self, action: Action) -> _Op:
-        mb, stage, peer = action.microbatch, self.stages[action.stage], action.peer
+        mb, stage, peer = action.microbatch, self._stages[action.stage], action.peer
         coming = [b for b in stage.program.received if b.producer == peer and (b.weight is None or mb == 0)]
 
         def run(_: None) -> None:
@@ -232,7 +265,7 @@ class Interpreter:
         return _Op(str(action), "recv", run)
 
     def _send_gradients(self, action: Action) -> _Op:
-        mb, stage, peer = action.microbatch, self.stages[action.stage], action.peer
+        mb, stage, peer = action.microbatch, self._stages[action.stage], action.peer
         back = [b for b in stage.program.received if b.requires_grad and b.previous(action.stage) == peer]
 
         def run(_: None) -> None:
@@ -244,7 +277,7 @@ class Interpreter:
         return _Op(str(action), "send", run)
 
     def _receive_gradients(self, action: Action) -> _Op:
-        mb, stage, peer = action.microbatch, self.stages[action.stage], action.peer
+        mb, stage, peer = action.microbatch, self._stages[action.stage], action.peer
         ours = [b for b in (*stage.program.sent, *stage.program.received) if b.requires_grad]
         coming = [b for b in ours if b.following(action.stage) == peer]
 
