@@ -29,7 +29,9 @@ def measure(microbatches: int, schedule: str, extra: list[str]) -> dict[str, Any
     """One launch of two processes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        launcher = "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+        launcher = (
+            "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+        )
         command = [sys.executable, "-c", launcher, str(HERE / "worker.py"), "--out", str(out)]
         command += ["--microbatches", str(microbatches), "--schedule", schedule, *extra]
         subprocess.run(command, check=True)
@@ -84,7 +86,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         ours, theirs = row["outsize_s"]["median"] * 1e3, row["torch_s"]["median"] * 1e3
         lines.append(
-            f"{row['schedule']:8s} {row['microbatches']:2d}  {ours:10.1f} {theirs:9.1f} {row['bound_s'] * 1e3:9.1f}"
+            f"{row['schedule']:8s} {row['microbatches']:2d}  {ours:10.1f} {theirs:9.1f}"
+            f" {row['bound_s'] * 1e3:9.1f}"
             f"  {row['outsize_over_bound']:13.3f}  {row['torch_over_outsize']:13.3f}"
         )
     return "\n".join(lines)

@@ -80,11 +80,14 @@ def outsize_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return loss_of(output["logits"], target)
 
 
-def outsize_step(options: argparse.Namespace, ids: Tensor, target: Tensor) -> tuple[Callable[[], None], outsize.Engine]:
+def outsize_step(
+    options: argparse.Namespace, ids: Tensor, target: Tensor
+) -> tuple[Callable[[], None], outsize.Engine]:
     """A training step (forward and backward) of the engine, cut where torch's halves are cut."""
     model = build(options.layers, options.width, options.length)
-    graph = outsize.capture(model, (), {"input_ids": ids[: len(ids) // options.microbatches]},
-                            loss_fn=outsize_loss, target=target[: len(ids) // options.microbatches])  # fmt: skip
+    part = len(ids) // options.microbatches
+    example = {"input_ids": ids[:part]}
+    graph = outsize.capture(model, (), example, loss_fn=outsize_loss, target=target[:part])
     names = [u.name for u in graph.units]
     middle = next(i for i, n in enumerate(names) if n.startswith(f"transformer.h.{options.layers // 2}."))
     plan = Plan(
@@ -97,7 +100,9 @@ def outsize_step(options: argparse.Namespace, ids: Tensor, target: Tensor) -> tu
         schedule=options.schedule,
         stages=stages_from_bounds(graph, (0, middle, len(names)), ("cpu:0", "cpu:1")),
     )
-    engine = outsize.parallelize(model, (), {"input_ids": ids}, plan=plan, loss_fn=outsize_loss, target=target)
+    engine = outsize.parallelize(
+        model, (), {"input_ids": ids}, plan=plan, loss_fn=outsize_loss, target=target
+    )
 
     def step() -> None:
         engine.step(input_ids=ids, target=target, update=False)
@@ -105,7 +110,9 @@ def outsize_step(options: argparse.Namespace, ids: Tensor, target: Tensor) -> tu
     return step, engine
 
 
-def torch_step(options: argparse.Namespace, rank: int, ids: Tensor, target: Tensor) -> tuple[Callable[[], None], nn.Module]:
+def torch_step(
+    options: argparse.Namespace, rank: int, ids: Tensor, target: Tensor
+) -> tuple[Callable[[], None], nn.Module]:
     """The same step with torch.distributed.pipelining."""
     half = Half(build(options.layers, options.width, options.length), first=rank == 0)
     part = ids[: len(ids) // options.microbatches]
@@ -161,7 +168,9 @@ def main() -> None:
     world = join()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
     torch.set_num_threads(1)
-    ids = torch.randint(0, VOCABULARY, (options.batch, options.length), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, VOCABULARY, (options.batch, options.length), generator=torch.Generator().manual_seed(1)
+    )
     target = torch.roll(ids, -1, 1)
     ours, engine = outsize_step(options, ids, target)
     theirs, half = torch_step(options, world.rank, ids, target)
