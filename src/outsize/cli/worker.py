@@ -80,8 +80,14 @@ def _agree(world: World, job: Job, subject: Subject, screen: Screen) -> Decision
 def _decide(world: World, job: Job, subject: Subject, screen: Screen) -> Decision:
     plan = job.plan or _make_plan(world, job, subject, screen)
     with screen.working("pricing the plan"):
-        priced, graph, timeline = api.price(plan, *subject.call, **subject.loss, measured=job.measure)
+        measured = job.measure or is_measured(plan)
+        priced, graph, timeline = api.price(plan, *subject.call, **subject.loss, measured=measured)
     return priced.model_copy(update={"why": plan.why}), graph, timeline
+
+
+def is_measured(plan: Plan) -> bool:
+    """A plan made of measured times is priced by measured times again, not compared with estimates."""
+    return plan.expected is not None and plan.expected.source == "measured"
 
 
 def _make_plan(world: World, job: Job, subject: Subject, screen: Screen) -> Plan:

@@ -1,0 +1,28 @@
+"""What a process of a MODEL run decides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outsize
+from outsize.capture.losses import Objective
+from outsize.cli import worker
+from outsize.cli.job import Job
+from outsize.cli.screen import Screen
+from outsize.cli.subject import Subject
+from outsize.train.world import World
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_plan_is_priced_again_as_it_was_priced(measured: bool) -> None:
+    model, x, y = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(4, 4), torch.randn(4, 2)
+    loss = Objective(F.mse_loss, y)
+    plan = outsize.plan(model, (x,), loss_fn=F.mse_loss, target=y, cluster="2xcpu", measured=measured)
+    job = Job(model="toy", input=None, batch=4, steps=1, plan=plan)
+    subject = Subject(model, (x,), {}, loss)
+    priced, _, _ = worker._decide(World(0, 1, 0, None), job, subject, Screen(False))
+    assert priced.expected is not None
+    assert priced.expected.source == ("measured" if measured else "roofline")
