@@ -254,7 +254,7 @@ What to do
   varies inside one stage, or move the cut: see the units in the plan.
 """
 
-# Code -> text; tests/unit/report/test_explain.py holds it against the tree of errors.
+# Code -> text; tests/unit/report/test_error_texts.py holds it against the tree of errors.
 TEXTS = MappingProxyType(
     {
         "E101": _E101,
