@@ -12,7 +12,7 @@ def text_job(*, quick: bool) -> Job:
     if quick:
         recipe = Recipe(batch_size=4, steps=6, learning_rate=5e-3, warmup=2)
         return TextJob(layers=2, width=64, context=32, recipe=recipe)
-    recipe = Recipe(batch_size=8, steps=130, learning_rate=2e-3, warmup=10)
+    recipe = Recipe(batch_size=8, steps=110, learning_rate=2e-3, warmup=10)
     return TextJob(layers=5, width=384, context=128, recipe=recipe, goal=3.0)
 
 
