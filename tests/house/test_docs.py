@@ -13,7 +13,12 @@ import pytest
 
 from house import ROOT, parse
 
-PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 REFERENCE = re.compile(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]+?)(?:::?(\w+))?`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 Named = ast.FunctionDef | ast.ClassDef
