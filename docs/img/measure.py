@@ -9,7 +9,6 @@ median length among the last.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ def subject() -> tuple[nn.Module, Tensor, Tensor]:
 
 def launch(target: Path) -> None:
     """Plan, train over two processes, write down."""
-    torch.set_num_threads(1)
     model, images, labels = subject()
     loss: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": labels}
     how: dict[str, Any] = {"cluster": "2xcpu", "stages": 2, "microbatches": 4, "schedule": "1f1b"}
@@ -81,7 +79,7 @@ def work(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
     if sys.argv[1:2] == ["worker"]:
         work(Path(sys.argv[2]))
     else:

@@ -25,13 +25,15 @@ MODEL_TOP, MODEL_HEIGHT, ROW, BAR = 84, 30, 30, 24
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 11.5px } .mute { fill: #59636e } .strong { font-weight: 600 }
-.idle { fill: #eaeef2 } .grid { stroke: #d1d9e0 } .cut { stroke: #cf222e; stroke-width: 2; stroke-dasharray: 5 3 }
+.idle { fill: #eaeef2 } .grid { stroke: #d1d9e0 } 
+.cut { stroke: #cf222e; stroke-width: 2; stroke-dasharray: 5 3 }
 .red { fill: #cf222e } .skip { fill: none; stroke: #8c959f; stroke-width: 1.5 }
 .crossing { fill: none; stroke: #cf222e; stroke-width: 2 } .paper { fill: #ffffff }
 .one { fill: #b6d7ef } .two { fill: #c9e7cf } .unit { stroke: #ffffff; stroke-width: 1 }
 @media (prefers-color-scheme: dark) {
   text { fill: #f0f6fc } .mute { fill: #9198a1 } .idle { fill: #262c36 } .grid { stroke: #3d444d }
-  .cut, .crossing { stroke: #ff7b72 } .red { fill: #ff7b72 } .skip { stroke: #7d8590 } .paper { fill: #0d1117 }
+  .cut, .crossing { stroke: #ff7b72 } .red { fill: #ff7b72 } .skip { stroke: #7d8590 }
+  .paper { fill: #0d1117 }
   .one { fill: #1f4e79 } .two { fill: #1d5a35 } .unit { stroke: #0d1117 }
 }
 """
@@ -108,7 +110,8 @@ def draw_model(svg: ET.Element, found: dict[str, Any]) -> None:
 def draw_skip(svg: ET.Element, left: float, right: float, crossing: bool, size: int) -> None:
     """An arc from where a value is made to where it is used; red when it crosses the cut."""
     top = MODEL_TOP - 26 - 0.085 * (right - left)
-    path = f"M {left:.1f} {MODEL_TOP - 2} C {left:.1f} {top:.1f}, {right:.1f} {top:.1f}, {right:.1f} {MODEL_TOP - 2}"
+    foot = MODEL_TOP - 2
+    path = f"M {left:.1f} {foot} C {left:.1f} {top:.1f}, {right:.1f} {top:.1f}, {right:.1f} {foot}"
     add(svg, "path", d=path, class_="crossing" if crossing else "skip")
     if crossing:
         text = f"skip, {size / 2**20:.1f} MiB a microbatch"
