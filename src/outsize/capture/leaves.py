@@ -62,10 +62,12 @@ class LeafRule:
         hooked = any(getattr(module, hooks, None) for hooks in HOOKS)
         return not hooked and not type(module).__module__.startswith("torch.nn.")
 
-    def probe(self, module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int]:
-        """Output structure and FLOPs of a leaf that decides on its input: a real copy on random inputs."""
+    def probe(self, module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int, bool]:
+        """Output structure and FLOPs of a leaf that decides on its input, and whether it draws random
+        numbers: a real copy on random inputs.
+        """
         with really():
-            out, flops = _probe(module, args, kwargs, fakes)
+            out, flops, draws = _probe(module, args, kwargs, fakes)
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
         def fake(leaf: Any) -> Any:
@@ -75,10 +77,10 @@ class LeafRule:
                 grad and leaf.is_floating_point()
             )
 
-        return map_leaves(fake, out), flops
+        return map_leaves(fake, out), flops, draws
 
 
-def _probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int]:
+def _probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int, bool]:
     generator = torch.Generator().manual_seed(0)
 
     def real(leaf: Any) -> Any:
@@ -89,8 +91,10 @@ def _probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple
     }
     clone = copy.deepcopy(module, memo)
     with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter, torch.no_grad():
+        before = torch.random.get_rng_state()
         out = clone(*map_leaves(real, args), **map_leaves(real, kwargs))
-    return out, counter.get_total_flops()
+        draws = not torch.equal(before, torch.random.get_rng_state())
+    return out, counter.get_total_flops(), draws
 
 
 def _parameter_like(fake: Tensor, real: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Recorder(Watcher):
         self._input_storages: set[int] = set()
         self._chance = Chance()
         self._inside: str | None = None  # the leaf that runs
-        self._unnamed: dict[Weight, None] = {}  # weights that the glue that runs has used
+        self._unnamed: dict[Weight, None] = {}  # weights that the call that runs has used
         self._born: dict[int, str] = {}  # storage -> the leaf inside which it was made
         self._kept: list[Tensor] = []  # keeps those storages unique
         self.checkpoints: dict[str, None] = {}  # places
@@ -156,6 +156,8 @@ class Recorder(Watcher):
         self, target: Any, refs: Any, tree: Any, modes: Any, where: str, touched: Any, written: Any
     ) -> None:
         weights = tuple(dict.fromkeys([*(w for w in touched if w is not None), *self._unnamed]))
+        # Asked in any case: a leaf's draws are its own, and must not be found again after it.
+        drawn = isinstance(target, str) and self._chance.drawn()
         instruction = Instruction(
             index=len(self.instructions),
             target=target,
@@ -164,7 +166,7 @@ class Recorder(Watcher):
             out=tree,
             frame=self._frames[-1],
             modes=modes,
-            random=self.meter.random or (isinstance(target, str) and self._chance.drawn()),
+            random=self.meter.random or drawn,
             writes=frozenset(self.slots.storage(t) for _, t in written),
             weights=weights,
             written_weights=tuple(dict.fromkeys(w for w, _ in written if w is not None)),
@@ -181,12 +183,12 @@ class Recorder(Watcher):
                 return fn(module, *args, **kwargs)
         except Exception as error:
             try:
-                out, flops = self._rule.probe(module, args, kwargs, self._fakes)
+                out, flops, draws = self._rule.probe(module, args, kwargs, self._fakes)
             except Exception:
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error
             if any(isinstance(leaf, int | float) for leaf in leaves(out)):
                 raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
-            self.meter.flops = flops
+            self.meter.flops, self.meter.random = flops, self.meter.random or draws
             return out
 
     def _run_glue(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
@@ -232,13 +234,12 @@ class Recorder(Watcher):
         return failure if maker is None else Leaked(maker, failure)
 
     def _look_inside(self, args: Any, kwargs: Any, out: Any) -> None:
-        """Weights that glue touches without naming them; tensors that a leaf makes."""
-        if self._inside is None:
-            for leaf in leaves((args, kwargs)):
-                weight = self.slots.weights.get(id(leaf))
-                if weight is not None:
-                    self._unnamed[weight] = None
-        elif self._rule.traced:
+        """Weights that a call touches without naming or owning them; tensors that a leaf makes."""
+        for leaf in leaves((args, kwargs)):
+            weight = self.slots.weights.get(id(leaf))
+            if weight is not None:
+                self._unnamed[weight] = None
+        if self._inside is not None and self._rule.traced:
             self._remember_birth(out)
 
     def _remember_birth(self, out: Any) -> None:

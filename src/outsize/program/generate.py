@@ -151,10 +151,11 @@ class _Writer:
         return [f"with swapped({swaps}):{comment}", f"    {line}"]
 
     def _places(self, instruction: Instruction, name: str) -> list[tuple[dict[str, Any], str]]:
+        """Where the call finds the weight: in its own module, else (a module as argument) anywhere."""
         wanted = self._model.get_parameter(name)
-        inside = self._modules[str(instruction.target)] if instruction.is_leaf else self._model
-        tables = [m._parameters for m in inside.modules()]
-        return [(table, key) for table in tables for key, p in table.items() if p is wanted]
+        own = [self._modules[str(instruction.target)]] if instruction.is_leaf else []
+        found = (_holders(module, wanted) for module in (*own, self._model))
+        return next((places for places in found if places), [])
 
     def _callee(self, instruction: Instruction) -> str:
         if isinstance(instruction.target, str):
@@ -215,6 +216,11 @@ def expect(found: object, recorded: object, name: str, where: str) -> None:
             numbers=f"captured {recorded!r}, got {found!r}, used at {where}",
             next_step="return a tensor there, or move what uses the value into the same module",
         )
+
+
+def _holders(module: nn.Module, wanted: Tensor) -> list[tuple[dict[str, Any], str]]:
+    tables = [m._parameters for m in module.modules()]
+    return [(table, key) for table in tables for key, p in table.items() if p is wanted]
 
 
 @contextmanager

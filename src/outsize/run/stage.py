@@ -33,7 +33,8 @@ class _Entry(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, sink: Gradients, key: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.key = sink, key
-        return value.view_as(value)
+        # Not view_as, which writes the strides of dimensions of size 1 anew; kernels choose by them.
+        return torch.ops.aten.alias.default(value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
