@@ -25,7 +25,7 @@ MODEL_TOP, MODEL_HEIGHT, ROW, BAR = 84, 30, 30, 24
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 11.5px } .mute { fill: #59636e } .strong { font-weight: 600 }
-.idle { fill: #eaeef2 } .grid { stroke: #d1d9e0 } 
+.idle { fill: #eaeef2 } .grid { stroke: #d1d9e0 }
 .cut { stroke: #cf222e; stroke-width: 2; stroke-dasharray: 5 3 }
 .red { fill: #cf222e } .skip { fill: none; stroke: #8c959f; stroke-width: 1.5 }
 .crossing { fill: none; stroke: #cf222e; stroke-width: 2 } .paper { fill: #ffffff }
