@@ -46,6 +46,7 @@ class FakeModel:
         self._restore = remember(own.values())
         self._planted: dict[str, dict[str, Any]] = {}
         self._parameters: dict[int, list[int]] = {}
+        self.left: dict[str, Any] = {}  # leaf that rebinds its attributes -> what its last call left there
 
     def __enter__(self) -> FakeModel:
         try:
@@ -67,6 +68,10 @@ class FakeModel:
             for fqn, module in self._own.items()
             for name in _differing(self._planted[fqn], _identities(module))
         ]
+
+    def state_of(self, fqn: str) -> dict[str, dict[str, Any]]:
+        """What is bound in the attributes of a module and of those in it."""
+        return {name: _identities(module) for name, module in self.modules[fqn].named_modules()}
 
     def weight_storages(self) -> set[int]:
         """The memory of all fakes that stand for weights."""

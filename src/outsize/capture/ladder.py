@@ -110,6 +110,9 @@ def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: Lea
         tape = run()
         state = kept_state(model, rule, fakes)
         if not state:
+            # Who sets back what a leaf keeps is seen when the next forward finds it other than it was left.
+            if fakes.left:
+                run()
             return tape
         _climb_for_state(model, rule, state)
         notes = insist_on_harmless(model, state, tape, run)

@@ -85,11 +85,23 @@ class Recorder(Watcher):
         self._insist_on_no_chance()
         fqn = self._fqn.get(id(module))
         if fqn is not None and self._is_leaf(fqn, module):
-            return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
+            with self._keeping(fqn):
+                return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
         with self._frame(self._frames[-1] if fqn is None else fqn):
             out = fn(module, *args, **kwargs)
             self._insist_on_no_chance()
         return out
+
+    @contextmanager
+    def _keeping(self, fqn: str) -> Iterator[None]:
+        """Only the call of a leaf is replayed, so nobody else may set what it keeps from call to call."""
+        before, left = self._fakes.state_of(fqn), self._fakes.left
+        if left.get(fqn, before) != before:
+            raise FrameFailed(self._frames[-1], f"it sets the state that {fqn} keeps", _where())
+        yield
+        after = self._fakes.state_of(fqn)
+        if after != before:
+            left[fqn] = after
 
     def _is_leaf(self, fqn: str, module: nn.Module) -> bool:
         return self._rule.is_leaf(fqn, module) and self._fakes.is_intact(fqn) and not inside_transform()

@@ -34,7 +34,8 @@ from outsize.train.crew import Crew, GroupOutputs
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values, made_optimizer
 from outsize.train.loss import Counting
 from outsize.train.norm import clip_by_global_norm
-from outsize.train.variant import Variant, Variants, state_of
+from outsize.train.settings import Settings
+from outsize.train.variant import Variant, Variants
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -79,6 +80,7 @@ class Engine:
         self.optimizer: Optimizer | None = None
         self._make_optimizer = optimizer
         self._variants = Variants(model, plan, loss_fn, counting, crew.forget)
+        self._settings = Settings(model)
         self._owned: list[str] | None = None
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class Engine:
         """Capture, cut, free what other ranks own and build the optimizer, on an example batch."""
         parts = Batch(args, kwargs, as_target(target)).split(self.plan.microbatches)
         with borrowed_generators():
-            variant = self._variants.find(parts[0], outputs=False)
+            variant = self._variants.find(parts[0], outputs=False, state=self._settings.number())
             insist_on_model(self.plan, variant.captured.graph)
             self._settle(variant)
 
@@ -154,7 +156,7 @@ class Engine:
 
     def _groups(self, parts: list[Batch], *, outputs: bool) -> list[tuple[Variant, list[int]]]:
         """Runs of microbatches that share a variant, in order."""
-        state = state_of(self.model)
+        state = self._settings.number()
         found = [self._variants.find(part, outputs=outputs, state=state) for part in parts]
         numbered = groupby(range(len(parts)), key=lambda mb: found[mb].number)
         return [(found[members[0]], members) for members in (list(g) for _, g in numbered)]
@@ -171,6 +173,7 @@ class Engine:
             seeds = [seeder(self.seed, self.steps, mb) for mb in members]
             results.append(self.crew.run(variant, self.model, inputs, weights, seeds))
             results[-1].shares = [shares[mb] for mb in members]
+        self._settings.ran()
         return results
 
     def _here(self, tensor: Tensor) -> Tensor:

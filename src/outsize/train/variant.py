@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from outsize.capture.decide import signature_of
 from outsize.capture.graph import Captured, build_graph
 from outsize.capture.ladder import LossFn, record
-from outsize.capture.leaves import HOOKS
 from outsize.errors import BadPlan
 from outsize.ir.names import prefixes, unroll
 from outsize.ir.plan import Plan
@@ -70,13 +69,12 @@ class Variants:
         self._known: OrderedDict[str, list[Variant]] = OrderedDict()
         self._made = 0
 
-    def find(self, part: Batch, *, outputs: bool, state: int | None = None) -> Variant:
+    def find(self, part: Batch, *, outputs: bool, state: int = 0) -> Variant:
         """The variant under which this microbatch runs; recorded if it is new.
 
-        `state` is `state_of` the model, where the caller knows it already.
+        `state` is the model's number by `Settings`, where the user may change it between calls.
         """
-        state = state_of(self._model) if state is None else state
-        key = f"{part.signature()}{state}{outputs}{current_modes()}"
+        key = f"{part.signature()}{self._model.training}{state}{outputs}{current_modes()}"
         found = self._known.setdefault(key, [])
         self._known.move_to_end(key)
         for variant in found:
@@ -106,14 +104,6 @@ class Variants:
             Guards(tape, self._model),
             LossShares(tape, self._model, self._counting),
         )
-
-
-def state_of(model: nn.Module) -> int:
-    """What a user may change on a model between steps, and a tape depends on: its modules, which of them
-    train or carry hooks, which parameters are frozen. One walk over the model, so once per step.
-    """
-    modules = tuple((id(m), m.training, *(len(getattr(m, kind)) for kind in HOOKS)) for m in model.modules())
-    return hash((modules, tuple(p.requires_grad for p in model.parameters())))
 
 
 @final

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import final
 
+import pytest
 import torch
 import torch.nn.functional as F
 from small_models import batch, linear, two
@@ -65,3 +66,61 @@ def test_a_leaf_that_decides_and_then_draws() -> None:
     model = two(lambda m, x: m.b(m.late(m.a(x))), late=_DecidesThenDraws())
     found = check_every_cut(model, batch(), steps=2, outputs=False)
     assert named(found, "late").random
+
+
+@final
+class _Stateful(nn.Module):
+    """Adds what it saw last, as a recurrent cell does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        x = x if self.last is None else x + self.last
+        self.last = x.detach()
+        return x
+
+
+@final
+class _Gate(nn.Module):
+    """The same in a module that is a leaf anyway, since it holds a parameter and no modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight if self.last is None else x * self.weight + self.last
+        self.last = x.detach()
+        return x
+
+
+@final
+class _Resets(nn.Module):
+    """Sets back the state of its child in its own forward, as RecurrentGemma's block does."""
+
+    def __init__(self, cell: _Stateful | _Gate) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cell.last = None
+        return self.cell(x)
+
+
+@pytest.mark.parametrize("kind", [_Stateful, _Gate])
+def test_who_sets_back_the_state_of_a_leaf_is_one_leaf_with_it(kind: type[_Stateful | _Gate]) -> None:
+    model = two(lambda m, x: m.b(m.block(m.a(x))), block=_Resets(kind()))
+    found = check_every_cut(model, batch(), steps=2, outputs=False)
+    assert named(found, "block").is_leaf
+    assert "sets the state that block.cell keeps" in " ".join(found.tape.opaque)
+
+
+def test_state_that_nobody_sets_back_stays_with_its_leaf() -> None:
+    model = two(lambda m, x: m.b(m.block(m.a(x))), block=nn.Sequential(_Stateful()))
+    found = check_every_cut(model, batch(), steps=2, outputs=False)
+    assert named(found, "block.0").is_leaf

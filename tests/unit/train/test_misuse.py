@@ -126,6 +126,58 @@ def test_hooks_hung_on_between_steps_fire() -> None:
     assert len(seen) >= 4
 
 
+@final
+class _Scaled(nn.Module):
+    """Multiplies by a Python number, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.scale, self.calls = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(self.first(x) * self.scale)
+
+
+def test_a_number_that_the_user_changes_between_steps_counts() -> None:
+    model = _Scaled()
+    built = engine(model)
+    built.step(X, target=Y, update=False)
+    model.scale = 3.0
+    model.zero_grad()
+    built.step(X, target=Y, update=False)
+    reference = copy.deepcopy(model)
+    reference.zero_grad()
+    plain(reference)
+    assert same_grads(model, reference)
+
+
+@final
+class _Opaque(nn.Module):
+    """A leaf, since it decides on activations, whose own forward hangs a hook on it and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.calls:
+            self.inner.register_forward_hook(lambda *_: None)
+        self.calls += 1
+        x = self.inner(x)
+        return x if bool(x.sum() > -1e9) else -x
+
+
+def test_what_the_forward_itself_changes_makes_no_new_program() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), _Opaque(), nn.Linear(8, 4))
+    built = engine(model)
+    for _ in range(3):
+        built.step(X, target=Y, update=False)
+    made = built._variants._made  # pyright: ignore[reportPrivateUsage]
+    assert made == 1
+
+
 def test_a_step_without_grad_mode_is_refused() -> None:
     built = engine(mlp())
     with torch.no_grad(), pytest.raises(BadOption, match="no_grad"):

@@ -1,0 +1,75 @@
+"""What a user may change on a model between two steps, and a tape depends on.
+
+    model.head = nn.Linear(...)      layer.requires_grad_(False)      norm.eval()
+    block.register_forward_hook(f)   model.temperature = 0.5          model.config.output_attentions = True
+
+A forward changes such things as well (a counter; hooks that transformers installs in its first call). Those
+are told apart by when they change: what was ever found changed by a step itself is no wish of the user.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from torch import nn
+
+from outsize.capture.leaves import HOOKS
+
+Snapshot = dict[tuple[int, str], Any]
+_PLAIN = (bool, int, float, str)
+
+
+@final
+class Settings:
+    """Numbers the states of a model in the order in which they were met."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: list[Snapshot] = []
+        self._now: Snapshot = {}
+        self._moving: set[tuple[int, str]] = set()
+
+    def number(self) -> int:
+        """The state that the model is in now; one walk over its modules, so once per step."""
+        self._now = snapshot(self._model)
+        for number, known in enumerate(self._known):
+            if self._changed(known, self._now) <= self._moving:
+                return number
+        self._known.append(self._now)
+        return len(self._known) - 1
+
+    def ran(self) -> None:
+        """A step has run since `number`: what is other now than then, the forward itself changes."""
+        self._moving |= self._changed(self._now, snapshot(self._model))
+
+    def _changed(self, before: Snapshot, after: Snapshot) -> set[tuple[int, str]]:
+        if before == after:
+            return set()
+        return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+
+
+def snapshot(model: nn.Module) -> Snapshot:
+    """(object, name) -> value of everything of the kind."""
+    found: Snapshot = {}
+    for module in model.modules():
+        key = id(module)
+        found[key, "hooks"] = tuple(len(getattr(module, kind)) for kind in HOOKS)
+        found[key, "frozen"] = tuple(p is not None and not p.requires_grad for p in _parameters(module))
+        _add_plain(found, module)
+        config = getattr(module, "config", None)
+        if hasattr(config, "__dict__") and (id(config), "") not in found:
+            found[id(config), ""] = None
+            _add_plain(found, config)
+    return found
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter | None]:
+    return list(module._parameters.values())
+
+
+def _add_plain(found: Snapshot, holder: Any) -> None:
+    """Python numbers and texts in the attributes, `training` among them."""
+    key = id(holder)
+    for name, value in vars(holder).items():
+        if isinstance(value, _PLAIN):
+            found[key, name] = value
