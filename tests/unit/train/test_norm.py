@@ -7,7 +7,7 @@ import pytest
 import torch
 from parity_runs import fresh
 from torch import Tensor, nn
-from zoo import causal_batch
+from zoo_case import causal_batch
 
 from outsize.train.crew import LocalCrew
 from outsize.train.norm import clip_by_global_norm

@@ -1,0 +1,162 @@
+"""One model of the zoo through everything that docs/coverage.md tells.
+
+Captured as a user would, in train mode with its own dropout; cut into three stages at the planner's cuts and
+at three random ones; run with four microbatches under 1F1B; compared bit by bit with the plain loop.
+
+    python tests/parity/coverage_runs.py vgg11 gpt_neox     prints the lines of these models
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+from parity_runs import SEED, random_bounds
+from torch import nn
+from zoo import Case, case
+
+from outsize.capture.cluster import find_cluster
+from outsize.capture.graph import Captured, build_graph
+from outsize.capture.ladder import record
+from outsize.errors import OutsizeError
+from outsize.ir.plan import Axes, Plan, stages_from_bounds
+from outsize.planner.roofline import roofline
+from outsize.planner.search import Request, search
+from outsize.program.tape import Tape
+from outsize.train.batch import Batch, as_target
+from outsize.train.parallel import make_engine
+from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.variant import Variants
+
+MICROBATCHES, STAGES, RANDOM_CUTS = 4, 3, 3
+Verdict = Literal["equal", "refused", "different"]
+
+
+@final
+@dataclass(frozen=True)
+class Line:
+    """One line of the table; `notes` say what runs coarser, was refused or differs."""
+
+    model: str
+    kind: str
+    verdict: Verdict
+    units: int = 0
+    capture_s: float = 0.0
+    cuts: int = 0  # distinct cuts that were run
+    equal: int = 0  # of them bit-equal
+    notes: tuple[str, ...] = field(default_factory=tuple)
+
+
+def cover(found: Case) -> Line:
+    """Runs the model; a refusal is an OutsizeError, whose text becomes the note. Other errors are raised."""
+    model = found.build(dropout=True)
+    kind = type(model).__name__
+    try:
+        return _covered(found, model, kind)
+    except OutsizeError as refusal:
+        return Line(found.name, kind, "refused", notes=(str(refusal),))
+
+
+def _covered(found: Case, model: nn.Module, kind: str) -> Line:
+    batch = whole_batch(found)
+    part = batch.split(MICROBATCHES)[0]
+    start = time.perf_counter()
+    captured = build_graph(record(model, part.args, part.kwargs, found.loss, part.target), model)
+    capture_s = time.perf_counter() - start
+    expected = plain(found, captured, batch)
+    plans = list(dict.fromkeys([planned(captured, batch), *at_random(found.name, captured, batch)]))
+    differences = [compare(expected, split(found, plan, batch)) for plan in plans]
+    equal = sum(d.bit_equal for d in differences)
+    notes = tuple(str(d) for d in differences if not d.bit_equal) or captured.tape.opaque
+    return Line(
+        found.name,
+        kind,
+        "equal" if equal == len(plans) else "different",
+        units=len(captured.graph.units),
+        capture_s=capture_s,
+        cuts=len(plans),
+        equal=equal,
+        notes=notes,
+    )
+
+
+def whole_batch(found: Case) -> Batch:
+    """Four of the smallest microbatches that the model takes."""
+    size = MICROBATCHES * found.smallest_microbatch
+    args, kwargs = found.batch(size)
+    return Batch(args, kwargs, as_target(found.target(size)))
+
+
+def plain(found: Case, captured: Captured, batch: Batch) -> Snapshot:
+    """The reference, one step."""
+    model = found.build(dropout=True)
+    whole = planned(captured, batch, stages=1)
+    variants = Variants(found.build(dropout=True), whole, found.loss)
+
+    def tape_of(part: Batch) -> Tape:
+        return variants.find(part, outputs=False).tape
+
+    return reference_snapshot(model, tape_of, batch, MICROBATCHES, found.loss, steps=1, seed=SEED)
+
+
+def split(found: Case, plan: Plan, batch: Batch) -> Snapshot:
+    """The same step on an engine."""
+    model = found.build(dropout=True)
+    engine = make_engine(model, plan, None, loss_fn=found.loss, optimizer=adamw, seed=SEED)
+    return engine_snapshot(engine, batch, steps=1)
+
+
+def planned(captured: Captured, batch: Batch, stages: int = STAGES) -> Plan:
+    """The planner's cuts; as many stages as there are units where these are fewer."""
+    graph = captured.graph
+    stages = min(stages, len(graph.units))
+    cluster = find_cluster(f"{stages}xcpu")
+    request = Request(batch_size=batch.size, microbatches=MICROBATCHES, stages=stages, schedule="1f1b")
+    return search(request, {MICROBATCHES: (graph, roofline(graph, cluster.devices[0]))}, cluster)
+
+
+def at_random(name: str, captured: Captured, batch: Batch) -> list[Plan]:
+    """Legal cuts drawn from a generator seeded by the model's name."""
+    graph, draw = captured.graph, random.Random(name)
+    stages = min(STAGES, len(graph.units))
+    return [
+        Plan(
+            model=graph.model,
+            fingerprint=graph.fingerprint,
+            cluster=f"{stages}xcpu",
+            axes=Axes(pp=stages),
+            batch_size=batch.size,
+            microbatches=MICROBATCHES,
+            schedule="1f1b",
+            stages=stages_from_bounds(
+                graph,
+                random_bounds(len(graph.units), stages, draw),
+                tuple(f"cpu:{s}" for s in range(stages)),
+            ),
+        )
+        for _ in range(RANDOM_CUTS)
+    ]
+
+
+def main(names: list[str], write: Callable[[str], object]) -> None:
+    """The lines of these models, for the person who adds one."""
+    for name in names:
+        try:
+            line = cover(case(name))
+        except Exception as error:
+            write(f"{name}: {type(error).__name__}: {error}\n")
+            raise
+        shown = f"{line.units} units, {line.capture_s:.2f} s, {line.equal}/{line.cuts} cuts"
+        write(f"{name} ({line.kind}): {line.verdict}, {shown}\n")
+        for note in line.notes:
+            write(f"    {note}\n")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(sys.argv[1:], sys.stdout.write)
