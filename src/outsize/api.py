@@ -9,9 +9,11 @@ engine = parallelize(model, args, kwargs, plan=plan)     run it
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -34,6 +36,8 @@ from outsize.planner import price as pricing
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request, search
 from outsize.program.tree import map_leaves
+from outsize.run.load import load_weights
+from outsize.run.weight_files import WeightFiles
 from outsize.train.batch import Batch, as_target
 from outsize.train.engine import Engine, MakeOptimizer
 from outsize.train.launch import join
@@ -182,6 +186,7 @@ def parallelize(
     target: Any = None,
     clip_norm: float | None = None,
     seed: int = 0,
+    weights: str | Path | None = None,
     **wishes: Any,
 ) -> Engine:
     """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
@@ -189,9 +194,12 @@ def parallelize(
     Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
     freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
     (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
-    Raises WorldMismatch, ModelMismatch, BadPlan, BadOption.
+    `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
+    reads its own tensors only.
+    Raises WorldMismatch, ModelMismatch, BadPlan, BadOption, BadWeights.
     """
     _insist_on_plan(plan, wishes)
+    files = WeightFiles(weights) if weights is not None else None
     cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
     world = join("cuda" if cuda else "cpu")
     if plan is None:
@@ -199,7 +207,14 @@ def parallelize(
         wishes = {"cluster": cluster, "loss_fn": loss_fn, "target": target, **wishes}
         plan = _agreed_plan(world.group, lambda: make_plan(model, args, kwargs, **wishes))
     engine = make_engine(
-        model, plan, world.group, loss_fn=loss_fn, optimizer=optimizer, clip_norm=clip_norm, seed=seed
+        model,
+        plan,
+        world.group,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        seed=seed,
+        weights=files,
     )
     example = resized(_batch(args, kwargs, target), plan.batch_size)
     engine.prepare(*example.args, target=example.target or None, **example.kwargs)
@@ -220,11 +235,14 @@ def check(
     plan: Plan | None = None,
     steps: int = 1,
     seed: int = 0,
+    weights: str | Path | None = None,
 ) -> Verdict:
     """Run the model split and plain on the same batch, and compare loss, gradients, buffers, parameters.
 
     The cuts are the planner's unless a plan is given. The model itself is not changed.
+    `weights` as in `parallelize`; a copy of the model gets all of them.
     """
+    model = model if weights is None else _loaded(model, weights)
     batch = _batch(args, kwargs, target)
     found = _Model(model, batch, loss_fn)
     start = time.perf_counter()
@@ -239,6 +257,13 @@ def check(
     plan.bounds(captured.graph)  # a plan of another model, or with other units, must not pass
     question = Question(model, batch, loss_fn, plan, captured, capture_s, steps, seed)
     return verify(question, processes=processes)
+
+
+def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
+    """A copy of the model with all its weights."""
+    model = copy.deepcopy(model)
+    load_weights(model, WeightFiles(weights), torch.device("cpu"), set())
+    return model
 
 
 def _batch(args: Any, kwargs: Any, target: Any) -> Batch:

@@ -7,7 +7,8 @@
     │   ├── ExampleRejected     E103   the model itself rejects the example batch
     │   ├── BatchNotDivisible   E104   batch size / microbatches leaves a rest
     │   ├── UnknownDevice       E105   a device or cluster name nobody knows
-    │   └── BadOption           E106   an option's value makes no sense
+    │   ├── BadOption           E106   an option's value makes no sense
+    │   └── BadWeights          E107   weights on disk that are missing or do not fit the model
     ├── CaptureError          turning a forward into a tape
     │   ├── NotCapturable       E111   the forward decides on activations, or hides a tensor
     │   └── ReplayMismatch      E112   the tape, replayed, is not what the model does
@@ -95,6 +96,13 @@ class BadOption(InputError):
     """An option's value makes no sense."""
 
     code = "E106"
+
+
+@final
+class BadWeights(InputError):
+    """Weights on disk that are not there, cannot be read, or do not fit the model."""
+
+    code = "E107"
 
 
 class CaptureError(OutsizeError, ABC):

@@ -88,6 +88,25 @@ What to do
   Type the suggested value.  outsize VERB --help  lists the options of a verb
   with their defaults.
 """
+_E107 = """
+BadWeights [E107]: weights on disk that are missing or do not fit the model.
+
+weights= takes a .safetensors file, an index (model.safetensors.index.json) or
+a folder with one of the two. The names in it are those of the model's own
+state_dict(); of tied weights one name is enough. Each process reads its own
+tensors only, and a tensor of another dtype is copied into the model's.
+
+Usual causes
+  - a checkpoint of another class: with or without a head, or a prefix such as
+    "model." before every name. The message gives the nearest names.
+  - a config other than the checkpoint's: the shapes differ
+  - a buffer that is not in the file and whose module cannot make it anew
+
+What to do
+  Build the very class that was saved. For a buffer on meta: build parameters
+  on meta only, accelerate.init_empty_weights(include_buffers=False). docs/
+  weights.md has the whole story.
+"""
 _E111 = """
 NotCapturable [E111]: the forward does something that cannot be cut into
 stages.
@@ -263,6 +282,7 @@ TEXTS = MappingProxyType(
         "E104": _E104,
         "E105": _E105,
         "E106": _E106,
+        "E107": _E107,
         "E111": _E111,
         "E112": _E112,
         "E201": _E201,

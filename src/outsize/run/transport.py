@@ -167,6 +167,24 @@ class ProcessTransport(Transport):
             while leaving:
                 leaving.popleft()[0].wait()
 
+    def to_first(self, tensor: Tensor, source: int) -> Tensor | None:
+        """The tensor of rank `source` on the CPU of rank 0, over gloo; None on the other ranks.
+
+        Rank 0 takes shape and dtype from its own tensor, which may be on meta.
+        """
+        group = self._groups.layouts
+        if group.rank() == source == 0:
+            return tensor.detach().cpu()
+        if group.rank() == source and tensor.numel():
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            dist.send(flat, group=group, group_dst=0, tag=_STATE_TAG)
+        if group.rank() != 0:
+            return None
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.numel():
+            dist.recv(value.reshape(-1).view(torch.uint8), group=group, group_src=source, tag=_STATE_TAG)
+        return value
+
     def forget(self, first_channel: int) -> None:
         """Drop layouts and pooled buffers of the program whose channels begin here; it will not run again."""
         gone = range(first_channel, first_channel + CHANNELS)
@@ -255,6 +273,7 @@ class _ProcessPending(Pending):
 # 2048 microbatches per channel, and one more tag for the header. Tags are 32-bit numbers, so programs share
 # them: they run one after the other, and messages of one tag arrive in the order in which they were sent.
 _SPAN = 2048
+_STATE_TAG = CHANNELS * _SPAN + 1
 
 
 def _tag(channel: int, microbatch: int) -> int:

@@ -1,4 +1,4 @@
-"""Whose weights are whose: a rank keeps what its own stages use and frees the rest to meta.
+"""Whose weights are whose: a rank keeps what its own stages use, and frees or never reads the rest.
 
 A weight that no stage uses (a head that the loss does not see) stays everywhere: freeing it would save
 little and break `evaluate`. Tied names keep pointing at one tensor.
@@ -6,45 +6,56 @@ little and break `evaluate`. Tied names keep pointing at one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outsize.program.tree import map_leaves, paths
 from outsize.run.cut import Cut
 
+_HELD = ("_parameters", "_buffers", "_modules")
+Place = tuple[dict[str, Any], str, str]
 
-def owned_parameters(cut: Cut, model: nn.Module, stages: Iterable[int]) -> list[str]:
-    """Names, in the model's order, of the parameters whose first user is one of the stages.
 
-    A parameter that no stage uses belongs to stage 0.
+def homes(cut: Cut, model: nn.Module) -> dict[str, int]:
+    """Name -> stage of each parameter and buffer: the first stage that uses it, stage 0 if none does.
+
+    Tied tensors stand under their first name. A buffer that the forward writes has one stage.
     """
-    ours = set(stages)
     first: dict[str, int] = {}
     for program in cut.programs:
         for name in program.weights:
             first.setdefault(name, program.stage)
-    return [name for name, _ in model.named_parameters() if first.get(name, 0) in ours]
+    return {name: first.get(name, 0) for _, _, name in places(model)}
 
 
-def free_foreign(cut: Cut, model: nn.Module, stages: Iterable[int]) -> int:
-    """Replace weights that only other stages use by meta tensors; returns the bytes freed."""
+def foreign_weights(cut: Cut, stages: Iterable[int]) -> set[str]:
+    """Names of the weights that only other stages use."""
     ours = set(stages)
     kept = {n for p in cut.programs if p.stage in ours for n in p.weights}
-    foreign = {n for p in cut.programs if p.stage not in ours for n in p.weights} - kept
-    freed, replacement = 0, {}
-    for table, key, name in _places(model):
-        tensor = table[key]
-        if name in foreign and tensor is not None and not tensor.is_meta:
-            freed += 0 if id(tensor) in replacement else tensor.numel() * tensor.dtype.itemsize
-            table[key] = _on_meta(tensor, replacement)
-    return freed
+    return {n for p in cut.programs if p.stage not in ours for n in p.weights} - kept
 
 
-def _places(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]:
-    """(table, key, canonical name) of every parameter and buffer; tied ones share the name."""
+def free_foreign(model: nn.Module, foreign: set[str]) -> None:
+    """Replace these weights by meta tensors."""
+    found = _tensors(model)
+    replace(
+        model, {id(t): like(t, torch.empty_like(t, device="meta")) for n, t in found.items() if n in foreign}
+    )
+
+
+def move_weights(model: nn.Module, device: torch.device) -> None:
+    """Bring every weight that has values to the rank's device."""
+    found = [t for t in _tensors(model).values() if not t.is_meta and t.device != device]
+    replace(model, {id(t): like(t, t.detach().to(device)) for t in found})
+
+
+def places(model: nn.Module) -> list[Place]:
+    """(table, key, name) of every parameter and buffer; tied ones share their first name."""
     canonical: dict[int, str] = {}
-    found = []
+    found: list[Place] = []
     for prefix, module in model.named_modules():
         for table in (module._parameters, module._buffers):
             for key, tensor in table.items():
@@ -54,26 +65,34 @@ def _places(model: nn.Module) -> list[tuple[dict[str, Tensor | None], str, str]]
     return found
 
 
-def _on_meta(tensor: Tensor, done: dict[int, Tensor]) -> Tensor:
-    if id(tensor) not in done:
-        empty = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        done[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    return done[id(tensor)]
+def like(old: Tensor, values: Tensor) -> Tensor:
+    """`values` as what `old` is: a parameter with the same attributes, or a plain tensor."""
+    if not isinstance(old, nn.Parameter):
+        return values
+    made = nn.Parameter(values, requires_grad=old.requires_grad)
+    vars(made).update(vars(old))
+    return made
 
 
-def move_weights(model: nn.Module, device: torch.device) -> None:
-    """Bring every weight that still has values to the rank's device; tied ones stay tied."""
-    moved: dict[int, Tensor] = {}
-    for table, key, _ in _places(model):
-        tensor = table[key]
-        if tensor is not None and not tensor.is_meta and tensor.device != device:
-            table[key] = _moved(tensor, device, moved)
+def replace(model: nn.Module, successor: Mapping[int, Tensor]) -> None:
+    """Put tensors in the place of others, by id: in the tables of modules, and in their plain attributes,
+    where an LSTM keeps its weights a second time.
+    """
+
+    def swap(leaf: Any) -> Any:
+        return successor.get(id(leaf), leaf)
+
+    for table, key, _ in places(model):
+        table[key] = swap(table[key])
+    for module in model.modules():
+        attributes = vars(module)
+        for name in [n for n, value in attributes.items() if n not in _HELD and _holds(value, successor)]:
+            attributes[name] = map_leaves(swap, attributes[name])
 
 
-def _moved(tensor: Tensor, device: torch.device, done: dict[int, Tensor]) -> Tensor:
-    if id(tensor) not in done:
-        there = tensor.detach().to(device)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        done[id(tensor)] = nn.Parameter(there, requires_grad=tensor.requires_grad) if is_parameter else there
-    return done[id(tensor)]
+def _holds(value: Any, successor: Mapping[int, Tensor]) -> bool:
+    return any(True for _ in paths(value, lambda leaf: id(leaf) in successor))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for table, key, name in places(model) if (tensor := table[key]) is not None}

@@ -79,6 +79,13 @@ class Crew(ABC):
         """Elementwise sum over ranks; each element is non-zero on one rank only, so it is exact."""
 
     @abstractmethod
+    def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
+        """The values that a tensor has on the rank of this stage, on rank 0's CPU; None on other ranks.
+
+        Every rank calls this for the same tensors in the same order, with its own tensor or one on meta.
+        """
+
+    @abstractmethod
     def gather_spans(self) -> list[RawSpan]:
         """Spans of all ranks since `start_step`."""
 
@@ -198,6 +205,9 @@ class LocalCrew(Crew):
     def sum(self, value: Tensor) -> Tensor:
         return value
 
+    def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
+        return tensor.detach().cpu()
+
     def gather_spans(self) -> list[RawSpan]:
         return self._spans
 
@@ -262,6 +272,9 @@ class ProcessCrew(Crew):
     def sum(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self._group)
         return value
+
+    def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
+        return self._transport.to_first(tensor, stage)  # a stage's number is its rank's
 
     def gather_spans(self) -> list[RawSpan]:
         found: list[Any] = [None] * self.world_size

@@ -11,11 +11,13 @@ together; microbatches always run in order, so gradients add up as in the plain 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, final
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +29,22 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
+from outsize.run.load import load_weights
 from outsize.run.rng import borrowed_generators, seeder
-from outsize.run.weights import free_foreign, move_weights, owned_parameters
+from outsize.run.weight_files import WeightFiles
+from outsize.run.weights import foreign_weights, free_foreign, homes, move_weights
 from outsize.train.batch import Batch, as_target
 from outsize.train.crew import Crew, GroupOutputs
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values, made_optimizer
 from outsize.train.loss import Counting
 from outsize.train.norm import clip_by_global_norm
+from outsize.train.own_module import own_module
 from outsize.train.settings import Settings
+from outsize.train.state import gathered, save
 from outsize.train.variant import Variant, Variants
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+SHARD_BYTES: Final = 5_000_000_000
 
 
 @final
@@ -73,6 +80,7 @@ class Engine:
         clip_norm: float | None = None,
         counting: Counting = "auto",
         seed: int = 0,
+        weights: WeightFiles | None = None,
     ) -> None:
         self.model, self.plan, self.crew = model, plan, crew
         self.clip_norm, self.seed = clip_norm, seed
@@ -81,7 +89,9 @@ class Engine:
         self._make_optimizer = optimizer
         self._variants = Variants(model, plan, loss_fn, counting, crew.forget)
         self._settings = Settings(model)
-        self._owned: list[str] | None = None
+        self._weights = weights
+        self._homes: dict[str, int] | None = None
+        self._foreign: set[str] = set()
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -122,7 +132,7 @@ class Engine:
             parts = batch.split(batch.divisor(self.plan.microbatches))
             groups = self._groups(parts, outputs=True)
             self._settle(groups[0][0])
-            insist_on_values(self.named_parameters(), batch)
+            insist_on_values(self._own_weights(), batch)
             results = self._run(groups, parts, 1.0)
         return EvalResult(self._total(results), self._collect(results))
 
@@ -133,8 +143,34 @@ class Engine:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's own parameters, under the user's names, in the model's order."""
-        owned = set(self._owned if self._owned is not None else ())
-        return ((n, p) for n, p in self.model.named_parameters() if n in owned)
+        home = self._homes or {}
+        return ((n, p) for n, p in self.model.named_parameters() if home.get(n) in self.crew.stages)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model with this rank's own weights alone, under the user's names: for optimizers, clipping by
+        value, averaging, `state_dict()`. A view of the user's modules, made anew at each access; the model
+        itself where all stages are in one process.
+        """
+        home = self._known_homes()
+        if self.crew.world_size == 1:
+            return self.model
+        return own_module(self.model, {n for n, stage in home.items() if stage in self.crew.stages})
+
+    def full_state_dict(
+        self, to: str | Path | None = None, *, shard_bytes: int = SHARD_BYTES
+    ) -> dict[str, Any]:
+        """The whole model's state; every rank calls this. On rank 0 what `model.state_dict()` would be, in
+        copies on the CPU, on other ranks an empty dict.
+
+        `to` streams it into a folder instead, in files of at most `shard_bytes` bytes, as
+        `save_pretrained` lays them out; then the dict is empty everywhere. Raises BadWeights, BadOption.
+        """
+        home = self._known_homes()
+        if to is None:
+            return gathered(self.model, home, self.crew)
+        save(self.model, home, self.crew, Path(to), shard_bytes)
+        return {}
 
     def timeline(self) -> Timeline:
         """The last step as it ran, over all ranks; every rank must call this."""
@@ -148,7 +184,7 @@ class Engine:
             groups = self._groups(parts, outputs=False)
             insist_on_loss(groups[0][0].tape)
             self._settle(groups[0][0])
-            insist_on_values(self.named_parameters(), batch)
+            insist_on_values(self._own_weights(), batch)
             results = self._run(groups, parts, loss_scale)
         loss = self._total(results)
         assert loss is not None
@@ -181,18 +217,40 @@ class Engine:
 
     def _settle(self, variant: Variant) -> None:
         """Once: who owns what, what is freed, and the optimizer over this rank's parameters."""
-        if self._owned is not None:
+        if self._homes is not None:
             return
         stages = self.crew.stages
-        self._owned = owned_parameters(variant.cut, self.model, stages)
+        self._homes = homes(variant.cut, self.model)
+        self._foreign = foreign_weights(variant.cut, stages)
         if self.crew.world_size > 1:
-            free_foreign(variant.cut, self.model, stages)
+            free_foreign(self.model, self._foreign)
+        if self._weights is not None:
+            self._load(self._weights)
         if self.crew.device is not None:
             move_weights(self.model, self.crew.device)
         # Frozen ones too: the user may unfreeze them later, as with `optimizer(model.parameters())`.
         own = [p for _, p in self.named_parameters()]
         if self._make_optimizer is not None and own:
             self.optimizer = made_optimizer(self._make_optimizer, own)
+
+    def _load(self, files: WeightFiles) -> None:
+        device = self.crew.device or torch.device("cpu")
+        notes = load_weights(self.model, files, device, self._foreign)
+        for note in notes if self.rank == 0 else ():
+            warnings.warn(note, stacklevel=2)
+
+    def _own_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All that this rank computes with, the buffers too."""
+        named = chain(self.model.named_parameters(), self.model.named_buffers())
+        return ((name, tensor) for name, tensor in named if name not in self._foreign)
+
+    def _known_homes(self) -> dict[str, int]:
+        if self._homes is None:
+            raise BadOption(
+                "the engine has met no batch, so nobody owns a weight yet",
+                next_step="engine.prepare(*args, target=...) first; outsize.parallelize does it",
+            )
+        return self._homes
 
     def update(self) -> Tensor | None:
         """Clip (if asked for), optimizer step, zero gradients; returns the norm before clipping.

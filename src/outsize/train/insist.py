@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outsize.errors import BadOption
@@ -32,13 +32,13 @@ def insist_on_loss(tape: Tape) -> None:
         )
 
 
-def insist_on_values(named: Iterable[tuple[str, nn.Parameter]], batch: Batch) -> None:
-    """Raise BadOption when weights or inputs are on meta."""
-    missing = next((name for name, p in named if p.is_meta), None)
+def insist_on_values(named: Iterable[tuple[str, Tensor]], batch: Batch) -> None:
+    """Raise BadOption when weights (parameters or buffers) or inputs are on meta."""
+    missing = next((name for name, weight in named if weight.is_meta), None)
     if missing is not None:
         raise BadOption(
             f"weight {missing} is on meta and has no values",
-            next_step="load weights before parallelize: model.load_state_dict(..., assign=True)",
+            next_step="weights='FOLDER or FILE.safetensors', or model.load_state_dict(..., assign=True)",
         )
     if any(t.is_meta for t in batch.tensors()):
         raise BadOption("an input is on meta and has no values", next_step="pass a real batch")

@@ -1,0 +1,57 @@
+"""The user's model as one rank sees it: the same modules and names, and of the weights this rank's alone.
+
+    torch.optim.AdamW(engine.module.parameters())      for module in engine.module.modules(): ...
+
+Each module of the view shares the attributes of the user's module and is an instance of its class; the tables
+of parameters and buffers hold the very same tensors, or None where another rank owns them. `train()` and
+`eval()` reach the user's modules.
+"""
+
+from __future__ import annotations
+
+from types import new_class
+from typing import Any
+
+from torch import nn
+
+from outsize.errors import BadOption
+from outsize.run.weights import places
+
+
+def own_module(model: nn.Module, names: set[str]) -> nn.Module:
+    """The view of `model` that has the tensors of these (first) names."""
+    owned = {id(table[key]) for table, key, name in places(model) if name in names}
+    views = {id(module): _view(module, owned) for module in model.modules()}
+    for module in model.modules():
+        children = {name: child and views[id(child)] for name, child in module._modules.items()}
+        views[id(module)].__dict__["_modules"] = children
+    return views[id(model)]
+
+
+def _view(module: nn.Module, owned: set[int]) -> nn.Module:
+    kind = type(module)
+    view = object.__new__(new_class(kind.__name__, (kind,), {}, lambda body: body.update(_METHODS)))
+    view.__dict__.update({name: value for name, value in vars(module).items() if name != "training"})
+    for table in ("_parameters", "_buffers"):
+        held = getattr(module, table)
+        view.__dict__[table] = {k: t if id(t) in owned else None for k, t in held.items()}
+    view.__dict__["_whole"] = module
+    return view
+
+
+def _training(self: nn.Module) -> bool:
+    return self.__dict__["_whole"].training
+
+
+def _set_training(self: nn.Module, mode: bool) -> None:
+    self.__dict__["_whole"].training = mode
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    raise BadOption(
+        f"engine.module({type(self).__name__}) has the weights of one rank and cannot be called",
+        next_step="engine.step(...) or engine.evaluate(...)",
+    )
+
+
+_METHODS = {"training": property(_training, _set_training), "forward": _forward}

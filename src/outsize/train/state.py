@@ -1,0 +1,73 @@
+"""The whole model's state from weights that live on several ranks: as a dict, or streamed to safetensors.
+
+Names, order and tied aliases are those of the plain `model.state_dict()`. All ranks walk the same list; each
+tensor comes from the rank of its home stage to rank 0, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import BadOption
+from outsize.run.weight_shards import ShardWriter, shards
+from outsize.run.weights import places
+from outsize.train.crew import Crew
+
+Fetch = Callable[[Tensor], Tensor | None]
+
+
+def gathered(model: nn.Module, homes: Mapping[str, int], crew: Crew) -> dict[str, Tensor]:
+    """Name -> copy on the CPU, on rank 0; an empty dict on the others. Tied names share one tensor."""
+    fetch, found, met = _fetcher(model, homes, crew), {}, dict[int, Tensor | None]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):  # a module's extra state
+            found[name] = tensor
+            continue
+        if id(tensor) not in met:
+            value = fetch(tensor)
+            met[id(tensor)] = value.clone() if value is not None and not tensor.is_meta else value
+        found[name] = met[id(tensor)]
+    return found if crew.rank == 0 else {}
+
+
+def save(model: nn.Module, homes: Mapping[str, int], crew: Crew, folder: Path, limit: int) -> None:
+    """Write `folder` in the Hugging Face layout, at most `limit` bytes a file; tied names are written once.
+
+    Rank 0 holds one tensor at a time. On return the files are in place, on every rank.
+    """
+    if folder.suffix == ".safetensors":
+        raise BadOption(f"{folder} is a file's name; weights are saved to a folder", next_step=folder.stem)
+    fetch, parts = _fetcher(model, homes, crew), shards(_once(model), limit)
+    writer = ShardWriter(folder, parts) if crew.rank == 0 else None
+    try:
+        for number, part in enumerate(parts):
+            values = (fetch(tensor) for tensor in part.values())
+            if writer is not None:
+                writer.write(number, (value for value in values if value is not None))
+            else:
+                for _ in values:  # sends
+                    pass
+        if writer is not None:
+            writer.publish()
+    finally:
+        if writer is not None:
+            writer.discard()
+    crew.sum(torch.zeros(1))  # nobody goes on before rank 0 has finished
+
+
+def _once(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the state dict under their first names."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def _fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew) -> Fetch:
+    home = {id(table[key]): homes.get(name, 0) for table, key, name in places(model)}
+    return lambda tensor: crew.fetch(tensor, home.get(id(tensor), 0))
