@@ -8,12 +8,14 @@ borrowed and given back as they were.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 Seed = Callable[[int], None]
 _MASK = (1 << 63) - 1
@@ -53,3 +55,25 @@ def borrowed_generators() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+GeneratorStates = list[Tensor]
+
+
+def generator_states(device: torch.device) -> GeneratorStates:
+    """All generators that a model may draw from, as bytes: the CPU's, the device's, Python's, NumPy's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    drawn = pickle.dumps((random.getstate(), np.random.get_state()))
+    return [*states, torch.frombuffer(bytearray(drawn), dtype=torch.uint8)]
+
+
+def set_generator_states(states: GeneratorStates, device: torch.device) -> None:
+    """The inverse of `generator_states`."""
+    torch.set_rng_state(states[0].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), device)
+    python, numpy = pickle.loads(states[-1].cpu().numpy().tobytes())
+    random.setstate(python)
+    np.random.set_state(numpy)

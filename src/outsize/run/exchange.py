@@ -1,0 +1,172 @@
+"""Exchange: Python values with tensors in them, from one rank to all others.
+
+    header   [bytes, or 0 when it is the site's last one]  ->  pickle: structure, layouts      (host)
+    tensors  one broadcast each, in memory order                                               (device)
+
+A tensor in the tree travels with its strides (rule 14). What only the sender keeps travels as a `meta` tensor
+of its shape: lengths and dtypes can be asked, values cannot. Objects that every rank has already (arguments
+of the call, modules) travel as their number or name. Site: the place of the program that sends; its header
+is sent again only when it has changed.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outsize.errors import BoundaryMismatch
+from outsize.run.layout import Layout, pack
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What all ranks of a call have: `objects` by number, `modules` by name."""
+
+    objects: Sequence[Any]
+    modules: Mapping[str, nn.Module]
+
+    def numbers(self) -> dict[int, int]:
+        """id -> number, of what has an identity; numbers and texts have none."""
+        return {
+            id(o): n for n, o in enumerate(self.objects) if isinstance(o, Tensor) or hasattr(o, "__dict__")
+        }
+
+
+@final
+class Exchange:
+    """Broadcasts over one group. Every rank calls `send` or `receive` in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self.rank, self.world_size = group.rank(), group.size()
+        self._headers: dict[Any, bytes] = {}
+
+    def send(self, site: Any, value: Any, common: Common, kept: Callable[[Tensor], bool]) -> None:
+        """`value` to all ranks; `kept(tensor)` says that its elements stay here.
+
+        Raises BoundaryMismatch for what cannot be pickled, after telling the other ranks.
+        """
+        try:
+            header, tensors = _written(value, common, kept)
+        except Exception as error:
+            refusal = _unsendable(site, error)
+            header, tensors = _written(refusal, common, kept)
+            self._send(site, header, tensors)
+            raise refusal from error
+        self._send(site, header, tensors)
+
+    def receive(self, site: Any, source: int, common: Common) -> Any:
+        """What rank `source` sends at this site; raises the exception that it sends instead."""
+        size = self._broadcast(torch.zeros(1, dtype=torch.int64), source)
+        if int(size):
+            header = self._broadcast(torch.empty(int(size), dtype=torch.uint8), source)
+            self._headers[site] = header.numpy().tobytes()
+        shape, body = pickle.loads(self._headers[site])
+        tensors = [self._tensor(layout, source) for layout in shape]
+        value = _Reader(io.BytesIO(body), tensors, common, self._device).load()
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def _send(self, site: Any, header: bytes, tensors: Sequence[Tensor]) -> None:
+        known = self._headers.get(site) == header
+        self._headers[site] = header
+        self._broadcast(torch.tensor([0 if known else len(header)]), self.rank)
+        if not known:
+            self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), self.rank)
+        for tensor in tensors:
+            self._broadcast(pack(tensor), self.rank)
+
+    def _tensor(self, layout: Layout, source: int) -> Tensor:
+        tensor = layout.empty(self._device)
+        self._broadcast(layout.memory(tensor), source)
+        return tensor
+
+    def _broadcast(self, flat: Tensor, source: int) -> Tensor:
+        if flat.numel():
+            # As bytes, since not every backend knows every dtype.
+            dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=source)
+        return flat
+
+
+def _unsendable(site: Any, error: Exception) -> BoundaryMismatch:
+    return BoundaryMismatch(
+        f"what {site} returns or changes cannot be sent to the other ranks",
+        numbers=f"{type(error).__name__}: {error}",
+        next_step="return tensors and plain Python values from it",
+    )
+
+
+def _written(value: Any, common: Common, kept: Callable[[Tensor], bool]) -> tuple[bytes, list[Tensor]]:
+    body = io.BytesIO()
+    writer = _Writer(body, common, kept)
+    writer.dump(value)
+    layouts = [Layout.of(t) for t in writer.tensors]
+    return pickle.dumps((layouts, body.getvalue())), writer.tensors
+
+
+@final
+class _Writer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, common: Common, kept: Callable[[Tensor], bool]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._numbers, self._kept = common.numbers(), kept
+        self._names = {id(m): fqn for fqn, m in common.modules.items()}
+        self.tensors: list[Tensor] = []
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        """How a thing that is not pickled is called on the wire."""
+        if id(obj) in self._numbers:
+            return "common", self._numbers[id(obj)]
+        if isinstance(obj, nn.Module) and id(obj) in self._names:
+            return "module", self._names[id(obj)]
+        if isinstance(obj, torch.device):
+            return "device", obj.type
+        if not isinstance(obj, Tensor):
+            return None
+        if self._kept(obj):
+            return "kept", tuple(obj.shape), obj.dtype
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return "sent", self._places[id(obj)]
+
+
+@final
+class _Reader(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, tensors: Sequence[Tensor], common: Common, device: torch.device
+    ) -> None:
+        super().__init__(file)
+        self._tensors, self._common, self._device = tensors, common, device
+
+    def persistent_load(self, pid: Any) -> Any:
+        """The inverse of `persistent_id`, on this rank."""
+        match pid:
+            case "common", number:
+                return self._common.objects[number]
+            case "module", fqn:
+                return self._common.modules[fqn]
+            case "device", kind:
+                return self._device if self._device.type == kind else torch.device(kind)
+            case "kept", shape, dtype:
+                return torch.empty(shape, dtype=dtype, device="meta")
+            case _, number:
+                return self._tensors[number]
+
+
+def everything_but(sent: Collection[int]) -> Callable[[Tensor], bool]:
+    """`kept` for a call's results: the tensors of these ids travel; of others only integers do.
+
+    Integers are bookkeeping (lengths, positions) that the glue of every rank reads; floating tensors inside
+    an object are a cache's contents, which its owner alone reads.
+    """
+    return lambda t: id(t) not in sent and (t.is_floating_point() or t.is_complex())

@@ -1,0 +1,210 @@
+"""Gradients of an owned call: the autograd nodes D, X and R of run/owned.py.
+
+The engine runs the youngest node that is ready, so nodes run in descending order of their making, on every
+rank alike. A part of an argument's gradient is what one node within the module adds to it: `x` as input of
+three linears has three, and adding them up before they leave would change the order of the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from outsize.errors import NotCapturable
+from outsize.program.tree import map_leaves
+from outsize.run.exchange import Common, Exchange
+
+_NOTHING_COMMON = Common((), {})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an owned module on one rank. `values` are the leaves of its arguments."""
+
+    site: str
+    values: list[Any]
+    common: Common
+    exchange: Exchange
+
+    @property
+    def gradients(self) -> tuple[str, str]:
+        """The site of its backward."""
+        return (self.site, "backward")
+
+
+@final
+@dataclass(slots=True)
+class Parts:
+    """Parts of the arguments' gradients as the owner's engine makes them."""
+
+    call: Call
+    token: Tensor
+    seen: int = 0
+    found: dict[int, Tensor | None] = field(default_factory=dict)
+
+    def tell(self) -> None:
+        """Broadcast them, in order; None where no gradient came by."""
+        if self.seen:
+            parts = [self.found.pop(n, None) for n in range(self.seen)]
+            self.call.exchange.send(self.call.gradients, parts, _NOTHING_COMMON, lambda _: False)
+
+
+def given(call: Call) -> Parts | None:
+    """Before the owner's call: node D, older than all that the module makes. None without grad mode."""
+    if not torch.is_grad_enabled():
+        return None
+    parts = Parts(call, torch.empty(0))
+    parts.token = _apply(_Before, parts, _anchor())
+    return parts
+
+
+def gave(call: Call, parts: Parts | None, made: Sequence[Tensor]) -> tuple[int, ...]:
+    """After the owner's call: arguments by number, once per part, in the order in which parts will come.
+
+    Raises NotCapturable when the module uses a tensor of the graph that is not among its arguments.
+    """
+    if parts is None or not any(t.requires_grad for t in made):
+        return ()
+    uses = sorted(_uses(call, parts, made), key=lambda use: (-use.node._sequence_nr(), use.edge))
+    for place, use in enumerate(uses):
+        use.node.register_hook(_keeper(parts, place, use.edge))
+    parts.seen = len(uses)
+    return tuple(use.argument for use in uses)
+
+
+def left(out: Any, parts: Parts | None, made: Sequence[Tensor]) -> Any:
+    """The owner's result with node X behind each tensor that requires grad."""
+    if parts is None:
+        return out
+    token = parts.token
+    exits = {id(t): _apply(_After, t, token) for t in made if t.requires_grad}
+    return map_leaves(lambda leaf: exits.get(id(leaf), leaf), out) if exits else out
+
+
+def arrived(call: Call, owner: int, out: Any, made: Sequence[Tensor], uses: Sequence[int]) -> Any:
+    """The result on another rank: node R behind the tensors `made`, which require grad."""
+    if not made:
+        return out
+    used = [call.values[number] for number in uses]
+    exits = _apply(_Received, call, owner, tuple(made), _anchor(), *used)
+    table = {id(t): e for t, e in zip(made, exits, strict=True)}
+    return map_leaves(lambda leaf: table.get(id(leaf), leaf), out)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Use:
+    """Node's input `edge` is an argument."""
+
+    node: Node
+    edge: int
+    argument: int
+
+
+def _uses(call: Call, parts: Parts, made: Sequence[Tensor]) -> Iterator[_Use]:
+    """A walk over what the module has made."""
+    arguments: dict[tuple[Node, int], int] = {}
+    for number, value in enumerate(call.values):
+        if isinstance(value, Tensor) and value.requires_grad:
+            edge = get_gradient_edge(value)
+            arguments.setdefault((edge.node, edge.output_nr), number)
+    assert parts.token.grad_fn is not None
+    born = parts.token.grad_fn._sequence_nr()
+    left = [t.grad_fn for t in made if t.requires_grad and t.grad_fn is not None]
+    for node in left:
+        _insist_on_own(call, node, born)
+    seen: set[Node] = set()
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for index, (source, output) in enumerate(node.next_functions):
+            argument = arguments.get((source, output)) if source is not None else None
+            if argument is not None:
+                yield _Use(node, index, argument)
+            elif source is not None and source.next_functions:  # AccumulateGrad has none
+                _insist_on_own(call, source, born)
+                left.append(source)
+
+
+def _insist_on_own(call: Call, node: Node, born: int) -> None:
+    if node._sequence_nr() < born:
+        raise NotCapturable(
+            f"{call.site} uses a tensor with a gradient that is not among its arguments",
+            numbers=f"made by {node.name()}",
+            next_step="pass it as an argument",
+        )
+
+
+def _keeper(parts: Parts, place: int, edge: int) -> Callable[[Any, Any], None]:
+    def keep(grad_inputs: Any, grad_outputs: Any) -> None:
+        parts.found[place] = grad_inputs[edge]
+
+    return keep
+
+
+def _anchor() -> Tensor:
+    """Makes results require grad where no argument does."""
+    return torch.zeros((), requires_grad=True)
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+@final
+class _Before(torch.autograd.Function):
+    """D."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Parts, anchor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        ctx.parts = parts
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.parts.tell()
+        return None, None
+
+
+@final
+class _After(torch.autograd.Function):
+    """X."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, token: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        # No view, or the glue might not write into it.
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None
+
+
+@final
+class _Received(torch.autograd.Function):
+    """R."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, call: Call, owner: int, made: tuple[Tensor, ...], anchor: Tensor, *used: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.owner, ctx.parts = call, owner, len(used)
+        return tuple(t.detach() for t in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call, parts = ctx.call, []
+        if ctx.parts:
+            parts = call.exchange.receive(call.gradients, ctx.owner, _NOTHING_COMMON)
+        return None, None, None, None, *parts

@@ -1,0 +1,211 @@
+"""Owned modules in replicated glue: how a model runs on several ranks when its Python cannot be reordered.
+
+    rank 0 (owns A)          rank 1 (owns B)          rank 2
+    forward of the model     the same Python ...      on the same values
+    h = A(x)       ------->  h = what A gave          h = what A gave
+    if h.sum() > 0:          if h.sum() > 0:          if h.sum() > 0:        decided alike everywhere
+      y = B(h)     <-------    y = B(h)      ------>    y = what B gave
+    loss = f(y)              loss = f(y)              loss = f(y)
+
+Every rank runs the user's own forward. A module that one stage owns is called on that stage alone; the owner
+broadcasts what the call returned, what it changed in its arguments (a cache keeps its elements at home, the
+others see its shape), in Python attributes, and in the random generators.
+
+The backward is the autograd engine's own, on every rank, and bit-equal to one process. The engine works from
+the youngest node to the oldest, and adds to a tensor's gradient in that order:
+
+    owner     x -> D . . [the module's own graph, on x itself] -> X -> y      D is older than what is within
+    others    x (once per use within) -> R -> y
+
+The owner's graph is the plain one. When the engine comes to D, every use of x within the module has given its
+part of x's gradient; D broadcasts these parts one by one, and R hands them to x in the same order. So each
+rank adds the same numbers in the order of the plain loop, whatever the glue did with x before and after.
+X and R stand for the same edge, so both are reached, or neither is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import NotCapturable
+from outsize.program.tree import leaves
+from outsize.run.effects import Change, apply, changes, has_state, state_of
+from outsize.run.exchange import Common, Exchange, everything_but
+from outsize.run.gradients import Call, arrived, gave, given, left
+from outsize.run.homes import Holders, module_owners, stand_ins, weight_homes
+from outsize.run.rng import GeneratorStates, generator_states, set_generator_states
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What an owner tells of a call. `made` are the tensors in `out` that are not arguments."""
+
+    made: tuple[Tensor, ...]
+    grads: tuple[bool, ...]  # which of them require grad
+    out: Any
+    uses: tuple[int, ...]  # arguments by number, once per part of a gradient, in the engine's order
+    written: tuple[tuple[int, Tensor], ...]  # arguments that were written in place
+    changes: tuple[Change, ...]
+    generators: GeneratorStates | None
+
+
+@final
+class OwnedRun:
+    """A model under `holders`, on this rank. `with run: model(...)` on every rank."""
+
+    def __init__(self, model: nn.Module, holders: Holders, exchange: Exchange, device: torch.device) -> None:
+        self._model, self._holders, self._exchange, self._device = model, holders, exchange, device
+        self._names: dict[str, nn.Module] = {}
+        self._fqn: dict[int, str] = {}
+        self._owner: dict[int, int] = {}
+        self._home: dict[int, int] = {}
+        self._fetched: dict[int, Tensor] = {}
+        self._inside = False
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Calls of owned modules, and reads of weights that not all ranks hold, go over the wire."""
+        self._names = dict(self._model.named_modules(remove_duplicate=False))
+        self._fqn = {id(m): fqn for fqn, m in self._model.named_modules()}
+        with stand_ins(self._model, self._device):
+            self._owner = module_owners(self._model, self._holders)
+            self._home = weight_homes(self._model, self._holders)
+            try:
+                with _patched(self._call, self._read):
+                    yield
+            finally:
+                self._fetched.clear()
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    def _call(self, module: nn.Module, really: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        owner = None if self._inside else self._owner.get(id(module))
+        if owner is None:
+            return really(module, *args, **kwargs)
+        values = list(leaves((args, kwargs)))
+        roots = [a for a in (*args, *kwargs.values()) if has_state(a)] + list(module.modules())
+        call = Call(self._fqn[id(module)], values, Common([*values, *roots], self._names), self._exchange)
+        if owner == self._exchange.rank:
+            return self._give(call, roots, lambda: really(module, *args, **kwargs))
+        return self._take(call, roots, owner)
+
+    def _give(self, call: Call, roots: list[Any], run: Callable[[], Any]) -> Any:
+        before, generators = state_of(roots), generator_states(self._device)
+        versions = [_version(value) for value in call.values]
+        parts = given(call)
+        try:
+            with self._within():
+                out = run()
+            made = _made(out, call)
+            written = _written(call, versions)
+            uses = gave(call, parts, made)
+        except Exception as error:
+            call.exchange.send(call.site, error, call.common, everything_but(()))
+            raise
+        answer = _Answer(
+            made=made,
+            grads=tuple(t.requires_grad and parts is not None for t in made),
+            out=out,
+            uses=uses,
+            written=written,
+            changes=tuple(changes(before, state_of(roots))),
+            generators=self._drawn(generators),
+        )
+        sent = {id(t) for t in made} | {id(t) for _, t in written}
+        call.exchange.send(call.site, answer, call.common, everything_but(sent))
+        return left(out, parts, made)
+
+    def _take(self, call: Call, roots: list[Any], owner: int) -> Any:
+        answer: _Answer = call.exchange.receive(call.site, owner, call.common)
+        for number, value in answer.written:
+            call.values[number].copy_(value)
+        apply(roots, answer.changes)
+        if answer.generators is not None:
+            set_generator_states(answer.generators, self._device)
+        made = [t for t, grad in zip(answer.made, answer.grads, strict=True) if grad]
+        return arrived(call, owner, answer.out, made, answer.uses)
+
+    def _drawn(self, before: GeneratorStates) -> GeneratorStates | None:
+        after = generator_states(self._device)
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return None if same else after
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    # -- weights that the glue reads -----------------------------------------------------------------------
+
+    def _read(self, weight: Any) -> Any:
+        """The weight's values, on every rank; asked for once per `active`."""
+        home = None if self._inside else self._home.get(id(weight))
+        if home is None:
+            return weight
+        if id(weight) not in self._fetched:
+            self._fetched[id(weight)] = self._fetch(weight, home)
+        return self._fetched[id(weight)]
+
+    def _fetch(self, weight: Tensor, home: int) -> Tensor:
+        nothing = Common((), {})
+        if home == self._exchange.rank:
+            # Its own graph: all that the glue does with it belongs to the parameter itself.
+            self._exchange.send("weight", [weight.detach()], nothing, lambda _: False)
+            return weight
+        (values,) = self._exchange.receive("weight", home, nothing)
+        if isinstance(weight, nn.Parameter):
+            return nn.Parameter(values, requires_grad=weight.requires_grad)
+        return values
+
+
+def _made(out: Any, call: Call) -> tuple[Tensor, ...]:
+    arguments = {id(value) for value in call.values}
+    found = {id(t): t for t in leaves(out) if isinstance(t, Tensor) and id(t) not in arguments}
+    return tuple(found.values())
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _written(call: Call, versions: list[int]) -> tuple[tuple[int, Tensor], ...]:
+    """Arguments that the module wrote in place. Raises NotCapturable where autograd would have to know."""
+    pairs = zip(call.values, versions, strict=True)
+    numbers = [n for n, (value, version) in enumerate(pairs) if _version(value) != version]
+    if any(call.values[n].requires_grad for n in numbers):
+        raise NotCapturable(
+            f"{call.site} writes in place into its argument, which other ranks hold too",
+            numbers=f"argument {numbers[0]}",
+            next_step="clone the argument first, or use the form that is not in place",
+        )
+    return tuple((n, call.values[n].detach()) for n in numbers)
+
+
+@contextmanager
+def _patched(call: Callable[..., Any], read: Callable[[Any], Any]) -> Iterator[None]:
+    """Every call of a module and every read of a weight goes through us."""
+    calling, reading = nn.Module.__call__, nn.Module.__getattr__
+
+    def patched_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(module, calling, args, kwargs)
+
+    def patched_read(self: nn.Module, name: str) -> Any:
+        return read(reading(self, name))
+
+    nn.Module.__call__ = patched_call
+    nn.Module.__getattr__ = patched_read
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = calling
+        nn.Module.__getattr__ = reading
