@@ -64,6 +64,7 @@ class ShardWriter:
             file.write(self._headers[number])
             for value in values:
                 file.write(_bytes(value))
+                del value  # or it would be there while the next one comes
             file.flush()
             os.fsync(file.fileno())
 

@@ -6,8 +6,9 @@ tensor comes from the rank of its home stage to rank 0, one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -45,11 +46,11 @@ def save(model: nn.Module, homes: Mapping[str, int], crew: Crew, folder: Path, l
     writer = ShardWriter(folder, parts) if crew.rank == 0 else None
     try:
         for number, part in enumerate(parts):
-            values = (fetch(tensor) for tensor in part.values())
+            values = map(fetch, part.values())
             if writer is not None:
-                writer.write(number, (value for value in values if value is not None))
+                writer.write(number, cast(Iterable[Tensor], values))
             else:
-                for _ in values:  # sends
+                for _ in values:  # each is sent
                     pass
         if writer is not None:
             writer.publish()

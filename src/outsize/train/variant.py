@@ -25,7 +25,7 @@ from outsize.program.liveness import legal_cuts
 from outsize.program.modes import current_modes
 from outsize.program.reader import slot_reader
 from outsize.program.replay import resolve
-from outsize.program.tape import Guard, Ref, Tape
+from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
 from outsize.run.cut import Cut, cut
 from outsize.train.batch import Batch
@@ -116,7 +116,10 @@ class Guards:
             leaf.slot for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Ref)
         ]
         self._read = slot_reader(tape, model, slots)
-        self._buffers = {n: b for n, b in model.named_buffers() if tape.guards}
+        self._model = model
+        self._names = {
+            leaf.name for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Weight)
+        }
 
     def hold(self, part: Batch) -> bool:
         """Do all decisions fall as they did when the tape was recorded?"""
@@ -126,7 +129,9 @@ class Guards:
         return all(self._holds(guard, values) for guard in self._guards)
 
     def _holds(self, guard: Guard, values: dict[int, Tensor]) -> bool:
-        args, kwargs = (resolve(tree, values, self._buffers) for tree in (guard.args, guard.kwargs))
+        # Fetched at each call: loading and moving weights put others in their place.
+        buffers = {name: self._model.get_buffer(name) for name in self._names}
+        args, kwargs = (resolve(tree, values, buffers) for tree in (guard.args, guard.kwargs))
         with torch.no_grad():
             return bool(signature_of(guard.target(*args, **kwargs)) == guard.value)
 

@@ -1,0 +1,99 @@
+"""Weights over real processes: who reads, holds and saves what, and how much memory that takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from test_parity_processes import launched
+
+from outsize.run.weight_files import INDEX
+from outsize.run.weight_shards import ShardWriter, shards
+
+pytestmark = pytest.mark.dist
+
+WIDTH, LAYERS, RANKS = 4096, 16, 4
+TENSOR = WIDTH * WIDTH * 4
+STAGE = TENSOR * LAYERS // RANKS
+SLACK = 12 << 20  # programs, optimizers and heaps, beside 320 MiB
+
+CHECKS = [
+    "a_model_on_meta_trains_like_the_plain_one",
+    "the_full_state_is_that_of_the_plain_model",
+    "saved_weights_load_into_plain_torch",
+    "the_module_has_this_ranks_weights_under_the_users_names",
+    "clipping_by_value_and_averaging_are_those_of_plain_torch",
+    "a_model_in_memory_gives_back_the_weights_of_others",
+]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of two ranks says to each check of weights_worker.py."""
+    return found_by(2, tmp_path_factory.mktemp("weights"), "small")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_over_two_ranks(small: list[dict[str, str]], name: str) -> None:
+    for said in small:
+        assert said[name] == "ok", said[name]
+
+
+def test_every_weights_check_is_asked_for(small: list[dict[str, str]]) -> None:
+    assert [list(said) for said in small] == [CHECKS, CHECKS]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """1 GiB of weights in four files, loaded and saved again by four ranks."""
+    folder = tmp_path_factory.mktemp("large")
+    state = {f"{i}.weight": torch.empty(WIDTH, WIDTH, device="meta") for i in range(LAYERS)}
+    parts = shards(state, STAGE)
+    writer = ShardWriter(folder / "weights", parts)
+    for number, part in enumerate(parts):
+        writer.write(number, (torch.full((WIDTH, WIDTH), marked(name)) for name in part))
+    writer.publish()
+    try:
+        found = found_by(RANKS, folder, "large")
+        saved = json.loads((folder / "again" / INDEX).read_text())["weight_map"]
+        for name, file in saved.items():
+            with safe_open(folder / "again" / file, framework="pt") as handle:
+                assert float(handle.get_slice(name)[-1:, -1:]) == marked(name)
+        assert saved.keys() == state.keys()
+        yield found
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_rank_holds_its_own_stage_and_while_reading_one_more_tensor(large: list[dict[str, Any]]) -> None:
+    assert [rank["own"] for rank in large] == [STAGE] * RANKS
+    print("MiB at most while loading:", [rank["loaded"] >> 20 for rank in large])
+    assert max(rank["loaded"] for rank in large) <= STAGE + TENSOR + SLACK
+    assert min(rank["loaded"] for rank in large) >= STAGE  # the measure sees the weights
+
+
+def test_saving_takes_rank_0_one_more_tensor(large: list[dict[str, Any]]) -> None:
+    print("MiB more at most while saving:", [rank["saved"] >> 20 for rank in large])
+    assert max(rank["saved"] for rank in large) <= TENSOR + SLACK
+
+
+def test_each_rank_has_read_its_own_tensors(large: list[dict[str, Any]]) -> None:
+    corners = {name: found for rank in large for name, found in rank["corners"].items()}
+    assert corners == {f"{i}.weight": [marked(f"{i}.weight")] * 2 for i in range(LAYERS)}
+
+
+def marked(name: str) -> float:
+    """The value that fills a weight."""
+    return 1.0 + int(name.split(".")[0])
+
+
+def found_by(ranks: int, folder: Path, size: str) -> list[dict[str, Any]]:
+    done = launched("weights_worker.py", ranks, str(folder), size, timeout_s=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)]

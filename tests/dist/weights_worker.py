@@ -1,0 +1,199 @@
+"""One rank: weights that are read, kept, averaged and saved by several ranks together.
+
+`weights_worker.py FOLDER small` runs every function named `check_...` (features_worker.py says how);
+`weights_worker.py FOLDER large` loads FOLDER/weights into a model on meta and leaves its peaks of memory.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+
+import torch
+import torch.distributed as dist
+from features_worker import Pair, adamw, outcome
+from parity_runs import SEED, fresh, planned
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import outsize
+from outsize.run.weight_files import INDEX, SINGLE, WeightFiles
+from outsize.train.launch import World, join, leave
+from outsize.train.parallel import make_engine
+
+WIDTH, LAYERS = 4096, 16
+FOLDER = Path(sys.argv[1])
+
+
+def on_meta(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return fresh(name)
+
+
+def saved(world: World, name: str) -> Path:
+    """The zoo model's weights in a file, of tied ones the last name alone."""
+    folder = FOLDER / name
+    if world.rank == 0:
+        folder.mkdir(exist_ok=True)
+        last = {id(t): n for n, t in fresh(name).state_dict(keep_vars=True).items()}
+        state = fresh(name).state_dict()
+        save_file({n: state[n].contiguous().clone() for n in last.values()}, folder / SINGLE)
+    dist.barrier(group=world.group)
+    return folder
+
+
+def trained_from_file(world: World, name: str) -> Pair:
+    """A pair whose engine began on meta, after two steps of both."""
+    pair = Pair(world, name)
+    files = WeightFiles(saved(world, name))
+    options = {"loss_fn": pair.loss_fn, "optimizer": adamw, "seed": SEED, "weights": files}
+    pair.engine = make_engine(on_meta(name), planned(pair.wanted), world.group, **options)
+    for _ in range(2):
+        assert torch.equal(pair.step().loss, pair.accumulate())
+        pair.update()
+    return pair
+
+
+def insist_on_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+
+
+def check_a_model_on_meta_trains_like_the_plain_one(world: World) -> None:
+    for name in ("gpt2", "unet", "llama"):
+        pair = trained_from_file(world, name)
+        pair.insist_on_equal_parameters()
+        flags = {n: p.requires_grad for n, p in pair.plain.named_parameters()}
+        assert {n: p.requires_grad for n, p in pair.engine.model.named_parameters()} == flags
+        for key, buffer in pair.engine.model.named_buffers():
+            assert buffer.is_meta or torch.equal(buffer, pair.plain.get_buffer(key))
+
+
+def check_the_full_state_is_that_of_the_plain_model(world: World) -> None:
+    for name in ("gpt2", "unet"):
+        pair = trained_from_file(world, name)
+        found = pair.engine.full_state_dict()
+        if world.rank:
+            assert found == {}
+        else:
+            insist_on_equal(found, pair.plain.state_dict())
+            pointers = {t.data_ptr() for t in pair.engine.model.state_dict().values() if not t.is_meta}
+            assert pointers.isdisjoint(t.data_ptr() for t in found.values())
+
+
+def check_saved_weights_load_into_plain_torch(world: World) -> None:
+    for name in ("gpt2", "unet"):
+        pair = trained_from_file(world, name)
+        folder = FOLDER / f"{name}-saved"
+        for shard_bytes in (20_000, 10**9):
+            assert pair.engine.full_state_dict(to=folder, shard_bytes=shard_bytes) == {}
+            assert (folder / INDEX).exists() is (shard_bytes == 20_000)
+            assert len(list(folder.iterdir())) == 1 or shard_bytes == 20_000
+            dist.barrier(group=world.group)
+        model = fresh(name)
+        strict = len(set(model.state_dict(keep_vars=True).values())) == len(model.state_dict())
+        model.load_state_dict(load_file(folder / SINGLE), strict=strict)
+        insist_on_equal(dict(model.state_dict()), pair.plain.state_dict())
+
+
+def check_the_module_has_this_ranks_weights_under_the_users_names(world: World) -> None:
+    for name in ("gpt2", "unet"):
+        pair = trained_from_file(world, name)
+        module = pair.engine.module
+        assert isinstance(module, type(pair.plain))
+        assert dict(module.named_parameters()).keys() == dict(pair.engine.named_parameters()).keys()
+        assert [n for n, t in module.state_dict().items() if t.is_meta] == []
+        names: list[Any] = [None] * world.world_size
+        dist.all_gather_object(names, list(module.state_dict()), group=world.group)
+        assert sorted(n for some in names for n in some) == sorted(pair.plain.state_dict())
+
+
+def check_clipping_by_value_and_averaging_are_those_of_plain_torch(world: World) -> None:
+    pair = Pair(world, "mlp")
+    pair.step(update=False)
+    module, average = pair.engine.module, get_ema_multi_avg_fn(0.5)
+    ours, theirs = (AveragedModel(m, multi_avg_fn=average) for m in (module, pair.plain))
+    pair.accumulate()
+    for _ in range(3):
+        for m in (module, pair.plain):
+            torch.nn.utils.clip_grad_value_(m.parameters(), 1e-3)
+        pair.engine.update()
+        pair.update()
+        ours.update_parameters(module)
+        theirs.update_parameters(pair.plain)
+        pair.step(update=False)
+        pair.accumulate()
+    pair.insist_on_equal_parameters()
+    expected, found = dict(theirs.named_parameters()), dict(ours.named_parameters())
+    assert len(found) == len(list(pair.engine.named_parameters())) > 0
+    assert [n for n, p in found.items() if not torch.equal(p, expected[n])] == []
+    assert any(not torch.equal(p, dict(pair.plain.named_parameters())[n[7:]]) for n, p in found.items())
+
+
+def check_a_model_in_memory_gives_back_the_weights_of_others(world: World) -> None:
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))  # 128 MiB
+    x = torch.zeros(4, 2048)
+    before = resident("VmRSS")
+    outsize.parallelize(model, (x,), stages=2, microbatches=2, loss_fn=total)
+    assert before - resident("VmRSS") > 60 << 20
+
+
+# -- the large model -----------------------------------------------------------------------------------
+
+
+def total(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def large() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def resident(line: str) -> int:
+    """Bytes: VmRSS is now, VmHWM the most since `forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{line}:")[1].split()[0]) * 1024
+
+
+def forget_peak() -> int:
+    """Resident bytes now, from which the next peak counts."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def measured(world: World) -> dict[str, Any]:
+    tiny = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    engine = outsize.parallelize(tiny, (torch.zeros(4, 2),), stages=4, microbatches=1, loss_fn=total)
+    engine.full_state_dict(to=FOLDER / "tiny")  # what is imported late is imported now
+    x = torch.zeros(4, WIDTH)
+    base = forget_peak()
+    options: dict[str, Any] = {"stages": 4, "microbatches": 1, "loss_fn": total}
+    engine = outsize.parallelize(large(), (x,), weights=FOLDER / "weights", **options)
+    loaded = resident("VmHWM") - base
+    corners = {n: [float(p[0, 0]), float(p[-1, -1])] for n, p in engine.named_parameters()}
+    own = sum(p.nbytes for _, p in engine.named_parameters())
+    before = forget_peak()
+    engine.full_state_dict(to=FOLDER / "again", shard_bytes=300 << 20)
+    return {"loaded": loaded, "saved": resident("VmHWM") - before, "own": own, "corners": corners}
+
+
+def main(size: str) -> None:
+    torch.set_num_threads(1)
+    world = join(timeout_s=60)
+    found: Any = measured(world) if size == "large" else {}
+    checks = {n: f for n, f in globals().items() if n.startswith("check_")} if size == "small" else {}
+    for name, check in checks.items():
+        found[name.removeprefix("check_")] = outcome(check, world)
+        dist.barrier(group=world.group)
+    (FOLDER / f"rank{world.rank}.json").write_text(json.dumps(found))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(sys.argv[2])
