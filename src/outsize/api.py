@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import nn
 
 from outsize.capture.cluster import find_cluster
 from outsize.capture.graph import Captured, build_graph
@@ -35,10 +35,10 @@ from outsize.ir.verdict import Verdict
 from outsize.planner import price as pricing
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request, search
-from outsize.program.tree import map_leaves
 from outsize.run.load import load_weights
 from outsize.run.weight_files import WeightFiles
 from outsize.train.batch import Batch, as_target
+from outsize.train.batch_dims import Asked, BatchDims, acceptance, insist_on_names
 from outsize.train.engine import Engine, MakeOptimizer
 from outsize.train.launch import join
 from outsize.train.parallel import make_engine
@@ -62,9 +62,9 @@ class _Model:
 
     def captured(self, samples: int) -> Captured:
         """The model at so many samples."""
-        batch = resized(self.batch, samples)
+        batch = self.batch.resized(samples)
         tape = record(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target)
-        return build_graph(tape, self.module)
+        return build_graph(tape, self.module, samples)
 
     def profile(
         self, captured: Captured, cluster: Cluster, measured: bool, progress: Progress | None
@@ -72,7 +72,7 @@ class _Model:
         """Costs of the captured units: timed here, or by roofline for the cluster's device."""
         if not measured:
             return roofline(captured.graph, cluster.devices[0])
-        batch = resized(self.batch, captured.graph.batch_size)
+        batch = self.batch.resized(captured.graph.batch_size)
         return measure_units(captured, self.module, batch.tensors(), progress=progress)
 
 
@@ -126,16 +126,19 @@ def plan(
     optimizer: str = "adamw",
     loss_fn: LossFn | None = None,
     target: Any = None,
+    batch_dims: Asked | None = None,
     measured: bool = False,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest split that fits the cluster, by predicted step time.
 
     `batch_size` is the global batch (default: the example's); what is not given is searched. `measured`
-    times the units on this machine instead of estimating them.
-    Raises NoFeasiblePlan, TooManyStages, BatchNotDivisible, UnknownDevice.
+    times the units on this machine instead of estimating them. `batch_dims` maps an argument's name or
+    position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
+    follows from the shapes, and where these leave it open from a trial with one sample more.
+    Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
     """
-    found = _Model(model, _batch(args, kwargs, target), loss_fn)
+    found = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims)
     where = _cluster(cluster)
     size = found.batch.size if batch_size is None else batch_size
     request = _request(
@@ -144,7 +147,7 @@ def plan(
     counts = _counts(size, stages or len(where.devices), microbatches)
     candidates = {}
     for count in counts:
-        captured = found.captured(size // count)
+        captured = found.captured(-(-size // count))
         candidates[count] = (captured.graph, found.profile(captured, where, measured, progress))
     return search(request, candidates, where)
 
@@ -161,14 +164,15 @@ def price(
     *,
     loss_fn: LossFn | None = None,
     target: Any = None,
+    batch_dims: Asked | None = None,
     measured: bool = False,
 ) -> tuple[Plan, ModelGraph, Timeline]:
     """A plan (perhaps edited by hand) checked against the model and priced as it is, with its timeline.
 
     Raises ModelMismatch for another model's plan and BadPlan for stages that do not cover the model.
     """
-    found = _Model(model, _batch(args, kwargs, target), loss_fn)
-    captured = found.captured(chosen.batch_size // chosen.microbatches)
+    found = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims)
+    captured = found.captured(chosen.microbatch_size)
     cluster = _cluster(chosen.cluster)
     profile = found.profile(captured, cluster, measured, None)
     priced = pricing.price(chosen, captured.graph, profile, cluster)
@@ -187,6 +191,7 @@ def parallelize(
     clip_norm: float | None = None,
     seed: int = 0,
     weights: str | Path | None = None,
+    batch_dims: Asked | None = None,
     **wishes: Any,
 ) -> Engine:
     """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
@@ -204,7 +209,8 @@ def parallelize(
     world = join("cuda" if cuda else "cpu")
     if plan is None:
         cluster = "local" if cuda else f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
-        wishes = {"cluster": cluster, "loss_fn": loss_fn, "target": target, **wishes}
+        given = {"loss_fn": loss_fn, "target": target, "batch_dims": batch_dims}
+        wishes = {"cluster": cluster, **given, **wishes}
         plan = _agreed_plan(world.group, lambda: make_plan(model, args, kwargs, **wishes))
     engine = make_engine(
         model,
@@ -215,9 +221,10 @@ def parallelize(
         clip_norm=clip_norm,
         seed=seed,
         weights=files,
+        batch_dims=batch_dims,
     )
-    example = resized(_batch(args, kwargs, target), plan.batch_size)
-    engine.prepare(*example.args, target=example.target or None, **example.kwargs)
+    example = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims).batch
+    engine.prepare(example.resized(plan.batch_size))
     return engine
 
 
@@ -232,6 +239,7 @@ def check(
     processes: bool = False,
     loss_fn: LossFn | None = None,
     target: Any = None,
+    batch_dims: Asked | None = None,
     plan: Plan | None = None,
     steps: int = 1,
     seed: int = 0,
@@ -243,14 +251,14 @@ def check(
     `weights` as in `parallelize`; a copy of the model gets all of them.
     """
     model = model if weights is None else _loaded(model, weights)
-    batch = _batch(args, kwargs, target)
-    found = _Model(model, batch, loss_fn)
+    found = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims)
+    batch = found.batch
+    request = _request(batch_size=batch.size, microbatches=microbatches, stages=stages, schedule=schedule)
     start = time.perf_counter()
-    captured = found.captured(batch.split(microbatches)[0].size if plan is None else _part_size(plan))
+    captured = found.captured(-(-batch.size // microbatches) if plan is None else plan.microbatch_size)
     capture_s = time.perf_counter() - start
     if plan is None:
         where = find_cluster(f"{stages}xcpu")
-        request = _request(batch_size=batch.size, microbatches=microbatches, stages=stages, schedule=schedule)
         plan = search(
             request, {microbatches: (captured.graph, roofline(captured.graph, where.devices[0]))}, where
         )
@@ -264,6 +272,12 @@ def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
     model = copy.deepcopy(model)
     load_weights(model, WeightFiles(weights), torch.device("cpu"), set())
     return model
+
+
+def _subject(model: nn.Module, batch: Batch, loss_fn: LossFn | None, batch_dims: Asked | None) -> _Model:
+    """The model with its example, whose batch dims are found."""
+    insist_on_names(batch, batch_dims or {})
+    return _Model(model, BatchDims(acceptance(model, loss_fn), batch_dims).of(batch), loss_fn)
 
 
 def _batch(args: Any, kwargs: Any, target: Any) -> Batch:
@@ -308,10 +322,6 @@ def _insist_on_plan(chosen: Plan | None, wishes: Kwargs) -> None:
         )
 
 
-def _part_size(chosen: Plan) -> int:
-    return chosen.batch_size // chosen.microbatches
-
-
 def _cluster(cluster: str | Cluster) -> Cluster:
     return find_cluster(cluster) if isinstance(cluster, str) else cluster
 
@@ -319,24 +329,11 @@ def _cluster(cluster: str | Cluster) -> Cluster:
 def _counts(batch_size: int, stages: int, microbatches: int | None) -> list[int]:
     """Microbatch counts worth a capture: the one asked for, or divisors of the batch near multiples of p."""
     if microbatches is not None:
-        return [microbatches] if microbatches > 0 and batch_size % microbatches == 0 else []
+        return [microbatches] if 0 < microbatches <= batch_size else []
     wanted = [stages * factor for factor in _MULTIPLES]
     divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
     near = {min(divisors, key=lambda d, w=w: abs(d - w)) for w in wanted}
     return sorted({1, *near})
-
-
-def resized(batch: Batch, samples: int) -> Batch:
-    """The batch with so many samples: its first ones, repeated when there are too few."""
-    size = batch.size
-    if size == samples:
-        return batch
-    rows = torch.arange(samples) % size
-
-    def take(leaf: Any) -> Any:
-        return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
-
-    return Batch(*(map_leaves(take, part) for part in batch.tree()))
 
 
 def _agreed_plan(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:

@@ -5,7 +5,7 @@
     │   ├── UnknownModel        E101   no such model spec
     │   ├── ModelNotImportable  E102   the builder's module fails to import
     │   ├── ExampleRejected     E103   the model itself rejects the example batch
-    │   ├── BatchNotDivisible   E104   batch size / microbatches leaves a rest
+    │   ├── TooFewSamples       E104   more microbatches than samples
     │   ├── UnknownDevice       E105   a device or cluster name nobody knows
     │   ├── BadOption           E106   an option's value makes no sense
     │   └── BadWeights          E107   weights on disk that are missing or do not fit the model
@@ -78,8 +78,8 @@ class ExampleRejected(InputError):
 
 
 @final
-class BatchNotDivisible(InputError):
-    """The batch does not divide into the microbatches asked for."""
+class TooFewSamples(InputError):
+    """More microbatches were asked for than the batch has samples."""
 
     code = "E104"
 

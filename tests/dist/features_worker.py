@@ -175,7 +175,7 @@ def check_accumulation_over_two_steps(world: World) -> None:
 
 def check_an_ordinary_scheduler(world: World) -> None:
     pair = Pair(world, "bert", sgd)
-    pair.engine.prepare(*pair.batch.args, target=pair.batch.target or None, **pair.kwargs)
+    pair.engine.prepare(pair.batch)
     assert pair.engine.optimizer is not None
     both = [pair.engine.optimizer, pair.optimizer]
     ours, theirs = (torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.1) for o in both)
@@ -267,12 +267,13 @@ def check_another_batch_shape_runs_under_the_same_plan(world: World) -> None:
     short = Batch((), {k: v[:6, :9].contiguous() for k, v in pair.kwargs.items()})
     model = pair.plain
     losses = []
-    for part in short.split(3):
+    parts = short.split(pair.engine.plan.microbatches_of(6))
+    for part in parts:
         loss = model(**part.kwargs).loss
-        (loss * (1 / 3)).backward()
-        losses.append(loss.detach() * (1 / 3))
+        (loss * (1 / 2)).backward()
+        losses.append(loss.detach() * (1 / 2))
     result = pair.engine.step(**short.kwargs)
-    assert torch.equal(result.loss, losses[0] + losses[1] + losses[2])
+    assert torch.equal(result.loss, losses[0] + losses[1])
     pair.update()
     pair.insist_on_equal_parameters()
     assert BATCH_SIZE != 6
@@ -286,8 +287,8 @@ def check_forty_batch_sizes_run_and_the_oldest_programs_are_dropped(world: World
     for size in (*range(3, 123, 3), 3):
         batch = batch_of(found, size)
         total: Tensor | None = None
-        for part in batch.split(3):
-            loss = found.loss_of(plain(*part.args), part.target[0]).detach() * (1 / 3)
+        for part in batch.split(plan.microbatches_of(size)):
+            loss = found.loss_of(plain(*part.args), part.target[0]).detach() * (part.size / size)
             total = loss if total is None else total + loss
         result = engine.step(*batch.args, target=batch.target, update=False)
         assert total is not None

@@ -107,11 +107,11 @@ def test_a_trace_of_a_plan(folder: Path) -> None:
 
 
 def test_an_error_of_ours_from_a_worker(folder: Path) -> None:
-    done = outsize(folder, "run", "toy:build", "--microbatches", "3", "--json")
+    done = outsize(folder, "run", "toy:build", "--microbatches", "300", "--json")
     assert done.returncode == 2
     assert json.loads(done.stdout)["error"]["code"] == "E104"
     assert "Traceback" not in done.stderr
-    assert "BatchNotDivisible [E104]" in done.stderr
+    assert "TooFewSamples [E104]" in done.stderr
 
 
 def test_the_models_own_error_keeps_its_traceback(folder: Path) -> None:

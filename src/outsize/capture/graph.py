@@ -36,8 +36,8 @@ def required_slots(tape: Tape) -> tuple[int, ...]:
     return (tape.loss.slot,) if tape.loss is not None else tape.output_slots()
 
 
-def build_graph(tape: Tape, model: nn.Module) -> Captured:
-    """Units, values and parameters of a recorded model."""
+def build_graph(tape: Tape, model: nn.Module, samples: int | None = None) -> Captured:
+    """Units, values and parameters of a recorded model. Without `samples` dim 0 of the first input counts."""
     alive, copies = live(tape, required_slots(tape)), replicable(tape)
     owned = [a and not c for a, c in zip(alive, copies, strict=True)]
     last = last_reads(tape, alive)
@@ -47,7 +47,7 @@ def build_graph(tape: Tape, model: nn.Module) -> Captured:
     graph = ModelGraph(
         model=type(model).__name__,
         fingerprint=_fingerprint(model, parameters, units),
-        batch_size=_batch_size(tape),
+        batch_size=_batch_size(tape) if samples is None else samples,
         units=units,
         values=_values(tape, starts, owned, alive),
         parameters=parameters,

@@ -99,6 +99,17 @@ class Plan(Record):
     expected: Expected | None = None
     why: tuple[str, ...] = ()
 
+    @property
+    def microbatch_size(self) -> int:
+        """Samples of the largest microbatch."""
+        return -(-self.batch_size // self.microbatches)
+
+    def microbatches_of(self, samples: int) -> int:
+        """The microbatches of a batch; of one shorter than the plan's as many as keep their size."""
+        if samples >= self.batch_size:
+            return self.microbatches
+        return min(self.microbatches, -(-samples // self.microbatch_size))
+
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
         Path(path).write_text(self.to_json() + "\n")

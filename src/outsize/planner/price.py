@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from outsize.errors import BatchNotDivisible, UnknownDevice
+from outsize.errors import TooFewSamples, UnknownDevice
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, Plan, ScheduleName, StageFigures
@@ -96,7 +96,7 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     """The plan with `expected` and `why` of what it says now; its cuts stay, even if they do not fit.
 
     `graph` and `profile` are of one microbatch of the plan. Raises ModelMismatch, BadPlan,
-    BatchNotDivisible, and UnknownDevice when the cluster lacks a device of the plan.
+    TooFewSamples, and UnknownDevice when the cluster lacks a device of the plan.
     """
     found = _of_plan(plan, graph, profile, cluster)
     over = over_memory(found.memories, found.devices)
@@ -113,21 +113,18 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     return _of_plan(plan, graph, profile, cluster).timeline
 
 
-def check_divisible(batch_size: int, microbatches: int) -> None:
-    """Raise BatchNotDivisible when microbatches would differ in size."""
-    rest = batch_size % microbatches
-    if rest:
-        divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
-        nearest = min(divisors, key=lambda d: (abs(d - microbatches), d))
-        raise BatchNotDivisible(
-            f"a batch of {batch_size} does not divide into {microbatches} equal microbatches",
-            numbers=f"{batch_size} = {microbatches} x {batch_size // microbatches} + {rest}",
-            next_step=f"--microbatches {nearest}",
+def check_enough(batch_size: int, microbatches: int) -> None:
+    """Raise TooFewSamples when a microbatch would be empty."""
+    if microbatches > batch_size:
+        raise TooFewSamples(
+            f"a batch of {batch_size} cannot be cut into {microbatches} microbatches",
+            numbers=f"{microbatches - batch_size} would be empty",
+            next_step=f"--microbatches {batch_size}, or a larger --batch",
         )
 
 
 def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Estimate:
-    check_divisible(plan.batch_size, plan.microbatches)
+    check_enough(plan.batch_size, plan.microbatches)
     case = Case.of(graph, profile, plan.microbatches, plan.optimizer)
     ranks = tuple(_rank_of(stage.device, cluster) for stage in plan.stages)
     return estimate(case, plan.schedule, plan.bounds(graph), cluster, ranks)

@@ -23,7 +23,7 @@ from outsize.ir.plan import Axes, Count, Plan, ScheduleName, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejection
-from outsize.planner.price import Estimate, check_divisible, estimate, expected
+from outsize.planner.price import Estimate, check_enough, estimate, expected
 from outsize.planner.reasons import fullest_reason, microbatches_text, pace_reason
 from outsize.planner.split import Case, split
 
@@ -45,13 +45,13 @@ class Request(Record):
 def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster) -> Plan:
     """The fastest plan that fits. `candidates`: microbatches -> model at batch / microbatches samples.
 
-    Raises BatchNotDivisible, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
+    Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
     than stages, or when nothing was captured for the microbatches asked for.
     """
     stages = request.stages or len(cluster.devices)
     asked = _asked(request, candidates)
     for count in asked:
-        check_divisible(request.batch_size, count)
+        check_enough(request.batch_size, count)
     _check_stages(stages, min(len(candidates[c][0].units) for c in asked), cluster)
     cases = {c: Case.of(*candidates[c], c, request.optimizer) for c in asked}
     schedules = (request.schedule,) if request.schedule else SCHEDULES
@@ -66,12 +66,12 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
 def _asked(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]]) -> list[int]:
     if request.microbatches is None:
         return sorted(candidates)
-    check_divisible(request.batch_size, request.microbatches)
+    check_enough(request.batch_size, request.microbatches)
     if request.microbatches not in candidates:
         raise BadOption(
             f"the model was not captured for {microbatches_text(request.microbatches)}",
             numbers=f"captured: {', '.join(map(str, sorted(candidates))) or 'none'}",
-            next_step=f"capture it with {request.batch_size // request.microbatches} samples",
+            next_step=f"capture it with {-(-request.batch_size // request.microbatches)} samples",
         )
     return [request.microbatches]
 

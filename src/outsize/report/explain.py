@@ -53,15 +53,15 @@ What to do
   own, define example_batch beside its builder; it returns (args, kwargs).
 """
 _E104 = """
-BatchNotDivisible [E104]: the batch cannot be cut into equal microbatches.
+TooFewSamples [E104]: more microbatches than samples.
 
-Every microbatch of a pipeline has the same number of samples. With a rest, the
-last one would have other shapes and another weight in the loss.
+A microbatch holds at least one sample. A batch that does not divide is no
+error: its microbatches then differ by one sample, and each weighs in the loss
+by what it really holds.
 
 What to do
-  Take the number of microbatches that the message suggests: the nearest
-  divisor of the batch size. Or change --batch to a multiple of the
-  microbatches. About four microbatches per stage keep the bubble small.
+  Ask for fewer --microbatches, or make --batch larger. About four
+  microbatches per stage keep the bubble small.
 """
 _E105 = """
 UnknownDevice [E105]: a device or a cluster that nobody knows.

@@ -129,8 +129,8 @@ def _run_row(plan: Plan, measured: Timeline, rank: int) -> tuple[str, ...]:
 
 
 def _plan_heading(plan: Plan, graph: ModelGraph | None) -> Text:
-    samples = plan.batch_size // plan.microbatches
-    batch = f"batch {plan.batch_size} as {plan.microbatches} x {samples}"
+    most = "at most " if plan.batch_size % plan.microbatches else ""
+    batch = f"batch {plan.batch_size} as {plan.microbatches} x {most}{plan.microbatch_size}"
     how = f"{plan.schedule}, {batch}, optimizer {plan.optimizer}"
     size = f" ({_size_text(graph)})" if graph else ""
     return Text.assemble((plan.model, "bold"), f"{size} on {plan.cluster}\n", how)

@@ -1,29 +1,35 @@
-"""Split a batch into microbatches: tensors along dim 0, everything else goes to each as it is.
-
-The batch size is dim 0 of the first tensor; a tensor whose dim 0 is another number is broadcast.
-"""
+"""Split a batch into microbatches: tensors along their batch dims, everything else goes to each as it is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outsize.errors import BadOption, BatchNotDivisible
+from outsize.errors import BadOption
 from outsize.program.tree import leaves, map_leaves
+
+Dims = tuple[int | None, ...]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What `model(*args, **kwargs)` and `loss_fn(output, *target)` are called with."""
+    """What `model(*args, **kwargs)` and `loss_fn(output, *target)` are called with.
+
+    `dims` says for each of `tensors()` along which dim samples lie (None: the same for all of them);
+    without it they lie along dim 0 of every tensor that has as many there as the first one.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: tuple[Any, ...] = ()
+    dims: Dims | None = None
 
     def tree(self) -> tuple[Any, ...]:
         """All of it in the order in which the tape counts inputs."""
@@ -33,38 +39,56 @@ class Batch:
         """The tape's inputs."""
         return [leaf for leaf in leaves(self.tree()) if isinstance(leaf, Tensor)]
 
+    def batch_dims(self) -> Dims:
+        """`dims`, or those by dim 0."""
+        if self.dims is not None:
+            return self.dims
+        heads = [t.shape[0] if t.ndim else None for t in self.tensors()]
+        size = next((h for h in heads if h is not None), None)
+        return tuple(0 if h is not None and h == size else None for h in heads)
+
     @property
     def size(self) -> int:
-        """Dim 0 of the first tensor. Raises BadOption when there is none, or what cannot be split."""
+        """Number of samples. Raises BadOption when there is none, or what cannot be split."""
         for leaf in leaves(self.tree()):
             _insist_on_splittable(leaf)
-        sizes = [t.shape[0] for t in self.tensors() if t.ndim]
-        if not sizes or not sizes[0]:
+        pairs = zip(self.tensors(), self.batch_dims(), strict=True)
+        sizes = {t.shape[d] for t, d in pairs if d is not None}
+        if not sizes or 0 in sizes:
             what = "no sample" if sizes else "no tensor"
             raise BadOption(f"the batch holds {what}", next_step="pass the example batch as tensors")
-        return sizes[0]
-
-    def divisor(self, at_most: int) -> int:
-        """The largest number of equal parts up to `at_most`."""
-        return max(d for d in range(1, at_most + 1) if self.size % d == 0)
+        if len(sizes) > 1:
+            raise BadOption(
+                "the tensors of the batch disagree about the number of samples",
+                numbers=f"{sorted(sizes)} along the batch dims {self.batch_dims()}",
+                next_step="batch_dims={'name': dim} says where samples lie, None that there are none",
+            )
+        return sizes.pop()
 
     def split(self, microbatches: int) -> list[Batch]:
-        """Equal parts in order; raises BatchNotDivisible."""
+        """So many parts in order, whose sizes differ by one at most, the larger ones first.
+
+        Fewer when there are not as many samples.
+        """
         size = self.size
-        if microbatches < 1 or size % microbatches:
-            raise BatchNotDivisible(
-                f"a batch of {size} does not divide into {microbatches} microbatches",
-                numbers=f"rest {size % microbatches}" if microbatches > 0 else "",
-                next_step=f"--microbatches {_nearest(size, microbatches)}, or another batch size",
-            )
-        step = size // microbatches
-        return [self._part(size, slice(m * step, (m + 1) * step)) for m in range(microbatches)]
+        count = max(1, min(microbatches, size))
+        edges = [size // count * m + min(m, size % count) for m in range(count + 1)]
+        return [self.take(slice(a, b)) for a, b in pairwise(edges)]
 
-    def _part(self, size: int, rows: slice) -> Batch:
-        def take(leaf: Any) -> Any:
-            return leaf[rows] if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == size else leaf
+    def take(self, rows: slice | Tensor) -> Batch:
+        """These samples of it."""
+        dims = iter(self.batch_dims())
 
-        return Batch(*(map_leaves(take, part) for part in self.tree()))
+        def part(leaf: Any) -> Any:
+            dim = next(dims) if isinstance(leaf, Tensor) else None
+            return leaf if dim is None else leaf[(slice(None),) * dim + (rows,)]
+
+        return self._mapped(part)
+
+    def resized(self, samples: int) -> Batch:
+        """The batch with so many samples: its first ones, repeated when there are too few."""
+        size = self.size
+        return self if size == samples else self.take(torch.arange(samples) % size)
 
     def signature(self) -> str:
         """Same text -> same tape, but for guards: shapes, dtypes and the plain Python values."""
@@ -75,6 +99,10 @@ class Batch:
             return repr(leaf)
 
         return repr(map_leaves(text, self.tree()))
+
+    def _mapped(self, part: Callable[[Any], Any]) -> Batch:
+        args, kwargs, target = (map_leaves(part, branch) for branch in self.tree())
+        return replace(self, args=args, kwargs=kwargs, target=target, dims=self.batch_dims())
 
 
 def _insist_on_splittable(leaf: Any) -> None:
@@ -96,11 +124,6 @@ def _insist_on_splittable(leaf: Any) -> None:
             f"the batch holds a {type(leaf).__name__}, whose tensors (.{hidden}) cannot be seen",
             next_step="pass its tensors as arguments, or make it a dataclass or a dict",
         )
-
-
-def _nearest(size: int, microbatches: int) -> int:
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    return min(divisors, key=lambda d: abs(d - microbatches))
 
 
 def as_target(target: Any) -> tuple[Any, ...]:

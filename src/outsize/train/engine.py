@@ -29,12 +29,17 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
+from outsize.run.exchange import Exchange
+from outsize.run.homes import Holders, holders_of_cut
 from outsize.run.load import load_weights
+from outsize.run.owned import OwnedRun
 from outsize.run.rng import borrowed_generators, seeder
 from outsize.run.weight_files import WeightFiles
 from outsize.run.weights import foreign_weights, free_foreign, homes, move_weights
 from outsize.train.batch import Batch, as_target
+from outsize.train.batch_dims import Asked, BatchDims, acceptance
 from outsize.train.crew import Crew, GroupOutputs
+from outsize.train.generate import generate
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values, made_optimizer
 from outsize.train.loss import Counting
 from outsize.train.norm import clip_by_global_norm
@@ -81,6 +86,7 @@ class Engine:
         counting: Counting = "auto",
         seed: int = 0,
         weights: WeightFiles | None = None,
+        batch_dims: Asked | None = None,
     ) -> None:
         self.model, self.plan, self.crew = model, plan, crew
         self.clip_norm, self.seed = clip_norm, seed
@@ -89,15 +95,17 @@ class Engine:
         self._make_optimizer = optimizer
         self._variants = Variants(model, plan, loss_fn, counting, crew.forget)
         self._settings = Settings(model)
+        self._dims = BatchDims(acceptance(model, loss_fn), batch_dims)
         self._weights = weights
         self._homes: dict[str, int] | None = None
+        self._holders: Holders = {}
         self._foreign: set[str] = set()
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
+    def prepare(self, batch: Batch) -> None:
         """Capture, cut, free what other ranks own and build the optimizer, on an example batch."""
-        parts = Batch(args, kwargs, as_target(target)).split(self.plan.microbatches)
+        parts = self._parts(batch)
         with borrowed_generators():
             variant = self._variants.find(parts[0], outputs=False, state=self._settings.number())
             insist_on_model(self.plan, variant.captured.graph)
@@ -109,7 +117,8 @@ class Engine:
         """One training step. `update=False` only accumulates gradients; `loss_scale` multiplies the loss
         in the backward (1/k for a mean over k accumulated steps).
 
-        Raises BatchNotDivisible, BadOption (nothing would be trained), and whatever the model raises.
+        A batch that does not divide has microbatches that differ by one sample; a short one has fewer of
+        them. Raises BadOption (nothing would be trained), and whatever the model raises.
         """
         if not torch.is_grad_enabled():
             raise BadOption(
@@ -123,18 +132,29 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
-        """Forward in eval mode; gradients, buffers and generators stay as they are.
-
-        Any batch size will do: where the plan's microbatches do not divide it, fewer are used.
-        """
+        """Forward in eval mode, at any batch size; gradients, buffers and generators stay as they are."""
         batch = Batch(args, kwargs, as_target(target))
         with _evaluating(self.model), borrowed_generators():
-            parts = batch.split(batch.divisor(self.plan.microbatches))
+            parts = self._parts(batch)
             groups = self._groups(parts, outputs=True)
             self._settle(groups[0][0])
             insist_on_values(self._own_weights(), batch)
             results = self._run(groups, parts, 1.0)
         return EvalResult(self._total(results), self._collect(results))
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own `generate` (of transformers) in eval mode, on every rank with the same arguments.
+
+        Every rank gets the tokens of one device. Each stage keeps its part of the cache. Gradients, buffers
+        and generators stay as they are; samples are drawn from rank 0's. Raises BadOption.
+        """
+        self._known_homes()
+        given = map_leaves(
+            lambda leaf: self._here(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
+        )
+        with _evaluating(self.model), borrowed_generators():
+            return generate(self.model, self._owned_run(), *given)
 
     @property
     def rank(self) -> int:
@@ -179,7 +199,7 @@ class Engine:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _forward_backward(self, batch: Batch, loss_scale: float) -> Tensor:
-        parts = batch.split(self.plan.microbatches)
+        parts = self._parts(batch)
         with borrowed_generators():
             groups = self._groups(parts, outputs=False)
             insist_on_loss(groups[0][0].tape)
@@ -189,6 +209,11 @@ class Engine:
         loss = self._total(results)
         assert loss is not None
         return loss
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """The plan's microbatches; of a short batch as many as keep their size."""
+        found = self._dims.of(batch)
+        return found.split(self.plan.microbatches_of(found.size))
 
     def _groups(self, parts: list[Batch], *, outputs: bool) -> list[tuple[Variant, list[int]]]:
         """Runs of microbatches that share a variant, in order."""
@@ -212,6 +237,13 @@ class Engine:
         self._settings.ran()
         return results
 
+    def _owned_run(self) -> OwnedRun | None:
+        """The model in its own Python over all ranks; None in one process."""
+        if self.crew.group is None:
+            return None
+        device = self.crew.device or torch.device("cpu")
+        return OwnedRun(self.model, self._holders, Exchange(self.crew.group, device), device)
+
     def _here(self, tensor: Tensor) -> Tensor:
         return tensor if self.crew.device is None else tensor.to(self.crew.device)
 
@@ -221,6 +253,7 @@ class Engine:
             return
         stages = self.crew.stages
         self._homes = homes(variant.cut, self.model)
+        self._holders = holders_of_cut(variant.cut)
         self._foreign = foreign_weights(variant.cut, stages)
         if self.crew.world_size > 1:
             free_foreign(self.model, self._foreign)

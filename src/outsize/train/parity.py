@@ -72,6 +72,7 @@ def engine_snapshot(engine: Engine, batch: Batch, *, steps: int) -> Snapshot:
     """The same steps on an engine; holds this rank's own tensors."""
     grads: dict[str, Tensor] = {}
     loss: Tensor | None = None
+    engine.prepare(batch)
     for _ in range(steps):
         loss = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs).loss
         grads = _grads(engine.named_parameters())

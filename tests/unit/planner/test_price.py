@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from planner_graphs import chain, graph_of, parameter, profile_of, unit, value
 
-from outsize.errors import BatchNotDivisible, ModelMismatch, UnknownDevice
+from outsize.errors import TooFewSamples, ModelMismatch, UnknownDevice
 from outsize.ir.cluster import make_cluster, parse_cluster
 from outsize.ir.plan import Stage
 from outsize.ir.timeline import Timeline
@@ -77,8 +77,8 @@ def test_refusals() -> None:
         UnknownDevice, match=r"'cpu:1', which cluster '1xcpu' has not; its devices: cpu:0\. Next"
     ):
         price(PLAN, *MODEL, parse_cluster("1xcpu"))
-    with pytest.raises(BatchNotDivisible):
-        price(PLAN.model_copy(update={"batch_size": 6}), *MODEL, TWO)
+    with pytest.raises(TooFewSamples):
+        price(PLAN.model_copy(update={"batch_size": 3}), *MODEL, TWO)
     foreign = MODEL[0].model_copy(update={"fingerprint": "f1"})
     with pytest.raises(ModelMismatch, match="fingerprint f0 against f1"):
         price(PLAN, foreign, MODEL[1], TWO)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_graphs import chain, graph_of, graphs, parameter, profile_of, unit, value
 
-from outsize.errors import BadOption, BatchNotDivisible, NoFeasiblePlan, TooManyStages
+from outsize.errors import BadOption, TooFewSamples, NoFeasiblePlan, TooManyStages
 from outsize.ir.cluster import GIB, Cluster, make_cluster, parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName, stages_from_bounds
@@ -200,12 +200,12 @@ def test_more_stages_than_devices() -> None:
         search(Request(batch_size=2, stages=3), scaled([0.1] * 3, (2,), 2), TWO)
 
 
-def test_a_batch_that_does_not_divide() -> None:
-    with pytest.raises(BatchNotDivisible) as caught:
-        search(Request(batch_size=30, microbatches=4), scaled([0.1] * 3, (2,), 2), TWO)
+def test_more_microbatches_than_samples() -> None:
+    with pytest.raises(TooFewSamples) as caught:
+        search(Request(batch_size=3, microbatches=4), scaled([0.1] * 3, (2,), 2), TWO)
     assert str(caught.value) == (
-        "BatchNotDivisible [E104]: a batch of 30 does not divide into 4 equal microbatches; "
-        "30 = 4 x 7 + 2. Next: --microbatches 3"
+        "TooFewSamples [E104]: a batch of 3 cannot be cut into 4 microbatches; "
+        "1 would be empty. Next: --microbatches 3, or a larger --batch"
     )
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outsize.errors import BadOption, BatchNotDivisible
+from outsize.errors import BadOption
 from outsize.train.batch import Batch, as_target
 
 
@@ -20,12 +20,31 @@ def test_tensors_of_the_batch_size_are_split_and_everything_else_goes_to_each() 
         assert torch.equal(part.kwargs["nested"][0], part.args[0])
 
 
-@pytest.mark.parametrize(("size", "microbatches", "nearest"), [(12, 5, 4), (7, 2, 1), (12, 0, 1), (8, -1, 1)])
-def test_a_rest_is_refused_with_the_nearest_number_that_works(
-    size: int, microbatches: int, nearest: int
-) -> None:
-    with pytest.raises(BatchNotDivisible, match=f"--microbatches {nearest}, or another batch size"):
-        Batch((torch.ones(size, 2),), {}).split(microbatches)
+@pytest.mark.parametrize(
+    ("size", "microbatches", "sizes"), [(12, 5, [3, 3, 2, 2, 2]), (7, 2, [4, 3]), (2, 4, [1, 1]), (5, 1, [5])]
+)
+def test_sizes_differ_by_one_at_most(size: int, microbatches: int, sizes: list[int]) -> None:
+    x = torch.arange(2 * size).reshape(size, 2)
+    parts = Batch((x,), {}).split(microbatches)
+    assert [p.size for p in parts] == sizes
+    assert torch.equal(torch.cat([p.args[0] for p in parts]), x)
+
+
+def test_samples_along_other_dims() -> None:
+    x, y, table = torch.randn(7, 4, 3), torch.randn(4), torch.randn(4, 2)
+    batch = Batch((x,), {"table": table}, (y,), dims=(1, None, 0))
+    parts = batch.split(2)
+    assert [p.size for p in parts] == [2, 2]
+    assert torch.equal(torch.cat([p.args[0] for p in parts], dim=1), x)
+    assert torch.equal(torch.cat([p.target[0] for p in parts]), y)
+    assert all(p.kwargs["table"] is table for p in parts)
+    assert torch.equal(batch.resized(5).args[0], x[:, [0, 1, 2, 3, 0]])
+
+
+def test_dims_that_disagree_are_refused() -> None:
+    batch = Batch((torch.ones(7, 4),), {}, (torch.ones(4),), dims=(0, 0))
+    with pytest.raises(BadOption, match=r"disagree .* \[4, 7\] along"):
+        _ = batch.size
 
 
 def test_a_batch_without_tensors_is_refused() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import case, tokens
 
 import outsize
-from outsize.errors import BatchNotDivisible
+from outsize.errors import ExampleRejected
 from outsize.train.engine import Engine
 from outsize.train.parity import adamw
 from outsize.train.variant import KEPT
@@ -167,10 +167,10 @@ def test_after_an_error_in_the_model_the_next_step_is_as_if_nothing_had_been() -
     assert all(torch.equal(t, calm.state_dict()[n]) for n, t in model.state_dict().items())
 
 
-def test_a_batch_that_does_not_divide_is_refused_and_the_engine_goes_on() -> None:
+def test_a_batch_that_the_model_rejects_is_refused_and_the_engine_goes_on() -> None:
     engine = split(mlp(), X, target=Y)
-    with pytest.raises(BatchNotDivisible, match=r"a batch of 7 does not divide into 4 microbatches"):
-        engine.step(X[:7], target=Y[:7])
+    with pytest.raises(ExampleRejected, match=r"the model rejects the example batch"):
+        engine.step(X[:, :3], target=Y)
     assert engine.steps == 0
     engine.step(X, target=Y)
     assert engine.steps == 1
