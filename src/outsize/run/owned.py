@@ -77,11 +77,20 @@ class OwnedRun:
         with stand_ins(self._model, self._device):
             self._owner = module_owners(self._model, self._holders)
             self._home = weight_homes(self._model, self._holders)
+            self._agree()
             try:
                 with _patched(self._call, self._read):
                     yield
             finally:
                 self._fetched.clear()
+
+    def _agree(self) -> None:
+        """All generators as on rank 0."""
+        nothing = Common((), {})
+        if self._exchange.rank == 0:
+            self._exchange.send("generators", generator_states(self._device), nothing, lambda _: False)
+        else:
+            set_generator_states(self._exchange.receive("generators", 0, nothing), self._device)
 
     # -- calls -----------------------------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class Crew(ABC):
     rank: int
     world_size: int
     stages: tuple[int, ...]
+    group: dist.ProcessGroup | None = None  # of the ranks, where there are several
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
     def __init__(self) -> None:
@@ -231,6 +232,7 @@ class ProcessCrew(Crew):
     def __init__(self, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__()
         self._plan, self._group, self.device = plan, group, device
+        self.group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.stages = (self.rank,)
         self._transport = ProcessTransport(make_groups(group, device), device)

@@ -1,0 +1,196 @@
+"""generate() on a model that is split over three processes gives the tokens of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import on_ranks
+from splits import plan_of
+from torch import Tensor, nn
+
+import outsize
+from outsize.capture.providers import import_transformers
+from outsize.errors import BadOption
+from outsize.train.engine import Engine
+from outsize.train.parallel import make_engine
+
+transformers = import_transformers()
+pytestmark = pytest.mark.dist
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "pad_token_id": 0,
+    "num_key_value_heads": 2, "intermediate_size": 24, "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2: dict[str, Any] = {
+    "vocab_size": 61, "n_embd": 16, "n_layer": 4, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+T5: dict[str, Any] = {
+    "vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 3, "num_heads": 4,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2,
+}  # fmt: skip
+BART: dict[str, Any] = {
+    "vocab_size": 61, "d_model": 16, "encoder_layers": 3, "decoder_layers": 3, "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": 0,
+    "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}  # fmt: skip
+WHISPER: dict[str, Any] = {
+    **BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 40,
+    "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 4, "state_size": 4, "pad_token_id": 0,
+    "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
+
+Ways = dict[str, dict[str, Any]]
+GREEDY: Ways = {"greedy": {"do_sample": False}}
+MORE: Ways = {
+    **GREEDY,
+    "sample": {"do_sample": True, "temperature": 3.0},
+    "beam": {"num_beams": 3, "do_sample": False},
+}
+STATIC: Ways = {"static": {"do_sample": False, "cache_implementation": "static"}}
+MODELS: dict[str, tuple[str, str, dict[str, Any], Ways]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2, MORE),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", SMALL, {**MORE, **STATIC}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**SMALL, "head_dim": 4, "tie_word_embeddings": True}, MORE),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**SMALL, "num_local_experts": 4}, GREEDY),
+    "t5": ("T5Config", "T5ForConditionalGeneration", T5, MORE),
+    "bart": ("BartConfig", "BartForConditionalGeneration", BART, MORE),
+    "whisper": ("WhisperConfig", "WhisperForConditionalGeneration", WHISPER, GREEDY),
+    "mamba": ("MambaConfig", "MambaForCausalLM", MAMBA, GREEDY),
+}
+
+
+def built(name: str) -> Any:
+    """Random weights, large enough for tokens that differ."""
+    config, kind, fields, _ = MODELS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, config)(**fields)).train()
+    for p in model.parameters():
+        p.data.mul_(4)
+    return model
+
+
+def batch_of(name: str) -> dict[str, Tensor]:
+    """A training batch of two."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 61, (2, 9), generator=generator)
+    if name == "whisper":
+        return {"input_features": torch.randn(2, 8, 32, generator=generator), "labels": ids}
+    return {"input_ids": ids, "labels": ids}
+
+
+def prompt_of(name: str) -> dict[str, Any]:
+    batch = batch_of(name)
+    del batch["labels"]
+    if name == "llama":
+        batch["attention_mask"] = torch.ones(2, 9, dtype=torch.long)
+        batch["attention_mask"][0, :3] = 0
+    return batch
+
+
+def told(model: Callable[..., Any], name: str) -> dict[str, Any]:
+    """Tokens by way; each way is drawn from the same generator."""
+    found = {}
+    for way, options in MODELS[name][3].items():
+        torch.manual_seed(11)
+        found[way] = model(**prompt_of(name), max_new_tokens=8, **options)
+    return found
+
+
+def split(name: str, stages: int) -> outsize.Plan:
+    return outsize.plan(
+        built(name), (), batch_of(name), stages=stages, microbatches=2, cluster=f"{stages}xcpu"
+    )
+
+
+def engine_of(name: str, plan: outsize.Plan, group: dist.ProcessGroup | None) -> Engine:
+    engine = make_engine(built(name), plan, group)
+    batch = batch_of(name)
+    engine.step(update=False, **dict[str, Any](batch))
+    return engine
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rank_gives_the_tokens_of_one_device(tmp_path: Path, name: str) -> None:
+    plan = split(name, 3)
+    found = on_ranks(tmp_path, 3, lambda group: told(engine_of(name, plan, group).generate, name))
+    expected = told(built(name).eval().generate, name)
+    for of_rank in found:
+        assert {w: t.tolist() for w, t in of_rank.items()} == {w: t.tolist() for w, t in expected.items()}
+    tokens = torch.cat([t.flatten() for t in expected.values()])
+    assert len(tokens.unique()) > 2
+
+
+def test_a_plan_that_cuts_within_attention(tmp_path: Path) -> None:
+    """Then the block's own Python runs everywhere, and its cache is on all ranks."""
+    found = outsize.capture(built("llama"), (), batch_of("llama"))
+    names = [u.name for u in found.units]
+    bounds = (0, names.index("model.layers.1.self_attn.k_proj"), names.index("model.layers.2.mlp.up_proj"))
+    plan = plan_of(found, (*bounds, len(names)), 2, 1)
+    tokens = on_ranks(tmp_path, 3, lambda group: told(engine_of("llama", plan, group).generate, "llama"))
+    expected = told(built("llama").eval().generate, "llama")
+    assert all(torch.equal(t[way], expected[way]) for t in tokens for way in expected)
+
+
+def test_in_one_process_the_model_just_runs() -> None:
+    engine = engine_of("gpt2", split("gpt2", 3), None)
+    found, expected = (told(m.generate, "gpt2") for m in (engine, built("gpt2").eval()))
+    assert all(torch.equal(found[way], expected[way]) for way in expected)
+
+
+def test_it_leaves_everything_as_it_was_and_caches_at_home(tmp_path: Path) -> None:
+    plan = split("llama", 3)
+
+    def work(group: dist.ProcessGroup) -> tuple[dict[str, bool], list[bool]]:
+        engine = engine_of("llama", plan, group)
+        model = engine.model
+        model.get_submodule("model.layers.1").eval()
+        torch.manual_seed(20 + group.rank())  # generate agrees on one for all, and gives it back
+        before = everything(model)
+        out = engine.generate(**prompt_of("llama"), max_new_tokens=3, do_sample=True, **DETAILED)
+        same = {name: equal(value, before[name]) for name, value in everything(model).items()}
+        return same, [layer.keys.is_meta for layer in out.past_key_values.layers]
+
+    found = on_ranks(tmp_path, 3, work)
+    for same, _ in found:
+        assert all(same.values()), [name for name, kept in same.items() if not kept]
+    holders = [sum(not on_meta for on_meta in layer) for layer in zip(*(c for _, c in found), strict=True)]
+    assert holders == [1, 3, 1, 1]  # the planner cuts within the attention of layer 1
+
+
+DETAILED: dict[str, Any] = {"return_dict_in_generate": True}
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """What a generation must not change."""
+    kept: dict[str, Any] = {f"{n}.grad": p.grad for n, p in model.named_parameters()}
+    kept |= {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    kept |= {f"{n}.training": m.training for n, m in model.named_modules()}
+    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in kept.items()} | {
+        "generator": torch.get_rng_state()
+    }
+
+
+def equal(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor):
+        return a is b or a == b
+    return a.is_meta == b.is_meta and (a.is_meta or torch.equal(a, b))
+
+
+def test_a_model_that_cannot_generate_says_so() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    engine = outsize.parallelize(
+        model, (x,), stages=2, microbatches=1, loss_fn=nn.functional.mse_loss, target=x
+    )
+    with pytest.raises(BadOption, match="Sequential has no generate"):
+        engine.generate(x)
