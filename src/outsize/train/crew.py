@@ -213,6 +213,13 @@ class LocalCrew(Crew):
         return self._spans
 
 
+def device_of(plan: Plan) -> torch.device:
+    """The device of this process: its current CUDA device when the plan is for CUDA devices, else the CPU."""
+    if plan.stages[0].device.startswith("cuda") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def make_groups(group: dist.ProcessGroup, device: torch.device) -> Groups:
     """One gloo group for everything on CPU; on CUDA one NCCL group per direction and gloo for layouts."""
     if device.type == "cpu":

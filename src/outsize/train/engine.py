@@ -38,7 +38,7 @@ from outsize.run.weight_files import WeightFiles
 from outsize.run.weights import foreign_weights, free_foreign, homes, move_weights
 from outsize.train.batch import Batch, as_target
 from outsize.train.batch_dims import Asked, BatchDims, acceptance
-from outsize.train.crew import Crew, GroupOutputs
+from outsize.train.crew import Crew, GroupOutputs, device_of
 from outsize.train.generate import generate
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values, made_optimizer
 from outsize.train.loss import Counting
@@ -267,7 +267,7 @@ class Engine:
             self.optimizer = made_optimizer(self._make_optimizer, own)
 
     def _load(self, files: WeightFiles) -> None:
-        device = self.crew.device or torch.device("cpu")
+        device = self.crew.device or device_of(self.plan)
         notes = load_weights(self.model, files, device, self._foreign)
         for note in notes if self.rank == 0 else ():
             warnings.warn(note, stacklevel=2)

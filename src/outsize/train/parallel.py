@@ -11,7 +11,7 @@ from torch import nn
 from outsize.capture.ladder import LossFn
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Plan
-from outsize.train.crew import Crew, LocalCrew, ProcessCrew
+from outsize.train.crew import Crew, LocalCrew, ProcessCrew, device_of
 from outsize.train.engine import Engine, MakeOptimizer
 
 
@@ -26,13 +26,6 @@ def make_crew(plan: Plan, group: dist.ProcessGroup | None, device: torch.device)
             next_step=f"--nproc-per-node {plan.axes.world_size}, or plan for {group.size()} devices",
         )
     return ProcessCrew(plan, group, device)
-
-
-def device_of(plan: Plan) -> torch.device:
-    """The device of this process: its current CUDA device when the plan is for CUDA devices, else the CPU."""
-    if plan.stages[0].device.startswith("cuda") and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def make_engine(
