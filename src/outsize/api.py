@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from outsize.capture.cluster import find_cluster
 from outsize.capture.graph import Captured, build_graph
@@ -192,6 +193,7 @@ def parallelize(
     seed: int = 0,
     weights: str | Path | None = None,
     batch_dims: Asked | None = None,
+    scaler: GradScaler | None = None,
     **wishes: Any,
 ) -> Engine:
     """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
@@ -222,6 +224,7 @@ def parallelize(
         seed=seed,
         weights=files,
         batch_dims=batch_dims,
+        scaler=scaler,
     )
     example = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims).batch
     engine.prepare(example.resized(plan.batch_size))

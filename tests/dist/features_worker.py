@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
@@ -249,6 +250,25 @@ def received_tensors() -> Iterator[list[int]]:
         yield alive
     finally:
         Layout.empty = original
+
+
+def check_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    pair = Pair(world, "toy", sgd, scaler=scaler)
+    args, target = pair.batch.args, pair.batch.target
+    pair.engine.prepare(pair.batch)
+    for bad in range(world.world_size):
+        before = {n: p.detach().clone() for n, p in pair.engine.named_parameters()}
+        pair.engine.step(*args, target=target, update=False)
+        if world.rank == bad:
+            first = next(p for _, p in pair.engine.named_parameters())
+            assert first.grad is not None
+            first.grad.view(-1)[0] = torch.inf
+        pair.engine.update()
+        assert all(torch.equal(p, before[n]) for n, p in pair.engine.named_parameters()), bad
+        assert scaler.get_scale() == 1024.0 / 2 ** (bad + 1)
+    pair.engine.step(*args, target=target)
+    assert not all(torch.equal(p, before[n]) for n, p in pair.engine.named_parameters())
 
 
 def check_the_users_generator_is_untouched(world: World) -> None:

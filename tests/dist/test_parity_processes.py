@@ -81,6 +81,7 @@ CHECKS = [
     "tied_weights_have_one_optimizer_state",
     "a_plan_for_another_world_is_refused",
     "receive_buffers_follow_the_depth_and_not_the_microbatches",
+    "an_overflow_on_one_rank_skips_the_step_on_all",
     "the_users_generator_is_untouched",
     "another_batch_shape_runs_under_the_same_plan",
     "forty_batch_sizes_run_and_the_oldest_programs_are_dropped",

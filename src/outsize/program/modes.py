@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 
 from outsize.program.tape import Modes
@@ -30,3 +33,17 @@ def entering(modes: Modes, ambient: Modes) -> list[str]:
         how = "enabled=False" if dtype is None else f"dtype={dtype}"
         contexts.append(f"torch.autocast({device!r}, {how})")
     return contexts
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """As behind the `with torch.autocast` of a plain loop: a backward does not cast by itself, and weights
+    that were cast are cast anew next time, for an optimizer may have changed them.
+    """
+    enabled = [d for d in _DEVICES if torch.is_autocast_enabled(d)]
+    with ExitStack() as stack:
+        for device in enabled:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+    if enabled:
+        torch.clear_autocast_cache()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BoundaryMismatch
+from outsize.program.modes import outside_autocast
 from outsize.run.boundary import Boundary
 from outsize.run.cut import StageProgram
 from outsize.run.rng import Seed
@@ -108,7 +109,8 @@ class Stage:
             roots.append(saved.loss)
             grads.append(torch.full_like(saved.loss, weight))
         if roots:
-            torch.autograd.backward(roots, grads)
+            with outside_autocast():
+                torch.autograd.backward(roots, grads)
         return saved.sink
 
     def own(self, key: int) -> Tensor:

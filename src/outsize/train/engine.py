@@ -21,12 +21,14 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from outsize.capture.ladder import LossFn
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
+from outsize.program.modes import outside_autocast
 from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
 from outsize.run.exchange import Exchange
@@ -44,6 +46,7 @@ from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_valu
 from outsize.train.loss import Counting
 from outsize.train.norm import clip_by_global_norm
 from outsize.train.own_module import own_module
+from outsize.train.scaling import Scaling
 from outsize.train.settings import Settings
 from outsize.train.state import gathered, save
 from outsize.train.variant import Variant, Variants
@@ -87,6 +90,7 @@ class Engine:
         seed: int = 0,
         weights: WeightFiles | None = None,
         batch_dims: Asked | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         self.model, self.plan, self.crew = model, plan, crew
         self.clip_norm, self.seed = clip_norm, seed
@@ -96,6 +100,7 @@ class Engine:
         self._variants = Variants(model, plan, loss_fn, counting, crew.forget)
         self._settings = Settings(model)
         self._dims = BatchDims(acceptance(model, loss_fn), batch_dims)
+        self._scaling = Scaling(scaler, crew) if scaler is not None else None
         self._weights = weights
         self._homes: dict[str, int] | None = None
         self._holders: Holders = {}
@@ -125,9 +130,11 @@ class Engine:
                 "a training step under torch.no_grad() would train nothing",
                 next_step="call step() outside of it, or engine.evaluate(...)",
             )
-        loss = self._forward_backward(Batch(args, kwargs, as_target(target)), loss_scale)
+        scale = loss_scale if self._scaling is None else loss_scale * self._scaling.scale()
+        loss = self._forward_backward(Batch(args, kwargs, as_target(target)), scale)
         self.steps += 1
-        norm = self.update() if update else None
+        with outside_autocast():
+            norm = self.update() if update else None
         return StepResult(loss, norm)
 
     @torch.no_grad()
@@ -286,18 +293,30 @@ class Engine:
         return self._homes
 
     def update(self) -> Tensor | None:
-        """Clip (if asked for), optimizer step, zero gradients; returns the norm before clipping.
+        """Unscale and clip (if asked for), optimizer step, zero gradients; returns the norm before clipping.
 
         `step` does this by itself unless `update=False`.
         """
         norm = None
+        self.unscale()
         if self.clip_norm is not None:
             everything = dict(self.model.named_parameters())
             norm = clip_by_global_norm(dict(self.named_parameters()), everything, self.clip_norm, self.crew)
-        if self.optimizer is not None:
+        if self._scaling is not None:
+            self._scaling.step(self.optimizer)
+        elif self.optimizer is not None:
             self.optimizer.step()
+        if self.optimizer is not None:
             self.optimizer.zero_grad()
         return norm
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scaler's scale, on every rank, before the user looks at them.
+
+        `update` does this by itself; without a scaler nothing happens.
+        """
+        if self._scaling is not None:
+            self._scaling.unscale(self.optimizer)
 
     def _total(self, results: list[GroupOutputs]) -> Tensor | None:
         """Sum of the microbatches' losses by their shares, in order, on every rank."""

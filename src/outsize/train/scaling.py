@@ -1,0 +1,61 @@
+"""GradScaler over stages: when the gradients of one rank overflow, every rank skips the step.
+
+    step      loss * scale           backward of all microbatches, on every rank
+    update    overflow here?  ->  sum over ranks  ->  where it happened elsewhere, one own gradient is made
+              inf, so that torch's own GradScaler skips this rank's step too and backs its scale off alike
+
+The scaler is the user's ordinary `torch.amp.GradScaler` (Micikevicius et al. 2018, arXiv:1710.03740), one per
+rank; all of them see the same overflows, so their scales stay equal.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import SGD, Optimizer
+
+from outsize.train.crew import Crew
+
+
+@final
+class Scaling:
+    """One rank's part of a scaled step."""
+
+    def __init__(self, scaler: GradScaler, crew: Crew) -> None:
+        self._scaler, self._crew = scaler, crew
+        self._device = crew.device or torch.device("cpu")
+        self._empty = torch.zeros((), device=self._device, requires_grad=True)
+        # A rank without parameters follows the others with an empty one.
+        self._spare = SGD([self._empty], lr=0.0)
+        self._unscaled = False
+
+    def scale(self) -> float:
+        """By what this step's loss is multiplied."""
+        return float(self._scaler.scale(torch.ones((), device=self._device)))
+
+    def unscale(self, optimizer: Optimizer | None) -> None:
+        """Divide the gradients by the scale, once per step; where any rank overflowed, one becomes inf."""
+        if self._unscaled:
+            return
+        chosen = optimizer or self._spare
+        self._empty.grad = torch.zeros_like(self._empty)
+        grads = [p.grad for group in chosen.param_groups for p in group["params"] if p.grad is not None]
+        here = self._overflow(grads)
+        flag = torch.full((1,), float(here), device=self._device)
+        if bool(self._crew.sum(flag) > 0) and not here and grads:
+            grads[0].fill_(torch.inf)
+        self._scaler.unscale_(chosen)
+        self._unscaled = True
+
+    def step(self, optimizer: Optimizer | None) -> None:
+        """The optimizer's step unless a rank overflowed, then the scale's."""
+        self._scaler.step(optimizer or self._spare)
+        self._scaler.update()
+        self._unscaled = False
+
+    @staticmethod
+    def _overflow(grads: list[Tensor]) -> bool:
+        return not all(bool(torch.isfinite(g).all()) for g in grads)
