@@ -34,6 +34,7 @@ def check(
     microbatches: options.Microbatches = None,
     schedule: options.Schedule = None,
     plan: options.PlanFile = None,
+    weights: options.Weights = None,
     steps: Steps = 1,
     processes: Processes = False,
     seed: options.Seed = 0,
@@ -48,10 +49,11 @@ def check(
     screen, chosen = Screen(json), load_plan(plan)
     options.refuse_beside(chosen, "--plan", stages=stages, microbatches=microbatches, schedule=schedule)
     with screen.working(f"building {model}"):
-        subject = make_subject(model, input, batch_size(batch, chosen), seed=seed)
+        samples = batch_size(batch, chosen)
+        subject = make_subject(model, input, samples, meta=weights is not None, seed=seed)
     wishes = {"stages": stages or STAGES, "microbatches": microbatches or MICROBATCHES}
     wishes |= {"schedule": schedule or SCHEDULE, "steps": steps, "processes": processes, "seed": seed}
-    verdict = _verdict(screen, subject, chosen, **wishes)
+    verdict = _verdict(screen, subject, chosen, weights=weights, **wishes)
     _deliver(screen, verdict)
     if not verdict.bit_equal:
         raise typer.Exit(DIFFERENT)

@@ -31,6 +31,7 @@ class Job(Record):
     lr: float = 1e-3
     seed: int = 0
     plan: Plan | None = None
+    weights: Path | None = None
     stages: int | None = None
     microbatches: int | None = None
     schedule: ScheduleName | None = None

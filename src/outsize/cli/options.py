@@ -69,6 +69,14 @@ Schedule = Annotated[
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan instead of making one.")
 ]
+Weights = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="PATH",
+        help="safetensors to load, a file, an index or a folder (default: random weights).",
+    ),
+]
 Measure = Annotated[
     bool, typer.Option("--measure", help="Time the units on this machine instead of estimating them.")
 ]

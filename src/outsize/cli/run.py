@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 STEPS: Final = 10
 _PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
 _FOR_MODELS: Final = (
-    *("steps", "input", "batch", "lr", "plan", "stages", "microbatches", "schedule"),
+    *("steps", "input", "batch", "lr", "plan", "weights", "stages", "microbatches", "schedule"),
     *("measure", "seed", "report", "trace", "json"),
 )
 
@@ -115,6 +115,7 @@ def run(
     batch: options.Batch = None,
     lr: Lr = 1e-3,
     plan: options.PlanFile = None,
+    weights: options.Weights = None,
     stages: options.Stages = None,
     microbatches: options.Microbatches = None,
     schedule: options.Schedule = None,
@@ -147,6 +148,7 @@ def run(
         lr=lr,
         seed=seed,
         plan=chosen,
+        weights=weights,
         stages=stages,
         microbatches=microbatches,
         schedule=options.schedule_name(schedule),

@@ -59,7 +59,7 @@ def train(job: Job, world: World) -> Outcome:
     if world.rank:
         warnings.simplefilter("ignore")  # rank 0 says it
     with screen.working(f"building {job.model}"):
-        subject = make_subject(job.model, job.input, job.batch, seed=job.seed)
+        subject = make_subject(job.model, job.input, job.batch, meta=job.weights is not None, seed=job.seed)
     plan, graph, predicted = _agree(world, job, subject, screen)
     engine = _engine(job, subject, plan)
     losses, steps_s, timelines = _steps(engine, subject, job.steps, screen)
@@ -110,7 +110,8 @@ def _engine(job: Job, subject: Subject, plan: Plan) -> Engine:
     def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=job.lr)
 
-    return api.parallelize(*subject.call, **subject.loss, plan=plan, optimizer=adamw, seed=job.seed)
+    how: dict[str, Any] = {"plan": plan, "optimizer": adamw, "seed": job.seed, "weights": job.weights}
+    return api.parallelize(*subject.call, **subject.loss, **how)
 
 
 def _steps(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from outsize import api
 from outsize.ir.verdict import Verdict
@@ -43,3 +45,14 @@ def test_a_plan_decides(outsize: Outsize) -> None:
         "--schedule beside --plan"
         in outsize("check", "toy:build", "--plan", "p.json", "--schedule", "naive").err
     )
+
+
+def test_weights_are_loaded_into_a_model_without(outsize: Outsize) -> None:
+    state = {"0.weight": torch.full((4, 4), 2.0), "0.bias": torch.zeros(4)}
+    save_file({**state, "1.weight": torch.ones(3, 4), "1.bias": torch.zeros(3)}, "pair.safetensors")
+    assert outsize("check", "toy:pair", "--input", "4", "--weights", "pair.safetensors").code == 0
+    save_file(state, "half.safetensors")
+    answer = outsize("check", "toy:pair", "--input", "4", "--weights", "half.safetensors")
+    said = "half.safetensors lacks weights of Sequential; 2 missing: 1.weight"
+    assert answer.code == 2
+    assert f"BadWeights [E107]: {said}" in answer.err
