@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["docs/tour.md"]
+PAGES = ["docs/tour.md", "docs/weights.md"]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?P<said>```text\n(?P<text>.*?)^```\n)?", re.M | re.S)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import nn
 
 import outsize
@@ -26,3 +29,13 @@ def test_a_plan_is_priced_again_as_it_was_priced(measured: bool) -> None:
     priced, _, _ = worker._decide(World(0, 1, 0, None), job, subject, Screen(False))
     assert priced.expected is not None
     assert priced.expected.source == ("measured" if measured else "roofline")
+
+
+def test_a_job_with_weights_begins_with_them(folder: Path) -> None:
+    state = {"0.weight": torch.zeros(4, 4), "0.bias": torch.zeros(4), "1.weight": torch.zeros(3, 4)}
+    save_file({**state, "1.bias": torch.tensor([0.0, 0.0, 900.0])}, folder / "w.safetensors")
+    path = folder / "w.safetensors"
+    job = Job(model="toy:pair", input="4", batch=8, steps=1, stages=2, weights=path, as_json=True)
+    first = worker.train(Job.model_validate_json(job.to_json()), World(0, 1, 0, None)).losses[0]
+    assert first % (900 / 8) == 0  # each sample whose class is not 2 costs 900
+    assert first > 0
