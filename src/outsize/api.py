@@ -22,9 +22,10 @@ from pydantic import ValidationError
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from outsize.capture.by_modules import capture_model
 from outsize.capture.cluster import find_cluster
-from outsize.capture.graph import Captured, build_graph
-from outsize.capture.ladder import LossFn, record
+from outsize.capture.graph import Captured
+from outsize.capture.ladder import LossFn
 from outsize.capture.measure import Progress, measure_units
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
@@ -64,14 +65,13 @@ class _Model:
     def captured(self, samples: int) -> Captured:
         """The model at so many samples."""
         batch = self.batch.resized(samples)
-        tape = record(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target)
-        return build_graph(tape, self.module, samples)
+        return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)
 
     def profile(
         self, captured: Captured, cluster: Cluster, measured: bool, progress: Progress | None
     ) -> Profile:
         """Costs of the captured units: timed here, or by roofline for the cluster's device."""
-        if not measured:
+        if not measured or captured.graph.form == "modules":
             return roofline(captured.graph, cluster.devices[0])
         batch = self.batch.resized(captured.graph.batch_size)
         return measure_units(captured, self.module, batch.tensors(), progress=progress)
@@ -88,10 +88,12 @@ def capture(
     """The model as units and values, for this example batch. Weights may be on meta.
 
     `loss_fn(output, *target)` is captured with the model; without it the loss inside the output counts.
+    A model whose own forward cannot be written down (it decides on activations) comes as whole modules,
+    `form="modules"`, with the reason and file:line among its notes.
     Raises NotCapturable (with file:line) and ExampleRejected (with the model's own error).
     """
     batch = _batch(args, kwargs, target)
-    return build_graph(record(model, batch.args, batch.kwargs, loss_fn, batch.target), model).graph
+    return capture_model(model, batch.args, batch.kwargs, loss_fn, batch.target).graph
 
 
 def estimate(graph: ModelGraph, cluster: str | Cluster = "local") -> Profile:
@@ -108,9 +110,14 @@ def measure(
     target: Any = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Costs per unit, timed on this machine with the example batch as one microbatch."""
+    """Costs per unit, timed on this machine with the example batch as one microbatch.
+
+    Those of a model that runs by modules are estimated by roofline.
+    """
     batch = _batch(args, kwargs, target)
-    captured = build_graph(record(model, batch.args, batch.kwargs, loss_fn, batch.target), model)
+    captured = capture_model(model, batch.args, batch.kwargs, loss_fn, batch.target)
+    if captured.graph.form == "modules":
+        return estimate(captured.graph)
     return measure_units(captured, model, batch.tensors(), progress=progress)
 
 

@@ -42,11 +42,11 @@ def build_graph(tape: Tape, model: nn.Module, samples: int | None = None) -> Cap
     owned = [a and not c for a, c in zip(alive, copies, strict=True)]
     last = last_reads(tape, alive)
     starts = _unit_starts(tape, owned, last)
-    parameters = _parameters(model)
+    parameters = parameters_of(model)
     units = _units(tape, starts, owned, model)
     graph = ModelGraph(
         model=type(model).__name__,
-        fingerprint=_fingerprint(model, parameters, units),
+        fingerprint=fingerprint_of(model, parameters, units),
         batch_size=_batch_size(tape) if samples is None else samples,
         units=units,
         values=_values(tape, starts, owned, alive),
@@ -167,7 +167,8 @@ def _unit_index(starts: Sequence[int]) -> list[int]:
     return [u for u, (a, b) in enumerate(pairwise(starts)) for _ in range(a, b)]
 
 
-def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+def parameters_of(model: nn.Module) -> tuple[Parameter, ...]:
+    """All parameters of the model, tied ones once, under their first name."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -189,7 +190,7 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.dtype.itemsize
 
 
-def _fingerprint(model: nn.Module, parameters: tuple[Parameter, ...], units: tuple[Unit, ...]) -> str:
+def fingerprint_of(model: nn.Module, parameters: tuple[Parameter, ...], units: tuple[Unit, ...]) -> str:
     """Same class, weights and units -> same text; the batch size does not matter."""
     parts = [
         type(model).__name__,

@@ -8,9 +8,11 @@ anywhere without asking. Values that any stage can compute from the inputs are n
 from __future__ import annotations
 
 from functools import cached_property
-from typing import final
+from typing import Literal, final
 
 from outsize.ir.base import Record
+
+Form = Literal["tape", "modules"]
 
 
 @final
@@ -70,10 +72,15 @@ class Unit(Record):
 
 @final
 class ModelGraph(Record):
-    """A model for one input signature, as the planner sees it."""
+    """A model for one input signature, as the planner sees it.
+
+    `form` says how it runs: cut and pipelined as a tape, or in its own Python with whole modules on their
+    stages, where nothing overlaps.
+    """
 
     model: str
     fingerprint: str
+    form: Form = "tape"
     batch_size: int
     units: tuple[Unit, ...]
     values: tuple[Value, ...]

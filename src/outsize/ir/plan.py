@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from outsize.errors import BadPlan, ModelMismatch
 from outsize.ir.base import Record
-from outsize.ir.graph import ModelGraph
+from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.names import compress, expand
 
 ScheduleName = Literal["naive", "gpipe", "1f1b"]
@@ -88,6 +88,7 @@ class Plan(Record):
     version: Literal[1] = 1
     model: str
     fingerprint: str
+    form: Form = "tape"
     cluster: str
     axes: Axes
     batch_size: Count

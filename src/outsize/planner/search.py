@@ -55,6 +55,8 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     _check_stages(stages, min(len(candidates[c][0].units) for c in asked), cluster)
     cases = {c: Case.of(*candidates[c], c, request.optimizer) for c in asked}
     schedules = (request.schedule,) if request.schedule else SCHEDULES
+    if any(case.graph.form == "modules" for case in cases.values()):
+        schedules = ("naive",)  # its modules wait for each other
     found, rejected = _try_all(cases.values(), schedules, stages, cluster)
     if not found:
         spare = (Case.of(*candidates[c], c, request.optimizer) for c in sorted(set(candidates) - set(asked)))
@@ -123,6 +125,7 @@ def _plan(request: Request, best: Estimate, cluster: Cluster, others: Iterable[s
     return Plan(
         model=graph.model,
         fingerprint=graph.fingerprint,
+        form=graph.form,
         cluster=cluster.name,
         axes=Axes(pp=stages),
         batch_size=request.batch_size,

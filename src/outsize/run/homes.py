@@ -12,16 +12,50 @@ through: its own Python runs on every rank, and its submodules are asked in turn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from outsize.ir.graph import ModelGraph
 from outsize.run.cut import Cut
+from outsize.run.weights import homes
 
 Holders = Mapping[str, frozenset[int]]  # canonical weight name -> stages
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`home`: the one stage that owns each parameter and buffer; `holders`: all that have its values."""
+
+    home: dict[str, int]
+    holders: Holders
+
+    def foreign(self, stages: Iterable[int]) -> set[str]:
+        """Weights that these stages have no values of."""
+        return {name for name, held in self.holders.items() if held.isdisjoint(stages)}
+
+
+def placement_of_cut(cut: Cut, model: nn.Module) -> Placement:
+    """Where a cut puts the weights."""
+    return Placement(homes(cut, model), holders_of_cut(cut))
+
+
+def placement_of_modules(graph: ModelGraph, bounds: Sequence[int], model: nn.Module) -> Placement:
+    """Where whole modules put them: with the first unit that has them. Buffers of the glue are everywhere."""
+    stage = [bisect_right(bounds, unit.index) - 1 for unit in graph.units]
+    held = {p.name: stage[graph.owner_of[p.name]] for p in graph.parameters}
+    names = {id(b): name for name, b in model.named_buffers()}
+    for unit in graph.units:
+        for buffer in model.get_submodule(unit.name).buffers():
+            held.setdefault(names[id(buffer)], stage[unit.index])
+    home = dict.fromkeys(names.values(), 0) | held
+    return Placement(home, {name: frozenset({at}) for name, at in held.items()})
 
 
 def holders_of_cut(cut: Cut) -> Holders:

@@ -6,7 +6,7 @@ little and break `evaluate`. Tied names keep pointing at one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,13 +29,6 @@ def homes(cut: Cut, model: nn.Module) -> dict[str, int]:
         for name in program.weights:
             first.setdefault(name, program.stage)
     return {name: first.get(name, 0) for _, _, name in places(model)}
-
-
-def foreign_weights(cut: Cut, stages: Iterable[int]) -> set[str]:
-    """Names of the weights that only other stages use."""
-    ours = set(stages)
-    kept = {n for p in cut.programs if p.stage in ours for n in p.weights}
-    return {n for p in cut.programs if p.stage not in ours for n in p.weights} - kept
 
 
 def free_foreign(model: nn.Module, foreign: set[str]) -> None:

@@ -83,7 +83,7 @@ class Batch:
             dim = next(dims) if isinstance(leaf, Tensor) else None
             return leaf if dim is None else leaf[(slice(None),) * dim + (rows,)]
 
-        return self._mapped(part)
+        return self.mapped(part)
 
     def resized(self, samples: int) -> Batch:
         """The batch with so many samples: its first ones, repeated when there are too few."""
@@ -100,7 +100,8 @@ class Batch:
 
         return repr(map_leaves(text, self.tree()))
 
-    def _mapped(self, part: Callable[[Any], Any]) -> Batch:
+    def mapped(self, part: Callable[[Any], Any]) -> Batch:
+        """The batch with `part(leaf)` for every leaf."""
         args, kwargs, target = (map_leaves(part, branch) for branch in self.tree())
         return replace(self, args=args, kwargs=kwargs, target=target, dims=self.batch_dims())
 

@@ -95,7 +95,8 @@ class Crew(ABC):
         if torch.is_grad_enabled():
             self._spans = []
 
-    def _keep(self, rank: int, spans: Iterable[tuple[str, Lane, float, float]]) -> None:
+    def keep(self, rank: int, spans: Iterable[tuple[str, Lane, float, float]]) -> None:
+        """What a rank did in this step, for the timeline."""
         if torch.is_grad_enabled():
             self._spans += [(rank, *span) for span in spans]
 
@@ -181,7 +182,7 @@ class LocalCrew(Crew):
             self._built.clear()
             raise
         for interpreter, result in zip(interpreters, results, strict=True):
-            self._keep(interpreter.rank, result.spans)
+            self.keep(interpreter.rank, result.spans)
         return _outputs(variant, interpreters[0].schedule, results)
 
     def _interpreters(self, variant: Variant, model: nn.Module, microbatches: int) -> list[Interpreter]:
@@ -256,7 +257,7 @@ class ProcessCrew(Crew):
         interpreter = self._interpreter(variant, model, len(inputs))
         interpreter.begin(StepInputs(inputs, weights, seeds))
         result = interpreter.run()
-        self._keep(self.rank, result.spans)
+        self.keep(self.rank, result.spans)
         return _outputs(variant, interpreter.schedule, [result])
 
     def _interpreter(self, variant: Variant, model: nn.Module, microbatches: int) -> Interpreter:

@@ -32,14 +32,15 @@ from outsize.program.modes import outside_autocast
 from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
 from outsize.run.exchange import Exchange
-from outsize.run.homes import Holders, holders_of_cut
+from outsize.run.homes import Holders, Placement, placement_of_cut
 from outsize.run.load import load_weights
 from outsize.run.owned import OwnedRun
 from outsize.run.rng import borrowed_generators, seeder
 from outsize.run.weight_files import WeightFiles
-from outsize.run.weights import foreign_weights, free_foreign, homes, move_weights
+from outsize.run.weights import free_foreign, move_weights
 from outsize.train.batch import Batch, as_target
 from outsize.train.batch_dims import Asked, BatchDims, acceptance
+from outsize.train.by_modules import ByModules
 from outsize.train.crew import Crew, GroupOutputs, device_of
 from outsize.train.generate import generate
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values, made_optimizer
@@ -98,6 +99,7 @@ class Engine:
         self.optimizer: Optimizer | None = None
         self._make_optimizer = optimizer
         self._variants = Variants(model, plan, loss_fn, counting, crew.forget)
+        self._modules = ByModules(model, plan, loss_fn, crew.rank) if plan.form == "modules" else None
         self._settings = Settings(model)
         self._dims = BatchDims(acceptance(model, loss_fn), batch_dims)
         self._scaling = Scaling(scaler, crew) if scaler is not None else None
@@ -110,11 +112,14 @@ class Engine:
 
     def prepare(self, batch: Batch) -> None:
         """Capture, cut, free what other ranks own and build the optimizer, on an example batch."""
+        if self._modules is not None:
+            self._settle(self._modules.placement)
+            return
         parts = self._parts(batch)
         with borrowed_generators():
             variant = self._variants.find(parts[0], outputs=False, state=self._settings.number())
             insist_on_model(self.plan, variant.captured.graph)
-            self._settle(variant)
+            self._settle(lambda: placement_of_cut(variant.cut, self.model))
 
     def step(
         self, *args: Any, target: Any = None, update: bool = True, loss_scale: float = 1.0, **kwargs: Any
@@ -143,8 +148,11 @@ class Engine:
         batch = Batch(args, kwargs, as_target(target))
         with _evaluating(self.model), borrowed_generators():
             parts = self._parts(batch)
+            if self._modules is not None:
+                loss, outputs = self._run_by_modules(self._modules, parts, 1.0)
+                return EvalResult(loss, tuple(outputs) if self.rank == self.crew.world_size - 1 else None)
             groups = self._groups(parts, outputs=True)
-            self._settle(groups[0][0])
+            self._settle(lambda: placement_of_cut(groups[0][0].cut, self.model))
             insist_on_values(self._own_weights(), batch)
             results = self._run(groups, parts, 1.0)
         return EvalResult(self._total(results), self._collect(results))
@@ -157,9 +165,7 @@ class Engine:
         and generators stay as they are; samples are drawn from rank 0's. Raises BadOption.
         """
         self._known_homes()
-        given = map_leaves(
-            lambda leaf: self._here(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
-        )
+        given = map_leaves(self._here, (args, kwargs))
         with _evaluating(self.model), borrowed_generators():
             return generate(self.model, self._owned_run(), *given)
 
@@ -208,9 +214,13 @@ class Engine:
     def _forward_backward(self, batch: Batch, loss_scale: float) -> Tensor:
         parts = self._parts(batch)
         with borrowed_generators():
+            if self._modules is not None:
+                loss, _ = self._run_by_modules(self._modules, parts, loss_scale)
+                assert loss is not None
+                return loss
             groups = self._groups(parts, outputs=False)
             insist_on_loss(groups[0][0].tape)
-            self._settle(groups[0][0])
+            self._settle(lambda: placement_of_cut(groups[0][0].cut, self.model))
             insist_on_values(self._own_weights(), batch)
             results = self._run(groups, parts, loss_scale)
         loss = self._total(results)
@@ -244,6 +254,19 @@ class Engine:
         self._settings.ran()
         return results
 
+    def _run_by_modules(
+        self, modules: ByModules, parts: list[Batch], scale: float
+    ) -> tuple[Tensor | None, list[Any]]:
+        """The plain loop over the microbatches; with grad on, backward too."""
+        self._settle(modules.placement)
+        insist_on_values(self._own_weights(), parts[0])
+        self.crew.start_step()
+        seeds = [seeder(self.seed, self.steps, mb) for mb in range(len(parts))]
+        here = [part.mapped(self._here) for part in parts]
+        found = modules.run(here, scale, seeds, self._owned_run())
+        self.crew.keep(self.rank, modules.spans)
+        return found
+
     def _owned_run(self) -> OwnedRun | None:
         """The model in its own Python over all ranks; None in one process."""
         if self.crew.group is None:
@@ -251,17 +274,17 @@ class Engine:
         device = self.crew.device or torch.device("cpu")
         return OwnedRun(self.model, self._holders, Exchange(self.crew.group, device), device)
 
-    def _here(self, tensor: Tensor) -> Tensor:
-        return tensor if self.crew.device is None else tensor.to(self.crew.device)
+    def _here(self, leaf: Any) -> Any:
+        move = isinstance(leaf, Tensor) and self.crew.device is not None
+        return leaf.to(self.crew.device) if move else leaf
 
-    def _settle(self, variant: Variant) -> None:
+    def _settle(self, find: Callable[[], Placement]) -> None:
         """Once: who owns what, what is freed, and the optimizer over this rank's parameters."""
         if self._homes is not None:
             return
-        stages = self.crew.stages
-        self._homes = homes(variant.cut, self.model)
-        self._holders = holders_of_cut(variant.cut)
-        self._foreign = foreign_weights(variant.cut, stages)
+        placement = find()
+        self._homes, self._holders = placement.home, placement.holders
+        self._foreign = placement.foreign(self.crew.stages)
         if self.crew.world_size > 1:
             free_foreign(self.model, self._foreign)
         if self._weights is not None:

@@ -12,7 +12,7 @@ from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import prefixes, unroll
 from outsize.ir.plan import Plan
-from outsize.program.tape import Tape
+from outsize.program.tape import Meta, Tape
 from outsize.train.batch import Batch
 
 _OPTIMIZER = "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
@@ -20,12 +20,17 @@ _OPTIMIZER = "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3
 
 def insist_on_loss(tape: Tape) -> None:
     """Raise BadOption when there is nothing to go backward from."""
-    if tape.loss is None:
+    insist_on_gradient(tape.metas[tape.loss.slot] if tape.loss is not None else None)
+
+
+def insist_on_gradient(loss: Meta | Tensor | None) -> None:
+    """The same of a loss that is there, or of what is known of it."""
+    if loss is None:
         raise BadOption(
             "a training step needs a loss, and the model returns none",
             next_step="pass loss_fn=... and target=..., or labels among the model's arguments",
         )
-    if not tape.metas[tape.loss.slot].requires_grad:
+    if not loss.requires_grad:
         raise BadOption(
             "the loss depends on no trainable parameter, so nothing would be trained",
             next_step="look for requires_grad_(False), detach() or torch.no_grad() on the way to the loss",

@@ -77,6 +77,8 @@ def eager(
         if visit is not None or any(i.random for i in tape.instructions):
             follower = _Follower(tape, model, seed, visit)
             stack.enter_context(watching(follower, dispatch=False))
+        if not tape.instructions:
+            seed(0)  # a model that runs by modules is seeded once
         output = model(*part.args, **part.kwargs)
         loss = loss_fn(output, *part.target) if loss_fn is not None else find_loss(output)
     if follower is not None:

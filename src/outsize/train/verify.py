@@ -60,7 +60,8 @@ class Question:
 def verify(question: Question, *, processes: bool) -> Verdict:
     """The verdict. Raises BadOption when the model or loss cannot be handed to processes, or is on meta."""
     plan = question.plan
-    insist_on_loss(question.captured.tape)
+    if plan.form == "tape":
+        insist_on_loss(question.captured.tape)
     insist_on_values(question.model.named_parameters(), question.batch)
     reference = _reference(question)
     start = time.perf_counter()
@@ -87,6 +88,8 @@ def verify(question: Question, *, processes: bool) -> Verdict:
 
 def _tapes(question: Question) -> TapeOf:
     """The tape of a microbatch: its own where the model decides otherwise on its inputs, as in an engine."""
+    if question.plan.form == "modules":
+        return lambda part: question.captured.tape
     variants = Variants(question.model, question.plan, question.loss_fn)
     return lambda part: variants.find(part, outputs=False).tape
 
@@ -171,10 +174,10 @@ def _save(question: Question, folder: Path) -> None:
 def _locate(question: Question, differences: Differences) -> str | None:
     """`unit (forward)` or `unit (backward)`."""
     part = question.batch.split(question.plan.microbatches)[0]
-    model = copy.deepcopy(question.model)
-    unit = first_forward_divergence(
-        question.captured, model, part, seeder(question.seed, 0, 0), question.loss_fn
-    )
+    model, seed = copy.deepcopy(question.model), seeder(question.seed, 0, 0)
+    unit = None
+    if question.plan.form == "tape":
+        unit = first_forward_divergence(question.captured, model, part, seed, question.loss_fn)
     if unit is not None:
         return f"{unit} (forward)"
     unit = last_wrong_gradient(question.captured, differences.wrong_grads)

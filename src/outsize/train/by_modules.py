@@ -1,0 +1,88 @@
+"""A plan of form "modules" at work: the plain loop, with every module called where it lives.
+
+    for part in microbatches:  output = model(part);  (loss(output) * weight).backward()
+
+on every rank, under run/owned.py; in one process it is the plain loop itself. Generators are seeded once per
+microbatch, and the owner of a module that draws tells the others how far it went.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.by_modules import module_graph
+from outsize.capture.ladder import LossFn, find_loss
+from outsize.ir.plan import Plan
+from outsize.ir.timeline import Lane
+from outsize.program.modes import outside_autocast
+from outsize.run.homes import Placement, placement_of_modules
+from outsize.run.owned import OwnedRun
+from outsize.run.rng import Seed
+from outsize.train.batch import Batch
+from outsize.train.generate import kept_buffers
+from outsize.train.insist import insist_on_gradient, insist_on_model
+
+Spans = list[tuple[str, Lane, float, float]]
+
+
+@final
+class ByModules:
+    """Runs the microbatches of one model in order, nothing overlapping."""
+
+    def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFn | None, rank: int) -> None:
+        self._rank = rank
+        self._model, self._plan, self._loss_fn = model, plan, loss_fn
+        self.spans: Spans = []
+
+    def placement(self) -> Placement:
+        """Whose weights are whose. Raises ModelMismatch and BadPlan for a plan of another model."""
+        graph = module_graph(self._model)
+        insist_on_model(self._plan, graph)
+        return placement_of_modules(graph, self._plan.bounds(graph), self._model)
+
+    def run(
+        self, parts: Sequence[Batch], scale: float, seeds: Sequence[Seed], run: OwnedRun | None
+    ) -> tuple[Tensor | None, list[Any]]:
+        """Loss of the batch and outputs by microbatch; with grad on, gradients (times `scale`) add up.
+
+        `run` is the model over several ranks, None in one process. Raises BadOption without a loss to train.
+        """
+        self.spans = []
+        total: Tensor | None = None
+        outputs = []
+        samples = sum(part.size for part in parts)
+        kept = nullcontext() if torch.is_grad_enabled() else kept_buffers(self._model)
+        with kept, nullcontext() if run is None else run.active():
+            for number, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
+                output, loss = self._forward(number, part, seed)
+                share = part.size / samples
+                if torch.is_grad_enabled():
+                    self._backward(number, loss, share * scale)
+                else:
+                    outputs.append(output)
+                if loss is not None:
+                    weighted = loss.detach() * share
+                    total = weighted if total is None else total + weighted
+        return total, outputs
+
+    def _forward(self, number: int, part: Batch, seed: Seed) -> tuple[Any, Tensor | None]:
+        start = time.perf_counter()
+        seed(0)
+        output = self._model(*part.args, **part.kwargs)
+        loss = find_loss(output) if self._loss_fn is None else self._loss_fn(output, *part.target)
+        self.spans.append((f"{self._rank}F{number}", "compute", start, time.perf_counter()))
+        return output, loss
+
+    def _backward(self, number: int, loss: Tensor | None, weight: float) -> None:
+        insist_on_gradient(loss)
+        assert loss is not None
+        start = time.perf_counter()
+        with outside_autocast():
+            (loss * weight).backward()
+        self.spans.append((f"{self._rank}B{number}", "compute", start, time.perf_counter()))

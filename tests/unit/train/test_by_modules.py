@@ -1,0 +1,195 @@
+"""The last rung: a model whose root decides on activations still trains, split by modules, bit-equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked import on_ranks
+from torch import Tensor, nn
+
+import outsize
+from outsize.capture.by_modules import capture_model
+from outsize.errors import BadOption, NotCapturable, TooManyStages
+from outsize.run.rng import seeder
+from outsize.train.batch import Batch
+from outsize.train.parallel import make_engine
+from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot, merge, reference_snapshot
+
+BATCH = 12
+
+
+@final
+class Block(nn.Module):
+    """Attention with batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 16) -> (b, 16)."""
+        return x + self.drop(self.norm(self.q(x).tanh() * self.v(x)))
+
+
+@final
+class Deciding(nn.Module):
+    """As many blocks as the activations say; a tied weight, a scale and a counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(16))
+        self.head = nn.Linear(16, 8)
+        self.back = nn.Linear(16, 8, bias=False)
+        self.back.weight = self.head.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 8) -> (b, 8)."""
+        h = self.embed(x)
+        self.seen += 1
+        for block in self.blocks:
+            h = block(h) * self.scale
+            if float(h.detach().norm()) > 1e3 + float(self.seen):
+                break
+        if h.sum() > 0:
+            h = h + nn.functional.dropout(h, 0.1, self.training)
+        return self.head(h) + self.back(h * 0.5) * h[:, :8]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Deciding()
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(BATCH, 8, generator=generator), torch.randint(0, 8, (BATCH,), generator=generator)
+    return Batch((x,), {}, (y,))
+
+
+def planned(**wishes: Any) -> outsize.Plan:
+    given = batch()
+    wishes = {"stages": 3, "microbatches": 3, "cluster": "3xcpu", **wishes}
+    return outsize.plan(
+        model(), given.args, loss_fn=nn.functional.cross_entropy, target=given.target[0], **wishes
+    )
+
+
+def reference(steps: int) -> Snapshot:
+    found = outsize.capture(model(), batch().args)
+    assert found.form == "modules"
+    tape = capture_model(model(), batch().args, {}).tape
+    return reference_snapshot(model(), tape, batch(), 3, nn.functional.cross_entropy, steps=steps, seed=4)
+
+
+def test_the_graph_says_how_it_runs_and_why() -> None:
+    graph = outsize.capture(model(), batch().args)
+    assert graph.form == "modules"
+    assert [u.name for u in graph.units][:3] == ["embed", "blocks.0.q", "blocks.0.v"]
+    assert all(u.flops and u.saved_bytes for u in graph.units if u.kind == "Linear")
+    assert graph.parameter_of["scale"].name in graph.units[0].parameters
+    (note,) = graph.notes
+    assert note.startswith("runs by modules, without overlap")
+    assert f"{__file__}:" in note
+
+
+def test_the_real_forward_that_tells_costs_leaves_no_trace() -> None:
+    subject = model()
+    before = {n: t.clone() for n, t in subject.state_dict().items()}
+    random = torch.get_rng_state()
+    outsize.capture(subject, batch().args)
+    assert all(torch.equal(t, before[n]) for n, t in subject.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in subject.modules())
+
+
+def test_the_planner_adds_up_and_overlaps_nothing() -> None:
+    plan = planned(schedule="1f1b")
+    assert (plan.form, plan.schedule) == ("modules", "naive")
+    assert plan.expected is not None
+    busy = sum(s.forward_s + s.backward_s for s in plan.expected.stages)
+    assert plan.expected.step_s >= 3 * busy
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("steps", [1, 3])
+def test_three_ranks_are_bit_equal_to_the_plain_loop(tmp_path: Path, steps: int) -> None:
+    plan = planned()
+
+    def work(group: dist.ProcessGroup) -> tuple[Snapshot, list[str]]:
+        engine = make_engine(
+            model(), plan, group, loss_fn=nn.functional.cross_entropy, optimizer=adamw, seed=4
+        )
+        found = engine_snapshot(engine, batch(), steps=steps)
+        return found, [n for n, p in engine.model.named_parameters() if not p.is_meta]
+
+    found = on_ranks(tmp_path, 3, work)
+    held = sorted(name for _, names in found for name in names)
+    assert held == sorted(n for n, _ in model().named_parameters())
+    differences = compare(reference(steps), merge(snapshot for snapshot, _ in found))
+    assert differences.bit_equal, differences
+
+
+def test_one_process_and_check_are_bit_equal_and_say_how() -> None:
+    given = batch()
+    verdict = outsize.check(
+        model(), given.args, stages=3, microbatches=3, loss_fn=nn.functional.cross_entropy,
+        target=given.target[0], steps=2,
+    )  # fmt: skip
+    assert verdict.bit_equal
+    assert verdict.schedule == "naive"
+    assert verdict.notes[0].startswith("runs by modules")
+
+
+def test_other_random_numbers_are_found_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = batch()
+    monkeypatch.setattr("outsize.train.engine.seeder", lambda seed, step, mb: seeder(seed + 1, step, mb))
+    verdict = outsize.check(
+        model(), given.args, stages=3, microbatches=3, loss_fn=nn.functional.cross_entropy,
+        target=given.target[0],
+    )  # fmt: skip
+    assert not verdict.bit_equal
+
+
+@pytest.mark.dist
+def test_evaluation_and_the_timeline_over_ranks(tmp_path: Path) -> None:
+    plan = planned()
+
+    def work(group: dist.ProcessGroup) -> Any:
+        engine = make_engine(model(), plan, group, loss_fn=nn.functional.cross_entropy)
+        engine.step(*batch().args, target=batch().target)
+        seen = engine.model.get_buffer("seen").clone()
+        result = engine.evaluate(*batch().args, target=batch().target)
+        kept = torch.equal(seen, engine.model.get_buffer("seen"))
+        actions = {(s.rank, s.action) for s in engine.timeline().spans}
+        return result.outputs, kept, actions
+
+    found = on_ranks(tmp_path, 3, work)
+    assert [outputs is not None for outputs, _, _ in found] == [False, False, True]
+    assert found[0][2] == {(r, f"{r}{kind}{mb}") for r in range(3) for kind in "FB" for mb in range(3)}
+    assert all(kept for _, kept, _ in found)
+
+
+def test_what_cannot_be_split_by_modules_is_refused_as_before() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.act = nn.Parameter(torch.randn(8, 8)), nn.ReLU()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.act(x @ self.w)
+            return h if h.sum() > 0 else -h
+
+    with pytest.raises(NotCapturable, match=f"{__file__}:"):
+        outsize.capture(Bare(), batch().args)
+    with pytest.raises(TooManyStages):
+        planned(stages=40, cluster="40xcpu")
+    with pytest.raises(BadOption, match="needs a loss"):
+        outsize.parallelize(model(), batch().args, stages=2, microbatches=2).step(*batch().args)
