@@ -71,6 +71,8 @@ def _initialisers(model: nn.Module, fqn: str) -> Iterator[Callable[[], Any]]:
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         yield reset
+    if nearest is not None:  # Falcon-H1's is made when the turn is that of the model around the layers
+        yield from (partial(nearest, model.get_submodule(name)) for name in around[1:])
 
 
 def _is_untouched(model: nn.Module, name: str, made: Tensor) -> bool:

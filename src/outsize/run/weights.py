@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outsize.program.tree import map_leaves, paths
+from outsize.program.tree import map_leaves
 from outsize.run.cut import Cut
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -84,7 +84,10 @@ def replace(model: nn.Module, successor: Mapping[int, Tensor]) -> None:
 
 
 def _holds(value: Any, successor: Mapping[int, Tensor]) -> bool:
-    return any(True for _ in paths(value, lambda leaf: id(leaf) in successor))
+    """Itself or in a list, tuple or dict; a dataclass may be a config, whose fields can refuse to be read."""
+    if isinstance(value, list | tuple | dict):
+        return any(_holds(item, successor) for item in (value.values() if isinstance(value, dict) else value))
+    return id(value) in successor
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

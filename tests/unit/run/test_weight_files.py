@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -299,7 +300,34 @@ class Initialised(nn.Module):
             module.table.copy_(torch.arange(4.0))
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Sequential(Resetting()), Initialised])
+@final
+class FromAbove(nn.Module):
+    """In the way of Falcon-H1: a table is made in the turn of the model around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Table())
+        self.config = Guarded(2)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            self.get_buffer("inner.0.table").copy_(torch.arange(4.0))
+
+
+@final
+@dataclass
+class Guarded:
+    """A config of transformers that refuses to be read."""
+
+    heads: int
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "heads":
+            raise AttributeError("heads vary across layers")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(Resetting()), Initialised, FromAbove])
 def test_a_buffer_is_made_by_its_initialiser_and_the_weights_are_the_files(tmp_path: Path, make: Any) -> None:
     model = make()
     written(tmp_path, model.state_dict())
