@@ -69,7 +69,9 @@ def _insist_on_all(model: nn.Module, files: WeightFiles, missing: list[str]) -> 
     raise BadWeights(
         f"{files.path} lacks weights of {type(model).__name__}",
         numbers=f"{len(missing)} missing: {_few(missing)}; nearest to the first: {_few(near) or 'none'}",
-        next_step="build the class that was saved, or save its state_dict under these names",
+        next_step="model.save_pretrained(FOLDER, save_original_format=False) writes the model's own names"
+        if hasattr(model, "save_pretrained")
+        else "build the class that was saved, or save its state_dict under the model's names",
     )
 
 
