@@ -21,6 +21,10 @@ The owner's graph is the plain one. When the engine comes to D, every use of x w
 part of x's gradient; D broadcasts these parts one by one, and R hands them to x in the same order. So each
 rank adds the same numbers in the order of the plain loop, whatever the glue did with x before and after.
 X and R stand for the same edge, so both are reached, or neither is.
+
+A checkpoint region in the glue runs flat: owner and others would not recompute it at the same moment. The
+older form (use_reentrant=True) is a node of every rank's graph and recomputes, and so does what lies within a
+module.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+import torch.utils.checkpoint as checkpoints
 from torch import Tensor, nn
 
 from outsize.errors import NotCapturable
@@ -67,7 +72,7 @@ class OwnedRun:
         self._owner: dict[int, int] = {}
         self._home: dict[int, int] = {}
         self._fetched: dict[int, Tensor] = {}
-        self._inside = False
+        self._inside, self._recomputing = False, False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -79,7 +84,7 @@ class OwnedRun:
             self._home = weight_homes(self._model, self._holders)
             self._agree()
             try:
-                with _patched(self._call, self._read):
+                with _patched(self._call, self._read), _checkpoints(self._in_glue, self._as_glue):
                     yield
             finally:
                 self._fetched.clear()
@@ -95,7 +100,7 @@ class OwnedRun:
     # -- calls -----------------------------------------------------------------------------------------
 
     def _call(self, module: nn.Module, really: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        owner = None if self._inside else self._owner.get(id(module))
+        owner = self._owner.get(id(module)) if self._in_glue() else None
         if owner is None:
             return really(module, *args, **kwargs)
         values = list(leaves((args, kwargs)))
@@ -154,11 +159,28 @@ class OwnedRun:
         finally:
             self._inside = False
 
+    def _in_glue(self) -> bool:
+        """Does every rank run this? While the engine is at work a module recomputes itself on its owner."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return not self._inside and (self._recomputing or not in_backward)
+
+    def _as_glue(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A region of the glue, which every rank recomputes in its backward."""
+
+        def glue(*args: Any) -> Any:
+            self._recomputing = True
+            try:
+                return run(*args)
+            finally:
+                self._recomputing = False
+
+        return glue
+
     # -- weights that the glue reads -----------------------------------------------------------------------
 
     def _read(self, weight: Any) -> Any:
         """The weight's values, on every rank; asked for once per `active`."""
-        home = None if self._inside else self._home.get(id(weight))
+        home = self._home.get(id(weight)) if self._in_glue() else None
         if home is None:
             return weight
         if id(weight) not in self._fetched:
@@ -218,3 +240,27 @@ def _patched(call: Callable[..., Any], read: Callable[[Any], Any]) -> Iterator[N
     finally:
         nn.Module.__call__ = calling
         nn.Module.__getattr__ = reading
+
+
+@contextmanager
+def _checkpoints(in_glue: Callable[[], bool], as_glue: Callable[[Any], Any]) -> Iterator[None]:
+    """Regions of torch.utils.checkpoint in the glue: flat, or, in the older form, recomputed as glue."""
+    generator, function = checkpoints._checkpoint_without_reentrant_generator, checkpoints.CheckpointFunction
+    reentrant = function.apply
+
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if in_glue():
+            yield
+        else:
+            yield from generator(*args, **kwargs)
+
+    def applied(run: Callable[..., Any], *args: Any) -> Any:
+        return reentrant(as_glue(run) if in_glue() else run, *args)
+
+    checkpoints._checkpoint_without_reentrant_generator = region
+    function.apply = staticmethod(applied)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = generator
+        del function.apply

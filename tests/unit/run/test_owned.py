@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from forked import on_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from outsize.errors import BoundaryMismatch, NotCapturable
 from outsize.run.exchange import Exchange
@@ -146,6 +147,78 @@ class Heads(nn.Module):
         return {"y": y, "same": x, "none": None, "name": "heads", **other}
 
 
+@final
+class Views(Deciding):
+    """Views as arguments, of which one is written later; checkpoints in the glue and within a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Checkpointed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, w) -> ()."""
+        h = self.a(x)
+        first, second = torch.cat([h, h.cos()], 1).chunk(2, 1)
+        y = self.b(first) * first + self.b(second.transpose(0, 1).transpose(0, 1))
+        y[:, 0].add_(second[:, 1])
+        if float(y.detach().sum()) != 0:
+            y = y + checkpoint(self.c, y, use_reentrant=False) * y
+            y = checkpoint(self.twice, y, use_reentrant=True)
+        with torch.no_grad():
+            scale = self.b(y).abs().mean()
+        with torch.autocast("cpu", torch.bfloat16):
+            return (self.c(y / scale).float() * first).square().mean()
+
+    def twice(self, y: Tensor) -> Tensor:
+        """(b, s, w) -> (b, s, w)."""
+        return self.a(y) * self.b(y) + y
+
+
+@final
+class Checkpointed(nn.Module):
+    """Recomputes itself in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Attention(), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, w) -> (b, s, w)."""
+        h = checkpoint(self.inner, x, use_reentrant=False)
+        return checkpoint(self.last, h, use_reentrant=True)
+
+
+@final
+class Hidden(Deciding):
+    """A part uses a tensor of the graph that is no argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = Held()
+
+    def forward(self, x: Tensor) -> Any:
+        """The error's name and text."""
+        h = self.a(x)
+        self.b.held = h * 2
+        try:
+            return self.b(h)
+        except NotCapturable as error:
+            return str(error)
+
+
+@final
+class Held(nn.Module):
+    held: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, w) -> (b, s, w)."""
+        return self.w(x) * self.held
+
+
 def thirds(model: nn.Module) -> Holders:
     """The children in three stages; weights of the root itself on stage 0."""
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
@@ -193,7 +266,7 @@ def run_on(model: nn.Module, holders: Holders, work: Callable[[nn.Module, OwnedR
     return of_rank
 
 
-@pytest.mark.parametrize("kind", [Deciding, Memory, Tied, Embedding])
+@pytest.mark.parametrize("kind", [Deciding, Memory, Tied, Embedding, Views])
 def test_owned_modules_give_the_numbers_of_the_plain_loop(tmp_path: Path, kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
     model = kind()
@@ -206,6 +279,12 @@ def test_owned_modules_give_the_numbers_of_the_plain_loop(tmp_path: Path, kind: 
     assert owned.keys() == expected.keys()
     wrong = [n for n, g in expected.items() if not torch.equal(g, owned[n])]
     assert wrong == []
+
+
+def test_a_tensor_that_comes_in_by_the_back_door_is_refused_everywhere(tmp_path: Path) -> None:
+    model = Hidden()
+    found = on_ranks(tmp_path, RANKS, run_on(model, thirds(model), lambda mine, _: mine(batches()[0])))
+    assert all("b uses a tensor with a gradient that is not among its arguments" in said for said, _ in found)
 
 
 def test_the_whole_argument_gradient_at_once_would_be_another_number() -> None:
