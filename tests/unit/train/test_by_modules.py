@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, final
 
 import pytest
 import torch
 import torch.distributed as dist
+from coverage_runs import whole_batch
 from forked import on_ranks
 from torch import Tensor, nn
+from zoo import CASES, case
 
 import outsize
 from outsize.capture.by_modules import capture_model
 from outsize.errors import BadOption, NotCapturable, TooManyStages
+from outsize.program.tree import leaves
 from outsize.run.rng import seeder
 from outsize.train.batch import Batch
 from outsize.train.parallel import make_engine
@@ -61,6 +65,24 @@ class Deciding(nn.Module):
         if h.sum() > 0:
             h = h + nn.functional.dropout(h, 0.1, self.training)
         return self.head(h) + self.back(h * 0.5) * h[:, :8]
+
+
+@final
+class Doubting(nn.Module):
+    """A model of the zoo whose caller decides on what it gives."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.inner = case(name).build(dropout=True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives."""
+        out = self.inner(*args, **kwargs)
+        first = next(leaf for leaf in leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+        if not math.isfinite(float(first.detach().sum())):
+            raise ValueError("no number")
+        return out
 
 
 def model() -> nn.Module:
@@ -193,3 +215,29 @@ def test_what_cannot_be_split_by_modules_is_refused_as_before() -> None:
         planned(stages=40, cluster="40xcpu")
     with pytest.raises(BadOption, match="needs a loss"):
         outsize.parallelize(model(), batch().args, stages=2, microbatches=2).step(*batch().args)
+
+
+NAMES = [c.name for c in CASES if c.name != "toy"]  # of which there are two units
+FEW = ("unet", "late_fusion", "lstm", "swin", "gpt2", "t5", "mixtral")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in NAMES])
+def test_the_zoo_by_modules_is_bit_equal(tmp_path: Path, name: str) -> None:
+    found, given, subject = case(name), whole_batch(case(name)), Doubting(name)
+    target = given.target or None
+    plan = outsize.plan(
+        subject, given.args, given.kwargs, stages=3, microbatches=2, cluster="3xcpu", loss_fn=found.loss,
+        target=target,
+    )  # fmt: skip
+    assert plan.form == "modules"
+
+    def work(group: dist.ProcessGroup) -> Snapshot:
+        engine = make_engine(Doubting(name), plan, group, loss_fn=found.loss, optimizer=adamw, seed=4)
+        return engine_snapshot(engine, given, steps=2)
+
+    split = merge(on_ranks(tmp_path, 3, work))
+    part = given.split(2)[0]
+    tape = capture_model(subject, part.args, part.kwargs, found.loss, part.target).tape
+    plain = reference_snapshot(Doubting(name), tape, given, 2, found.loss, steps=2, seed=4)
+    assert compare(plain, split).bit_equal, compare(plain, split)
