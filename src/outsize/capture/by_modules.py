@@ -80,7 +80,7 @@ def _by_modules(
     seen = {name: _Seen() for name in unit_modules(model)}
     outputs = 0
     if not any(p.is_meta for p in model.parameters()):
-        with _untouched(model):
+        with untouched(model):
             outputs = _watch(model, seen, args, kwargs)
     note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
@@ -169,7 +169,7 @@ def _add_output(found: _Seen, out: Any) -> None:
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Buffers, attributes and generators are afterwards as they were."""
     buffers = [(b, b.clone()) for b in model.buffers()]
     restore = remember(model.modules())

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.capture.ladder import LossFn, record
-from outsize.errors import BadOption
+from outsize.capture.by_modules import untouched
+from outsize.capture.ladder import LossFn, find_loss, record
+from outsize.errors import BadOption, NotCapturable
 from outsize.program.tape import Ref, Tape
 from outsize.program.tree import map_leaves
 
@@ -55,13 +56,30 @@ def objective(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], s
 
     Raises: BadOption (no tensor that classes could be drawn for), and as `record`.
     """
-    tape = record(model, args, kwargs)
-    if tape.loss is not None:
+    try:
+        tape = record(model, args, kwargs)
+    except NotCapturable:
+        output = _real_output(model, args, kwargs)
+        has_loss = output is None or find_loss(output) is not None
+    else:
+        output = map_leaves(lambda leaf: _shaped(tape, leaf), tape.output)
+        has_loss = tape.loss is not None
+    if has_loss:
         return Objective()
-    main, _ = _heads(map_leaves(lambda leaf: _shaped(tape, leaf), tape.output))
+    main, _ = _heads(output)
     samples, classes, *rest = main.shape
     generator = torch.Generator().manual_seed(seed)
     return Objective(default_loss, torch.randint(0, classes, (samples, *rest), generator=generator))
+
+
+def _real_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the model gives, or None where it has no weights: a model that runs by modules is planned
+    without its loss.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        return None
+    with untouched(model), torch.no_grad():
+        return model(*args, **kwargs)
 
 
 def _shaped(tape: Tape, leaf: Any) -> Any:

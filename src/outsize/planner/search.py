@@ -135,6 +135,7 @@ def _plan(request: Request, best: Estimate, cluster: Cluster, others: Iterable[s
         optimizer=request.optimizer,
         expected=expected(best, request.batch_size),
         why=(
+            *(graph.notes if graph.form == "modules" else ()),
             pace_reason(graph, best.bounds, best.costs),
             fullest_reason(best.memories, best.devices),
             *others,

@@ -31,19 +31,31 @@ Holders = Mapping[str, frozenset[int]]  # canonical weight name -> stages
 @final
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`home`: the one stage that owns each parameter and buffer; `holders`: all that have its values."""
+    """`home`: the one stage that owns each parameter and buffer; `holders`: all that have its values;
+    `unused`: weights that no program has used so far. Everybody holds these, and nobody has changed them.
+    """
 
     home: dict[str, int]
     holders: Holders
+    unused: frozenset[str] = frozenset()
 
     def foreign(self, stages: Iterable[int]) -> set[str]:
         """Weights that these stages have no values of."""
         return {name for name, held in self.holders.items() if held.isdisjoint(stages)}
 
+    def adopting(self, now: Placement) -> Placement:
+        """With unused weights, as soon as they are used, where that program puts them."""
+        new = self.unused - now.unused
+        home = self.home | {name: now.home[name] for name in new}
+        holders = {**self.holders, **{name: now.holders[name] for name in new if name in now.holders}}
+        return Placement(home, holders, self.unused & now.unused)
+
 
 def placement_of_cut(cut: Cut, model: nn.Module) -> Placement:
     """Where a cut puts the weights."""
-    return Placement(homes(cut, model), holders_of_cut(cut))
+    home = homes(cut, model)
+    used = {name for program in cut.programs for name in program.weights}
+    return Placement(home, holders_of_cut(cut), frozenset(home.keys() - used))
 
 
 def placement_of_modules(graph: ModelGraph, bounds: Sequence[int], model: nn.Module) -> Placement:

@@ -107,6 +107,7 @@ class Engine:
         self._homes: dict[str, int] | None = None
         self._holders: Holders = {}
         self._foreign: set[str] = set()
+        self._unused: frozenset[str] = frozenset()
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -176,8 +177,7 @@ class Engine:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's own parameters, under the user's names, in the model's order."""
-        home = self._homes or {}
-        return ((n, p) for n, p in self.model.named_parameters() if home.get(n) in self.crew.stages)
+        return ((n, p) for n, p in self.model.named_parameters() if self._is_own(n))
 
     @property
     def module(self) -> nn.Module:
@@ -246,6 +246,7 @@ class Engine:
         results = []
         self.crew.start_step()
         for variant, members in groups:
+            self._adopt(variant)
             inputs = [[self._here(t) for t in parts[mb].tensors()] for mb in members]
             weights = [shares[mb] * scale for mb in members]
             seeds = [seeder(self.seed, self.steps, mb) for mb in members]
@@ -282,19 +283,33 @@ class Engine:
         """Once: who owns what, what is freed, and the optimizer over this rank's parameters."""
         if self._homes is not None:
             return
-        placement = find()
-        self._homes, self._holders = placement.home, placement.holders
-        self._foreign = placement.foreign(self.crew.stages)
-        if self.crew.world_size > 1:
-            free_foreign(self.model, self._foreign)
+        self._place(find())
         if self._weights is not None:
             self._load(self._weights)
         if self.crew.device is not None:
             move_weights(self.model, self.crew.device)
-        # Frozen ones too: the user may unfreeze them later, as with `optimizer(model.parameters())`.
-        own = [p for _, p in self.named_parameters()]
+        # Frozen ones too: the user may unfreeze them later, as with `optimizer(model.parameters())`. Unused
+        # ones everywhere: without a gradient they are skipped, until one rank has one.
+        own = [p for n, p in self.model.named_parameters() if n in self._unused or self._is_own(n)]
         if self._make_optimizer is not None and own:
             self.optimizer = made_optimizer(self._make_optimizer, own)
+
+    def _place(self, placement: Placement) -> None:
+        self._placement, self._homes = placement, placement.home
+        self._holders, self._unused = placement.holders, placement.unused
+        self._foreign = placement.foreign(self.crew.stages)
+        if self.crew.world_size > 1:
+            free_foreign(self.model, self._foreign)
+
+    def _adopt(self, variant: Variant) -> None:
+        """Another program may be the first to use a weight: from now on its stage owns it."""
+        if self._unused and torch.is_grad_enabled():
+            now = placement_of_cut(variant.cut, self.model)
+            if self._unused - now.unused:
+                self._place(self._placement.adopting(now))
+
+    def _is_own(self, name: str) -> bool:
+        return self._homes is not None and self._homes.get(name) in self.crew.stages
 
     def _load(self, files: WeightFiles) -> None:
         device = self.crew.device or device_of(self.plan)

@@ -16,6 +16,7 @@ from zoo import CASES, case
 
 import outsize
 from outsize.capture.by_modules import capture_model
+from outsize.capture.losses import objective
 from outsize.errors import BadOption, NotCapturable, TooManyStages
 from outsize.program.tree import leaves
 from outsize.run.rng import seeder
@@ -135,6 +136,7 @@ def test_the_real_forward_that_tells_costs_leaves_no_trace() -> None:
 def test_the_planner_adds_up_and_overlaps_nothing() -> None:
     plan = planned(schedule="1f1b")
     assert (plan.form, plan.schedule) == ("modules", "naive")
+    assert plan.why[0].startswith("runs by modules, without overlap")
     assert plan.expected is not None
     busy = sum(s.forward_s + s.backward_s for s in plan.expected.stages)
     assert plan.expected.step_s >= 3 * busy
@@ -197,6 +199,13 @@ def test_evaluation_and_the_timeline_over_ranks(tmp_path: Path) -> None:
     assert [outputs is not None for outputs, _, _ in found] == [False, False, True]
     assert found[0][2] == {(r, f"{r}{kind}{mb}") for r in range(3) for kind in "FB" for mb in range(3)}
     assert all(kept for _, kept, _ in found)
+
+
+def test_a_loss_is_made_up_for_the_command_line() -> None:
+    found = objective(model(), batch().args, {})
+    assert found.target is not None
+    assert found.target.shape == (BATCH,)
+    assert objective(model().to("meta"), (batch().args[0].to("meta"),), {}).loss_fn is None
 
 
 def test_what_cannot_be_split_by_modules_is_refused_as_before() -> None:
