@@ -30,6 +30,7 @@ CHECKS = [
     "the_module_has_this_ranks_weights_under_the_users_names",
     "clipping_by_value_and_averaging_are_those_of_plain_torch",
     "a_model_in_memory_gives_back_the_weights_of_others",
+    "a_weight_that_is_first_used_later_trains_where_it_is_used",
 ]
 
 

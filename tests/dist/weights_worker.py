@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
@@ -141,6 +142,48 @@ def check_a_model_in_memory_gives_back_the_weights_of_others(world: World) -> No
     before = resident("VmRSS")
     outsize.parallelize(model, (x,), stages=2, microbatches=2, loss_fn=total)
     assert before - resident("VmRSS") > 60 << 20
+
+
+@final
+class Late(nn.Module):
+    """The last layers are used only where the input is positive, and only one of them in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.late = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = bool(x[0, 0] > 0)
+        for layer in self.layers:
+            x = layer(x)
+        return self.late(x) if positive else x
+
+
+def check_a_weight_that_is_first_used_later_trains_where_it_is_used(world: World) -> None:
+    torch.manual_seed(0)
+    plain, x = Late(), torch.randn(4, 4).abs()
+    options: dict[str, Any] = {"stages": 2, "microbatches": 2, "loss_fn": total, "optimizer": adamw}
+    engine = outsize.parallelize(copy.deepcopy(plain), (-x,), **options)
+    optimizer = adamw(plain.parameters())
+    for batch in (-x, x, x, -x, x):
+        found = engine.step(batch).loss
+        losses = [total(plain(part)) * 0.5 for part in batch.split(2)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(found, (losses[0] + losses[1]).detach())
+    state = engine.full_state_dict()
+    if world.rank == 0:
+        insist_on_equal(state, dict(plain.state_dict()))
+    assert ("late.0.weight" in dict(engine.named_parameters())) is (world.rank == 1)
+    result = engine.evaluate(x)
+    plain.eval()
+    if world.rank == 1:
+        outputs = torch.cat(list(result.outputs or ()))
+        assert torch.equal(outputs, torch.cat([plain(part) for part in x.split(2)]))
 
 
 # -- the large model -----------------------------------------------------------------------------------
