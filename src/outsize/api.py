@@ -30,7 +30,7 @@ from outsize.capture.measure import Progress, measure_units
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Plan, ScheduleName
+from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
@@ -132,6 +132,8 @@ def plan(
     stages: int | None = None,
     schedule: ScheduleName | None = None,
     optimizer: str = "adamw",
+    recompute: Recompute = "none",
+    bn: BatchNormMode = "micro",
     loss_fn: LossFn | None = None,
     target: Any = None,
     batch_dims: Asked | None = None,
@@ -141,7 +143,8 @@ def plan(
     """The fastest split that fits the cluster, by predicted step time.
 
     `batch_size` is the global batch (default: the example's); what is not given is searched. `measured`
-    times the units on this machine instead of estimating them. `batch_dims` maps an argument's name or
+    times the units on this machine instead of estimating them. `recompute="full"` trades time for memory;
+    `bn` is how BatchNorm keeps its running statistics (see Plan). `batch_dims` maps an argument's name or
     position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
     follows from the shapes, and where these leave it open from a trial with one sample more.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
@@ -150,9 +153,15 @@ def plan(
     where = _cluster(cluster)
     size = found.batch.size if batch_size is None else batch_size
     request = _request(
-        batch_size=size, microbatches=microbatches, stages=stages, schedule=schedule, optimizer=optimizer
+        batch_size=size,
+        microbatches=microbatches,
+        stages=stages,
+        schedule=schedule,
+        optimizer=optimizer,
+        recompute=recompute,
+        bn=bn,
     )
-    counts = _counts(size, stages or len(where.devices), microbatches)
+    counts = _counts(size, stages or len(where.devices), request.microbatches)
     candidates = {}
     for count in counts:
         captured = found.captured(-(-size // count))
@@ -244,8 +253,10 @@ def check(
     kwargs: Kwargs | None = None,
     *,
     stages: int = 2,
-    microbatches: int = 4,
+    microbatches: int | None = None,
     schedule: ScheduleName = "1f1b",
+    recompute: Recompute = "none",
+    bn: BatchNormMode = "micro",
     processes: bool = False,
     loss_fn: LossFn | None = None,
     target: Any = None,
@@ -257,21 +268,22 @@ def check(
 ) -> Verdict:
     """Run the model split and plain on the same batch, and compare loss, gradients, buffers, parameters.
 
-    The cuts are the planner's unless a plan is given. The model itself is not changed.
+    The cuts are the planner's unless a plan is given; four microbatches, but one with `bn="sync"`. The
+    model itself is not changed.
     `weights` as in `parallelize`; a copy of the model gets all of them.
     """
     model = model if weights is None else _loaded(model, weights)
     found = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims)
     batch = found.batch
-    request = _request(batch_size=batch.size, microbatches=microbatches, stages=stages, schedule=schedule)
+    count = microbatches if microbatches is not None else 1 if bn == "sync" else 4
+    how = {"schedule": schedule, "recompute": recompute, "bn": bn}
+    request = _request(batch_size=batch.size, microbatches=count, stages=stages, **how)
     start = time.perf_counter()
-    captured = found.captured(-(-batch.size // microbatches) if plan is None else plan.microbatch_size)
+    captured = found.captured(-(-batch.size // count) if plan is None else plan.microbatch_size)
     capture_s = time.perf_counter() - start
     if plan is None:
         where = find_cluster(f"{stages}xcpu")
-        plan = search(
-            request, {microbatches: (captured.graph, roofline(captured.graph, where.devices[0]))}, where
-        )
+        plan = search(request, {count: (captured.graph, roofline(captured.graph, where.devices[0]))}, where)
     plan.bounds(captured.graph)  # a plan of another model, or with other units, must not pass
     question = Question(model, batch, loss_fn, plan, captured, capture_s, steps, seed)
     return verify(question, processes=processes)
@@ -307,6 +319,8 @@ def _batch(args: Any, kwargs: Any, target: Any) -> Batch:
 
 
 def _request(**fields: Any) -> Request:
+    if fields["bn"] == "sync":
+        fields["microbatches"] = _the_whole_batch(fields["microbatches"])
     try:
         return Request(**fields)
     except ValidationError as error:
@@ -317,6 +331,16 @@ def _request(**fields: Any) -> Request:
             numbers=problem["msg"],
             next_step=f"another {name}, or none",
         ) from None
+
+
+def _the_whole_batch(microbatches: int | None) -> int:
+    """Statistics of the whole batch want it in one piece."""
+    if microbatches in (None, 1):
+        return 1
+    raise BadOption(
+        f"bn='sync' takes the statistics of the whole batch, which {microbatches} microbatches tear apart",
+        next_step="microbatches=1, where stages do not overlap, or bn='deferred'",
+    )
 
 
 def _insist_on_plan(chosen: Plan | None, wishes: Kwargs) -> None:

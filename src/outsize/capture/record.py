@@ -65,6 +65,7 @@ class Recorder(Watcher):
         self._chance = Chance()
         self._inside: str | None = None  # the leaf that runs
         self._unnamed: dict[Weight, None] = {}  # weights that the call that runs has used
+        self._silent: set[int] = set()  # tensors that the call that runs writes without counting a version
         self._born: dict[int, str] = {}  # storage -> the leaf inside which it was made
         self._kept: list[Tensor] = []  # keeps those storages unique
         self.checkpoints: dict[str, None] = {}  # places
@@ -115,7 +116,7 @@ class Recorder(Watcher):
         if self._muted:
             out = op(*args, **kwargs)
             self.meter.count(op, args, kwargs, out)
-            self._look_inside(args, kwargs, out)
+            self._look_inside(op, args, kwargs, out)
             return out
         # Below the public functions: C entry points and vmap bodies. Replayed with the caller's grad mode.
         out = self._record(op, partial(self._run_glue, op), args, kwargs)
@@ -152,8 +153,10 @@ class Recorder(Watcher):
             refs = self._refs(args, kwargs, where)
             self.meter.start()
             self._unnamed.clear()
+            self._silent.clear()
             out = run(refs, where, args, kwargs)
-            written = [pair for pair, v in zip(touched, before, strict=True) if _version(pair[1]) != v]
+            pairs = zip(touched, before, strict=True)
+            written = [p for p, v in pairs if _version(p[1]) != v or id(p[1]) in self._silent]
             if target in _EFFECTS:
                 # Ordered like writes: after what made the tensor, in the same stage.
                 written = touched[:1]
@@ -201,6 +204,8 @@ class Recorder(Watcher):
             if any(isinstance(leaf, int | float) for leaf in leaves(out)):
                 raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
             self.meter.flops, self.meter.random = flops, self.meter.random or draws
+            # What it writes was not watched to its end.
+            self._silent |= {id(t) for t in module.buffers()}
             return out
 
     def _run_glue(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
@@ -245,12 +250,13 @@ class Recorder(Watcher):
         maker = self._born.get(self.slots.storage(error.tensor))
         return failure if maker is None else Leaked(maker, failure)
 
-    def _look_inside(self, args: Any, kwargs: Any, out: Any) -> None:
+    def _look_inside(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Weights that a call touches without naming or owning them; tensors that a leaf makes."""
         for leaf in leaves((args, kwargs)):
             weight = self.slots.weights.get(id(leaf))
             if weight is not None:
                 self._unnamed[weight] = None
+        self._silent |= {id(t) for t in running_statistics(op, args)}
         if self._inside is not None and self._rule.traced:
             self._remember_birth(out)
 
@@ -322,6 +328,15 @@ class Recorder(Watcher):
 
 # Calls that return no tensor and still do something to one.
 _EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+
+
+def running_statistics(op: Any, args: Any) -> list[Tensor]:
+    """What batch normalisation writes; its kernels do so without counting a version."""
+    name = str(op)
+    if "batch_norm" not in name or "backward" in name or len(args) < 6:
+        return []
+    trains = "with_update" in name or args[5] is True
+    return [t for t in args[3:5] if trains and isinstance(t, Tensor)]
 
 
 def _version(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outsize.ir.plan import Plan
     from outsize.ir.verdict import Verdict
 
-STAGES, MICROBATCHES, SCHEDULE = 2, 4, "1f1b"
+STAGES, SCHEDULE = 2, "1f1b"
 DIFFERENT = 1
 
 Steps = Annotated[int, typer.Option("--steps", min=1, help="AdamW steps that are compared.")]
@@ -33,6 +33,8 @@ def check(
     stages: options.Stages = None,
     microbatches: options.Microbatches = None,
     schedule: options.Schedule = None,
+    recompute: options.Recompute = None,
+    bn: options.BatchNorm = None,
     plan: options.PlanFile = None,
     weights: options.Weights = None,
     steps: Steps = 1,
@@ -44,15 +46,17 @@ def check(
 
     Exits with 0 when all bits are equal and with 1 when any differs.
 
-    Without --plan: 2 stages, 4 microbatches, 1f1b.
+    Without --plan: 2 stages, 4 microbatches (1 with --bn sync), 1f1b.
     """
     screen, chosen = Screen(json), load_plan(plan)
-    options.refuse_beside(chosen, "--plan", stages=stages, microbatches=microbatches, schedule=schedule)
+    asked = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
+    asked |= {"recompute": recompute, "bn": bn}
+    options.refuse_beside(chosen, "--plan", **asked)
     with screen.working(f"building {model}"):
         samples = batch_size(batch, chosen)
         subject = make_subject(model, input, samples, meta=weights is not None, seed=seed)
-    wishes = {"stages": stages or STAGES, "microbatches": microbatches or MICROBATCHES}
-    wishes |= {"schedule": schedule or SCHEDULE, "steps": steps, "processes": processes, "seed": seed}
+    wishes = {"stages": STAGES, "schedule": SCHEDULE, **options.given(asked)}
+    wishes |= {"steps": steps, "processes": processes, "seed": seed}
     verdict = _verdict(screen, subject, chosen, weights=weights, **wishes)
     _deliver(screen, verdict)
     if not verdict.bit_equal:

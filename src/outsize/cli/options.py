@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, final
@@ -25,6 +26,23 @@ class ScheduleOption(StrEnum):
     naive = "naive"
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
+
+
+@final
+class RecomputeOption(StrEnum):
+    """As ir.plan.Recompute."""
+
+    none = "none"
+    full = "full"
+
+
+@final
+class BatchNormOption(StrEnum):
+    """As ir.plan.BatchNormMode."""
+
+    micro = "micro"
+    deferred = "deferred"
+    sync = "sync"
 
 
 def _remember(ctx: typer.Context, value: bool) -> bool:
@@ -66,6 +84,16 @@ Stages = Annotated[
 Schedule = Annotated[
     ScheduleOption | None, typer.Option("--schedule", help="Order of forwards and backwards.")
 ]
+Recompute = Annotated[
+    RecomputeOption | None,
+    typer.Option("--recompute", help="full: activations are computed anew in the backward."),
+]
+BatchNorm = Annotated[
+    BatchNormOption | None,
+    typer.Option(
+        "--bn", help="BatchNorm's statistics: by microbatch, running ones once per batch, whole batch."
+    ),
+]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan instead of making one.")
 ]
@@ -100,3 +128,9 @@ def refuse_beside(plan: object | None, source: str, **wishes: object | None) -> 
             f"--{given[0]} beside {source}: the plan has decided that",
             next_step=f"leave --{given[0]} away, or edit the plan",
         )
+
+
+def given(wishes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were, without the enums that typer wants."""
+    plain = {name: value.value if isinstance(value, StrEnum) else value for name, value in wishes.items()}
+    return {name: value for name, value in plain.items() if value is not None}

@@ -41,6 +41,8 @@ def plan(
     stages: options.Stages = None,
     schedule: options.Schedule = None,
     optimizer: Optimizer = "adamw",
+    recompute: options.Recompute = None,
+    bn: options.BatchNorm = None,
     measure: options.Measure = False,
     out: Out = None,
     check: Check = None,
@@ -51,7 +53,9 @@ def plan(
 ) -> None:
     """Split MODEL over the devices: stages, memory, busy time, bubble, and why."""
     screen, edited = Screen(json), load_plan(check)
-    options.refuse_beside(edited, "--check", stages=stages, microbatches=microbatches, schedule=schedule)
+    asked = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
+    asked |= {"recompute": recompute, "bn": bn}
+    options.refuse_beside(edited, "--check", **asked)
     with screen.working(f"building {model}"):
         subject = make_subject(model, input, batch_size(batch, edited), meta=meta, seed=seed)
     if units:
@@ -59,8 +63,8 @@ def plan(
     elif edited is not None:
         _deliver(screen, _priced(screen, subject, edited, measure), out)
     else:
-        wishes = {"cluster": cluster, "microbatches": microbatches, "stages": stages, "schedule": schedule}
-        _deliver(screen, _made(screen, subject, optimizer=optimizer, measured=measure, **wishes), out)
+        wishes = {"cluster": cluster, "optimizer": optimizer, "measured": measure, **options.given(asked)}
+        _deliver(screen, _made(screen, subject, **wishes), out)
 
 
 def _made(screen: Screen, subject: Subject, **wishes: object) -> Plan:

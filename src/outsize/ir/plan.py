@@ -17,6 +17,8 @@ from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.names import compress, expand
 
 ScheduleName = Literal["naive", "gpipe", "1f1b"]
+Recompute = Literal["none", "full"]
+BatchNormMode = Literal["micro", "deferred", "sync"]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -83,7 +85,12 @@ class Expected(Record):
 
 @final
 class Plan(Record):
-    """How to run one model on one cluster."""
+    """How to run one model on one cluster.
+
+    recompute   "full": a stage keeps what it receives and computes the rest anew in the backward
+    bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
+                once per batch ("deferred"), or of a batch that is one microbatch ("sync")
+    """
 
     version: Literal[1] = 1
     model: str
@@ -97,6 +104,8 @@ class Plan(Record):
     stages: tuple[Stage, ...]
     optimizer: str = "adamw"
     weights: Literal["resident"] = "resident"
+    recompute: Recompute = "none"
+    bn: BatchNormMode = "micro"
     expected: Expected | None = None
     why: tuple[str, ...] = ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from typing import Literal, Self, final
 
 from outsize.ir.base import Record
 
@@ -36,6 +36,12 @@ class Profile(Record):
     device: str
     microbatch_size: int
     units: tuple[UnitCost, ...]
+
+    def recomputed(self) -> Self:
+        """The costs when a backward begins with a second forward."""
+        later = ({"backward_input_s": u.backward_input_s + u.forward_s} for u in self.units)
+        units = (u.model_copy(update=more) for u, more in zip(self.units, later, strict=True))
+        return self.model_copy(update={"units": tuple(units)})
 
     @property
     def step_compute_s(self) -> float:

@@ -73,7 +73,9 @@ def _fitting(
     for names in _worth_trying(schedules):
         for count in _stage_counts(hopeful, stages, memory_bytes):
             wide = widened(cluster, count)
-            for name, case in product(names, hopeful):
+            pairs = product(names, hopeful)
+            # To wait for another schedule costs less than to compute everything twice.
+            for name, case in sorted(pairs, key=lambda pair: pair[1].recompute == "full"):
                 if fits(case, name, count, wide):
                     yield _lean(case, name, count, wide)
 
@@ -134,7 +136,9 @@ def _near_text(near: Lean | None, closest: Lean) -> str:
         name, size = closest.memory.largest[0]
         return f"nothing near fits; the largest unit there is {name} with {bytes_text(size)}"
     count = microbatches_text(near.case.microbatches)
-    return f"nearest fit: pp={near.stages}, {count}, {near.schedule} -> {bytes_text(near.memory.peak_bytes)}"
+    anew = ", all recomputed" if near.case.recompute == "full" else ""
+    size = bytes_text(near.memory.peak_bytes)
+    return f"nearest fit: pp={near.stages}, {count}, {near.schedule}{anew} -> {size}"
 
 
 def _steps(
@@ -146,8 +150,10 @@ def _steps(
         steps.append(f"--cluster {near.stages}x{device_part(cluster)}")
     if near.stages != closest.stages:
         steps.append(f"--stages {near.stages}")
-    if not any(near.case is case for case in asked):
+    if near.case.microbatches not in {case.microbatches for case in asked}:
         steps.append(f"--microbatches {near.case.microbatches}")
+    if near.case.recompute != closest.case.recompute:
+        steps.append(f"--recompute {near.case.recompute}")
     if near.schedule not in schedules:
         steps.append(f"--schedule {near.schedule}")
     return " ".join(steps)

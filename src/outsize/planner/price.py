@@ -125,7 +125,7 @@ def check_enough(batch_size: int, microbatches: int) -> None:
 
 def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Estimate:
     check_enough(plan.batch_size, plan.microbatches)
-    case = Case.of(graph, profile, plan.microbatches, plan.optimizer)
+    case = Case.of(graph, profile, plan.microbatches, plan.optimizer, plan.recompute)
     ranks = tuple(_rank_of(stage.device, cluster) for stage in plan.stages)
     return estimate(case, plan.schedule, plan.bounds(graph), cluster, ranks)
 

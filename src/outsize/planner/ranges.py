@@ -78,6 +78,10 @@ class Ranges:
             gradient_out=_arriving(n, backward),
         )
 
+    def recomputed(self) -> Self:
+        """What units save is there for one microbatch at a time, while its backward computes it anew."""
+        return replace(self, saved=np.zeros_like(self.saved), workspace=self.workspace + self.saved)
+
     @property
     def units(self) -> int:
         """Number of units, n."""

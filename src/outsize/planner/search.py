@@ -12,14 +12,14 @@ Oracle: tests/unit/planner/test_search.py prices every cut of small models.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import final
 
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Count, Plan, ScheduleName, stages_from_bounds
+from outsize.ir.plan import Axes, BatchNormMode, Count, Plan, Recompute, ScheduleName, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejection
@@ -40,6 +40,8 @@ class Request(Record):
     stages: Count | None = None
     schedule: ScheduleName | None = None
     optimizer: str = "adamw"
+    recompute: Recompute = "none"
+    bn: BatchNormMode = "micro"
 
 
 def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster) -> Plan:
@@ -53,16 +55,27 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     for count in asked:
         check_enough(request.batch_size, count)
     _check_stages(stages, min(len(candidates[c][0].units) for c in asked), cluster)
-    cases = {c: Case.of(*candidates[c], c, request.optimizer) for c in asked}
+    cases = _cases(request, candidates, asked, request.recompute)
     schedules = (request.schedule,) if request.schedule else SCHEDULES
     if any(case.graph.form == "modules" for case in cases.values()):
         schedules = ("naive",)  # its modules wait for each other
     found, rejected = _try_all(cases.values(), schedules, stages, cluster)
     if not found:
-        spare = (Case.of(*candidates[c], c, request.optimizer) for c in sorted(set(candidates) - set(asked)))
-        raise no_feasible_plan(tuple(cases.values()), tuple(spare), schedules, stages, cluster)
+        others = sorted(set(candidates) - set(asked))
+        spare = [*_cases(request, candidates, others, request.recompute).values()]
+        spare += _cases(request, candidates, sorted(candidates), "full").values()
+        raise no_feasible_plan(tuple(cases.values()), spare, schedules, stages, cluster)
     best = _choose(found)
     return _plan(request, best, cluster, (*_alternatives(best, found), *rejected))
+
+
+def _cases(
+    request: Request,
+    candidates: Mapping[int, tuple[ModelGraph, Profile]],
+    counts: Iterable[int],
+    recompute: Recompute,
+) -> dict[int, Case]:
+    return {c: Case.of(*candidates[c], c, request.optimizer, recompute) for c in counts}
 
 
 def _asked(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]]) -> list[int]:
@@ -133,14 +146,25 @@ def _plan(request: Request, best: Estimate, cluster: Cluster, others: Iterable[s
         schedule=best.schedule,
         stages=stages_from_bounds(graph, best.bounds, tuple(d.name for d in best.devices)),
         optimizer=request.optimizer,
+        recompute=request.recompute,
+        bn=request.bn,
         expected=expected(best, request.batch_size),
         why=(
             *(graph.notes if graph.form == "modules" else ()),
             pace_reason(graph, best.bounds, best.costs),
             fullest_reason(best.memories, best.devices),
+            *_costly(request),
             *others,
         ),
     )
+
+
+def _costly(request: Request) -> Iterator[str]:
+    """What was asked for, and what it takes."""
+    if request.recompute == "full":
+        yield "everything is recomputed: a backward takes a forward more, and stages keep what they receive"
+    if request.bn == "sync":
+        yield "BatchNorm of the whole batch: it runs as one microbatch, so stages do not overlap"
 
 
 def _alternatives(best: Estimate, found: Iterable[Estimate]) -> list[str]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import ScheduleName
+from outsize.ir.plan import Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.memory import Alive, moments, peak_table
 from outsize.planner.optimizer import optimizer_bytes
@@ -46,11 +46,23 @@ class Case:
     profile: Profile
     ranges: Ranges
     microbatches: int
+    recompute: Recompute = "none"
 
     @classmethod
-    def of(cls, graph: ModelGraph, profile: Profile, microbatches: int, optimizer: str) -> Self:
+    def of(
+        cls,
+        graph: ModelGraph,
+        profile: Profile,
+        microbatches: int,
+        optimizer: str,
+        recompute: Recompute = "none",
+    ) -> Self:
         """Build the tables; BadOption for an unknown optimizer, ModelMismatch for a foreign profile."""
-        return cls(graph, profile, Ranges.of(graph, profile, optimizer_bytes(optimizer)), microbatches)
+        if recompute == "none":
+            return cls(graph, profile, Ranges.of(graph, profile, optimizer_bytes(optimizer)), microbatches)
+        again = profile.recomputed()
+        ranges = Ranges.of(graph, again, optimizer_bytes(optimizer)).recomputed()
+        return cls(graph, again, ranges, microbatches, recompute)
 
     @property
     def units(self) -> int:

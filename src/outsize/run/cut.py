@@ -38,6 +38,7 @@ class StageProgram:
     has_loss: bool
     outputs: tuple[int, ...]
     weights: frozenset[str]  # every weight that the stage's own modules hold and use
+    written: frozenset[str]  # buffers that a forward changes
 
 
 @final
@@ -138,6 +139,7 @@ def _program(
         has_loss=has_loss,
         outputs=tuple(wanted),
         weights=frozenset(weights),
+        written=frozenset(w.name for i in need.instructions for w in i.written_weights),
     )
 
 

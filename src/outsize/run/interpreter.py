@@ -19,17 +19,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.boundary import Boundary
-from outsize.run.cut import Cut
+from outsize.run.cut import Cut, StageProgram
 from outsize.run.rng import Seed
 from outsize.run.stage import Gradients, Stage
 from outsize.run.transport import Pending, Transport
 
+MakeStage = Callable[[StageProgram], Stage]
 Message = tuple[int, int, int]  # boundary key, consuming stage, microbatch
 
 
@@ -74,13 +75,13 @@ class Interpreter:
         rank: int,
         schedule: Schedule,
         cut: Cut,
-        model: nn.Module,
+        make_stage: MakeStage,
         transport: Transport,
         channel_base: int = 0,
     ) -> None:
         self.rank, self.schedule, self.cut = rank, schedule, cut
         self._transport = transport
-        self._handlers = _Handlers(rank, schedule, cut, model, transport, channel_base)
+        self._handlers = _Handlers(rank, schedule, cut, make_stage, transport, channel_base)
         self._ops = [self._handlers.bind(action) for action in schedule.actions[rank]]
         self._at = 0
 
@@ -144,7 +145,7 @@ class _Handlers:
         rank: int,
         schedule: Schedule,
         cut: Cut,
-        model: nn.Module,
+        make_stage: MakeStage,
         transport: Transport,
         channel_base: int,
     ) -> None:
@@ -152,7 +153,7 @@ class _Handlers:
         self._count = len(cut.programs)
         self._transport, self._base = transport, channel_base
         own = {a.stage for a in schedule.actions[rank]}
-        self._stages = {s: Stage(cut.programs[s], model) for s in sorted(own)}
+        self._stages = {s: make_stage(cut.programs[s]) for s in sorted(own)}
         # What came in or is about to leave: whoever takes it, a compute action or a send, takes it out.
         self._values: dict[Message, Pending | Tensor] = {}
         self._gradients: dict[Message, Pending | Tensor | None] = {}

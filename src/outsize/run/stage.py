@@ -21,6 +21,7 @@ from outsize.errors import BoundaryMismatch
 from outsize.program.modes import outside_autocast
 from outsize.run.boundary import Boundary
 from outsize.run.cut import StageProgram
+from outsize.run.recompute import Recompute
 from outsize.run.rng import Seed
 
 Gradients = dict[int, Tensor | None]  # boundary key -> gradient
@@ -68,9 +69,9 @@ class Result:
 class Stage:
     """Runs one StageProgram on the user's modules."""
 
-    def __init__(self, program: StageProgram, model: nn.Module) -> None:
+    def __init__(self, program: StageProgram, model: nn.Module, again: Recompute | None = None) -> None:
         self.program = program
-        self._function = program.function
+        self._function, self._again = program.function, again
         self._slots = tuple(b for b in program.sent if b.weight is None)
         self._own = {b.key: model.get_parameter(b.weight) for b in program.sent if b.weight is not None}
         self._saved: dict[int, _Saved] = {}
@@ -85,7 +86,11 @@ class Stage:
         entries = [
             self._enter(saved, b, t, grad) for b, t in zip(self.program.received, received, strict=True)
         ]
-        exits = self._function(*(inputs[p] for p in self.program.inputs), *entries, seed)
+        values = (*(inputs[p] for p in self.program.inputs), *entries, seed)
+        if grad and self._again is not None:
+            exits = self._again.run(self._function, *values)
+        else:
+            exits = self._function(*values)
         sent = {b.key: value for b, value in zip(self._slots, exits, strict=False)}
         at = len(self._slots)
         loss = exits[at] if self.program.has_loss else None

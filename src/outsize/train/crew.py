@@ -13,14 +13,14 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.cut import Cut
-from outsize.run.interpreter import Interpreter, StepInputs, StepOutputs, run_together
+from outsize.run.interpreter import Interpreter, MakeStage, StepInputs, StepOutputs, run_together
 from outsize.run.rng import Seed
 from outsize.run.transport import CHANNELS, Groups, LocalTransport, Mailboxes, ProcessTransport
 from outsize.schedules.builders import build
@@ -60,7 +60,7 @@ class Crew(ABC):
     def run(
         self,
         variant: Variant,
-        model: nn.Module,
+        make_stage: MakeStage,
         inputs: Sequence[Any],
         weights: Sequence[float],
         seeds: Sequence[Seed],
@@ -166,12 +166,12 @@ class LocalCrew(Crew):
     def run(
         self,
         variant: Variant,
-        model: nn.Module,
+        make_stage: MakeStage,
         inputs: Sequence[Any],
         weights: Sequence[float],
         seeds: Sequence[Seed],
     ) -> GroupOutputs:
-        interpreters = self._interpreters(variant, model, len(inputs))
+        interpreters = self._interpreters(variant, make_stage, len(inputs))
         for interpreter in interpreters:
             interpreter.begin(StepInputs(inputs, weights, seeds))
         try:
@@ -185,14 +185,14 @@ class LocalCrew(Crew):
             self.keep(interpreter.rank, result.spans)
         return _outputs(variant, interpreters[0].schedule, results)
 
-    def _interpreters(self, variant: Variant, model: nn.Module, microbatches: int) -> list[Interpreter]:
+    def _interpreters(self, variant: Variant, make_stage: MakeStage, microbatches: int) -> list[Interpreter]:
         key = _key(variant, microbatches)
         if key not in self._built:
             training = torch.is_grad_enabled()
             schedule = make_schedule(self._plan, variant.cut, microbatches, training=training)
             boxes = Mailboxes()
             self._built[key] = [
-                Interpreter(rank, schedule, variant.cut, model, LocalTransport(rank, boxes))
+                Interpreter(rank, schedule, variant.cut, make_stage, LocalTransport(rank, boxes))
                 for rank in range(schedule.ranks)
             ]
         return self._built[key]
@@ -249,24 +249,26 @@ class ProcessCrew(Crew):
     def run(
         self,
         variant: Variant,
-        model: nn.Module,
+        make_stage: MakeStage,
         inputs: Sequence[Any],
         weights: Sequence[float],
         seeds: Sequence[Seed],
     ) -> GroupOutputs:
-        interpreter = self._interpreter(variant, model, len(inputs))
+        interpreter = self._interpreter(variant, make_stage, len(inputs))
         interpreter.begin(StepInputs(inputs, weights, seeds))
         result = interpreter.run()
         self.keep(self.rank, result.spans)
         return _outputs(variant, interpreter.schedule, [result])
 
-    def _interpreter(self, variant: Variant, model: nn.Module, microbatches: int) -> Interpreter:
+    def _interpreter(self, variant: Variant, make_stage: MakeStage, microbatches: int) -> Interpreter:
         key = _key(variant, microbatches)
         if key not in self._built:
             training = torch.is_grad_enabled()
             schedule = make_schedule(self._plan, variant.cut, microbatches, training=training)
             base = CHANNELS * variant.number
-            self._built[key] = Interpreter(self.rank, schedule, variant.cut, model, self._transport, base)
+            self._built[key] = Interpreter(
+                self.rank, schedule, variant.cut, make_stage, self._transport, base
+            )
         return self._built[key]
 
     def forget(self, variant: int) -> None:

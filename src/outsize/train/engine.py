@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Final, final
@@ -29,13 +28,16 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.modes import outside_autocast
-from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
+from outsize.run.cut import StageProgram
 from outsize.run.exchange import Exchange
 from outsize.run.homes import Holders, Placement, placement_of_cut
 from outsize.run.load import load_weights
 from outsize.run.owned import OwnedRun
+from outsize.run.recompute import Recompute
 from outsize.run.rng import borrowed_generators, seeder
+from outsize.run.stage import Stage
+from outsize.run.statistics import Statistics
 from outsize.run.weight_files import WeightFiles
 from outsize.run.weights import free_foreign, move_weights
 from outsize.train.batch import Batch, as_target
@@ -47,6 +49,7 @@ from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_valu
 from outsize.train.loss import Counting
 from outsize.train.norm import clip_by_global_norm
 from outsize.train.own_module import own_module
+from outsize.train.results import EvalResult, StepResult, evaluating, rebuilt
 from outsize.train.scaling import Scaling
 from outsize.train.settings import Settings
 from outsize.train.state import gathered, save
@@ -54,24 +57,6 @@ from outsize.train.variant import Variant, Variants
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 SHARD_BYTES: Final = 5_000_000_000
-
-
-@final
-@dataclass(frozen=True)
-class StepResult:
-    """`loss` of the whole batch (0-dim, detached, on every rank); the gradient norm if it was asked for."""
-
-    loss: Tensor
-    grad_norm: Tensor | None = None
-
-
-@final
-@dataclass(frozen=True)
-class EvalResult:
-    """`loss` if there is one; `outputs` of each microbatch on the rank of the last stage, else None."""
-
-    loss: Tensor | None
-    outputs: tuple[Any, ...] | None
 
 
 @final
@@ -103,6 +88,7 @@ class Engine:
         self._settings = Settings(model)
         self._dims = BatchDims(acceptance(model, loss_fn), batch_dims)
         self._scaling = Scaling(scaler, crew) if scaler is not None else None
+        self._statistics = Statistics(model) if plan.bn == "deferred" else None
         self._weights = weights
         self._homes: dict[str, int] | None = None
         self._holders: Holders = {}
@@ -147,7 +133,7 @@ class Engine:
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
         """Forward in eval mode, at any batch size; gradients, buffers and generators stay as they are."""
         batch = Batch(args, kwargs, as_target(target))
-        with _evaluating(self.model), borrowed_generators():
+        with evaluating(self.model), borrowed_generators():
             parts = self._parts(batch)
             if self._modules is not None:
                 loss, outputs = self._run_by_modules(self._modules, parts, 1.0)
@@ -167,7 +153,7 @@ class Engine:
         """
         self._known_homes()
         given = map_leaves(self._here, (args, kwargs))
-        with _evaluating(self.model), borrowed_generators():
+        with evaluating(self.model), borrowed_generators():
             return generate(self.model, self._owned_run(), *given)
 
     @property
@@ -215,14 +201,16 @@ class Engine:
         parts = self._parts(batch)
         with borrowed_generators():
             if self._modules is not None:
-                loss, _ = self._run_by_modules(self._modules, parts, loss_scale)
+                with self._collecting():
+                    loss, _ = self._run_by_modules(self._modules, parts, loss_scale)
                 assert loss is not None
                 return loss
             groups = self._groups(parts, outputs=False)
             insist_on_loss(groups[0][0].tape)
             self._settle(lambda: placement_of_cut(groups[0][0].cut, self.model))
             insist_on_values(self._own_weights(), batch)
-            results = self._run(groups, parts, loss_scale)
+            with self._collecting():
+                results = self._run(groups, parts, loss_scale)
         loss = self._total(results)
         assert loss is not None
         return loss
@@ -250,7 +238,7 @@ class Engine:
             inputs = [[self._here(t) for t in parts[mb].tensors()] for mb in members]
             weights = [shares[mb] * scale for mb in members]
             seeds = [seeder(self.seed, self.steps, mb) for mb in members]
-            results.append(self.crew.run(variant, self.model, inputs, weights, seeds))
+            results.append(self.crew.run(variant, self._stage, inputs, weights, seeds))
             results[-1].shares = [shares[mb] for mb in members]
         self._settings.ran()
         return results
@@ -274,6 +262,15 @@ class Engine:
             return None
         device = self.crew.device or torch.device("cpu")
         return OwnedRun(self.model, self._holders, Exchange(self.crew.group, device), device)
+
+    def _collecting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._statistics is None else self._statistics.collecting()
+
+    def _stage(self, program: StageProgram) -> Stage:
+        """A stage of this rank at work, as the plan says."""
+        anew = self.plan.recompute == "full"
+        again = Recompute(self.model, program.written, self._statistics) if anew else None
+        return Stage(program, self.model, again)
 
     def _here(self, leaf: Any) -> Any:
         move = isinstance(leaf, Tensor) and self.crew.device is not None
@@ -367,24 +364,5 @@ class Engine:
         return self.crew.broadcast(total, dtype, rank) if dtype is not None else None
 
     def _collect(self, results: list[GroupOutputs]) -> tuple[Any, ...] | None:
-        found = [_rebuild(r.variant, values) for r in results for values in r.outputs]
+        found = [rebuilt(r.variant, values) for r in results for values in r.outputs]
         return tuple(found) if found else None
-
-
-def _rebuild(variant: Variant, values: tuple[Any, ...]) -> Any:
-    """The model's own output structure around the tensors that the last stage returned."""
-    slots = variant.cut.programs[-1].outputs
-    table = dict(zip(slots, values, strict=True))
-    return map_leaves(lambda leaf: table[leaf.slot] if isinstance(leaf, Ref) else leaf, variant.tape.output)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and afterwards each as it was."""
-    before = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training

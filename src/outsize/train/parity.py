@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import final
 
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outsize.capture.ladder import LossFn
+from outsize.ir.plan import BatchNormMode
 from outsize.program.tape import Tape
 from outsize.run.rng import seeder
+from outsize.run.statistics import Statistics
 from outsize.train.batch import Batch
 from outsize.train.engine import Engine
 from outsize.train.loss import LossShares
@@ -51,8 +54,12 @@ def reference_snapshot(
     *,
     steps: int,
     seed: int,
+    bn: BatchNormMode = "micro",
 ) -> Snapshot:
-    """The plain loop on `model` (changed in place): `steps` AdamW steps on the same batch."""
+    """The plain loop on `model` (changed in place): `steps` AdamW steps on the same batch.
+
+    Running statistics of BatchNorm are kept as `bn` says, as in every engine.
+    """
     parts = batch.split(microbatches)
     optimizer, counter = adamw(model.parameters()), LossShares(tape_for(tape, parts[0]), model)
     grads: dict[str, Tensor] = {}
@@ -60,7 +67,8 @@ def reference_snapshot(
     for step in range(steps):
         shares = counter.of(parts)
         seeds = [seeder(seed, step, mb) for mb in range(microbatches)]
-        loss = reference_step(model, tape, parts, shares, seeds, loss_fn).loss
+        with Statistics(model).collecting() if bn == "deferred" else nullcontext():
+            loss = reference_step(model, tape, parts, shares, seeds, loss_fn).loss
         grads = _grads(model.named_parameters())
         optimizer.step()
         optimizer.zero_grad()

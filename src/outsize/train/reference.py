@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from outsize.capture.intercept import Watcher, watching
 from outsize.capture.ladder import LossFn, find_loss
 from outsize.errors import ReplayMismatch
+from outsize.program.modes import outside_autocast
 from outsize.program.tape import Instruction, Tape
 from outsize.run.rng import Seed, borrowed_generators
 from outsize.train.batch import Batch
@@ -57,7 +58,8 @@ def reference_step(
             output, loss = eager(model, tape_for(tape, part), part, seed, loss_fn)
             outputs.append(output)
             if loss is not None:
-                (loss * weight).backward()
+                with outside_autocast():
+                    (loss * weight).backward()
                 share = loss.detach() * weight
                 total = share if total is None else total + share
     return ReferenceStep(total, tuple(outputs))

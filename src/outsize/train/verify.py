@@ -11,6 +11,7 @@ import copy
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -24,6 +25,7 @@ from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed
 from outsize.ir.plan import Plan
 from outsize.ir.verdict import Verdict
 from outsize.run.rng import seeder
+from outsize.run.statistics import Statistics
 from outsize.train.batch import Batch
 from outsize.train.divergence import first_forward_divergence, last_wrong_gradient
 from outsize.train.insist import insist_on_loss, insist_on_values
@@ -82,7 +84,21 @@ def verify(question: Question, *, processes: bool) -> Verdict:
         processes=len(plan.stages) if processes else 0,
         capture_s=question.capture_s,
         run_s=run_s,
-        notes=question.captured.tape.opaque,
+        notes=(*question.captured.tape.opaque, *_by_design(question, reference)),
+    )
+
+
+def _by_design(question: Question, reference: Snapshot) -> Iterator[str]:
+    """How far the plain loop over microbatches is itself from the whole batch at once."""
+    plan = question.plan
+    if plan.microbatches == 1 or not Statistics(question.model).training:
+        return
+    whole = compare(_reference(question, microbatches=1), reference)
+    yield (
+        f"BatchNorm normalises each of {plan.microbatches} microbatches by itself (bn={plan.bn}), as "
+        f"gradient accumulation does. Against one batch of {question.batch.size} the loss differs by "
+        f"{whole.loss:.2g}, gradients by up to {whole.grads:.2g}, running statistics by {whole.buffers:.2g}; "
+        "bn=sync has the numbers of that."
     )
 
 
@@ -94,7 +110,7 @@ def _tapes(question: Question) -> TapeOf:
     return lambda part: variants.find(part, outputs=False).tape
 
 
-def _reference(question: Question) -> Snapshot:
+def _reference(question: Question, microbatches: int | None = None) -> Snapshot:
     """The plain loop. What it raises is the model's own error, and not ours to hide."""
     model = _copied(question.model)
     try:
@@ -102,10 +118,11 @@ def _reference(question: Question) -> Snapshot:
             model,
             _tapes(question),
             question.batch,
-            question.plan.microbatches,
+            microbatches or question.plan.microbatches,
             question.loss_fn,
             steps=question.steps,
             seed=question.seed,
+            bn="micro" if microbatches == 1 else question.plan.bn,
         )
     except OutsizeError:
         raise

@@ -11,8 +11,8 @@ import pytest
 from outsize.cli import launching
 from outsize.cli.job import Job
 from outsize.cli.launching import Place
-from outsize.cli.options import ScheduleOption
-from outsize.ir.plan import ScheduleName
+from outsize.cli.options import BatchNormOption, RecomputeOption, ScheduleOption
+from outsize.ir.plan import BatchNormMode, Recompute, ScheduleName
 
 Outsize = Callable[..., Any]
 Calls = list[tuple[list[str], int, dict[str, Any]]]
@@ -104,6 +104,8 @@ def test_what_is_refused(outsize: Outsize, arguments: list[str], text: str) -> N
 
 def test_schedules_of_the_option_are_those_of_a_plan() -> None:
     assert tuple(option.value for option in ScheduleOption) == get_args(ScheduleName)
+    assert tuple(option.value for option in RecomputeOption) == get_args(Recompute)
+    assert tuple(option.value for option in BatchNormOption) == get_args(BatchNormMode)
 
 
 def test_defaults_are_torchruns() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from planner_graphs import chain, graph_of, parameter, profile_of, unit, value
 
-from outsize.errors import TooFewSamples, ModelMismatch, UnknownDevice
+from outsize.errors import ModelMismatch, TooFewSamples, UnknownDevice
 from outsize.ir.cluster import make_cluster, parse_cluster
 from outsize.ir.plan import Stage
 from outsize.ir.timeline import Timeline

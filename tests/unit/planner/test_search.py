@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_graphs import chain, graph_of, graphs, parameter, profile_of, unit, value
 
-from outsize.errors import BadOption, TooFewSamples, NoFeasiblePlan, TooManyStages
+from outsize.errors import BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages
 from outsize.ir.cluster import GIB, Cluster, make_cluster, parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName, stages_from_bounds

@@ -1,0 +1,100 @@
+"""BatchNorm's running statistics once per batch (`bn="deferred"`).
+
+    every microbatch    normalised by its own mean and variance, as ever; those are noted, nothing is updated
+    end of the batch    running_mean, running_var <- one update with the mean and the unbiased variance over
+                        all microbatches; num_batches_tracked + 1
+
+torchgpipe's DeferredBatchNorm (Kim et al. 2020, arXiv:2004.09910) on the user's own modules. The moments of
+microbatches are merged pairwise in fp64 (Chan, Golub, LeVeque 1983); symbols: n -> count, m2 -> sum of
+squared deviations. Oracle: tests/parity/test_batchnorm.py takes them over the concatenated inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+Moments = tuple[int, Tensor, Tensor]  # n, mean, m2
+
+
+@final
+class Statistics:
+    """Collects the moments of all BatchNorms of a model during a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        self._moments: dict[nn.Module, Moments] = {}
+        self._paused = False
+
+    @property
+    def training(self) -> bool:
+        """Is there a BatchNorm that normalises by the batch?"""
+        return any(m.training for m in self._modules)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Around all microbatches of a batch; the update is at the end, unless they fail."""
+        self._moments = {}
+        with ExitStack() as stack:
+            for module in self._modules:
+                if module.training:
+                    stack.enter_context(_forward_is(module, partial(self._forward, module, module.forward)))
+            yield
+        for module, moments in self._moments.items():
+            _update(module, moments)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around a second forward, whose inputs were counted in the first."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _forward(self, module: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not self._paused:
+            known, new = self._moments.get(module), _moments(x.detach())
+            self._moments[module] = new if known is None else _merged(known, new)
+        module.track_running_stats = False
+        try:
+            return forward(x)
+        finally:
+            module.track_running_stats = True
+
+
+@contextmanager
+def _forward_is(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _moments(x: Tensor) -> Moments:
+    dims = [d for d in range(x.ndim) if d != 1]
+    variance, mean = torch.var_mean(x, dims, correction=0)
+    n = x.numel() // x.shape[1]
+    return n, mean.double(), variance.double() * n
+
+
+def _merged(a: Moments, b: Moments) -> Moments:
+    n, gap = a[0] + b[0], b[1] - a[1]
+    return n, a[1] + gap * (b[0] / n), a[2] + b[2] + gap**2 * (a[0] * b[0] / n)
+
+
+@torch.no_grad()
+def _update(module: Any, moments: Moments) -> None:
+    n, mean, m2 = moments
+    module.num_batches_tracked.add_(1)
+    # As in torch: no momentum means the cumulative average.
+    share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    for running, new in ((module.running_mean, mean), (module.running_var, m2 / max(n - 1, 1))):
+        running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)

@@ -1,0 +1,82 @@
+"""Recompute in the backward: the same bits, buffers counted once, and the activations really gone."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+from parity_runs import SEED, Combination, batch_of, fresh, planned, reference, split_run
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from zoo import case
+
+import outsize
+from outsize.ir.plan import Plan, ScheduleName
+from outsize.train.parallel import make_engine
+from outsize.train.parity import adamw, compare
+
+MODELS = ("mlp", "unet", "resnet18", "gpt2", "t5", "bert", "swin", "mixtral", "mamba", "lstm")
+
+
+def again(plan: Plan) -> Plan:
+    return plan.model_copy(update={"recompute": "full"})
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [*((name, "1f1b") for name in MODELS), *((name, "gpipe") for name in ("unet", "gpt2", "lstm"))],
+)
+def test_recompute_changes_no_bit(name: str, how: ScheduleName) -> None:
+    plan = again(planned(Combination(name, 3, 3, how), dropout=True))
+    found = compare(reference(name, 3, True), split_run(name, plan, dropout=True))
+    assert found.bit_equal, found
+
+
+class Alive:
+    """How many of the activations that leaves made are alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._made: list[StorageWeakRef] = []
+        for module in model.modules():
+            if not list(module.children()):
+                module.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor):
+            self._made.append(StorageWeakRef(out.untyped_storage()))
+
+    def count(self) -> int:
+        gc.collect()
+        return sum(not storage.expired() for storage in self._made)
+
+
+def test_activations_are_not_kept() -> None:
+    """Under GPipe all forwards are done when the gradient of the last weight asks how much is alive."""
+    counted = {}
+    for recompute in ("none", "full"):
+        plan = planned(Combination("mlp", 6, 2, "gpipe")).model_copy(update={"recompute": recompute})
+        model = fresh("mlp")
+        alive, seen = Alive(model), []
+        last = list(model.parameters())[-1]
+        last.register_hook(lambda _, alive=alive, seen=seen: seen.append(alive.count()))
+        engine = make_engine(model, plan, None, loss_fn=case("mlp").loss, optimizer=adamw, seed=SEED)
+        batch = batch_of(case("mlp"))
+        engine.step(*batch.args, target=batch.target)
+        counted[recompute] = seen[0]
+    assert counted["none"] > 6 * 6
+    assert counted["full"] < counted["none"] / 2
+
+
+def test_the_planner_knows_what_recompute_saves_and_costs() -> None:
+    args, kwargs = case("gpt2").batch(12)
+    options: Any = {"cluster": "2xcpu", "microbatches": 6, "schedule": "gpipe"}
+    kept = outsize.plan(fresh("gpt2"), args, kwargs, **options)
+    anew = outsize.plan(fresh("gpt2"), args, kwargs, recompute="full", **options)
+    assert kept.expected is not None
+    assert anew.expected is not None
+    assert anew.expected.step_s > 1.1 * kept.expected.step_s
+    saved = [s.activations_bytes for s in kept.expected.stages]
+    assert max(s.activations_bytes for s in anew.expected.stages) < max(saved) / 2
+    assert any("recomputed" in why for why in anew.why)
+    assert (kept.recompute, anew.recompute) == ("none", "full")
