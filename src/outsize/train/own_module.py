@@ -23,7 +23,7 @@ def own_module(model: nn.Module, names: set[str]) -> nn.Module:
     owned = {id(table[key]) for table, key, name in places(model) if name in names}
     views = {id(module): _view(module, owned) for module in model.modules()}
     for module in model.modules():
-        children = {name: child and views[id(child)] for name, child in module._modules.items()}
+        children = {n: None if child is None else views[id(child)] for n, child in module._modules.items()}
         views[id(module)].__dict__["_modules"] = children
     return views[id(model)]
 

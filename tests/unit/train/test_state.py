@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -239,6 +239,16 @@ def test_the_view_has_the_very_tensors_under_the_users_names() -> None:
     assert dict(view.named_buffers()).keys() == {"norm.running_mean", "mask"}
     assert [type(m).__name__ for m in view.modules()] == [type(m).__name__ for m in model.modules()]
     assert isinstance(view.get_submodule("norm"), nn.BatchNorm1d)
+
+
+def test_compiled_parametrized_and_empty_modules_have_views() -> None:
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    model = nn.Sequential(cast(nn.Module, torch.compile(nn.Linear(2, 2))), normed, nn.ModuleList())
+    model.register_module("nothing", None)
+    view = own_module(model, {"0._orig_mod.bias", "1.bias"})
+    assert list(view.state_dict()) == ["0._orig_mod.bias", "1.bias"]
+    assert [type(m).__name__ for m in view.modules()] == [type(m).__name__ for m in model.modules()]
+    assert view[2] is not model[2]  # pyright: ignore[reportIndexIssue]
 
 
 def test_the_view_loads_what_it_saved() -> None:
