@@ -1,7 +1,7 @@
 """Exchange: Python values with tensors in them, from one rank to all others.
 
-    header   [bytes, or 0 when it is the site's last one]  ->  pickle: structure, layouts      (host)
-    tensors  one broadcast each, in memory order                                               (device)
+    header   its size, or 0 when it is the site's last one; then a pickle of structure and layouts     (host)
+    tensors  one broadcast each, in memory order                                                      (device)
 
 A tensor in the tree travels with its strides (rule 14). What only the sender keeps travels as a `meta` tensor
 of its shape: lengths and dtypes can be asked, values cannot. Objects that every rank has already (arguments
@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -24,14 +24,18 @@ from torch import Tensor, nn
 from outsize.errors import BoundaryMismatch
 from outsize.run.layout import Layout, pack
 
+# Most headers are smaller and travel in one message with their size.
+_FIRST, _SIZE = 4096, 8
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What all ranks of a call have: `objects` by number, `modules` by name."""
+    """What all ranks of a call have: `objects` by number, `modules` by name (and names by a module's id)."""
 
-    objects: Sequence[Any]
-    modules: Mapping[str, nn.Module]
+    objects: Sequence[Any] = ()
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    names: Mapping[int, str] = field(default_factory=dict)
 
     def numbers(self) -> dict[int, int]:
         """id -> number, of what has an identity; numbers and texts have none."""
@@ -65,25 +69,30 @@ class Exchange:
 
     def receive(self, site: Any, source: int, common: Common) -> Any:
         """What rank `source` sends at this site; raises the exception that it sends instead."""
-        size = self._broadcast(torch.zeros(1, dtype=torch.int64), source)
-        if int(size):
-            header = self._broadcast(torch.empty(int(size), dtype=torch.uint8), source)
-            self._headers[site] = header.numpy().tobytes()
-        shape, body = pickle.loads(self._headers[site])
-        tensors = [self._tensor(layout, source) for layout in shape]
+        first = self._bytes(_FIRST, source)
+        size = int.from_bytes(first[:_SIZE], "little")
+        if size:
+            rest = self._bytes(max(0, size - _FIRST + _SIZE), source)
+            self._headers[site] = (first[_SIZE:] + rest)[:size]
+        layouts, body = pickle.loads(self._headers[site])
+        tensors = [self._tensor(layout, source) for layout in layouts]
         value = _Reader(io.BytesIO(body), tensors, common, self._device).load()
         if isinstance(value, BaseException):
             raise value
         return value
 
     def _send(self, site: Any, header: bytes, tensors: Sequence[Tensor]) -> None:
-        known = self._headers.get(site) == header
+        new = b"" if self._headers.get(site) == header else header
         self._headers[site] = header
-        self._broadcast(torch.tensor([0 if known else len(header)]), self.rank)
-        if not known:
-            self._broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8), self.rank)
+        message = bytearray((len(new).to_bytes(_SIZE, "little") + new).ljust(_FIRST, b"\0"))
+        for part in (message[:_FIRST], message[_FIRST:]):
+            if part:
+                self._broadcast(torch.frombuffer(part, dtype=torch.uint8), self.rank)
         for tensor in tensors:
             self._broadcast(pack(tensor), self.rank)
+
+    def _bytes(self, count: int, source: int) -> bytes:
+        return self._broadcast(torch.empty(count, dtype=torch.uint8), source).numpy().tobytes()
 
     def _tensor(self, layout: Layout, source: int) -> Tensor:
         tensor = layout.empty(self._device)
@@ -118,7 +127,7 @@ class _Writer(pickle.Pickler):
     def __init__(self, file: io.BytesIO, common: Common, kept: Callable[[Tensor], bool]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._numbers, self._kept = common.numbers(), kept
-        self._names = {id(m): fqn for fqn, m in common.modules.items()}
+        self._names = common.names
         self.tensors: list[Tensor] = []
         self._places: dict[int, int] = {}
 

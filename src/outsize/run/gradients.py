@@ -19,7 +19,7 @@ from outsize.errors import NotCapturable
 from outsize.program.tree import map_leaves
 from outsize.run.exchange import Common, Exchange
 
-_NOTHING_COMMON = Common((), {})
+_NOTHING_COMMON = Common()
 
 
 @final

@@ -77,7 +77,7 @@ class OwnedRun:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Calls of owned modules, and reads of weights that not all ranks hold, go over the wire."""
-        self._names = dict(self._model.named_modules(remove_duplicate=False))
+        self._names = dict(self._model.named_modules())
         self._fqn = {id(m): fqn for fqn, m in self._model.named_modules()}
         with stand_ins(self._model, self._device):
             self._owner = module_owners(self._model, self._holders)
@@ -91,7 +91,7 @@ class OwnedRun:
 
     def _agree(self) -> None:
         """All generators as on rank 0."""
-        nothing = Common((), {})
+        nothing = Common()
         if self._exchange.rank == 0:
             self._exchange.send("generators", generator_states(self._device), nothing, lambda _: False)
         else:
@@ -105,7 +105,8 @@ class OwnedRun:
             return really(module, *args, **kwargs)
         values = list(leaves((args, kwargs)))
         roots = [a for a in (*args, *kwargs.values()) if has_state(a)] + list(module.modules())
-        call = Call(self._fqn[id(module)], values, Common([*values, *roots], self._names), self._exchange)
+        common = Common([*values, *roots], self._names, self._fqn)
+        call = Call(self._fqn[id(module)], values, common, self._exchange)
         if owner == self._exchange.rank:
             return self._give(call, roots, lambda: really(module, *args, **kwargs))
         return self._take(call, roots, owner)
@@ -188,7 +189,7 @@ class OwnedRun:
         return self._fetched[id(weight)]
 
     def _fetch(self, weight: Tensor, home: int) -> Tensor:
-        nothing = Common((), {})
+        nothing = Common()
         if home == self._exchange.rank:
             # Its own graph: all that the glue does with it belongs to the parameter itself.
             self._exchange.send("weight", [weight.detach()], nothing, lambda _: False)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from forked import on_ranks
 from splits import plan_of
-from tiny_transformers import MODELS, batch_of, built
+from tiny_transformers import MODELS, batch_of, built, transformers
 from torch import Tensor, nn
 
 import outsize
@@ -73,6 +73,35 @@ def test_a_plan_that_cuts_within_attention(tmp_path: Path) -> None:
     tokens = on_ranks(tmp_path, 3, lambda group: told(engine_of("llama", plan, group).generate, "llama"))
     expected = told(built("llama").eval().generate, "llama")
     assert all(torch.equal(t[way], expected[way]) for t in tokens for way in expected)
+
+
+def doubting() -> Any:
+    """A llama whose root decides on activations."""
+
+    class Doubting(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            """Twice the logits where they are small."""
+            out = super().forward(*args, **kwargs)
+            if float(out.logits.detach().abs().mean()) < 1:
+                out.logits = out.logits * 2
+            return out
+
+    torch.manual_seed(0)
+    return Doubting(transformers.LlamaConfig(**MODELS["llama"][2])).train()
+
+
+def test_a_model_that_runs_by_modules_generates(tmp_path: Path) -> None:
+    plan = outsize.plan(doubting(), (), batch_of("llama"), stages=3, microbatches=2, cluster="3xcpu")
+    assert plan.form == "modules"
+
+    def work(group: dist.ProcessGroup) -> dict[str, Any]:
+        engine = make_engine(doubting(), plan, group)
+        engine.step(update=False, **dict[str, Any](batch_of("llama")))
+        return told(engine.generate, "llama")
+
+    expected = told(doubting().eval().generate, "llama")
+    for tokens in on_ranks(tmp_path, 3, work):
+        assert all(torch.equal(tokens[way], expected[way]) for way in expected)
 
 
 def test_in_one_process_the_model_just_runs() -> None:
