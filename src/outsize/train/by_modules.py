@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from outsize.capture.by_modules import module_graph
 from outsize.capture.ladder import LossFn, find_loss
+from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Lane
 from outsize.program.modes import outside_autocast
@@ -33,9 +34,18 @@ Spans = list[tuple[str, Lane, float, float]]
 
 @final
 class ByModules:
-    """Runs the microbatches of one model in order, nothing overlapping."""
+    """Runs the microbatches of one model in order, nothing overlapping.
+
+    Raises BadOption for a plan with recompute or deferred BatchNorm.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFn | None, rank: int) -> None:
+        if plan.bn == "deferred" or plan.recompute != "none":
+            raise BadOption(
+                "a model that runs by modules keeps its activations, and BatchNorm counts microbatches",
+                numbers=f"the plan says recompute {plan.recompute!r}, bn {plan.bn!r}",
+                next_step="plan without them; torch.utils.checkpoint inside the model works",
+            )
         self._rank = rank
         self._model, self._plan, self._loss_fn = model, plan, loss_fn
         self.spans: Spans = []

@@ -222,6 +222,9 @@ def test_what_cannot_be_split_by_modules_is_refused_as_before() -> None:
         outsize.capture(Bare(), batch().args)
     with pytest.raises(TooManyStages):
         planned(stages=40, cluster="40xcpu")
+    for wish in ({"recompute": "full"}, {"bn": "deferred"}):
+        with pytest.raises(BadOption, match="runs by modules keeps its activations"):
+            make_engine(model(), planned().model_copy(update=wish), None)
     with pytest.raises(BadOption, match="needs a loss"):
         outsize.parallelize(model(), batch().args, stages=2, microbatches=2).step(*batch().args)
 
