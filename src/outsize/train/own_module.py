@@ -44,7 +44,8 @@ def _training(self: nn.Module) -> bool:
 
 
 def _set_training(self: nn.Module, mode: bool) -> None:
-    self.__dict__["_whole"].training = mode
+    if "_whole" in self.__dict__:  # not while a copy of a compiled module is being made by its __init__
+        self.__dict__["_whole"].training = mode
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

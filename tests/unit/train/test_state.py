@@ -249,6 +249,7 @@ def test_compiled_parametrized_and_empty_modules_have_views() -> None:
     assert list(view.state_dict()) == ["0._orig_mod.bias", "1.bias"]
     assert [type(m).__name__ for m in view.modules()] == [type(m).__name__ for m in model.modules()]
     assert view[2] is not model[2]  # pyright: ignore[reportIndexIssue]
+    assert list(copy.deepcopy(view).state_dict()) == ["0._orig_mod.bias", "1.bias"]
 
 
 def test_the_view_loads_what_it_saved() -> None:
