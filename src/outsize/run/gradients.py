@@ -32,6 +32,12 @@ class Call:
     common: Common
     exchange: Exchange
 
+    def leads(self) -> list[Tensor]:
+        """Arguments that a gradient can reach. D and R lead to all of them, so that the engine, asked for
+        some gradients only (`torch.autograd.grad`), takes both or neither.
+        """
+        return [v for v in self.values if isinstance(v, Tensor) and v.requires_grad]
+
     @property
     def gradients(self) -> tuple[str, str]:
         """The site of its backward."""
@@ -50,6 +56,7 @@ class Parts:
 
     def tell(self) -> None:
         """Broadcast them, in order; None where no gradient came by."""
+        _insist_on_first_order(self.call)
         if self.seen:
             parts = [self.found.pop(n, None) for n in range(self.seen)]
             self.call.exchange.send(self.call.gradients, parts, _NOTHING_COMMON, lambda _: False)
@@ -60,7 +67,7 @@ def given(call: Call) -> Parts | None:
     if not torch.is_grad_enabled():
         return None
     parts = Parts(call, torch.empty(0))
-    parts.token = _apply(_Before, parts, _anchor())
+    parts.token = _apply(_Before, parts, _anchor(), *call.leads())
     return parts
 
 
@@ -92,7 +99,7 @@ def arrived(call: Call, owner: int, out: Any, made: Sequence[Tensor], uses: Sequ
     if not made:
         return out
     used = [call.values[number] for number in uses]
-    exits = _apply(_Received, call, owner, tuple(made), _anchor(), *used)
+    exits = _apply(_Received, call, owner, tuple(made), _anchor(), *used, *call.leads())
     table = {id(t): e for t, e in zip(made, exits, strict=True)}
     return map_leaves(lambda leaf: table.get(id(leaf), leaf), out)
 
@@ -143,6 +150,15 @@ def _insist_on_own(call: Call, node: Node, born: int) -> None:
         )
 
 
+def _insist_on_first_order(call: Call) -> None:
+    """A gradient that comes from another rank cannot be differentiated again."""
+    if torch.is_grad_enabled():
+        raise NotCapturable(
+            f"a gradient through {call.site} is to be differentiated again (create_graph=True)",
+            next_step="take that gradient inside one module, or train with --stages 1",
+        )
+
+
 def _keeper(parts: Parts, place: int, edge: int) -> Callable[[Any, Any], None]:
     def keep(grad_inputs: Any, grad_outputs: Any) -> None:
         parts.found[place] = grad_inputs[edge]
@@ -164,15 +180,15 @@ class _Before(torch.autograd.Function):
     """D."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, anchor: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, parts: Parts, anchor: Tensor, *leads: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
-        ctx.parts = parts
+        ctx.parts, ctx.leads = parts, len(leads)
         return torch.zeros(())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.parts.tell()
-        return None, None
+        return (None,) * (2 + ctx.leads)
 
 
 @final
@@ -196,15 +212,17 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: Call, owner: int, made: tuple[Tensor, ...], anchor: Tensor, *used: Tensor
+        ctx: Any, call: Call, owner: int, made: tuple[Tensor, ...], anchor: Tensor, *used_and_leads: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.owner, ctx.parts = call, owner, len(used)
+        ctx.call, ctx.owner = call, owner
+        ctx.parts = len(used_and_leads) - len(call.leads())
         return tuple(t.detach() for t in made)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         call, parts = ctx.call, []
+        _insist_on_first_order(call)
         if ctx.parts:
             parts = call.exchange.receive(call.gradients, ctx.owner, _NOTHING_COMMON)
-        return None, None, None, None, *parts
+        return None, None, None, None, *parts, *(None for _ in call.leads())

@@ -15,7 +15,7 @@ The backward is the autograd engine's own, on every rank, and bit-equal to one p
 the youngest node to the oldest, and adds to a tensor's gradient in that order:
 
     owner     x -> D . . [the module's own graph, on x itself] -> X -> y      D is older than what is within
-    others    x (once per use within) -> R -> y
+    others    x (once per use within, and once for D) -> R -> y
 
 The owner's graph is the plain one. When the engine comes to D, every use of x within the module has given its
 part of x's gradient; D broadcasts these parts one by one, and R hands them to x in the same order. So each

@@ -175,6 +175,26 @@ class Views(Deciding):
 
 
 @final
+class Penalty(Deciding):
+    """The glue asks for some gradients in the middle of the forward; an argument that nobody uses."""
+
+    def __init__(self, again: bool = False) -> None:
+        super().__init__()
+        self.again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, w) -> ()."""
+        h = self.a(x)
+        other = h.detach().requires_grad_()
+        y = self.b(h, memory=other) + self.c(other).mean()
+        (slope,) = torch.autograd.grad(y.square().sum(), h, retain_graph=True, create_graph=self.again)
+        (bend,) = torch.autograd.grad(self.c(other * 2).cos().sum(), other)
+        if float(slope.detach().norm() + bend.norm()) > 0:
+            y = y / slope.detach().norm() + bend
+        return (y * h).square().mean()
+
+
+@final
 class Checkpointed(nn.Module):
     """Recomputes itself in the backward."""
 
@@ -266,7 +286,7 @@ def run_on(model: nn.Module, holders: Holders, work: Callable[[nn.Module, OwnedR
     return of_rank
 
 
-@pytest.mark.parametrize("kind", [Deciding, Memory, Tied, Embedding, Views])
+@pytest.mark.parametrize("kind", [Deciding, Memory, Tied, Embedding, Views, Penalty])
 def test_owned_modules_give_the_numbers_of_the_plain_loop(tmp_path: Path, kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
     model = kind()
@@ -285,6 +305,17 @@ def test_a_tensor_that_comes_in_by_the_back_door_is_refused_everywhere(tmp_path:
     model = Hidden()
     found = on_ranks(tmp_path, RANKS, run_on(model, thirds(model), lambda mine, _: mine(batches()[0])))
     assert all("b uses a tensor with a gradient that is not among its arguments" in said for said, _ in found)
+
+
+def test_a_gradient_of_a_gradient_is_refused_everywhere(tmp_path: Path) -> None:
+    def said(model: nn.Module) -> str:
+        with pytest.raises(NotCapturable, match="differentiated again") as caught:
+            model(batches()[0])
+        return caught.value.what
+
+    model = Penalty(again=True)
+    found = on_ranks(tmp_path, RANKS, run_on(model, thirds(model), lambda mine, _: said(mine)))
+    assert len({what for what, _ in found}) == 1
 
 
 def test_the_whole_argument_gradient_at_once_would_be_another_number() -> None:
