@@ -23,6 +23,7 @@ from outsize.run.rng import seeder
 from outsize.train.batch import Batch
 from outsize.train.parallel import make_engine
 from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot, merge, reference_snapshot
+from outsize.train.reference import reference_step
 
 BATCH = 12
 
@@ -180,6 +181,45 @@ def test_other_random_numbers_are_found_by_check(monkeypatch: pytest.MonkeyPatch
         target=given.target[0],
     )  # fmt: skip
     assert not verdict.bit_equal
+
+
+@pytest.mark.dist
+def test_accumulation_clipping_freezing_and_the_full_state(tmp_path: Path) -> None:
+    plan = planned()
+
+    def freeze(subject: Any) -> None:
+        subject.blocks[1].requires_grad_(False)
+
+    def work(group: dist.ProcessGroup) -> tuple[dict[str, Tensor], list[Tensor]]:
+        engine = make_engine(
+            model(), plan, group, loss_fn=nn.functional.cross_entropy, optimizer=adamw, seed=4, clip_norm=0.3
+        )
+        engine.prepare(batch())
+        norms = []
+        for number in range(3):
+            engine.step(*batch().args, target=batch().target, update=False, loss_scale=0.5)
+            norm = engine.step(*batch().args, target=batch().target, loss_scale=0.5).grad_norm
+            norms.append(norm)
+            freeze(engine.model) if number == 0 else None
+        return engine.full_state_dict(), norms
+
+    (state, norms), *others = on_ranks(tmp_path, 3, work)
+    plain, expected = model(), list[Tensor]()
+    optimizer = adamw(plain.parameters())
+    tape = capture_model(plain, batch().args, {}).tape
+    for number in range(3):
+        for half in range(2):
+            seeds = [seeder(4, 2 * number + half, mb) for mb in range(3)]
+            parts = batch().split(3)
+            reference_step(plain, tape, parts, [0.5 / 3] * 3, seeds, nn.functional.cross_entropy)
+        expected.append(nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
+        optimizer.step()
+        optimizer.zero_grad()
+        freeze(plain) if number == 0 else None
+    assert all(torch.equal(a, b) for a, b in zip(norms, expected, strict=True))
+    assert state.keys() == plain.state_dict().keys()
+    assert all(torch.equal(t, state[n]) for n, t in plain.state_dict().items())
+    assert all(nothing == {} for nothing, _ in others)
 
 
 @pytest.mark.dist
