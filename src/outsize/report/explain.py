@@ -118,11 +118,16 @@ next batch too.
 Usual causes
   - a decision on the values of activations: if x.sum() > 0, x.item(),
     tensor[mask] with a mask that the model computes. Inside a submodule this
-    is no trouble: that submodule becomes one unit, uncut.
+    is no trouble: that submodule becomes one unit, uncut. In the model's own
+    forward it costs the overlap: the model runs by modules, and the plan says
+    so.
   - state kept between calls in a plain attribute instead of a registered
     buffer
   - tensors that leave PyTorch's sight on the way: numpy, a custom C++ call, a
     global list
+
+You see this error for a model without submodules, or when a module of a
+model that runs by modules does what other ranks cannot follow.
 
 What to do
   The message has file:line. Move that code into a submodule of its own, or
