@@ -2,7 +2,7 @@
 
     1. leaves of torch.nn and glue between them
     2. a frame that decides on activations (or hides a tensor) becomes one leaf, with all of its class
-    3. the model itself cannot be taped: NotCapturable with file:line
+    3. the model itself cannot be taped: NotCapturable with file:line; then capture/by_modules.py takes over
 
 A model that fails on fakes may simply reject its example: it is then run as it is, and its own error shown.
 """

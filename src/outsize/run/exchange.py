@@ -81,6 +81,12 @@ class Exchange:
             raise value
         return value
 
+    def all_agree(self, here: bool) -> bool:
+        """True on every rank if it holds on every rank."""
+        flag = torch.tensor([here], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(flag)
+
     def _send(self, site: Any, header: bytes, tensors: Sequence[Tensor]) -> None:
         new = b"" if self._headers.get(site) == header else header
         self._headers[site] = header

@@ -38,7 +38,7 @@ import torch
 import torch.utils.checkpoint as checkpoints
 from torch import Tensor, nn
 
-from outsize.errors import NotCapturable
+from outsize.errors import BoundaryMismatch, NotCapturable
 from outsize.program.tree import leaves
 from outsize.run.effects import Change, apply, changes, has_state, state_of
 from outsize.run.exchange import Common, Exchange, everything_but
@@ -88,6 +88,25 @@ class OwnedRun:
                     yield
             finally:
                 self._fetched.clear()
+
+    def insist_on_same(self, what: str, tree: Any) -> None:
+        """Raise BoundaryMismatch on every rank unless all have these tensors, bit by bit.
+
+        A module that changes what the glue reads by ways that nobody watches (a global list) is found here.
+        """
+        mine, nothing = [t.detach() for t in leaves(tree) if isinstance(t, Tensor)], Common()
+        if self._exchange.rank == 0:
+            self._exchange.send(("same", what), mine, nothing, lambda _: False)
+            theirs = mine
+        else:
+            theirs = self._exchange.receive(("same", what), 0, nothing)
+        same = len(mine) == len(theirs) and all(map(_same_bits, mine, theirs))
+        if not self._exchange.all_agree(same):
+            raise BoundaryMismatch(
+                f"the ranks have different numbers for {what}",
+                numbers=f"rank {self._exchange.rank} has those of rank 0: {'yes' if same else 'no'}",
+                next_step="look for what a module changes outside itself: a global list, another module",
+            )
 
     def _agree(self) -> None:
         """All generators as on rank 0."""
@@ -204,6 +223,12 @@ def _made(out: Any, call: Call) -> tuple[Tensor, ...]:
     arguments = {id(value) for value in call.values}
     found = {id(t): t for t in leaves(out) if isinstance(t, Tensor) and id(t) not in arguments}
     return tuple(found.values())
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
 
 
 def _version(value: Any) -> int:

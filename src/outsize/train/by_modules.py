@@ -71,6 +71,8 @@ class ByModules:
         with kept, nullcontext() if run is None else run.active():
             for number, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
                 output, loss = self._forward(number, part, seed)
+                if run is not None:
+                    run.insist_on_same("the loss", loss)
                 share = part.size / samples
                 if torch.is_grad_enabled():
                     self._backward(number, loss, share * scale)

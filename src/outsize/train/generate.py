@@ -31,7 +31,10 @@ def generate(model: nn.Module, run: OwnedRun | None, args: tuple[Any, ...], kwar
             next_step="engine.evaluate(...) for its outputs; generate() is of transformers' models",
         )
     with kept_buffers(model), nullcontext() if run is None else run.active():
-        return model.generate(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        found = model.generate(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        if run is not None:
+            run.insist_on_same("what is generated", found)
+        return found
 
 
 @contextmanager

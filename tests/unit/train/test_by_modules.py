@@ -17,7 +17,7 @@ from zoo import CASES, case
 import outsize
 from outsize.capture.by_modules import capture_model
 from outsize.capture.losses import objective
-from outsize.errors import BadOption, NotCapturable, TooManyStages
+from outsize.errors import BadOption, BoundaryMismatch, NotCapturable, TooManyStages
 from outsize.program.tree import leaves
 from outsize.run.rng import seeder
 from outsize.train.batch import Batch
@@ -220,6 +220,52 @@ def test_accumulation_clipping_freezing_and_the_full_state(tmp_path: Path) -> No
     assert state.keys() == plain.state_dict().keys()
     assert all(torch.equal(t, state[n]) for n, t in plain.state_dict().items())
     assert all(nothing == {} for nothing, _ in others)
+
+
+@final
+class Telling(nn.Module):
+    """A part that leaves its loss in a list that is nobody's argument."""
+
+    def __init__(self, aside: list[Tensor]) -> None:
+        super().__init__()
+        self.w, self._aside = nn.Linear(8, 8), (aside,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 8) -> (b, 8)."""
+        self._aside[0].append(self.w(x).square().mean())
+        return self.w(x)
+
+
+@final
+class Aside(nn.Module):
+    """Adds up what its parts have left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: tuple[list[Tensor]] = ([],)
+        self.a, self.b, self.c = (Telling(self.left[0]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, 8) -> ()."""
+        self.left[0].clear()
+        h = self.c(self.b(self.a(x)))
+        if float(h.detach().sum()) != 0:
+            h = h * 2
+        return sum(self.left[0], h.mean())
+
+
+@pytest.mark.dist
+def test_losses_that_take_another_way_are_found(tmp_path: Path) -> None:
+    plan = outsize.plan(Aside(), batch().args, stages=3, microbatches=3, cluster="3xcpu")
+
+    def work(group: dist.ProcessGroup) -> str:
+        torch.manual_seed(0)
+        engine = make_engine(Aside(), plan, group)
+        with pytest.raises(BoundaryMismatch, match="different numbers for the loss") as caught:
+            engine.step(*batch().args)
+        return caught.value.what
+
+    assert len(on_ranks(tmp_path, 3, work)) == 3
 
 
 @pytest.mark.dist
