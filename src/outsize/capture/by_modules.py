@@ -170,9 +170,9 @@ def _add_output(found: _Seen, out: Any) -> None:
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Buffers, attributes and generators are afterwards as they were."""
+    """Buffers, attributes, hooks and generators are afterwards as they were."""
     buffers = [(b, b.clone()) for b in model.buffers()]
-    restore = remember(model.modules())
+    restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
     try:
         with python_generators_kept(), torch.random.fork_rng(devices=[]):
             yield

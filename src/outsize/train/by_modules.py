@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.by_modules import module_graph
+from outsize.capture.by_modules import module_graph, untouched
 from outsize.capture.ladder import LossFn, find_loss
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
@@ -25,8 +25,7 @@ from outsize.program.modes import outside_autocast
 from outsize.run.homes import Placement, placement_of_modules
 from outsize.run.owned import OwnedRun
 from outsize.run.rng import Seed
-from outsize.train.batch import Batch
-from outsize.train.generate import kept_buffers
+from outsize.train.batch import Batch, evaluating_loss
 from outsize.train.insist import insist_on_gradient, insist_on_model
 
 Spans = list[tuple[str, Lane, float, float]]
@@ -67,7 +66,7 @@ class ByModules:
         total: Tensor | None = None
         outputs = []
         samples = sum(part.size for part in parts)
-        kept = nullcontext() if torch.is_grad_enabled() else kept_buffers(self._model)
+        kept = nullcontext() if torch.is_grad_enabled() else untouched(self._model)
         with kept, nullcontext() if run is None else run.active():
             for number, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
                 output, loss = self._forward(number, part, seed)
@@ -87,7 +86,8 @@ class ByModules:
         start = time.perf_counter()
         seed(0)
         output = self._model(*part.args, **part.kwargs)
-        loss = find_loss(output) if self._loss_fn is None else self._loss_fn(output, *part.target)
+        loss_fn = self._loss_fn if torch.is_grad_enabled() else evaluating_loss(self._loss_fn, part)
+        loss = find_loss(output) if loss_fn is None else loss_fn(output, *part.target)
         self.spans.append((f"{self._rank}F{number}", "compute", start, time.perf_counter()))
         return output, loss
 

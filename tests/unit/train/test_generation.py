@@ -15,7 +15,7 @@ from tiny_transformers import MODELS, batch_of, built, transformers
 from torch import Tensor, nn
 
 import outsize
-from outsize.errors import BadOption
+from outsize.errors import BadOption, BoundaryMismatch
 from outsize.train.engine import Engine
 from outsize.train.parallel import make_engine
 
@@ -147,6 +147,31 @@ def equal(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor):
         return a is b or a == b
     return a.is_meta == b.is_meta and (a.is_meta or torch.equal(a, b))
+
+
+def test_what_transformers_hangs_on_the_model_meanwhile_is_gone_afterwards() -> None:
+    engine = engine_of("gpt2", split("gpt2", 3), None)
+    hooks = {"output_hidden_states": True, "return_dict_in_generate": True}
+    first = engine.generate(**prompt_of("gpt2"), max_new_tokens=2, do_sample=False, **hooks)
+    assert not any(m._forward_hooks for m in engine.model.modules())
+    engine.step(update=False, **dict[str, Any](batch_of("gpt2")))
+    again = engine.generate(**prompt_of("gpt2"), max_new_tokens=2, do_sample=False, **hooks)
+    assert torch.equal(first.hidden_states[0][1], again.hidden_states[0][1])
+
+
+def test_what_only_an_owner_sees_is_refused_on_every_rank(tmp_path: Path) -> None:
+    plan = split("gpt2", 3)
+
+    def work(group: dist.ProcessGroup) -> str:
+        engine = engine_of("gpt2", plan, group)
+        with pytest.raises(BoundaryMismatch) as caught:
+            engine.generate(
+                **prompt_of("gpt2"), max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True
+            )
+        return caught.value.what
+
+    found = on_ranks(tmp_path, 3, work)
+    assert found == ["the ranks have different numbers for what is generated"] * 3
 
 
 def test_a_model_that_cannot_generate_says_so() -> None:
