@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.capture.chance import Chance
+from outsize.capture.checks import way_on
 from outsize.capture.costs import CostMeter
 from outsize.capture.decide import Decider, is_data_dependent
 from outsize.capture.fakes import FakeModel
@@ -25,6 +26,7 @@ from outsize.capture.hidden import hides_tensor
 from outsize.capture.intercept import Watcher, inside_transform, really
 from outsize.capture.leaves import LeafRule
 from outsize.capture.slots import Slots, UnknownTensor
+from outsize.program.checks import insist
 from outsize.program.modes import current_modes
 from outsize.program.tape import Guard, Instruction, Weight
 from outsize.program.tree import leaves, map_leaves
@@ -65,7 +67,7 @@ class Recorder(Watcher):
         self._chance = Chance()
         self._inside: str | None = None  # the leaf that runs
         self._unnamed: dict[Weight, None] = {}  # weights that the call that runs has used
-        self._silent: set[int] = set()  # tensors that the call that runs writes without counting a version
+        self._silent: set[int] = set()  # storages that the call that runs writes, whatever versions say
         self._born: dict[int, str] = {}  # storage -> the leaf inside which it was made
         self._kept: list[Tensor] = []  # keeps those storages unique
         self.checkpoints: dict[str, None] = {}  # places
@@ -156,7 +158,7 @@ class Recorder(Watcher):
             self._silent.clear()
             out = run(refs, where, args, kwargs)
             pairs = zip(touched, before, strict=True)
-            written = [p for p, v in pairs if _version(p[1]) != v or id(p[1]) in self._silent]
+            written = [p for p, v in pairs if _version(p[1]) != v or self._is_silent(p[1])]
             if target in _EFFECTS:
                 # Ordered like writes: after what made the tensor, in the same stage.
                 written = touched[:1]
@@ -205,7 +207,7 @@ class Recorder(Watcher):
                 raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
             self.meter.flops, self.meter.random = flops, self.meter.random or draws
             # What it writes was not watched to its end.
-            self._silent |= {id(t) for t in module.buffers()}
+            self._silent |= {self.slots.storage(t) for t in module.buffers()}
             return out
 
     def _run_glue(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
@@ -220,7 +222,17 @@ class Recorder(Watcher):
                 out = self._decider.decide(fn, refs[0], refs[1], where, self._fakes)
             return map_leaves(partial(_with_grad, args), out)
         except LookupError as reason:
-            raise FrameFailed(self._frames[-1], str(reason), where) from None
+            expected = way_on(fn)
+            if expected is None:
+                raise FrameFailed(self._frames[-1], str(reason), where) from None
+            weights = [w for w, _ in self._touched(fn, args, kwargs)]
+            self._append(
+                insist, ((refs[0][0], expected, where), {}), None, current_modes(), where, weights, []
+            )
+            return expected
+
+    def _is_silent(self, tensor: Tensor) -> bool:
+        return bool(self._silent) and self.slots.storage(tensor) in self._silent
 
     def _insist_on_own_memory(self, written: Any, where: str) -> None:
         """Microbatches are views of the user's batch, and stages read inputs at different times."""
@@ -256,7 +268,7 @@ class Recorder(Watcher):
             weight = self.slots.weights.get(id(leaf))
             if weight is not None:
                 self._unnamed[weight] = None
-        self._silent |= {id(t) for t in running_statistics(op, args)}
+        self._silent |= {self.slots.storage(t) for t in written_by(op, args, kwargs)}
         if self._inside is not None and self._rule.traced:
             self._remember_birth(out)
 
@@ -330,13 +342,19 @@ class Recorder(Watcher):
 _EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 
 
-def running_statistics(op: Any, args: Any) -> list[Tensor]:
-    """What batch normalisation writes; its kernels do so without counting a version."""
-    name = str(op)
-    if "batch_norm" not in name or "backward" in name or len(args) < 6:
+def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors that an ATen op writes and that no version tells of: running statistics of batch
+    normalisation, whose kernels count none, and whatever an inference region makes.
+    """
+    if "batch_norm" in str(op) and "backward" not in str(op) and len(args) > 5:
+        trains = "with_update" in str(op) or args[5] is True
+        return [t for t in args[3:5] if trains and isinstance(t, Tensor)]
+    schema = getattr(op, "_schema", None)
+    if schema is None or not schema.is_mutable:
         return []
-    trains = "with_update" in name or args[5] is True
-    return [t for t in args[3:5] if trains and isinstance(t, Tensor)]
+    given = {**{a.name: value for a, value in zip(schema.arguments, args, strict=False)}, **kwargs}
+    found = (given.get(a.name) for a in schema.arguments if a.is_write)
+    return [t for t in leaves(tuple(found)) if isinstance(t, Tensor) and t.is_inference()]
 
 
 def _version(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outsize.capture.ladder import LossFn
 from outsize.errors import BadOption
 from outsize.program.tree import leaves, map_leaves
 
@@ -132,3 +134,16 @@ def as_target(target: Any) -> tuple[Any, ...]:
     if target is None:
         return ()
     return target if isinstance(target, tuple) else (target,)
+
+
+def evaluating_loss(loss_fn: LossFn | None, part: Batch) -> LossFn | None:
+    """The loss function, or None for an evaluation without the target that it wants."""
+    if loss_fn is None or part.target:
+        return loss_fn
+    try:
+        inspect.signature(loss_fn).bind(None)
+    except TypeError:
+        return None
+    except ValueError:  # a builtin, which tells nothing
+        return loss_fn
+    return loss_fn

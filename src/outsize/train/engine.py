@@ -129,11 +129,11 @@ class Engine:
             norm = self.update() if update else None
         return StepResult(loss, norm)
 
-    @torch.no_grad()
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
         """Forward in eval mode, at any batch size; gradients, buffers and generators stay as they are."""
         batch = Batch(args, kwargs, as_target(target))
-        with evaluating(self.model), borrowed_generators():
+        # Not in the caller's inference mode, if any: a program that is kept must run outside of it, too.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
             parts = self._parts(batch)
             if self._modules is not None:
                 loss, outputs = self._run_by_modules(self._modules, parts, 1.0)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from outsize.capture.intercept import Watcher, watching
 from outsize.capture.ladder import LossFn, find_loss
 from outsize.errors import ReplayMismatch
+from outsize.program.checks import insist
 from outsize.program.modes import outside_autocast
 from outsize.program.tape import Instruction, Tape
 from outsize.run.rng import Seed, borrowed_generators
@@ -93,8 +94,7 @@ class _Follower(Watcher):
     """Walks along the eager calls with a finger on the tape."""
 
     def __init__(self, tape: Tape, model: nn.Module, seed: Seed, visit: Visit | None) -> None:
-        # ATen-level instructions happen below what is watched here.
-        self._left = [i for i in tape.instructions if not hasattr(i.target, "_overloadpacket")]
+        self._left = [i for i in tape.instructions if _is_watched(i)]
         self._at = 0
         self._fqn = {id(m): fqn for fqn, m in reversed(dict(model.named_modules()).items())}
         self._seed, self._visit = seed, visit
@@ -137,6 +137,11 @@ class _Follower(Watcher):
         if self._visit is not None:
             self._visit(instruction, out)
         return out
+
+
+def _is_watched(instruction: Instruction) -> bool:
+    """ATen-level instructions happen below what is watched here; checks are the eager code's own."""
+    return not hasattr(instruction.target, "_overloadpacket") and instruction.target is not insist
 
 
 def _same(recorded: Any, called: Any) -> bool:

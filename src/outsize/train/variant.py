@@ -28,7 +28,7 @@ from outsize.program.replay import resolve
 from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
 from outsize.run.cut import Cut, cut
-from outsize.train.batch import Batch
+from outsize.train.batch import Batch, evaluating_loss
 from outsize.train.loss import Counting, LossShares
 
 KEPT = 32
@@ -93,7 +93,8 @@ class Variants:
                 del self._known[key]
 
     def _make(self, part: Batch, outputs: bool) -> Variant:
-        tape = record(self._model, part.args, part.kwargs, self._loss_fn, part.target)
+        loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
+        tape = record(self._model, part.args, part.kwargs, loss_fn, part.target)
         captured = build_graph(tape, self._model)
         edges = stage_edges(self._plan, captured)
         self._made += 1

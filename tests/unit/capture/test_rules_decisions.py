@@ -118,6 +118,19 @@ def test_rule_7_inference_mode_inside_a_forward() -> None:
     check_every_cut(two(run), batch())
 
 
+def test_rule_8_writes_in_an_inference_region_are_seen() -> None:
+    """Tensors made there count no versions."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            mask = torch.zeros(x.shape[0], x.shape[1])
+            mask[:, 1:] = x[:, :1]
+            mask[:, 2].mul_(3)
+        return m.b(m.a(x) + mask.clone())
+
+    check_every_cut(two(run), batch())
+
+
 # -- 8: in place -------------------------------------------------------------------------------------------
 
 
