@@ -49,7 +49,7 @@ class Exchange:
     """Broadcasts over one group. Every rank calls `send` or `receive` in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self._group, self.device = group, device
         self.rank, self.world_size = group.rank(), group.size()
         self._headers: dict[Any, bytes] = {}
 
@@ -76,7 +76,7 @@ class Exchange:
             self._headers[site] = (first[_SIZE:] + rest)[:size]
         layouts, body = pickle.loads(self._headers[site])
         tensors = [self._tensor(layout, source) for layout in layouts]
-        value = _Reader(io.BytesIO(body), tensors, common, self._device).load()
+        value = _Reader(io.BytesIO(body), tensors, common, self.device).load()
         if isinstance(value, BaseException):
             raise value
         return value
@@ -101,7 +101,7 @@ class Exchange:
         return self._broadcast(torch.empty(count, dtype=torch.uint8), source).numpy().tobytes()
 
     def _tensor(self, layout: Layout, source: int) -> Tensor:
-        tensor = layout.empty(self._device)
+        tensor = layout.empty(self.device)
         self._broadcast(layout.memory(tensor), source)
         return tensor
 

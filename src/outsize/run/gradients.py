@@ -183,7 +183,7 @@ class _Before(torch.autograd.Function):
     def forward(ctx: Any, parts: Parts, anchor: Tensor, *leads: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
         ctx.parts, ctx.leads = parts, len(leads)
-        return torch.zeros(())
+        return torch.zeros((), device=parts.call.exchange.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -198,12 +198,14 @@ class _After(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, token: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
+        ctx.device = token.device
         # No view, or the glue might not write into it.
         return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # A gradient on the device, so that D waits in the queue of the device's nodes and not in the CPU's.
+        return grad, torch.zeros((), device=ctx.device)
 
 
 @final
