@@ -66,7 +66,9 @@ class Plain:
             for mb, (part, weight) in enumerate(zip(parts, self._weigh(parts), strict=True)):
                 loss = self._forward(part, mb)[1]
                 assert loss is not None
-                (loss * (weight * loss_scale)).backward()
+                with torch.autocast("cpu", enabled=False):
+                    (loss * (weight * loss_scale)).backward()
+                torch.clear_autocast_cache()  # as if the context were around each forward alone
                 share = loss.detach() * weight
                 total = share if total is None else total + share
         self.steps += 1

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import pytest
 import torch
 import torch.nn.functional as F
-from situations import BARE, insist_on_parity
+from situations import BARE, Note, Situation, Trainer, insist_on_parity, step
 from torch import Tensor, nn
 from zoo import case
 from zoo_case import Case, classes, cross_entropy, features, squared_error, tokens
+
+import outsize
+from outsize.train.batch import Batch
 
 
 def linear(a: int = 8, b: int = 8) -> nn.Linear:
@@ -128,3 +131,31 @@ def test_tied_and_shared_over_stages(known: Case, stages: int) -> None:
 @pytest.mark.parametrize("known", [*OWN, HEAD, *ZOO], ids=lambda c: c.name)
 def test_tied_and_shared_at_random_cuts(known: Case, seed: int) -> None:
     insist_on_parity(replace(BARE, stages=4, cuts=seed, dropout=True, schedule="gpipe"), known)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("known", [*OWN, HEAD, *ZOO[:3]], ids=lambda c: c.name)
+def test_shared_under_autocast_without_its_cache(known: Case, stages: int) -> None:
+    """With the cache one process adds the gradients of a weight's uses in bfloat16, before they are cast."""
+
+    def loop(trainer: Trainer, batches: Sequence[Batch], note: Note) -> None:
+        for batch in batches:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                result = step(trainer, batch, update=False)
+            note(result.loss)
+            trainer.update()
+
+    insist_on_parity(Situation("autocast", loop=loop, stages=stages, changes=False), known)
+
+
+def test_check_says_when_the_cache_of_autocast_is_not_shared() -> None:
+    model, x = CalledThrice(), features(8, 8)
+    options: Any = {"stages": 3, "loss_fn": F.mse_loss, "target": x}
+    with torch.autocast("cpu", torch.bfloat16):
+        verdict = outsize.check(model, (x,), **options)
+    assert not verdict.bit_equal
+    assert verdict.grad_diff < 1e-2
+    assert any("cache_enabled=False) is bit-equal" in note for note in verdict.notes)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert outsize.check(model, (x,), **options).bit_equal
+    assert not outsize.check(model, (x,), **options).notes

@@ -35,6 +35,12 @@ def entering(modes: Modes, ambient: Modes) -> list[str]:
     return contexts
 
 
+def forget_casts() -> None:
+    """As at the begin of a `with torch.autocast` around each forward of a plain loop: nothing is cast yet."""
+    if any(torch.is_autocast_enabled(d) for d in _DEVICES):
+        torch.clear_autocast_cache()
+
+
 @contextmanager
 def outside_autocast() -> Iterator[None]:
     """As behind the `with torch.autocast` of a plain loop: a backward does not cast by itself, and weights

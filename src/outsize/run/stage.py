@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import BoundaryMismatch
-from outsize.program.modes import outside_autocast
+from outsize.program.modes import forget_casts, outside_autocast
 from outsize.run.boundary import Boundary
 from outsize.run.cut import StageProgram
 from outsize.run.recompute import Recompute
@@ -82,6 +82,7 @@ class Stage:
     ) -> Result:
         """`inputs` are all input tensors of the microbatch; `received` follow `program.received`."""
         grad = torch.is_grad_enabled()
+        forget_casts()
         saved = _Saved()
         entries = [
             self._enter(saved, b, t, grad) for b, t in zip(self.program.received, received, strict=True)

@@ -27,6 +27,7 @@ from outsize.ir.verdict import Verdict
 from outsize.run.rng import seeder
 from outsize.run.statistics import Statistics
 from outsize.train.batch import Batch
+from outsize.train.by_design import autocast_note, batchnorm_note
 from outsize.train.divergence import first_forward_divergence, last_wrong_gradient
 from outsize.train.insist import insist_on_loss, insist_on_values
 from outsize.train.launch import run_script
@@ -89,17 +90,13 @@ def verify(question: Question, *, processes: bool) -> Verdict:
 
 
 def _by_design(question: Question, reference: Snapshot) -> Iterator[str]:
-    """How far the plain loop over microbatches is itself from the whole batch at once."""
+    """What is other by design than somebody might expect, and by how much."""
     plan = question.plan
-    if plan.microbatches == 1 or not Statistics(question.model).training:
-        return
-    whole = compare(_reference(question, microbatches=1), reference)
-    yield (
-        f"BatchNorm normalises each of {plan.microbatches} microbatches by itself (bn={plan.bn}), as "
-        f"gradient accumulation does. Against one batch of {question.batch.size} the loss differs by "
-        f"{whole.loss:.2g}, gradients by up to {whole.grads:.2g}, running statistics by {whole.buffers:.2g}; "
-        "bn=sync has the numbers of that."
-    )
+    if plan.microbatches > 1 and Statistics(question.model).training:
+        whole = compare(_reference(question, microbatches=1), reference)
+        yield batchnorm_note(plan, question.batch.size, whole)
+    if plan.form == "tape":
+        yield from autocast_note(question.captured, plan)
 
 
 def _tapes(question: Question) -> TapeOf:
