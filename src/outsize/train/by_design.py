@@ -36,7 +36,7 @@ def autocast_note(captured: Captured, plan: Plan) -> Iterator[str]:
     if shared:
         others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         yield (
-            f"under autocast {shared[0]}{others} may be cast in several stages, whose gradients then add up in "
+            f"under autocast {shared[0]}{others} may be cast in several stages, and gradients then add up in "
             "the weight's own precision; one process adds them in the low one. "
             "torch.autocast(..., cache_enabled=False) is bit-equal."
         )
