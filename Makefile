@@ -18,8 +18,8 @@ demo: $(STAMP)  ## plan, split, check and train real models over two processes; 
 test: $(STAMP)  ## all tests
 	$(BIN)/python -m pytest
 
-parity: $(STAMP)  ## all models, cuts, schedules and microbatches; ten minutes or so, writes docs/parity.md
-	$(BIN)/python -m pytest tests/parity/test_one_process.py --all --update-golden
+parity: $(STAMP)  ## all models, cuts, schedules, microbatches; 20 minutes, writes docs/parity.md, coverage.md
+	$(BIN)/python -m pytest tests/parity/test_one_process.py tests/parity/test_coverage.py --all --update-golden
 
 check: $(STAMP)  ## style, types, floors, house rules
 	$(BIN)/ruff check $(HOUSE)

@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import random
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, final
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from forked import on_ranks
 from parity_runs import SEED, random_bounds
+from torch import distributed as dist
 from torch import nn
 from zoo import Case, case
 
+from outsize.capture.by_modules import capture_model
 from outsize.capture.cluster import find_cluster
-from outsize.capture.graph import Captured, build_graph
-from outsize.capture.ladder import record
+from outsize.capture.graph import Captured
 from outsize.errors import OutsizeError
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.planner.roofline import roofline
@@ -30,11 +36,11 @@ from outsize.planner.search import Request, search
 from outsize.program.tape import Tape
 from outsize.train.batch import Batch, as_target
 from outsize.train.parallel import make_engine
-from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot, merge, reference_snapshot
 from outsize.train.variant import Variants
 
 MICROBATCHES, STAGES, RANDOM_CUTS = 4, 3, 3
-Verdict = Literal["equal", "refused", "different"]
+Verdict = Literal["equal", "by modules", "refused", "different"]
 
 
 @final
@@ -66,23 +72,29 @@ def _covered(found: Case, model: nn.Module, kind: str) -> Line:
     batch = whole_batch(found)
     part = batch.split(MICROBATCHES)[0]
     start = time.perf_counter()
-    captured = build_graph(record(model, part.args, part.kwargs, found.loss, part.target), model)
+    captured = capture_model(model, part.args, part.kwargs, found.loss, part.target, part.size)
     capture_s = time.perf_counter() - start
     expected = plain(found, captured, batch)
     plans = list(dict.fromkeys([planned(captured, batch), *at_random(found.name, captured, batch)]))
     differences = [compare(expected, split(found, plan, batch)) for plan in plans]
     equal = sum(d.bit_equal for d in differences)
-    notes = tuple(str(d) for d in differences if not d.bit_equal) or captured.tape.opaque
+    notes = tuple(str(d) for d in differences if not d.bit_equal) or captured.graph.notes
     return Line(
         found.name,
         kind,
-        "equal" if equal == len(plans) else "different",
+        _verdict(captured, equal == len(plans)),
         units=len(captured.graph.units),
         capture_s=capture_s,
         cuts=len(plans),
         equal=equal,
         notes=notes,
     )
+
+
+def _verdict(captured: Captured, equal: bool) -> Verdict:
+    if not equal:
+        return "different"
+    return "equal" if captured.graph.form == "tape" else "by modules"
 
 
 def whole_batch(found: Case) -> Batch:
@@ -99,16 +111,24 @@ def plain(found: Case, captured: Captured, batch: Batch) -> Snapshot:
     variants = Variants(found.build(dropout=True), whole, found.loss)
 
     def tape_of(part: Batch) -> Tape:
-        return variants.find(part, outputs=False).tape
+        by_modules = captured.graph.form == "modules"
+        return captured.tape if by_modules else variants.find(part, outputs=False).tape
 
     return reference_snapshot(model, tape_of, batch, MICROBATCHES, found.loss, steps=1, seed=SEED)
 
 
 def split(found: Case, plan: Plan, batch: Batch) -> Snapshot:
-    """The same step on an engine."""
-    model = found.build(dropout=True)
-    engine = make_engine(model, plan, None, loss_fn=found.loss, optimizer=adamw, seed=SEED)
-    return engine_snapshot(engine, batch, steps=1)
+    """The same step on an engine; by modules one process would split nothing, so it is one per stage."""
+
+    def run(group: dist.ProcessGroup | None) -> Snapshot:
+        model = found.build(dropout=True)
+        engine = make_engine(model, plan, group, loss_fn=found.loss, optimizer=adamw, seed=SEED)
+        return engine_snapshot(engine, batch, steps=1)
+
+    if plan.form == "tape":
+        return run(None)
+    with tempfile.TemporaryDirectory() as folder:
+        return merge(on_ranks(Path(folder), len(plan.stages), run))
 
 
 def planned(captured: Captured, batch: Batch, stages: int = STAGES) -> Plan:
@@ -128,6 +148,7 @@ def at_random(name: str, captured: Captured, batch: Batch) -> list[Plan]:
         Plan(
             model=graph.model,
             fingerprint=graph.fingerprint,
+            form=graph.form,
             cluster=f"{stages}xcpu",
             axes=Axes(pp=stages),
             batch_size=batch.size,

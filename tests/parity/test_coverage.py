@@ -1,0 +1,50 @@
+"""The zoo: every model is bit-equal at the planner's cuts and at random ones, or refused with a reason.
+
+`make test` runs a slice, `make parity` (`--all`) everything, and writes docs/coverage.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from coverage_runs import Line, cover
+from zoo import CASES, Case, case, everything
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+
+# Every so manieth model of each shelf, so that no family is left out.
+STEP = 7
+GOAL = 0.95
+
+
+def cells() -> list[Any]:
+    """All; outside the slice marked `full`. The core models are in test_one_process.py anyway."""
+    core = {c.name for c in CASES}
+    found = []
+    for number, known in enumerate(everything()):
+        rare = known.name in core or number % STEP
+        found.append(pytest.param(known, id=known.name, marks=[pytest.mark.full] if rare else []))
+    return found
+
+
+@pytest.mark.parametrize("known", cells())
+def test_the_zoo(known: Case, record_property: Callable[[str, Any], None]) -> None:
+    line = cover(known)
+    record_property("coverage", line)
+    assert line.verdict != "different", line.notes
+    if line.verdict == "refused":
+        assert _names_a_place(line), line.notes
+
+
+def _names_a_place(line: Line) -> bool:
+    """A refusal says what, and where in the user's or the library's code, or what to do."""
+    return all("Next: " in note and (".py:" in note or "cannot" in note) for note in line.notes)
+
+
+def test_names_are_unique_and_there_are_enough() -> None:
+    names = [c.name for c in everything()]
+    assert len(names) == len(set(names))
+    assert len(names) >= 120
+    assert all(case(name).name == name for name in names)
