@@ -15,16 +15,18 @@ from collections.abc import Iterable
 
 import torch
 
+from outsize.program.checks import insist
 from outsize.program.tape import Instruction, Tape, Weight
 
 
 def live(tape: Tape, required: Iterable[int]) -> list[bool]:
-    """Per instruction: does a required slot or a written weight depend on it?"""
+    """Per instruction: does a required slot, a written weight or a check depend on it?"""
     needed = set(required)
     storages = {tape.storage(s) for s in needed}
     alive = [False] * len(tape.instructions)
     for instruction in reversed(tape.instructions):
         wanted = instruction.written_weights or not needed.isdisjoint(instruction.defines())
+        wanted = wanted or instruction.target is insist
         if not wanted and storages.isdisjoint(instruction.writes):
             continue
         alive[instruction.index] = True
