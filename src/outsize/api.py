@@ -38,6 +38,7 @@ from outsize.planner import price as pricing
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request, search
 from outsize.run.load import load_weights
+from outsize.run.statistics import of_one_replica
 from outsize.run.weight_files import WeightFiles
 from outsize.train.batch import Batch, as_target
 from outsize.train.batch_dims import Asked, BatchDims, acceptance, insist_on_names
@@ -225,6 +226,8 @@ def parallelize(
     files = WeightFiles(weights) if weights is not None else None
     cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
     world = join("cuda" if cuda else "cpu")
+    if world.group is not None:
+        of_one_replica(model)
     if plan is None:
         cluster = "local" if cuda else f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
         given = {"loss_fn": loss_fn, "target": target, "batch_dims": batch_dims}

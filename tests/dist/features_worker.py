@@ -13,11 +13,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MethodType
 from typing import Any, final
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -26,9 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from parity_runs import BATCH_SIZE, SEED, Combination, batch_of, captured, fresh, planned
 from zoo import case
 
+import outsize
 from outsize.errors import WorldMismatch
 from outsize.run.layout import Layout
 from outsize.run.rng import seeder
+from outsize.run.statistics import Statistics
 from outsize.run.transport import ProcessTransport
 from outsize.train.batch import Batch
 from outsize.train.crew import ProcessCrew
@@ -53,7 +57,13 @@ class Pair:
     """One zoo model twice: split over the ranks, and plain in this process."""
 
     def __init__(
-        self, world: World, name: str, optimizer: MakeOptimizer = adamw, microbatches: int = 3, **options: Any
+        self,
+        world: World,
+        name: str,
+        optimizer: MakeOptimizer = adamw,
+        microbatches: int = 3,
+        changes: dict[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         found = case(name)
         self.wanted = Combination(name, microbatches, world.world_size, "1f1b")
@@ -61,7 +71,7 @@ class Pair:
         self.parts = self.batch.split(microbatches)
         self.engine: Engine = make_engine(
             fresh(name),
-            planned(self.wanted),
+            planned(self.wanted).model_copy(update=changes or {}),
             world.group,
             loss_fn=found.loss,
             optimizer=optimizer,
@@ -99,6 +109,12 @@ class Pair:
         expected = dict(self.plain.named_parameters())
         wrong = [n for n, p in self.engine.named_parameters() if not torch.equal(p, expected[n])]
         assert wrong == []
+
+    def insist_on_equal_buffers(self) -> None:
+        expected = dict(self.plain.named_buffers())
+        here = {n: b for n, b in self.engine.model.named_buffers() if not b.is_meta}
+        assert len(here) < len(expected) or not expected
+        assert [n for n, b in here.items() if not torch.equal(b, expected[n])] == []
 
 
 def check_evaluate_gives_the_eager_outputs_and_changes_nothing(world: World) -> None:
@@ -257,8 +273,8 @@ def check_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
     pair = Pair(world, "toy", sgd, scaler=scaler)
     args, target = pair.batch.args, pair.batch.target
     pair.engine.prepare(pair.batch)
+    before = {n: p.detach().clone() for n, p in pair.engine.named_parameters()}
     for bad in range(world.world_size):
-        before = {n: p.detach().clone() for n, p in pair.engine.named_parameters()}
         pair.engine.step(*args, target=target, update=False)
         if world.rank == bad:
             first = next(p for _, p in pair.engine.named_parameters())
@@ -269,6 +285,64 @@ def check_an_overflow_on_one_rank_skips_the_step_on_all(world: World) -> None:
         assert scaler.get_scale() == 1024.0 / 2 ** (bad + 1)
     pair.engine.step(*args, target=target)
     assert not all(torch.equal(p, before[n]) for n, p in pair.engine.named_parameters())
+
+
+def check_recompute_is_bit_equal(world: World) -> None:
+    for name in ("gpt2", "unet"):
+        pair = Pair(world, name, changes={"recompute": "full"})
+        for _ in range(2):
+            pair.step()
+            pair.accumulate()
+            pair.update()
+        pair.insist_on_equal_parameters()
+        pair.insist_on_equal_buffers()
+
+
+def check_deferred_statistics_are_bit_equal(world: World) -> None:
+    pair = Pair(world, "unet", changes={"bn": "deferred"})
+    statistics = Statistics(pair.plain)
+    for _ in range(2):
+        pair.step()
+        with statistics.collecting():
+            pair.accumulate()
+        pair.update()
+    pair.insist_on_equal_parameters()
+    pair.insist_on_equal_buffers()
+
+
+def check_sync_batchnorm_does_not_wait_for_other_stages(world: World) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [m for _ in range(3) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())]
+        return nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(*layers))
+
+    x, plain = torch.randn(12, 8, generator=torch.Generator().manual_seed(1)), make()
+    for module in plain.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            module.forward = MethodType(nn.BatchNorm1d.forward, module)
+    engine = outsize.parallelize(make(), (x,), stages=2, microbatches=3, loss_fn=F.mse_loss, target=x)
+    engine.step(x, target=x, update=False)
+    for part in x.split(4):
+        (F.mse_loss(plain(part), part) * (4 / 12)).backward()
+    expected = dict(plain.named_parameters())
+    for name, p in engine.named_parameters():
+        other = expected[name].grad
+        assert p.grad is not None, name
+        assert other is not None, name
+        assert torch.equal(p.grad, other), name
+
+
+def check_batches_of_any_size_are_bit_equal(world: World) -> None:
+    pair = Pair(world, "mlp")
+    found = case("mlp")
+    for size in (13, 5, 1, 12):
+        batch = batch_of(found, size)
+        parts = batch.split(pair.engine.plan.microbatches_of(size))
+        pair.engine.step(*batch.args, target=batch.target)
+        for part in parts:
+            (found.loss_of(pair.plain(*part.args), part.target[0]) * (part.size / size)).backward()
+        pair.update()
+    pair.insist_on_equal_parameters()
 
 
 def check_the_users_generator_is_untouched(world: World) -> None:

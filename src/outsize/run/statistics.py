@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -69,13 +70,26 @@ class Statistics:
             module.track_running_stats = True
 
 
+def of_one_replica(model: nn.Module) -> None:
+    """Let SyncBatchNorm normalise as BatchNorm does. Its default group is every process there is, and those
+    are stages that hold other layers: it would wait for them.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm) and module.process_group is None:
+            module.forward = MethodType(_BatchNorm.forward, module)
+
+
 @contextmanager
 def _forward_is(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
-        del module.forward
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
 
 
 def _moments(x: Tensor) -> Moments:

@@ -11,6 +11,7 @@ from torch import nn
 from outsize.capture.ladder import LossFn
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Plan
+from outsize.run.statistics import of_one_replica
 from outsize.train.crew import Crew, LocalCrew, ProcessCrew, device_of
 from outsize.train.engine import Engine, MakeOptimizer
 
@@ -39,4 +40,6 @@ def make_engine(
 ) -> Engine:
     """An engine of the plan; options are those of Engine."""
     crew = make_crew(plan, group, device_of(plan))
+    if group is not None:
+        of_one_replica(model)
     return Engine(model, plan, crew, loss_fn=loss_fn, optimizer=optimizer, **options)
