@@ -30,8 +30,8 @@ def map_leaves(fn: Fn, tree: Any) -> Any:
 
 def _sequence(fn: Fn, tree: tuple[Any, ...] | list[Any]) -> Any:
     items = [map_leaves(fn, item) for item in tree]
-    if hasattr(tree, "_fields"):
-        return type(tree)(*items)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return tuple.__new__(type(tree), items)  # a subclass may check or compute in its own `__new__`
     kind = type(tree)
     return kind(items) if kind in (tuple, list) or isinstance(tree, list) else tuple(items)
 

@@ -7,6 +7,8 @@ from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from outsize.program.tape import Ref
 from outsize.program.tree import leaves, map_leaves, paths
@@ -53,6 +55,14 @@ def test_the_original_is_not_changed() -> None:
     tree = {"a": [1, Pair(2, 3)], "o": Output(4)}
     assert map_leaves(lambda leaf: 0, tree) == {"a": [0, Pair(0, 0)], "o": Output(0, 0)}
     assert tree == {"a": [1, Pair(2, 3)], "o": Output(4)}
+
+
+def test_a_named_tuple_that_checks_its_items_is_rebuilt_with_any() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    found = map_leaves(lambda leaf: "a leaf", packed)
+    assert type(found) is type(packed)
+    assert found.data == found.batch_sizes == "a leaf"
+    assert map_leaves(lambda leaf: leaf, packed).batch_sizes is packed.batch_sizes
 
 
 def test_references_are_leaves_though_they_are_dataclasses() -> None:
