@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -18,7 +18,8 @@ from outsize.run.boundary import Boundary
 from outsize.run.rng import seeder
 from outsize.run.stage import Gradients, Stage
 from outsize.schedules.builders import build
-from outsize.train import crew, engine
+from outsize.train import crew, engine, variant
+from outsize.train.loss import LossShares
 from outsize.train.batch import Batch
 from outsize.train.parallel import make_engine
 from outsize.train.parity import adamw, compare, engine_snapshot, reference_snapshot
@@ -133,6 +134,7 @@ def test_a_second_forward_of_batchnorm_is_found(monkeypatch: Patch) -> None:
     assert not found.bit_equal
     assert (found.loss_diff, found.grad_diff) == (0, 0), "the statistics of a batch do not show it"
     assert found.buffer_diff > 0
+    assert found.first_divergence == "down1.1 (buffers)"
 
 
 def test_a_shifted_generator_is_found(monkeypatch: Patch) -> None:
@@ -141,6 +143,7 @@ def test_a_shifted_generator_is_found(monkeypatch: Patch) -> None:
     found = verdict("gpt2", dropout=True)
     assert not found.bit_equal
     assert found.loss_diff > 1e-4
+    assert found.first_divergence == "transformer.drop (forward)", "the first dropout"
     assert verdict("gpt2").bit_equal, "without dropout no random number is drawn"
 
 
@@ -170,6 +173,25 @@ def test_one_over_m_on_ragged_tokens_is_found() -> None:
     found = split_with("samples")
     assert not found.bit_equal
     assert min(found.loss, found.grads, found.parameters) > 1e-5
+
+
+def test_check_names_the_weights_of_microbatches(monkeypatch: Patch) -> None:
+    """Law 4 broken: 1/M for microbatches of 4, 3, 3 and 3 samples."""
+    args, kwargs = case("vit").batch(13)
+    assert outsize.check(fresh("vit"), args, kwargs, stages=3).bit_equal
+    monkeypatch.setattr(variant, "LossShares", lambda *given: EqualShares(LossShares(*given)))
+    found = outsize.check(fresh("vit"), args, kwargs, stages=3)
+    assert not found.bit_equal
+    assert found.first_divergence == "the loss (weights of microbatches)"
+
+
+@final
+class EqualShares:
+    def __init__(self, shares: LossShares) -> None:
+        self.shares = shares
+
+    def of(self, parts: Any) -> list[float]:
+        return [1 / len(parts)] * len(parts)
 
 
 def test_compare_tells_missing_from_zero() -> None:

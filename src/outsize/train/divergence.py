@@ -72,5 +72,15 @@ def last_wrong_gradient(captured: Captured, wrong: frozenset[str]) -> str | None
     return owners[-1] if owners else None
 
 
+def first_wrong_buffer(captured: Captured, model: nn.Module, wrong: frozenset[str]) -> str | None:
+    """The first unit whose instructions touch one of these buffers."""
+    names = {id(b): n for n, b in model.named_buffers()}
+    for instruction in captured.tape.instructions if wrong else ():
+        touched = {w.name for w in instruction.weights if w.kind == "buffer"}
+        if touched & wrong:
+            return instruction.name
+    return next((n for n in names.values() if n in wrong), None)
+
+
 def _names(graph: Any, parameter: str) -> set[str]:
     return set(graph.parameter_of[parameter].names)

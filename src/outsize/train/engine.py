@@ -104,7 +104,7 @@ class Engine:
             return
         parts = self._parts(batch)
         with borrowed_generators():
-            variant = self._variants.find(parts[0], outputs=False, state=self._settings.number())
+            variant = self._groups(parts, outputs=False)[0][0]
             insist_on_model(self.plan, variant.captured.graph)
             self._settle(lambda: placement_of_cut(variant.cut, self.model))
 

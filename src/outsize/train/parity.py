@@ -108,13 +108,14 @@ def _snapshot(
 @final
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Largest absolute differences by kind, and the parameters whose gradients differ."""
+    """Largest absolute differences by kind; the parameters whose gradients and the buffers that differ."""
 
     loss: float
     grads: float
     buffers: float
     parameters: float
     wrong_grads: frozenset[str]
+    wrong_buffers: frozenset[str]
 
     @property
     def bit_equal(self) -> bool:
@@ -124,14 +125,18 @@ class Differences:
 
 def compare(reference: Snapshot, found: Snapshot) -> Differences:
     """Largest difference per kind; infinite where a tensor is missing or has another shape."""
-    wrong = {n for n in reference.grads.keys() | found.grads.keys() if _pair(reference.grads, found.grads, n)}
     return Differences(
         loss=difference(reference.loss, found.loss),
         grads=_largest(reference.grads, found.grads),
         buffers=_largest(reference.buffers, found.buffers),
         parameters=_largest(reference.parameters, found.parameters),
-        wrong_grads=frozenset(wrong),
+        wrong_grads=_wrong(reference.grads, found.grads),
+        wrong_buffers=_wrong(reference.buffers, found.buffers),
     )
+
+
+def _wrong(reference: Tensors, found: Tensors) -> frozenset[str]:
+    return frozenset(n for n in reference.keys() | found.keys() if _pair(reference, found, n))
 
 
 def _largest(reference: Tensors, found: Tensors) -> float:

@@ -28,7 +28,9 @@ from outsize.run.rng import seeder
 from outsize.run.statistics import Statistics
 from outsize.train.batch import Batch
 from outsize.train.by_design import autocast_note, batchnorm_note
-from outsize.train.divergence import first_forward_divergence, last_wrong_gradient
+from outsize.train.calls import eager_calls, first_other_call, watched_modules
+from outsize.train.divergence import first_forward_divergence, first_wrong_buffer, last_wrong_gradient
+from outsize.train.engine import Engine
 from outsize.train.insist import insist_on_loss, insist_on_values
 from outsize.train.launch import run_script
 from outsize.train.parallel import make_engine
@@ -142,15 +144,12 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _in_one_process(question: Question) -> Snapshot:
-    engine = make_engine(
-        _copied(question.model),
-        question.plan,
-        None,
-        loss_fn=question.loss_fn,
-        optimizer=adamw,
-        seed=question.seed,
-    )
-    return engine_snapshot(engine, question.batch, steps=question.steps)
+    return engine_snapshot(_engine(question), question.batch, steps=question.steps)
+
+
+def _engine(question: Question) -> Engine:
+    model, loss_fn = _copied(question.model), question.loss_fn
+    return make_engine(model, question.plan, None, loss_fn=loss_fn, optimizer=adamw, seed=question.seed)
 
 
 def _over_processes(question: Question) -> Snapshot:
@@ -186,13 +185,31 @@ def _save(question: Question, folder: Path) -> None:
 
 
 def _locate(question: Question, differences: Differences) -> str | None:
-    """`unit (forward)` or `unit (backward)`."""
-    part = question.batch.split(question.plan.microbatches)[0]
-    model, seed = copy.deepcopy(question.model), seeder(question.seed, 0, 0)
-    unit = None
-    if question.plan.form == "tape":
-        unit = first_forward_divergence(question.captured, model, part, seed, question.loss_fn)
+    """`unit (forward)`, `unit (buffers)`, `the loss (weights of microbatches)` or `unit (backward)`."""
+    unit = _forward_divergence(question) if question.plan.form == "tape" else None
     if unit is not None:
         return f"{unit} (forward)"
+    unit = first_wrong_buffer(question.captured, question.model, differences.wrong_buffers)
+    if unit is not None:
+        return f"{unit} (buffers)"
+    if differences.loss:
+        return "the loss (weights of microbatches)"
     unit = last_wrong_gradient(question.captured, differences.wrong_grads)
     return f"{unit} (backward)" if unit is not None else None
+
+
+def _forward_divergence(question: Question) -> str | None:
+    """In a replay of one microbatch unit by unit, or else in a step of an engine."""
+    parts = question.batch.split(question.plan.microbatches)
+    model, seed = copy.deepcopy(question.model), seeder(question.seed, 0, 0)
+    unit = first_forward_divergence(question.captured, model, parts[0], seed, question.loss_fn)
+    if unit is not None:
+        return unit
+    seeds = [seeder(question.seed, 0, mb) for mb in range(len(parts))]
+    expected = eager_calls(copy.deepcopy(question.model), _tapes(question), parts, seeds, question.loss_fn)
+    engine = _engine(question)
+    batch = question.batch
+    engine.prepare(batch)  # recording is no step
+    with watched_modules(engine.model) as found:
+        engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)
+    return first_other_call(expected, found)
