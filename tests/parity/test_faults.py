@@ -19,8 +19,8 @@ from outsize.run.rng import seeder
 from outsize.run.stage import Gradients, Stage
 from outsize.schedules.builders import build
 from outsize.train import crew, engine, variant
-from outsize.train.loss import LossShares
 from outsize.train.batch import Batch
+from outsize.train.loss import LossShares
 from outsize.train.parallel import make_engine
 from outsize.train.parity import adamw, compare, engine_snapshot, reference_snapshot
 

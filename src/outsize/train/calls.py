@@ -34,7 +34,8 @@ def eager_calls(
         if isinstance(instruction.target, str):
             found.setdefault(instruction.target, []).append(_copies(result))
 
-    with borrowed_generators(), torch.no_grad():
+    # With gradients, as in a step: some kernels are others without.
+    with borrowed_generators():
         for part, seed in zip(parts, seeds, strict=True):
             eager(model, tape_for(tape, part), part, seed, loss_fn, visit)
     return found

@@ -151,6 +151,7 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
     """0 for equal bits (NaN equals NaN), else the largest absolute difference, never 0."""
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return math.inf
+    a, b = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))  # sparse: equal as matrices
     if torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all()):
         return 0.0
     gap = (a.to(torch.float64) - b.to(torch.float64)).abs()

@@ -95,7 +95,6 @@ class _Follower(Watcher):
 
     def __init__(self, tape: Tape, model: nn.Module, seed: Seed, visit: Visit | None) -> None:
         self._left = [i for i in tape.instructions if _is_watched(i)]
-        self._constant = _constant(tape)
         self._at = 0
         self._fqn = {id(m): fqn for fqn, m in reversed(dict(model.named_modules()).items())}
         self._seed, self._visit = seed, visit
@@ -115,26 +114,16 @@ class _Follower(Watcher):
 
     def insist_on_end(self) -> None:
         """Raise ReplayMismatch when the eager run made other calls than the tape."""
-        missing = next((i for i in self._left[self._at :] if i.index not in self._constant), None)
-        if missing is not None:
+        if self._at < len(self._left):
+            missing = self._left[self._at]
             raise ReplayMismatch(
                 f"the model did not call {missing.name} as it did when it was captured",
                 numbers=f"instruction {missing.index} of {len(self._left)}, {missing.where}",
                 next_step="look for Python state that changes from call to call",
             )
 
-    def _arrives(self, target: Any) -> bool:
-        """Is this call the tape's next one, constants behind a functools cache passed over?"""
-        for at in range(self._at, len(self._left)):
-            if _same(self._left[at].target, target):
-                self._at = at
-                return True
-            if self._left[at].index not in self._constant:
-                break
-        return False
-
     def _step(self, target: Any, run: Callable[[], Any]) -> Any:
-        if self._muted or not self._arrives(target):
+        if self._muted or self._at == len(self._left) or not _same(self._left[self._at].target, target):
             return run()
         instruction = self._left[self._at]
         self._at += 1
@@ -148,17 +137,6 @@ class _Follower(Watcher):
         if self._visit is not None:
             self._visit(instruction, out)
         return out
-
-
-def _constant(tape: Tape) -> frozenset[int]:
-    """Glue that depends on nothing but constants: eager code may keep its result from call to call."""
-    found: set[int] = set()
-    known = set(tape.constants)
-    for i in tape.instructions:
-        if not (i.is_leaf or i.random or i.weights) and known.issuperset(i.reads()):
-            found.add(i.index)
-            known.update(i.defines())
-    return frozenset(found)
 
 
 def _is_watched(instruction: Instruction) -> bool:
