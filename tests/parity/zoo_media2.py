@@ -1,7 +1,45 @@
-"""The zoo: transformers: speech, audio and several modalities."""
+"""The zoo: transformers: speech and audio here; several modalities and time series on their own shelves."""
 
 from __future__ import annotations
 
-from zoo_case import Case
+from zoo_case import CLASSES, VOCABULARY, Case, classes
+from zoo_hf import WIDTHS, Config, batch, drawn, inside, integers
 
-CASES: tuple[Case, ...] = ()
+# Three convolutions for seven. Layerdrop and the masks of SpecAugment as by default, with spans shorter than
+# these 31 frames (of 640 samples).
+WAVE: Config = {
+    **WIDTHS,
+    "vocab_size": VOCABULARY,
+    "conv_dim": [16, 16, 16],
+    "conv_kernel": [10, 3, 2],
+    "conv_stride": [5, 2, 2],
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "mask_time_length": 2,
+    "num_labels": CLASSES,
+    "classifier_proj_size": 16,
+}
+SPOKEN = batch(input_values=drawn(640), labels=integers(VOCABULARY - 3, 6))
+SOUNDS = batch(input_values=drawn(640), labels=classes)
+
+
+def heard(name: str, stem: str, **config: object) -> Case:
+    """Speech to letters by CTC; `stem` is the class without "ForCTC"."""
+    return inside(name, f"{stem}ForCTC", {**WAVE, **config}, SPOKEN)
+
+
+SPEECH = (
+    heard("wav2vec2_ctc", "Wav2Vec2"),
+    heard("wav2vec2_stable_norm", "Wav2Vec2", do_stable_layer_norm=True, feat_extract_norm="layer"),
+    inside("wav2vec2_classifier", "Wav2Vec2ForSequenceClassification", WAVE, SOUNDS),
+    heard("hubert", "Hubert"),
+    heard("wavlm", "WavLM"),
+    heard("unispeech", "UniSpeech"),
+    heard("unispeech_sat", "UniSpeechSat"),
+    heard("data2vec_audio", "Data2VecAudio", num_conv_pos_embeddings=2, conv_pos_kernel_size=3),
+    heard("sew", "SEW", squeeze_factor=2),
+    heard("sew_d", "SEWD", squeeze_factor=2, max_position_embeddings=64, position_buckets=16),
+    heard("wav2vec2_conformer", "Wav2Vec2Conformer", conv_depthwise_kernel_size=7, hidden_act="gelu"),
+)
+
+CASES: tuple[Case, ...] = (*SPEECH,)
