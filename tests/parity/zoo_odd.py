@@ -1,6 +1,6 @@
 """The zoo: hand-written models, odd on purpose.
 
-Their classes are in zoo_odd_{sequences,images,control,forms}.py, by what is odd about them.
+Their classes are in the files zoo_odd_*.py, by what is odd about them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 import zoo_odd_control as control
 import zoo_odd_forms as forms
+import zoo_odd_gradients as gradients
 import zoo_odd_images as pictures
+import zoo_odd_python as python
 import zoo_odd_sequences as sequences
+import zoo_odd_signals as signals
 from torch import Tensor
 from zoo_case import (
     CLASSES,
@@ -181,15 +184,15 @@ PICTURES = (
     inside("vq_vae", pictures.VQVAE, SMALL),
     Case("vae", pictures.VAE, FEATURES, evidence, plain),
     Case("tied_autoencoder", pictures.TiedAutoencoder, FEATURES, squared_error, plain),
-    scores("norm_zoo", pictures.NormZoo, SMALL),
-    Case("fourier_operator", pictures.FourierOperator, SMALL, squared_error, drawn(1, 16, 16)),
-    Case("capsules", pictures.Capsules, LARGE, margin, classes),
-    scores("spatial_transformer", pictures.SpatialTransformer, SMALL),
-    scores("dense_concat", pictures.DenseConcat, SMALL),
-    inside("coupling_flow", pictures.CouplingFlow, FEATURES),
+    scores("norm_zoo", signals.NormZoo, SMALL),
+    Case("fourier_operator", signals.FourierOperator, SMALL, squared_error, drawn(1, 16, 16)),
+    Case("capsules", signals.Capsules, LARGE, margin, classes),
+    scores("spatial_transformer", signals.SpatialTransformer, SMALL),
+    scores("dense_concat", signals.DenseConcat, SMALL),
+    inside("coupling_flow", signals.CouplingFlow, FEATURES),
     Case(
         "radiance_field",
-        pictures.RadianceField,
+        signals.RadianceField,
         batch(drawn(3), drawn(3, seed=13)),
         squared_error,
         drawn(3),
@@ -205,15 +208,15 @@ CONTROL = (
     scores("python_stochastic_depth", control.PythonStochasticDepth, FEATURES, 4),
     scores("root_layer_drop", control.RootLayerDrop, FEATURES),
     scores("noisy_student", control.NoisyStudent, FEATURES, 4),
-    scores("ode_block", control.ODEBlock, FEATURES),
-    scores("equilibrium", control.Equilibrium, FEATURES),
-    scores("hypernetwork", control.Hypernetwork, FEATURES),
-    Case("vmap_ensemble", control.VmapEnsemble, FEATURES, with_extra, classes),
-    scores("inner_gradient", control.InnerGradient, FEATURES),
-    Case("energy_model", control.EnergyModel, batch(drawn(6, 3)), energy_and_forces, drawn(6, 3, seed=13)),
-    Case("domain_adversary", control.DomainAdversary, FEATURES, two_domains, classes),
-    scores("quantized_net", control.QuantizedNet, FEATURES),
-    scores("checkpointed", control.Checkpointed, FEATURES),
+    scores("ode_block", gradients.ODEBlock, FEATURES),
+    scores("equilibrium", gradients.Equilibrium, FEATURES),
+    scores("hypernetwork", gradients.Hypernetwork, FEATURES),
+    Case("vmap_ensemble", gradients.VmapEnsemble, FEATURES, with_extra, classes),
+    scores("inner_gradient", gradients.InnerGradient, FEATURES),
+    Case("energy_model", gradients.EnergyModel, batch(drawn(6, 3)), energy_and_forces, drawn(6, 3, seed=13)),
+    Case("domain_adversary", gradients.DomainAdversary, FEATURES, two_domains, classes),
+    scores("quantized_net", gradients.QuantizedNet, FEATURES),
+    scores("checkpointed", gradients.Checkpointed, FEATURES),
     inside("distilled", control.Distilled, batch(plain, classes)),
     inside("momentum_pair", control.MomentumPair, batch(plain, drawn(12))),
     inside("queue", control.Queue, batch(plain, drawn(12))),
@@ -245,4 +248,23 @@ FORMS = (
     ),
 )
 
-CASES: tuple[Case, ...] = (*SEQUENCES, *PICTURES, *CONTROL, *FORMS)
+PYTHON = (
+    scores("own_objects", python.OwnObjects, FEATURES),
+    scores("shared_cache", python.SharedCache, WORDS),
+    scores("direct_calls", python.DirectCalls, FEATURES, 2),
+    Case("annealed", python.Annealed, FEATURES, with_extra, classes),
+    Case("counting_buffer", python.CountingBuffer, FEATURES, with_extra, classes),
+    inside("set_prediction", python.SetPrediction, batch(plain, drawn(3, 2))),
+    inside("gradient_penalty", python.GradientPenalty, FEATURES, 4),
+    inside("adversarial_pair", python.AdversarialPair, batch(plain, drawn(4)), 2),
+    scores("sparse_graph", python.SparseGraph, batch(drawn(6, 4))),
+    Case("spectrogram", python.Spectrogram, batch(drawn(128)), squared_error, drawn(128, seed=13)),
+    inside("gaussian_process", python.GaussianProcess, batch(plain, drawn()), 3),
+    scores("own_generator", python.OwnGenerator, FEATURES),
+    scores("careful_forward", python.CarefulForward, FEATURES),
+    scores("second_try", python.SecondTry, FEATURES),
+    Case("decoder_only", python.TransformerDecoderOnly, WORDS, per_token, tokens),
+    scores("weight_drop", python.WeightDrop, WORDS),
+)
+
+CASES: tuple[Case, ...] = (*SEQUENCES, *PICTURES, *CONTROL, *FORMS, *PYTHON)

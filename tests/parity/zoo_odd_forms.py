@@ -171,7 +171,7 @@ class MessagePassing(nn.Module):
 
 @final
 class GraphNetwork(nn.Module):
-    """Graphs of equal size as a batch: their nodes in one long list, edges shifted, messages added by index."""
+    """Graphs of equal size as a batch: nodes in one long list, edges shifted, messages added by index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,8 +200,8 @@ class LowRankAdapters(nn.Module):
             [nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)]
         )
         self.body.requires_grad_(False)
-        self.down = nn.ParameterList([torch.randn(layer.in_features, 2) / 4 for layer in self.body])
-        self.up = nn.ParameterList([torch.randn(2, layer.out_features) / 4 for layer in self.body])
+        self.down = nn.ParameterList([torch.randn(n, 2) / 4 for n in (FEATURES, WIDTH, WIDTH)])
+        self.up = nn.ParameterList([torch.randn(2, n) / 4 for n in (WIDTH, WIDTH, CLASSES)])
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class StackedRNN(nn.Module):
 
 @final
 class Translator(nn.Module):
-    """nn.Transformer with a causal mask and padding masks; source embedding, target embedding and head tied."""
+    """nn.Transformer with a causal mask and padding masks; both embeddings and the head tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ class BagOfWords(nn.Module):
 
 @final
 class RelativeAttention(nn.Module):
-    """Attention by einsum with a bias per distance (T5-like buckets) shared by all layers, and rotary keys."""
+    """Attention by einsum with a bias per distance (T5-like buckets) shared by all layers; rotary keys."""
 
     relative: Tensor
 

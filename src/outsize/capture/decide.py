@@ -25,9 +25,9 @@ from outsize.program.tree import leaves, map_leaves
 # The largest number below 1 that torch.rand can draw in fp32.
 _ALMOST_ONE = 1.0 - 2.0**-24
 # Functions the shape of whose result does not depend on the values of their first argument.
-_SELECTORS = frozenset({"__getitem__", "masked_select", "repeat_interleave", "ctc_loss"})
+_SELECTORS = frozenset({"__getitem__", "masked_select", "repeat_interleave", "ctc_loss", "istft"})
 # Functions that read values and still always give the same shape: no guard.
-_FIXED = frozenset({"ctc_loss"})
+_FIXED = frozenset({"ctc_loss", "istft"})
 _COMPARISONS = frozenset({"lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__", "less", "greater"})
 
 

@@ -200,6 +200,15 @@ def test_ctc_reads_lengths_and_still_has_a_fixed_shape() -> None:
     assert check_every_cut(two(run), *args, loss_fn=None).tape.guards == ()
 
 
+def test_istft_checks_its_window_and_still_has_a_fixed_shape() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        window = torch.hann_window(16)
+        spectrum = torch.stft(m.a(x).flatten(1), 16, 4, window=window, return_complex=True)
+        return m.b(torch.istft(spectrum, 16, 4, window=window, length=40).unflatten(1, (10, 4)))
+
+    assert check_every_cut(two(run), torch.randn(4, 10, 4)).tape.guards == ()
+
+
 def test_random_glue_is_seeded_by_its_place() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         y = F.dropout(m.a(x), 0.5) + torch.randn_like(x) * 0.1
