@@ -80,6 +80,33 @@ def test_check_takes_a_batch_that_does_not_divide(size: int) -> None:
     assert captured("gpt2", 4).graph.batch_size == 3
 
 
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="sum")
+
+
+def summed_over_samples(output: Tensor, target: Tensor) -> Tensor:
+    """A sum that is divided by the samples is a mean."""
+    return F.cross_entropy(output, target, reduction="sum") / len(target)
+
+
+@pytest.mark.parametrize("size", [12, 7])
+@pytest.mark.parametrize("loss", [summed, summed_over_samples, F.cross_entropy])
+def test_a_loss_is_that_of_the_whole_batch_be_it_a_sum_or_a_mean(loss: Any, size: int) -> None:
+    known = case("mlp")
+    (x,), y = known.batch(size)[0], known.target(size)
+    plan = planned(Combination("mlp", 4, 2, "1f1b"))
+    engine = make_engine(fresh("mlp"), plan, None, loss_fn=loss)
+    found = engine.step(x, target=y, update=False).loss
+    plain = fresh("mlp")
+    whole = loss(plain(x), y)
+    whole.backward()
+    assert torch.allclose(found, whole.detach(), rtol=1e-6)
+    for p, q in zip(engine.model.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
 # -- samples along another dim -------------------------------------------------------------------------
 
 

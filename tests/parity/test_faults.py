@@ -179,7 +179,7 @@ def test_check_names_the_weights_of_microbatches(monkeypatch: Patch) -> None:
     """Law 4 broken: 1/M for microbatches of 4, 3, 3 and 3 samples."""
     args, kwargs = case("vit").batch(13)
     assert outsize.check(fresh("vit"), args, kwargs, stages=3).bit_equal
-    monkeypatch.setattr(variant, "LossShares", lambda *given: EqualShares(LossShares(*given)))
+    monkeypatch.setattr(variant, "LossShares", lambda *given, **how: EqualShares(LossShares(*given, **how)))
     found = outsize.check(fresh("vit"), args, kwargs, stages=3)
     assert not found.bit_equal
     assert found.first_divergence == "the loss (weights of microbatches)"

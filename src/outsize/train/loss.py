@@ -3,22 +3,26 @@
 A mean over the batch is the mean over microbatches weighted by what each mean was taken over: samples, or
 the tokens that count (`ignore_index` takes padding out). The denominators are read off the tape: every
 mean-reduced cross entropy that the loss depends on names its target, and where that follows from the
-inputs alone it can be counted before the step. If they disagree, or none is found, samples are counted.
+inputs alone it can be counted before the step. If they disagree, or none is found, samples are counted. A
+loss function that adds up over samples instead (reduction="sum") weighs every microbatch by 1.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from outsize.capture.ladder import LossFn
 from outsize.program.liveness import live, replicable
 from outsize.program.reader import slot_reader
 from outsize.program.tape import Instruction, Ref, Tape, backward_slice
+from outsize.program.tree import map_leaves
 from outsize.train.batch import Batch
 
 Counting = Literal["auto", "samples"]
@@ -37,12 +41,17 @@ class _MeanLoss:
 class LossShares:
     """Weights of microbatches for one tape; what follows from the tape alone is worked out once."""
 
-    def __init__(self, tape: Tape, model: nn.Module, counting: Counting = "auto") -> None:
+    def __init__(
+        self, tape: Tape, model: nn.Module, counting: Counting = "auto", *, summed: bool = False
+    ) -> None:
+        self._summed = summed
         self._losses = _mean_losses(tape) if counting == "auto" else []
         self._read = slot_reader(tape, model, [loss.target for loss in self._losses])
 
     def of(self, parts: Sequence[Batch]) -> list[float]:
-        """Weights that add up to 1; equal microbatches get equal ones."""
+        """Weights that add up to 1, equal ones for equal microbatches; 1 for each of a loss that is a sum."""
+        if self._summed:
+            return [1.0] * len(parts)
         counted = [self._counts(part) for part in parts] if self._losses else []
         shares = [_shares(counts) for counts in zip(*counted, strict=True) if sum(counts)]
         agreed = bool(shares) and all(s == shares[0] for s in shares)
@@ -89,3 +98,41 @@ def _arguments(instruction: Instruction) -> dict[str, Any]:
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
     defaults = {"weight": None, "ignore_index": -100, "reduction": "mean"}
     return {**defaults, **dict(zip(names, instruction.args, strict=False)), **instruction.kwargs}
+
+
+def is_sum(loss_fn: LossFn | None, tape: Tape, part: Batch) -> bool:
+    """Is the loss of two samples twice the loss of one? Tried on random outputs of the model's shapes.
+
+    False for a loss inside the model, and for a loss function that takes no such outputs.
+    """
+    if loss_fn is None:
+        return False
+    draw, one = torch.Generator().manual_seed(0), part.take(slice(0, 1))
+    output = map_leaves(lambda leaf: _drawn(leaf, tape, part.size, draw), tape.output)
+    target = map_leaves(_on_cpu, one.target)
+    try:
+        with torch.no_grad():
+            once = float(loss_fn(output, *target))
+            twice = float(loss_fn(*(map_leaves(_doubled, x) for x in (output, *target))))
+    except Exception:
+        return False
+    return once != 0 and math.isclose(twice, 2 * once, rel_tol=1e-3)
+
+
+def _drawn(leaf: Any, tape: Tape, samples: int, draw: torch.Generator) -> Any:
+    """One sample of an output: between 0 and 1, which is a logit, a probability and a pixel."""
+    if not isinstance(leaf, Ref):
+        return leaf
+    meta, shape = tape.metas[leaf.slot], list(tape.metas[leaf.slot].shape)
+    if samples in shape:
+        shape[shape.index(samples)] = 1
+    return torch.rand(shape, generator=draw).to(meta.dtype)
+
+
+def _doubled(leaf: Any) -> Any:
+    alone = isinstance(leaf, Tensor) and 1 in leaf.shape
+    return torch.cat([leaf, leaf], list(leaf.shape).index(1)) if alone else leaf
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

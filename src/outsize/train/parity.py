@@ -23,7 +23,7 @@ from outsize.run.rng import seeder
 from outsize.run.statistics import Statistics
 from outsize.train.batch import Batch
 from outsize.train.engine import Engine
-from outsize.train.loss import LossShares
+from outsize.train.loss import LossShares, is_sum
 from outsize.train.reference import TapeOf, reference_step, tape_for
 
 Tensors = Mapping[str, Tensor]
@@ -61,7 +61,9 @@ def reference_snapshot(
     Running statistics of BatchNorm are kept as `bn` says, as in every engine.
     """
     parts = batch.split(microbatches)
-    optimizer, counter = adamw(model.parameters()), LossShares(tape_for(tape, parts[0]), model)
+    first = tape_for(tape, parts[0])
+    counter = LossShares(first, model, summed=is_sum(loss_fn, first, parts[0]))
+    optimizer = adamw(model.parameters())
     grads: dict[str, Tensor] = {}
     loss: Tensor | None = None
     for step in range(steps):

@@ -29,7 +29,7 @@ from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
 from outsize.run.cut import Cut, cut
 from outsize.train.batch import Batch, evaluating_loss
-from outsize.train.loss import Counting, LossShares
+from outsize.train.loss import Counting, LossShares, is_sum
 
 KEPT = 32
 
@@ -103,7 +103,7 @@ class Variants:
             captured,
             cut(tape, self._model, edges, outputs=outputs),
             Guards(tape, self._model),
-            LossShares(tape, self._model, self._counting),
+            LossShares(tape, self._model, self._counting, summed=is_sum(loss_fn, tape, part)),
         )
 
 
