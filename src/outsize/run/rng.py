@@ -37,7 +37,10 @@ def seeder(seed: int, step: int, microbatch: int) -> Seed:
 
     def at(instruction: int) -> None:
         state = mix(seed, step, microbatch, instruction)
-        torch.manual_seed(state)
+        # Not torch.manual_seed: for every kind of accelerator that is not in use it formats a stack trace.
+        torch.default_generator.manual_seed(state)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(state)
         random.seed(state)
         np.random.seed(state & 0xFFFFFFFF)
 
