@@ -1,9 +1,13 @@
-"""Split a batch into microbatches: tensors along their batch dims, everything else goes to each as it is."""
+"""Split a batch into microbatches: tensors along their batch dims, everything else goes to each as it is.
+
+Detectors take samples as items of lists: images of several sizes, a dict of boxes for each. A list of as many
+items as there are samples is split by items, unless its tensors have that many along dim 0.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, final
@@ -25,13 +29,25 @@ class Batch:
     """What `model(*args, **kwargs)` and `loss_fn(output, *target)` are called with.
 
     `dims` says for each of `tensors()` along which dim samples lie (None: the same for all of them);
-    without it they lie along dim 0 of every tensor that has as many there as the first one.
+    without it they lie along dim 0 of every tensor that has as many there as the first one. `listed` are
+    the positions among `values()` of lists whose items are samples (None: as it looks).
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: tuple[Any, ...] = ()
     dims: Dims | None = None
+    listed: tuple[int, ...] | None = None
+
+    def values(self) -> tuple[Any, ...]:
+        """The arguments one by one, those of the loss function last."""
+        return (*self.args, *self.kwargs.values(), *self.target)
+
+    def in_lists(self) -> tuple[int, ...]:
+        """`listed`, or those that look so."""
+        if self.listed is not None:
+            return self.listed
+        return _lists_of_samples(self.values()) if self.dims is None else ()
 
     def tree(self) -> tuple[Any, ...]:
         """All of it in the order in which the tape counts inputs."""
@@ -45,6 +61,8 @@ class Batch:
         """`dims`, or those by dim 0."""
         if self.dims is not None:
             return self.dims
+        if self.in_lists():
+            return self._dims_beside_lists()
         heads = [t.shape[0] if t.ndim else None for t in self.tensors()]
         size = next((h for h in heads if h is not None), None)
         return tuple(0 if h is not None and h == size else None for h in heads)
@@ -56,6 +74,7 @@ class Batch:
             _insist_on_splittable(leaf)
         pairs = zip(self.tensors(), self.batch_dims(), strict=True)
         sizes = {t.shape[d] for t, d in pairs if d is not None}
+        sizes |= {len(self.values()[place]) for place in self.in_lists()}
         if not sizes or 0 in sizes:
             what = "no sample" if sizes else "no tensor"
             raise BadOption(f"the batch holds {what}", next_step="pass the example batch as tensors")
@@ -85,7 +104,26 @@ class Batch:
             dim = next(dims) if isinstance(leaf, Tensor) else None
             return leaf if dim is None else leaf[(slice(None),) * dim + (rows,)]
 
-        return self.mapped(part)
+        return self.mapped(part)._with_items(rows)
+
+    def _with_items(self, rows: slice | Tensor) -> Batch:
+        """These items of the lists of samples."""
+        values = list(self.values())
+        for place in self.in_lists():
+            items = values[place]
+            values[place] = items[rows] if isinstance(rows, slice) else [items[int(i)] for i in rows]
+        first, rest = values[: len(self.args)], values[len(self.args) :]
+        kwargs = dict(zip(self.kwargs, rest, strict=False))
+        return replace(self, args=tuple(first), kwargs=kwargs, target=tuple(rest[len(kwargs) :]))
+
+    def _dims_beside_lists(self) -> Dims:
+        """Dim 0 where it has as many as the lists; within these there are none."""
+        lists, found = self.in_lists(), []
+        count = len(self.values()[lists[0]])
+        for place, value in enumerate(self.values()):
+            mine = place not in lists
+            found += [0 if mine and t.shape[:1] == (count,) else None for t in _tensors(value)]
+        return tuple(found)
 
     def resized(self, samples: int) -> Batch:
         """The batch with so many samples: its first ones, repeated when there are too few."""
@@ -105,7 +143,27 @@ class Batch:
     def mapped(self, part: Callable[[Any], Any]) -> Batch:
         """The batch with `part(leaf)` for every leaf."""
         args, kwargs, target = (map_leaves(part, branch) for branch in self.tree())
-        return replace(self, args=args, kwargs=kwargs, target=target, dims=self.batch_dims())
+        lists = self.in_lists()
+        dims = None if lists else self.batch_dims()
+        return replace(self, args=args, kwargs=kwargs, target=target, dims=dims, listed=lists)
+
+
+def _lists_of_samples(values: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of the lists with as many items as there are samples by the first argument that is a tensor,
+    and not as many along dim 0 within; without such a tensor, by the first list of dicts of tensors.
+    """
+    heads = [v.shape[0] for v in values if isinstance(v, Tensor) and v.ndim]
+    dicts = [len(v) for v in values if type(v) is list and v and isinstance(v[0], dict) and _tensors(v)]
+    count = next(iter(heads or dicts), 0)
+    fitting = [p for p, v in enumerate(values) if type(v) is list and len(v) == count > 0]
+    apart = [p for p in fitting if any(t.shape[:1] != (count,) for t in _tensors(values[p]))]
+    if heads:
+        fitting = [p for p in fitting if p in apart or not _tensors(values[p])]
+    return tuple(fitting) if apart else ()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _insist_on_splittable(leaf: Any) -> None:

@@ -40,6 +40,8 @@ class BatchDims:
 
     def of(self, batch: Batch) -> Batch:
         """The batch with its dims."""
+        if batch.in_lists() and not self._asked:
+            return replace(batch, listed=batch.in_lists())
         look = tuple((t.ndim, t.dtype) for t in batch.tensors())
         known = batch.dims or self._found.get(look)
         if known is None or not _agree(batch.tensors(), known):

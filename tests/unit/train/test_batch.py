@@ -41,6 +41,44 @@ def test_samples_along_other_dims() -> None:
     assert torch.equal(batch.resized(5).args[0], x[:, [0, 1, 2, 3, 0]])
 
 
+def _boxes(count: int) -> dict[str, torch.Tensor]:
+    return {"boxes": torch.rand(count, 4), "labels": torch.arange(count)}
+
+
+@pytest.mark.parametrize("boxes", [(1, 2, 1, 2), (2, 2, 2, 2), (3, 3, 3, 3)])
+def test_samples_that_are_items_of_lists(boxes: tuple[int, ...]) -> None:
+    images = [torch.rand(3, 8, 8 + i) for i in range(4)]
+    targets = [_boxes(count) for count in boxes]
+    batch = Batch((images, targets), {"names": ["a", "b", "c", "d"], "mode": "train"})
+    parts = batch.split(2)
+    assert [p.size for p in parts] == [2, 2]
+    assert [x for p in parts for x in p.args[0]] == images
+    assert [y for p in parts for y in p.args[1]] == targets
+    assert [p.kwargs for p in parts] == [{"names": n, "mode": "train"} for n in (["a", "b"], ["c", "d"])]
+    assert [q.size for q in parts[0].split(2)] == [1, 1]
+    assert batch.resized(6).args[0][4:] == images[:2]
+
+
+def test_lists_beside_a_tensor_of_samples() -> None:
+    x, table, masks = torch.randn(4, 3), torch.randn(5), [torch.ones(i, 2) for i in (2, 2, 1, 4)]
+    parts = Batch((x,), {"masks": masks, "levels": [x, x], "table": table, "names": list("abcd")}).split(2)
+    assert [p.size for p in parts] == [2, 2]
+    assert [m for p in parts for m in p.kwargs["masks"]] == masks
+    assert torch.equal(parts[1].args[0], x[2:])
+    assert all(p.kwargs["table"] is table for p in parts)
+    assert [p.kwargs["names"] for p in parts] == [["a", "b"], ["c", "d"]]
+    assert torch.equal(parts[1].kwargs["levels"][1], x[2:])
+    halves = parts[0].split(2)  # where the levels are as many as the samples
+    assert [len(q.kwargs["levels"]) for q in halves] == [2, 2]
+    assert torch.equal(halves[1].kwargs["levels"][0], x[1:2])
+
+
+def test_lists_of_tensors_of_samples_are_no_samples() -> None:
+    series = [torch.randn(2, 8), torch.randn(2, 12)]
+    parts = Batch((series,), {}, (torch.randn(2),)).split(2)
+    assert [[tuple(s.shape) for s in p.args[0]] for p in parts] == [[(1, 8), (1, 12)]] * 2
+
+
 def test_dims_that_disagree_are_refused() -> None:
     batch = Batch((torch.ones(7, 4),), {}, (torch.ones(4),), dims=(0, 0))
     with pytest.raises(BadOption, match=r"disagree .* \[4, 7\] along"):
