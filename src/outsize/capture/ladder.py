@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from outsize.capture.caches import Caches
 from outsize.capture.chance import python_generators_kept
 from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
 from outsize.capture.intercept import watching
@@ -67,11 +68,11 @@ def record(
     """
     _insist_on_module(model)
     call = _Call(model, args, kwargs, loss_fn, target)
-    rule = LeafRule()
+    rule, caches = LeafRule(), Caches(model, loss_fn)
     with python_generators_kept():
         while True:
             try:
-                return _record_once(model, (args, kwargs, target), loss_fn, rule)
+                return _recorded(model, (args, kwargs, target), loss_fn, rule, caches)
             except _Retry:
                 continue
             except Leaked as leak:
@@ -97,7 +98,16 @@ def _insist_on_module(model: Any) -> None:
         )
 
 
-def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: LeafRule) -> Tape:
+def _recorded(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: LeafRule, caches: Caches) -> Tape:
+    tape = _record_once(model, batch, loss_fn, rule, caches)
+    if caches.fill():
+        raise _Retry
+    return tape
+
+
+def _record_once(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: LeafRule, caches: Caches
+) -> Tape:
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
     device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -105,7 +115,7 @@ def _record_once(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: Lea
     with fake_mode as mode, hidden_fakes(), quiet_fakes(), FakeModel(model, mode, device) as fakes:
 
         def run() -> Tape:
-            return _run(model, batch, tensors, loss_fn, rule, fakes, modes)
+            return _run(model, batch, tensors, loss_fn, rule, fakes, modes, caches)
 
         tape = run()
         state = kept_state(model, rule, fakes)
@@ -127,6 +137,7 @@ def _run(
     rule: LeafRule,
     fakes: FakeModel,
     modes: Any,
+    caches: Caches,
 ) -> Tape:
     real: dict[int, Tensor] = {}
     recorder = Recorder(fakes, rule, real)
@@ -134,7 +145,7 @@ def _run(
     inputs = recorder.define_inputs([fake_of[id(t)] for t in tensors])
     real.update(zip(inputs, tensors, strict=True))
     args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)
-    with watching(recorder, saved=rule.saved):
+    with caches.without_fakes(), watching(recorder, saved=rule.saved):
         output = model(*args, **kwargs)
         loss = find_loss(output) if loss_fn is None else _one_number(loss_fn(output, *target))
     return _tape(recorder, inputs, output, loss, rule, modes)

@@ -1,0 +1,130 @@
+"""functools' caches: what a recorded forward leaves in them must not outlive the recording.
+
+A position table behind `functools.lru_cache` would be computed on fakes, and every later eager call would
+get those. Such a cache is emptied and filled with real tensors, as the first eager call does; the forward is
+then recorded again and finds constants, whether the model has run before or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from outsize.capture.fakes import is_fake
+
+_CACHED: Any = type(functools.lru_cache(int))
+Call = tuple[Callable[..., Any], Any]  # a cached function, the key of one call
+
+
+@final
+class Caches:
+    """The cached functions in sight of a model's code and of its loss, and their calls on fakes.
+
+    In sight are globals of the modules that define their classes and functions, and of those that define
+    the functions found there; methods; closures.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        self._cached = list(_in_sight(model, loss_fn).values())
+        self._seen: list[Call] = []
+        self._filled: set[tuple[int, Any]] = set()
+
+    @contextmanager
+    def without_fakes(self) -> Iterator[None]:
+        """Afterwards none of them holds a fake; the others keep what they have."""
+        try:
+            yield
+        finally:
+            for found in filter(_holds_fake, self._cached):
+                self._seen += [(found, key) for key in _keys(found) if not _holds(key, _is_tensor)]
+                found.cache_clear()
+
+    def fill(self) -> bool:
+        """Make these calls on real tensors, each once in this life; True when there was one."""
+        calls, self._seen = self._seen, []
+        filled = [self._fill(cached, key) for cached, key in calls]
+        return any(filled)
+
+    def _fill(self, cached: Callable[..., Any], key: Any) -> bool:
+        if (id(cached), key) in self._filled:
+            return False  # it was evicted again: the calls themselves are recorded
+        self._filled.add((id(cached), key))
+        args, kwargs = _arguments(key)
+        try:
+            cached(*args, **kwargs)
+        except Exception:
+            return False  # for example a device that is not here
+        return True
+
+
+def _in_sight(model: nn.Module, loss_fn: Any) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    modules = list(model.modules())
+    own = [loss_fn, *(v for m in modules for v in vars(m).values() if isinstance(v, FunctionType | _CACHED))]
+    homes = {c.__module__ for kind in {type(m) for m in modules} for c in kind.__mro__}
+    homes |= {v.__module__ for v in own if isinstance(v, FunctionType)}
+    near = {v.__module__ for home in homes for v in _globals(home) if isinstance(v, FunctionType)}
+    for value in (*own, *(v for home in homes | near for v in _globals(home))):
+        _look(value, found)
+    return found
+
+
+def _globals(home: str) -> list[Any]:
+    package = home.partition(".")[0]
+    foreign = package in ("torch", "outsize") or package in sys.stdlib_module_names
+    return [] if foreign or home not in sys.modules else list(vars(sys.modules[home]).values())
+
+
+def _look(value: Any, found: dict[int, Any], depth: int = 3) -> None:
+    """Into closures and classes."""
+    if isinstance(value, _CACHED):
+        found[id(value)] = value
+    elif depth and isinstance(value, staticmethod | classmethod):
+        _look(value.__func__, found, depth)
+    elif depth and isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            _look(next(iter(gc.get_referents(cell)), None), found, depth - 1)
+    elif depth and isinstance(value, type):
+        for member in list(vars(value).values()):
+            _look(member, found, depth - 1)
+
+
+def _holds_fake(cached: Any) -> bool:
+    """Is a result, of this or of another call, a fake, or holds one?"""
+    return cached.cache_info().currsize > 0 and any(_holds(x, is_fake) for x in gc.get_referents(cached))
+
+
+def _is_tensor(_: Tensor) -> bool:
+    return True
+
+
+def _holds(value: Any, wanted: Callable[[Tensor], bool], depth: int = 4) -> bool:
+    if isinstance(value, Tensor):
+        return wanted(value)
+    if depth == 0 or not isinstance(value, tuple | list | dict):
+        return False
+    items = value.values() if isinstance(value, dict) else value
+    return any(_holds(item, wanted, depth - 1) for item in items)
+
+
+def _keys(cached: Any) -> list[Any]:
+    """The keys of all its calls; none where a key also tells types, which no call can be read from."""
+    if cached.cache_parameters()["typed"]:
+        return []
+    tables = [x for x in gc.get_referents(cached) if type(x) is dict and x is not cached.__dict__]
+    return [key for table in tables for key in table]
+
+
+def _arguments(key: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A lone int or str is its own key; else (arguments, a bare object, names and values in turn)."""
+    parts = key if type(key) is tuple else (key,)
+    at = next((i for i, part in enumerate(parts) if type(part) is object), len(parts))
+    named = parts[at + 1 :]
+    return parts[:at], dict(zip(named[::2], named[1::2], strict=True))
