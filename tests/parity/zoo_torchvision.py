@@ -2,9 +2,7 @@
 
 Each family by its smallest member. Where the class takes its widths and depths as arguments it is built small
 (the builders of the library pass such arguments, too); the others have their real size.
-
-Not here: detection. Two-stage detectors need roi_align and nms, which this installation's torchvision has no
-kernels for; all detectors take a list of images with a list of dicts, which is no batch of tensors.
+Detectors are in zoo_detection.py.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import Any, final
 
 import torch
 import torch.nn.functional as F
+import zoo_detection
 from torch import Tensor, nn
 from zoo_case import CLASSES, Batch, Case, classes, cross_entropy, images, label_map, segmentation_loss
 
@@ -315,4 +314,5 @@ CASES: tuple[Case, ...] = (
     videos("mvit", mvit),
     videos("tv_swin3d", swin3d),
     Case("raft", raft, two_frames, sequence_loss, flows),
+    *zoo_detection.CASES,
 )
