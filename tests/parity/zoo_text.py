@@ -147,7 +147,6 @@ STATES = (
         num_experts=4,
         mamba_d_state=8,
         mamba_dt_rank=4,
-        use_mamba_kernels=False,
     ),
     decoder("mamba2", "Mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8),
     decoder("falcon_mamba", "FalconMamba", state_size=8),

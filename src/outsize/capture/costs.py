@@ -45,7 +45,7 @@ class CostMeter:
         if getattr(op, "namespace", "") == "prim":
             return
         self.random = self.random or _draws(op, args, kwargs)
-        self.flops += _flops(op, args, kwargs, out)
+        self.flops += flops_of(op, args, kwargs, out)
         if not getattr(op, "is_view", False):
             tensors = [t for t in leaves((args, kwargs, out)) if isinstance(t, Tensor)]
             self._moved_bytes += sum(t.numel() * t.dtype.itemsize for t in tensors)
@@ -61,7 +61,8 @@ class CostMeter:
             self._saved_bytes += memory.nbytes()
 
 
-def _flops(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of one ATen op; 0 where torch has no formula."""
     packet = getattr(op, "_overloadpacket", None)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))

@@ -46,6 +46,7 @@ class FakeModel:
         self._restore = remember(own.values())
         self._planted: dict[str, dict[str, Any]] = {}
         self._parameters: dict[int, list[int]] = {}
+        self.strays: list[Tensor] = []  # real tensors of probes, whose numbers mean nothing
         self.left: dict[str, Any] = {}  # leaf that rebinds its attributes -> what its last call left there
 
     def __enter__(self) -> FakeModel:

@@ -172,3 +172,22 @@ def really() -> Iterator[None]:
     """Run real tensor operations in the middle of a recording."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
+
+
+@final
+class _Seeing(TorchDispatchMode):
+    def __init__(self, seen: Callable[..., None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen(func, args, kwargs or {}, out)
+        return out
+
+
+@contextmanager
+def really_seeing(seen: Callable[..., None]) -> Iterator[None]:
+    """The same; `seen(op, args, kwargs, out)` is told every ATen op."""
+    with really(), _Seeing(seen):
+        yield

@@ -24,7 +24,7 @@ from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes, quiet_fake
 from outsize.capture.intercept import watching
 from outsize.capture.leaves import LeafRule
 from outsize.capture.record import FrameFailed, Leaked, Recorder
-from outsize.capture.state import insist_on_harmless, kept_state
+from outsize.capture.state import insist_on_harmless, kept_state, unsettled
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
 from outsize.program.modes import current_modes
 from outsize.program.tape import Ref, Tape
@@ -124,7 +124,7 @@ def _record_once(
             if fakes.left:
                 run()
             return tape
-        _climb_for_state(model, rule, state)
+        _climb_for_state(rule, unsettled(state, tape, fakes, run))
         notes = insist_on_harmless(model, state, tape, run)
     return replace(tape, opaque=tape.opaque + notes)
 
@@ -211,7 +211,7 @@ def _refusal(model: nn.Module, failure: FrameFailed) -> NotCapturable:
     )
 
 
-def _climb_for_state(model: nn.Module, rule: LeafRule, state: list[tuple[str, str]]) -> None:
+def _climb_for_state(rule: LeafRule, state: list[tuple[str, str]]) -> None:
     """Rule 9: state that a submodule keeps is kept by its own call; what was opened stays open."""
     frames = [fqn for fqn, _ in state if fqn and fqn not in rule.opened]
     for fqn in frames:
@@ -225,11 +225,12 @@ def _open(model: nn.Module, rule: LeafRule, leak: Leaked) -> None:
     if leak.fqn == "":
         return
     leaf = model.get_submodule(leak.fqn)
-    if leak.fqn in rule.opened or not rule.may_open(leaf):
+    if leak.fqn in rule.walked or not rule.may_open(leaf):
         raise _refusal(model, leak.failure)
     for fqn, module in model.named_modules():
         if type(module) is type(leaf) and fqn:
             rule.forced.pop(fqn, None)
+            rule.walked.add(fqn)
             rule.opened[fqn] = f"walked through, it hands out a tensor by the way ({leak.failure.where})"
 
 

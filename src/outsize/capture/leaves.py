@@ -8,15 +8,16 @@ children, such as rotary embeddings, is walked through, so that its ops can be r
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
+from outsize.capture.costs import flops_of
 from outsize.capture.fakes import FakeModel, fake_like
-from outsize.capture.intercept import really
-from outsize.program.tree import map_leaves
+from outsize.capture.intercept import really_seeing
+from outsize.program.tree import leaves, map_leaves
 
 _CONTAINERS = (
     nn.Sequential,
@@ -29,6 +30,9 @@ _CONTAINERS = (
     nn.TransformerDecoderLayer,
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks from here fill lists of the forward that runs (router logits, hidden states) and do nothing outside
+# of it: what they do is part of that forward and is recorded with it.
+_COLLECTORS = frozenset({"transformers.utils.output_capturing"})
 
 
 @final
@@ -43,11 +47,12 @@ class LeafRule:
     def __init__(self) -> None:
         self.forced: dict[str, str] = {}
         self.opened: dict[str, str] = {}
+        self.walked: set[str] = set()  # ever opened: what fails then and leaks now has no rung
         self.traced, self.saved = False, True
 
     def is_leaf(self, fqn: str, module: nn.Module) -> bool:
         """True when the call of this module is one instruction."""
-        if fqn in self.forced or any(getattr(module, hooks, None) for hooks in HOOKS):
+        if fqn in self.forced or is_hooked(module):
             return True
         if type(module) in _CONTAINERS or fqn in self.opened:
             return False
@@ -59,15 +64,16 @@ class LeafRule:
 
     def may_open(self, module: nn.Module) -> bool:
         """A module of the user without hooks may be walked through."""
-        hooked = any(getattr(module, hooks, None) for hooks in HOOKS)
-        return not hooked and not type(module).__module__.startswith("torch.nn.")
+        return not is_hooked(module) and not type(module).__module__.startswith("torch.nn.")
 
     def probe(self, module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int, bool]:
         """Output structure and FLOPs of a leaf that decides on its input, and whether it draws random
-        numbers: a real copy on random inputs.
+        numbers: a real copy on random inputs. What it hands to others by the way must not be taken for data.
         """
-        with really():
-            out, flops, draws = _probe(module, args, kwargs, fakes)
+        probe = _Probe()
+        with really_seeing(probe.see):
+            out, draws = _run_copy(module, args, kwargs)
+            fakes.strays += probe.survivors()
         grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
         def fake(leaf: Any) -> Any:
@@ -77,10 +83,33 @@ class LeafRule:
                 grad and leaf.is_floating_point()
             )
 
-        return map_leaves(fake, out), flops, draws
+        return map_leaves(fake, out), probe.flops, draws
 
 
-def _probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple[Any, int, bool]:
+def is_hooked(module: nn.Module) -> bool:
+    """True when the user has hung hooks on the module: they must fire on every step."""
+    hooks = [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]
+    return any(getattr(hook, "__module__", None) not in _COLLECTORS for hook in hooks)
+
+
+@final
+class _Probe:
+    """What the real copy does. (FlopCounterMode hooks every module, and fails on some views of weights.)"""
+
+    def __init__(self) -> None:
+        self.flops = 0
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def see(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.flops += flops_of(op, args, kwargs, out)
+        self._made += [weakref.ref(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor)]
+
+    def survivors(self) -> list[Tensor]:
+        """Tensors made in the probe that somebody holds."""
+        return [tensor for made in self._made if (tensor := made()) is not None]
+
+
+def _run_copy(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
     generator = torch.Generator().manual_seed(0)
 
     def real(leaf: Any) -> Any:
@@ -90,11 +119,11 @@ def _probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel) -> tuple
         id(t): _parameter_like(t, real(t)) for t in [*module.parameters(), *module.buffers()]
     }
     clone = copy.deepcopy(module, memo)
-    with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter, torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         before = torch.random.get_rng_state()
         out = clone(*map_leaves(real, args), **map_leaves(real, kwargs))
         draws = not torch.equal(before, torch.random.get_rng_state())
-    return out, counter.get_total_flops(), draws
+    return out, draws
 
 
 def _parameter_like(fake: Tensor, real: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Recorder(Watcher):
     """Writes instructions while the model runs."""
 
     def __init__(self, fakes: FakeModel, rule: LeafRule, real: dict[int, Tensor]) -> None:
-        self.slots = Slots(fakes.weights)
+        self.slots = Slots(fakes.weights, fakes.strays)
         self.instructions: list[Instruction] = []
         self.guards: list[Guard] = []
         self.meter = CostMeter(fakes)

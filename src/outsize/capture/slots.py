@@ -30,8 +30,8 @@ class UnknownTensor(Exception):
 class Slots:
     """Allocates slots and finds them again."""
 
-    def __init__(self, weights: dict[int, Weight]) -> None:
-        self.weights = weights
+    def __init__(self, weights: dict[int, Weight], strays: list[Tensor]) -> None:
+        self.weights, self._strays = weights, strays
         self.metas: list[Meta] = []
         self.constants: dict[int, Tensor] = {}
         self.tensors: list[Tensor] = []  # by slot; also what keeps ids unique
@@ -57,7 +57,7 @@ class Slots:
         slot = self._by_layout.get(_layout(tensor)) if slot is None else slot
         if slot is not None:
             return Ref(slot)
-        if is_fake(tensor):
+        if is_fake(tensor) or any(tensor is stray for stray in self._strays):
             raise UnknownTensor(tensor)
         ref = self.define(tensor)
         self.constants[ref.slot] = tensor

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from outsize.capture.fakes import FakeModel
-from outsize.capture.leaves import LeafRule
+from outsize.capture.leaves import HOOKS, LeafRule
 from outsize.errors import NotCapturable
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves
@@ -28,6 +28,26 @@ def kept_state(model: nn.Module, rule: LeafRule, fakes: FakeModel) -> list[Attri
     """What the recorded forward has rebound outside leaves."""
     modules = dict(model.named_modules())
     return [(fqn, name) for fqn, name in fakes.rebound() if not _inside_leaf(fqn, modules, rule)]
+
+
+def unsettled(
+    state: list[Attribute], tape: Tape, fakes: FakeModel, again: Callable[[], Tape]
+) -> list[Attribute]:
+    """What a second forward binds anew once more: without the rest, all later forwards are like the second.
+
+    `self.mode = "dense"` is settled after the first forward, `self.steps += 1` never. All of the state where
+    the second forward is another one.
+    """
+    before = {fqn: fakes.state_of(fqn)[""] for fqn, _ in state}
+    held = [list(leaves(vars(fakes.modules[fqn]))) for fqn in before]  # else an id could come again
+    try:
+        same = _same(tape, again())
+    except Exception:
+        return state
+    now = {fqn: fakes.state_of(fqn)[""] for fqn in before}
+    del held
+    moving = [(f, n) for f, n in state if before[f].get(n) != now[f].get(n)]
+    return moving if same or moving else state
 
 
 def _inside_leaf(fqn: str, modules: dict[str, nn.Module], rule: LeafRule) -> bool:
@@ -51,7 +71,9 @@ def insist_on_harmless(
     if not same:
         raise _refusal(model, *next(iter(state)), "the next call computes something else")
     return tuple(
-        f"{_path(f, n)}: set by the forward, not kept (the numbers do not depend on it)" for f, n in state
+        f"{_path(f, n)}: set by the forward, not kept (the numbers do not depend on it)"
+        for f, n in state
+        if n not in HOOKS
     )
 
 
