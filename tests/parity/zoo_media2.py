@@ -1,9 +1,10 @@
-"""The zoo: transformers: speech and audio here; several modalities and time series on their own shelves."""
+"""The zoo: transformers: speech and audio here; several modalities and time series on the joint shelf."""
 
 from __future__ import annotations
 
 from zoo_case import CLASSES, VOCABULARY, Case, classes
 from zoo_hf import WIDTHS, Config, batch, drawn, inside, integers
+from zoo_media_joint import JOINT
 
 # Three convolutions for seven. Layerdrop and the masks of SpecAugment as by default, with spans shorter than
 # these 31 frames (of 640 samples).
@@ -42,4 +43,4 @@ SPEECH = (
     heard("wav2vec2_conformer", "Wav2Vec2Conformer", conv_depthwise_kernel_size=7, hidden_act="gelu"),
 )
 
-CASES: tuple[Case, ...] = (*SPEECH,)
+CASES: tuple[Case, ...] = (*SPEECH, *JOINT)
