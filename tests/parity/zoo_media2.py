@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo_case import CLASSES, VOCABULARY, Case, classes
+from zoo_case import CLASSES, VOCABULARY, Case
 from zoo_hf import WIDTHS, Config, batch, drawn, inside, integers
 from zoo_media_joint import JOINT
 
@@ -21,7 +21,6 @@ WAVE: Config = {
     "classifier_proj_size": 16,
 }
 SPOKEN = batch(input_values=drawn(640), labels=integers(VOCABULARY - 3, 6))
-SOUNDS = batch(input_values=drawn(640), labels=classes)
 
 
 def heard(name: str, stem: str, **config: object) -> Case:
@@ -32,7 +31,6 @@ def heard(name: str, stem: str, **config: object) -> Case:
 SPEECH = (
     heard("wav2vec2_ctc", "Wav2Vec2"),
     heard("wav2vec2_stable_norm", "Wav2Vec2", do_stable_layer_norm=True, feat_extract_norm="layer"),
-    inside("wav2vec2_classifier", "Wav2Vec2ForSequenceClassification", WAVE, SOUNDS),
     heard("hubert", "Hubert"),
     heard("wavlm", "WavLM"),
     heard("unispeech", "UniSpeech"),
