@@ -22,10 +22,14 @@ _DEPTH = 4
 _HARMLESS = (int, float, complex, str, bytes, type, nn.Module, torch.dtype, torch.device, type(None))
 
 
-def hides_tensor(args: Any, weights: Iterable[int]) -> bool:
-    """Does an argument that is no tensor hold a tensor of this forward? `weights` are ids it may hold."""
-    opaque = [a for a in leaves(args) if not isinstance(a, (Tensor, *_HARMLESS))]
-    return bool(opaque) and any(id(t) not in weights for a in opaque for t in _fakes_in(a, _DEPTH))
+def objects(args: Any) -> list[Any]:
+    """The arguments that may hold tensors and are none."""
+    return [a for a in leaves(args) if not isinstance(a, (Tensor, *_HARMLESS))]
+
+
+def hides_tensor(given: list[Any], weights: Iterable[int]) -> bool:
+    """Does one of these objects hold a tensor of this forward? `weights` are ids it may hold."""
+    return any(id(t) not in weights for a in given for t in _fakes_in(a, _DEPTH))
 
 
 def _fakes_in(value: Any, depth: int) -> Iterator[Tensor]:

@@ -95,6 +95,7 @@ def watching(watcher: Watcher, *, dispatch: bool = True, saved: bool = True) -> 
     with ExitStack() as stack:
         stack.enter_context(_patched_module_call(watcher))
         stack.enter_context(_patched_apply(watcher))
+        stack.enter_context(_idle_conversions())
         stack.enter_context(_flat_checkpoints(watcher))
         if dispatch and saved:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda t: t))
@@ -138,6 +139,23 @@ def _patched_apply(watcher: Watcher) -> Iterator[None]:
     finally:
         torch.autograd.Function.apply = original
         ScriptFunction.__call__ = scripted
+
+
+@contextmanager
+def _idle_conversions() -> Iterator[None]:
+    """`layer.to(dtype)` in a forward, which changes nothing: torch gives fakes new parameters even so."""
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            idle = all(fn(t) is t for t in [*module.parameters(recurse), *module.buffers(recurse)])
+        return module if idle else original(module, fn, recurse)
+
+    nn.Module._apply = apply  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original
 
 
 @contextmanager

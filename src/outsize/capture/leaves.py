@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -71,19 +72,20 @@ class LeafRule:
         numbers: a real copy on random inputs. What it hands to others by the way must not be taken for data.
         """
         probe = _Probe()
-        with really_seeing(probe.see):
-            out, draws = _run_copy(module, args, kwargs)
-            fakes.strays += probe.survivors()
-        grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
 
         def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return fake_like(leaf.detach(), fakes.mode, fakes.device).requires_grad_(
-                grad and leaf.is_floating_point()
-            )
+            return fake_like(leaf, fakes.mode, fakes.device) if isinstance(leaf, Tensor) else leaf
 
-        return map_leaves(fake, out), probe.flops, draws
+        with really_seeing(probe.see), self._unsaved():
+            out, draws = _run_copy(module, args, kwargs)
+        # Made fakes first: the autograd graph of the real results would hold everything.
+        out = map_leaves(fake, out)
+        fakes.strays += probe.survivors()
+        return out, probe.flops, draws
+
+    def _unsaved(self) -> AbstractContextManager[object]:
+        """Nobody asks what autograd keeps in a probe: its memory is not the recording's, and goes."""
+        return torch.autograd.graph.saved_tensors_hooks(_same, _same) if self.saved else nullcontext()
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -110,20 +112,30 @@ class _Probe:
 
 
 def _run_copy(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """Autograd watches: which results require grad is the module's affair, and known only from a real run."""
     generator = torch.Generator().manual_seed(0)
 
     def real(leaf: Any) -> Any:
         return _random_like(leaf, generator) if isinstance(leaf, Tensor) else leaf
 
+    def given(leaf: Any) -> Any:
+        # An alias, as an activation is one: the module may write into it in place.
+        wanted = isinstance(leaf, Tensor) and leaf.requires_grad
+        return real(leaf).requires_grad_().clone() if wanted else real(leaf)
+
     memo: dict[int, Any] = {
         id(t): _parameter_like(t, real(t)) for t in [*module.parameters(), *module.buffers()]
     }
     clone = copy.deepcopy(module, memo)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]):
         before = torch.random.get_rng_state()
-        out = clone(*map_leaves(real, args), **map_leaves(real, kwargs))
+        out = clone(*map_leaves(given, args), **map_leaves(given, kwargs))
         draws = not torch.equal(before, torch.random.get_rng_state())
     return out, draws
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _parameter_like(fake: Tensor, real: Tensor) -> Tensor:

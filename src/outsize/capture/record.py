@@ -22,7 +22,7 @@ from outsize.capture.checks import way_on
 from outsize.capture.costs import CostMeter
 from outsize.capture.decide import Decider, is_data_dependent
 from outsize.capture.fakes import FakeModel
-from outsize.capture.hidden import hides_tensor
+from outsize.capture.hidden import hides_tensor, objects
 from outsize.capture.intercept import Watcher, inside_transform, really
 from outsize.capture.leaves import LeafRule
 from outsize.capture.slots import Slots, UnknownTensor
@@ -74,6 +74,7 @@ class Recorder(Watcher):
         self._decider = Decider(self.instructions, self.slots, self.guards, real, fakes.real)
         self._decided: dict[str, str] = {}  # place of a decision -> frame
         self._leaf_tensors: dict[str, list[tuple[Weight, Tensor]]] = {}
+        self._lent: list[tuple[Any, Exception]] = []  # to leaves; the error if it gets filled
 
     def define_inputs(self, tensors: list[Tensor]) -> list[int]:
         """Slots of the fake inputs, before anything runs."""
@@ -139,6 +140,12 @@ class Recorder(Watcher):
             if weight in written:
                 reason = f"a decision on {weight.name}, which the forward writes"
                 raise FrameFailed(self._decided[where], reason, where)
+
+    def insist_on_unfilled_arguments(self) -> None:
+        """At replay a leaf gets the object as it is after the recording, not as it was. Raises Leaked."""
+        for given, problem in self._lent:
+            if hides_tensor(given, self.slots.weights):
+                raise problem
 
     def on_checkpoint(self) -> None:
         self.checkpoints[_where()] = None
@@ -242,9 +249,15 @@ class Recorder(Watcher):
     def _insist_on_open_arguments(self, target: Any, args: Any, kwargs: Any, where: str) -> None:
         if self.meter.random and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
             raise FrameFailed(self._frames[-1], "random numbers of a generator of its own", where)
-        if hides_tensor((args, kwargs), self.slots.weights):
-            failure = FrameFailed(self._frames[-1], "a tensor inside an object that is an argument", where)
-            raise Leaked(target, failure) if isinstance(target, str) else failure
+        given = objects((args, kwargs))
+        if not given:
+            return
+        failure = FrameFailed(self._frames[-1], "a tensor inside an object that is an argument", where)
+        problem = Leaked(target, failure) if isinstance(target, str) else failure
+        if hides_tensor(given, self.slots.weights):
+            raise problem
+        if isinstance(target, str):
+            self._lent.append((given, problem))
 
     # -- helpers -----------------------------------------------------------------------------------
 
