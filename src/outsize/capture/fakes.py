@@ -79,6 +79,10 @@ class FakeModel:
         strided = (t for t in self._fake_of.values() if t.layout is torch.strided)
         return {t.untyped_storage()._cdata for t in strided}
 
+    def fakes_of_weights(self) -> list[tuple[Weight, Tensor]]:
+        """Every weight with the fake that stands for it."""
+        return [(self.weights[id(t)], t) for t in self._fake_of.values()]
+
     def is_intact(self, fqn: str) -> bool:
         """Has the module its own parameters, or has torch.func.functional_call lent it others?"""
         own = [m for m in self.modules[fqn].modules() if id(m) in self._parameters]

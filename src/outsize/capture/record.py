@@ -74,7 +74,7 @@ class Recorder(Watcher):
         self._decider = Decider(self.instructions, self.slots, self.guards, real, fakes.real)
         self._decided: dict[str, str] = {}  # place of a decision -> frame
         self._leaf_tensors: dict[str, list[tuple[Weight, Tensor]]] = {}
-        self._lent: list[tuple[Any, Exception]] = []  # to leaves; the error if it gets filled
+        self._weight_of_storage: dict[int, Weight] = {}
 
     def define_inputs(self, tensors: list[Tensor]) -> list[int]:
         """Slots of the fake inputs, before anything runs."""
@@ -169,6 +169,7 @@ class Recorder(Watcher):
             if target in _EFFECTS:
                 # Ordered like writes: after what made the tensor, in the same stage.
                 written = touched[:1]
+            written = [(w or self._weight_at(t), t) for w, t in written]
             self._insist_on_own_memory(written, where)
             self._insist_on_open_arguments(target, args, kwargs, where)
             if isinstance(target, str) or written or _has_tensor(out):
@@ -317,6 +318,13 @@ class Recorder(Watcher):
         found = [(self.slots.weights.get(id(t)), t) for t in tensors]
         return found + (self._weights_of(target) if isinstance(target, str) else [])
 
+    def _weight_at(self, tensor: Tensor) -> Weight | None:
+        """The weight that is written through a view of it, or through its `.data`."""
+        if not self._weight_of_storage:
+            known = self._fakes.fakes_of_weights()
+            self._weight_of_storage = {self.slots.storage(t): w for w, t in known}
+        return self._weight_of_storage.get(self.slots.storage(tensor))
+
     def _weights_of(self, fqn: str) -> list[tuple[Weight, Tensor]]:
         if fqn not in self._leaf_tensors:
             module = self._fakes.modules[fqn]
@@ -352,7 +360,7 @@ class Recorder(Watcher):
 
 
 # Calls that return no tensor and still do something to one.
-_EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+_EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.data.__set__})  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -11,6 +11,7 @@ to it, in the order of the one-process run (law 2).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -73,7 +74,10 @@ class Stage:
         self.program = program
         self._function, self._again = program.function, again
         self._slots = tuple(b for b in program.sent if b.weight is None)
-        self._own = {b.key: model.get_parameter(b.weight) for b in program.sent if b.weight is not None}
+        # By name: the user may put another parameter there between steps (`load_state_dict(assign=True)`).
+        self._own = {b.key: b.weight for b in program.sent if b.weight is not None}
+        self._model = model
+        self._written = _written_by_users(program, model)
         self._saved: dict[int, _Saved] = {}
         self._checked = False
 
@@ -91,7 +95,8 @@ class Stage:
         if grad and self._again is not None:
             exits = self._again.run(self._function, *values)
         else:
-            exits = self._function(*values)
+            with self._keeping():
+                exits = self._function(*values)
         sent = {b.key: value for b, value in zip(self._slots, exits, strict=False)}
         at = len(self._slots)
         loss = exits[at] if self.program.has_loss else None
@@ -121,7 +126,7 @@ class Stage:
 
     def own(self, key: int) -> Tensor:
         """The tied parameter that this stage owns."""
-        return self._own[key]
+        return self._model.get_parameter(self._own[key])
 
     def forget(self) -> None:
         """Drop what an unfinished step left behind."""
@@ -135,10 +140,22 @@ class Stage:
         saved.aliases[boundary.key] = alias
         return alias
 
+    def _keeping(self) -> AbstractContextManager[Any]:
+        """The forward of a later microbatch may write a weight before this one's backward has read it."""
+        if not self._written:
+            return nullcontext()
+
+        def pack(tensor: Tensor) -> Tensor:
+            place = tensor.untyped_storage().data_ptr()
+            held = any(table[key].untyped_storage().data_ptr() == place for table, key in self._written)
+            return tensor.clone() if held else tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
     def _root(self, saved: _Saved, key: int) -> Tensor:
         if key in saved.aliases:
             return saved.aliases[key]
-        return saved.sent[key] if key in saved.sent else self._own[key]
+        return saved.sent[key] if key in saved.sent else self.own(key)
 
     def _check(self, sent: dict[int, Tensor], grad: bool) -> None:
         """Once: what leaves the stage is what the tape promised."""
@@ -154,3 +171,17 @@ class Stage:
                     next_step="outsize check MODEL, which names the unit",
                 )
         self._checked = True
+
+
+def _written_by_users(program: StageProgram, model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where the weights are that forwards write; torch's own modules do not read again what they write."""
+    found = []
+    modules = dict(model.named_modules()) if program.written else {}
+    for name in sorted(program.written):
+        owner, _, key = name.rpartition(".")
+        module = modules.get(owner)
+        tables = (module._parameters, module._buffers) if module is not None else ()
+        table: Any = next((t for t in tables if t.get(key) is not None), None)
+        if table is not None and not type(module).__module__.startswith("torch.nn."):
+            found.append((table, key))
+    return found
