@@ -74,6 +74,7 @@ class Recorder(Watcher):
         self._decider = Decider(self.instructions, self.slots, self.guards, real, fakes.real)
         self._decided: dict[str, str] = {}  # place of a decision -> frame
         self._leaf_tensors: dict[str, list[tuple[Weight, Tensor]]] = {}
+        self._lent: list[tuple[Any, Exception]] = []  # to leaves; the error if it gets filled
         self._weight_of_storage: dict[int, Weight] = {}
 
     def define_inputs(self, tensors: list[Tensor]) -> list[int]:
