@@ -26,6 +26,7 @@ from outsize.capture.hidden import hides_tensor, objects
 from outsize.capture.intercept import Watcher, inside_transform, really
 from outsize.capture.leaves import LeafRule
 from outsize.capture.slots import Slots, UnknownTensor
+from outsize.capture.writes import version, written_by
 from outsize.program.checks import insist
 from outsize.program.modes import current_modes
 from outsize.program.tape import Guard, Instruction, Weight
@@ -158,7 +159,7 @@ class Recorder(Watcher):
     ) -> Any:
         with self._mute():
             touched = self._touched(target, args, kwargs)
-            before = [_version(t) for _, t in touched]
+            before = [version(t) for _, t in touched]
             modes, where = current_modes(), _where()
             refs = self._refs(args, kwargs, where)
             self.meter.start()
@@ -166,7 +167,7 @@ class Recorder(Watcher):
             self._silent.clear()
             out = run(refs, where, args, kwargs)
             pairs = zip(touched, before, strict=True)
-            written = [p for p, v in pairs if _version(p[1]) != v or self._is_silent(p[1])]
+            written = [p for p, v in pairs if version(p[1]) != v or self._is_silent(p[1])]
             if target in _EFFECTS:
                 # Ordered like writes: after what made the tensor, in the same stage.
                 written = touched[:1]
@@ -362,26 +363,6 @@ class Recorder(Watcher):
 
 # Calls that return no tensor and still do something to one.
 _EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.data.__set__})  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def written_by(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors that an ATen op writes and that no version tells of: running statistics of batch
-    normalisation, whose kernels count none, and whatever an inference region makes.
-    """
-    if "batch_norm" in str(op) and "backward" not in str(op) and len(args) > 5:
-        trains = "with_update" in str(op) or args[5] is True
-        return [t for t in args[3:5] if trains and isinstance(t, Tensor)]
-    schema = getattr(op, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = {**{a.name: value for a, value in zip(schema.arguments, args, strict=False)}, **kwargs}
-    found = (given.get(a.name) for a in schema.arguments if a.is_write)
-    return [t for t in leaves(tuple(found)) if isinstance(t, Tensor) and t.is_inference()]
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the memory was written; unknown for tensors of an inference region."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _with_grad(args: Any, leaf: Any) -> Any:
