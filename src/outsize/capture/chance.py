@@ -7,11 +7,13 @@ a draw between leaves makes its frame one leaf, and in the model's own forward i
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
 
 import numpy as np
+import torch
 
 State = tuple[Any, ...]
 
@@ -38,6 +40,24 @@ def python_generators_kept() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def self_seeding() -> Iterator[list[str]]:
+    """Places that call `torch.seed()`, which takes a seed from the operating system."""
+    places: list[str] = []
+    original = torch.seed
+
+    def seed() -> int:
+        frame = traceback.extract_stack(limit=2)[0]
+        places.append(f"{frame.filename}:{frame.lineno}")
+        return original()
+
+    torch.seed = seed
+    try:
+        yield places
+    finally:
+        torch.seed = original
 
 
 def _state() -> State:

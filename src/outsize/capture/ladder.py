@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.capture.caches import Caches
-from outsize.capture.chance import python_generators_kept
+from outsize.capture.chance import python_generators_kept, self_seeding
 from outsize.capture.fakes import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
 from outsize.capture.intercept import watching
 from outsize.capture.leaves import LeafRule
@@ -69,10 +69,12 @@ def record(
     _insist_on_module(model)
     call = _Call(model, args, kwargs, loss_fn, target)
     rule, caches = LeafRule(), Caches(model, loss_fn)
-    with python_generators_kept():
+    with python_generators_kept(), self_seeding() as seeded:
         while True:
             try:
-                return _recorded(model, (args, kwargs, target), loss_fn, rule, caches)
+                tape = _recorded(model, (args, kwargs, target), loss_fn, rule, caches)
+                _insist_on_repeatable(model, seeded)
+                return tape
             except _Retry:
                 continue
             except Leaked as leak:
@@ -95,6 +97,16 @@ def _insist_on_module(model: Any) -> None:
         raise BadOption(
             f"the model is a {type(model).__name__}, no torch.nn.Module",
             next_step="pass the built module, as in outsize.check(Model(), (x,))",
+        )
+
+
+def _insist_on_repeatable(model: nn.Module, seeded: list[str]) -> None:
+    if seeded:
+        raise BadOption(
+            f"the forward of {type(model).__name__} takes a seed from the operating system, so that no two "
+            "runs of it agree, split or not",
+            numbers=f"torch.seed() at {seeded[0]}",
+            next_step="draw that seed with torch.randint, which a seed of the run decides",
         )
 
 

@@ -14,7 +14,8 @@ from splits import captured, check_every_cut
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outsize.errors import NotCapturable, ReplayMismatch
+from outsize.capture.ladder import record
+from outsize.errors import BadOption, NotCapturable, ReplayMismatch
 
 # -- 9: state and chance -----------------------------------------------------------------------------
 
@@ -194,3 +195,15 @@ def test_rule_11_python_values_of_a_leaf_are_guarded() -> None:
     check_every_cut(two(steered, sized=Sized(stable=True)), batch())
     with pytest.raises(ReplayMismatch, match=r"sized returns another Python value.*captured 1, got 2"):
         check_every_cut(two(steered, sized=Sized(stable=False)), batch())
+
+
+def test_rule_9_a_seed_from_the_operating_system_is_refused() -> None:
+    """Reformer draws its hashes so: two plain runs differ, and no verdict could be given."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(torch.seed() % 1000)
+        return m.b(torch.dropout(m.a(x), 0.5, True))
+
+    with pytest.raises(BadOption, match=r"from the operating system.*test_rules_state.py:\d+.*Next: draw"):
+        record(two(run), (batch(),), {})
+    assert torch.seed.__name__ == "seed"
