@@ -107,6 +107,24 @@ def test_a_loss_is_that_of_the_whole_batch_be_it_a_sum_or_a_mean(loss: Any, size
         assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_num_items_in_batch_of_transformers_makes_the_loss_a_sum(name: str, as_tensor: bool) -> None:
+    """As its Trainer passes it under gradient accumulation: the tokens of all microbatches together."""
+    kwargs = case(name).batch(12)[1]
+    items = int((kwargs["labels"][:, 1:] != -100).sum())
+    kwargs["num_items_in_batch"] = torch.tensor(items) if as_tensor else items
+    engine = outsize.parallelize(fresh(name), (), kwargs, stages=2, microbatches=4)
+    plain = fresh(name)
+    whole = plain(**kwargs).loss
+    whole.backward()
+    assert torch.allclose(engine.step(**kwargs, update=False).loss, whole.detach(), rtol=1e-6)
+    for p, q in zip(engine.model.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.allclose(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+
+
 # -- samples along another dim -------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from outsize.program.tree import map_leaves
 from outsize.train.batch import Batch
 
 Counting = Literal["auto", "samples"]
+_LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 @final
@@ -78,7 +79,7 @@ def _mean_losses(tape: Tape) -> list[_MeanLoss]:
 
 
 def _is_mean(instruction: Instruction) -> bool:
-    if instruction.target not in (F.cross_entropy, F.nll_loss):
+    if instruction.target not in _LOSSES:
         return False
     given = _arguments(instruction)
     return given["reduction"] == "mean" and given["weight"] is None and isinstance(given["target"], Ref)
@@ -103,10 +104,10 @@ def _arguments(instruction: Instruction) -> dict[str, Any]:
 def is_sum(loss_fn: LossFn | None, tape: Tape, part: Batch) -> bool:
     """Is the loss of two samples twice the loss of one? Tried on random outputs of the model's shapes.
 
-    False for a loss inside the model, and for a loss function that takes no such outputs.
+    A loss inside the model is read off the tape. False for a loss function that takes no such outputs.
     """
     if loss_fn is None:
-        return False
+        return _sums_inside(tape)
     draw, one = torch.Generator().manual_seed(0), part.take(slice(0, 1))
     output = map_leaves(lambda leaf: _drawn(leaf, tape, part.size, draw), tape.output)
     target = map_leaves(_on_cpu, one.target)
@@ -117,6 +118,20 @@ def is_sum(loss_fn: LossFn | None, tape: Tape, part: Batch) -> bool:
     except Exception:
         return False
     return once != 0 and math.isclose(twice, 2 * once, rel_tol=1e-3)
+
+
+def _sums_inside(tape: Tape) -> bool:
+    """A summed cross entropy, divided at most by what all microbatches share (`num_items_in_batch`)."""
+    shared = {s for s in tape.inputs if not tape.metas[s].shape} | set(tape.constants)
+    sums: set[int] = set()
+    for instruction in tape.instructions:
+        read = set(instruction.reads())
+        begins = instruction.target in _LOSSES and _arguments(instruction)["reduction"] == "sum"
+        if begins or (read & sums and read <= sums | shared):
+            sums.update(instruction.defines())
+        elif read and read <= shared and not instruction.weights:
+            shared.update(instruction.defines())
+    return tape.loss is not None and tape.loss.slot in sums
 
 
 def _drawn(leaf: Any, tape: Tape, samples: int, draw: torch.Generator) -> Any:
