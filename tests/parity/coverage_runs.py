@@ -9,6 +9,7 @@ at three random ones; run with four microbatches under 1F1B; compared bit by bit
 from __future__ import annotations
 
 import random
+import re
 import sys
 import tempfile
 import time
@@ -66,6 +67,11 @@ def cover(found: Case) -> Line:
         return _covered(found, model, kind)
     except OutsizeError as refusal:
         return Line(found.name, kind, "refused", notes=(str(refusal),))
+    except AssertionError as said:  # the tracebacks of ranks
+        refusal = re.search(r"\w+ \[E\d{3}\]: .*", str(said))
+        if refusal is None:
+            raise
+        return Line(found.name, kind, "refused", notes=(refusal[0],))
 
 
 def _covered(found: Case, model: nn.Module, kind: str) -> Line:

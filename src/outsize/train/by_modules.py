@@ -9,19 +9,21 @@ microbatch, and the owner of a module that draws tells the others how far it wen
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
 from outsize.capture.by_modules import module_graph, untouched
-from outsize.capture.ladder import LossFn, find_loss
-from outsize.errors import BadOption
+from outsize.capture.ladder import LossFn, find_loss, user_place
+from outsize.errors import BadOption, NotCapturable, OutsizeError
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Lane
 from outsize.program.modes import outside_autocast
+from outsize.run import exchange
 from outsize.run.homes import Placement, placement_of_modules
 from outsize.run.owned import OwnedRun
 from outsize.run.rng import Seed
@@ -69,7 +71,8 @@ class ByModules:
         kept = nullcontext() if torch.is_grad_enabled() else untouched(self._model)
         with kept, nullcontext() if run is None else run.active():
             for number, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
-                output, loss = self._forward(number, part, seed)
+                with _explained(self._model, run):
+                    output, loss = self._forward(number, part, seed)
                 if run is not None:
                     run.insist_on_same("the loss", loss)
                 share = part.size / samples
@@ -98,3 +101,22 @@ class ByModules:
         with outside_autocast():
             (loss * weight).backward()
         self.spans.append((f"{self._rank}B{number}", "compute", start, time.perf_counter()))
+
+
+@contextmanager
+def _explained(model: nn.Module, run: OwnedRun | None) -> Iterator[None]:
+    """What worked in one process and fails on one of several ranks misses what another rank's module did."""
+    try:
+        yield
+    except OutsizeError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if run is None or any(frame.filename == exchange.__file__ for frame in frames):
+            raise  # one process, or another rank is gone
+        raise NotCapturable(
+            f"the forward of {type(model).__name__} cannot run by modules: {type(error).__name__}: {error}; "
+            "perhaps it reads what a module of another rank left behind",
+            numbers=f"at {user_place(error)}",
+            next_step="return that value from the module, or train with --stages 1",
+        ) from error
