@@ -41,7 +41,7 @@ def _torch_assert(y: Tensor) -> Tensor:
 
 
 def _distribution(y: Tensor) -> Tensor:
-    return -torch.distributions.Normal(y, y.abs() + 0.1).log_prob(y * 0.5)
+    return -torch.distributions.Normal(y, y.abs() + 0.1, validate_args=True).log_prob(y * 0.5)
 
 
 CHECKS: dict[str, Forward] = {
