@@ -51,10 +51,13 @@ class Settings:
 def snapshot(model: nn.Module) -> Snapshot:
     """(object, name) -> value of everything of the kind."""
     found: Snapshot = {}
+    first: dict[int, int] = {}  # parameter -> its number, so that tied ones have one
     for module in model.modules():
         key = id(module)
         found[key, "hooks"] = tuple(len(getattr(module, kind)) for kind in HOOKS)
         found[key, "frozen"] = tuple(p is not None and not p.requires_grad for p in _parameters(module))
+        held = [p for p in _parameters(module) if p is not None]
+        found[key, "held"] = tuple((first.setdefault(id(p), len(first)), p.shape, p.dtype) for p in held)
         _add_plain(found, module)
         config = getattr(module, "config", None)
         if hasattr(config, "__dict__") and (id(config), "") not in found:

@@ -178,6 +178,20 @@ def test_what_the_forward_itself_changes_makes_no_new_program() -> None:
     assert made == 1
 
 
+def test_a_weight_that_the_user_unties_between_steps_is_a_weight_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[2].weight = model[0].weight
+    built = engine(model)
+    built.step(X, target=Y, update=False)
+    model[2].weight = nn.Parameter(torch.eye(8))
+    model.zero_grad()
+    built.step(X, target=Y, update=False)
+    reference = copy.deepcopy(model)
+    reference.zero_grad()
+    plain(reference)
+    assert same_grads(model, reference)
+
+
 def test_a_step_without_grad_mode_is_refused() -> None:
     built = engine(mlp())
     with torch.no_grad(), pytest.raises(BadOption, match="no_grad"):
