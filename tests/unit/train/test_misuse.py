@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.errors import BadOption, ExampleRejected, ModelMismatch, OutsizeError
+from outsize.ir.plan import stages_from_bounds
 from outsize.train.engine import Engine
 
 _RANDOM = torch.Generator().manual_seed(0)
@@ -179,11 +180,17 @@ def test_what_the_forward_itself_changes_makes_no_new_program() -> None:
 
 
 def test_a_weight_that_the_user_unties_between_steps_is_a_weight_of_its_own() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    model[2].weight = model[0].weight
-    built = engine(model)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(8, 4))
+    second.weight = first.weight
+    graph = outsize.capture(model, (X,), loss_fn=F.cross_entropy, target=Y)
+    stages = stages_from_bounds(graph, (0, 2, len(graph.units)), ("cpu:0", "cpu:1"))
+    wanted: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": Y}
+    plan = outsize.plan(model, (X,), cluster="2xcpu", microbatches=4, **wanted)
+    plan = plan.model_copy(update={"stages": stages})
+    built = outsize.parallelize(model, (X,), plan=plan, **wanted)
     built.step(X, target=Y, update=False)
-    model[2].weight = nn.Parameter(torch.eye(8))
+    second.weight = nn.Parameter(torch.eye(8))
     model.zero_grad()
     built.step(X, target=Y, update=False)
     reference = copy.deepcopy(model)
