@@ -41,4 +41,20 @@ SPEECH = (
     heard("wav2vec2_conformer", "Wav2Vec2Conformer", conv_depthwise_kernel_size=7, hidden_act="gelu"),
 )
 
-CASES: tuple[Case, ...] = (*SPEECH, *JOINT)
+CLASSIFIED = batch(input_values=drawn(640), labels=integers(CLASSES))
+
+
+def sorted_by(name: str, stem: str, **config: object) -> Case:
+    """Speech to one class; `stem` is the class without "ForSequenceClassification"."""
+    return inside(name, f"{stem}ForSequenceClassification", {**WAVE, **config}, CLASSIFIED)
+
+
+# The weighted sum reads the states of all layers, of which layerdrop leaves some out.
+SORTED = (
+    sorted_by("wav2vec2_classes", "Wav2Vec2"),
+    sorted_by("hubert_classes", "Hubert"),
+    sorted_by("wavlm_classes", "WavLM", layerdrop=0.0, use_weighted_layer_sum=True),
+    sorted_by("data2vec_audio_classes", "Data2VecAudio", num_conv_pos_embeddings=2, conv_pos_kernel_size=3),
+)
+
+CASES: tuple[Case, ...] = (*SPEECH, *SORTED, *JOINT)

@@ -107,6 +107,14 @@ MAPPED = (
         pixels(),
         "predicted_depth",
     ),
+    # The number of keypoints depends on the data, and its own forward pads to the greatest: by modules.
+    outside(
+        "superpoint",
+        "SuperPointForKeypointDetection",
+        {"encoder_hidden_sizes": [8, 8, 16, 16], "decoder_hidden_size": 16, "descriptor_decoder_dim": 16},
+        pixels(),
+        "scores",
+    ),
     outside("glpn", "GLPNForDepthEstimation", FOUR, pixels(), "predicted_depth", smallest=2),
     inside(
         "upernet",

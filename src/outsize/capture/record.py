@@ -25,6 +25,7 @@ from outsize.capture.fakes import FakeModel
 from outsize.capture.hidden import hides_tensor, objects
 from outsize.capture.intercept import Watcher, inside_transform, really
 from outsize.capture.leaves import LeafRule
+from outsize.capture.probe import probe
 from outsize.capture.slots import Slots, UnknownTensor
 from outsize.capture.writes import version, written_by
 from outsize.program.checks import insist
@@ -68,6 +69,7 @@ class Recorder(Watcher):
         self._chance = Chance()
         self._inside: str | None = None  # the leaf that runs
         self._unnamed: dict[Weight, None] = {}  # weights that the call that runs has used
+        self._loose: dict[int, FrameFailed] = {}  # tensors of leaves that another call may not return
         self._silent: set[int] = set()  # storages that the call that runs writes, whatever versions say
         self._born: dict[int, str] = {}  # storage -> the leaf inside which it was made
         self._kept: list[Tensor] = []  # keeps those storages unique
@@ -210,15 +212,17 @@ class Recorder(Watcher):
                 return fn(module, *args, **kwargs)
         except Exception as error:
             try:
-                out, flops, draws = self._rule.probe(module, args, kwargs, self._fakes)
+                found = probe(module, args, kwargs, self._fakes, saved=self._rule.saved)
             except Exception:
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error
-            if any(isinstance(leaf, int | float) for leaf in leaves(out)):
+            if any(isinstance(leaf, int | float) for leaf in leaves(found.out)):
                 raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
-            self.meter.flops, self.meter.random = flops, self.meter.random or draws
+            failure = FrameFailed(self._frames[-1], f"what {fqn} returns differs from call to call", where)
+            self._loose |= {id(t): failure for t in found.loose}
+            self.meter.flops, self.meter.random = found.flops, self.meter.random or found.draws
             # What it writes was not watched to its end.
             self._silent |= {self.slots.storage(t) for t in module.buffers()}
-            return out
+            return found.out
 
     def _run_glue(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
         try:
@@ -299,6 +303,8 @@ class Recorder(Watcher):
             raise FrameFailed(self._frames[-1], "random numbers of Python or NumPy", _where())
 
     def _refer(self, leaf: Any) -> Any:
+        if id(leaf) in self._loose:
+            raise self._loose[id(leaf)]
         return self.slots.refer(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _define(self, leaf: Any) -> Any:

@@ -17,7 +17,7 @@ number that a leaf returns has steered the code behind it when the tape was made
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -116,26 +116,30 @@ class _Writer:
 
     def _statement(self, instruction: Instruction) -> list[str]:
         lines = [f"seed({instruction.index})"] if instruction.random else []
-        refs = list(paths(instruction.out, lambda leaf: isinstance(leaf, Ref)))
+        # What nobody reads is not taken apart either: a list of states may be shorter the next time.
+        dead = set(self._last_use.get(instruction.index, ()))
+        unread = dead.intersection(instruction.defines())
+        refs = list(paths(instruction.out, lambda leaf: isinstance(leaf, Ref) and leaf.slot not in unread))
         call = f"{self._callee(instruction)}({self._arguments(instruction)})"
-        numbers = self._expectations(instruction)
+        expected = self._expectations(instruction, unread)
         if len(refs) == 1 and refs[0][0] == "":
             lines += self._guarded(instruction, f"v{refs[0][1].slot} = {call}")
         else:
-            named = refs or numbers
+            named = refs or expected
             lines += self._guarded(instruction, f"out = {call}" if named else call)
-            lines += [*numbers, *(f"v{ref.slot} = out{path}" for path, ref in refs)]
+            lines += [*expected, *(f"v{ref.slot} = out{path}" for path, ref in refs)]
             lines += ["del out"] if named else []
-        dead = self._last_use.get(instruction.index, [])
-        return [*lines, f"del {', '.join(f'v{s}' for s in dead)}"] if dead else lines
+        gone = ", ".join(f"v{slot}" for slot in sorted(dead - unread))
+        return [*lines, f"del {gone}"] if gone else lines
 
-    def _expectations(self, instruction: Instruction) -> list[str]:
-        """Rule 11: Python values that a leaf returns are guarded."""
+    def _expectations(self, instruction: Instruction, unread: set[int]) -> list[str]:
+        """Rule 11: Python values that a leaf returns are guarded, and how many items its lists have."""
         if not instruction.is_leaf:
             return []
-        values = paths(instruction.out, lambda leaf: isinstance(leaf, int | float | str))
+        found = [(f"out{path}", value) for path, value in paths(instruction.out, _is_python)]
+        found += [(f"len(out{path})", items) for path, items in _lengths(instruction.out, unread)]
         place = f"{instruction.name!r}, {instruction.where!r}"
-        return [f"expect(out{path}, {self._value(value)}, {place})" for path, value in values]
+        return [f"expect({text}, {self._value(value)}, {place})" for text, value in found]
 
     def _guarded(self, instruction: Instruction, line: str) -> list[str]:
         """The call, inside a swap of tied parameters where it uses some that live elsewhere."""
@@ -216,6 +220,17 @@ def expect(found: object, recorded: object, name: str, where: str) -> None:
             numbers=f"captured {recorded!r}, got {found!r}, used at {where}",
             next_step="return a tensor there, or move what uses the value into the same module",
         )
+
+
+def _is_python(leaf: Any) -> bool:
+    return isinstance(leaf, int | float | str)
+
+
+def _lengths(out: Any, unread: set[int]) -> Iterator[tuple[str, int]]:
+    """(accessor, number of items) of each list and tuple from which something is read by its index."""
+    for place, items in paths(out, lambda part: isinstance(part, tuple | list)):
+        if any(isinstance(leaf, Ref) and leaf.slot not in unread for leaf in leaves(items)):
+            yield place, len(items)
 
 
 def _holders(module: nn.Module, wanted: Tensor) -> list[tuple[dict[str, Any], str]]:

@@ -66,16 +66,20 @@ def leaves(tree: Any) -> Iterator[Any]:
     return iter(found)
 
 
-def paths(tree: Any, wanted: Callable[[Any], bool], at: str = "") -> Iterator[tuple[str, Any]]:
-    """(accessor, leaf) of the leaves that are wanted: `('[0]', x)`, `('["loss"]', y)`, `('.field', z)`."""
+def children(tree: Any) -> list[tuple[str, Any]]:
+    """(accessor, item) of a container: `('[0]', x)`, `('["loss"]', y)`, `('.field', z)`; of a leaf, none."""
     if isinstance(tree, tuple | list):
-        for index, item in enumerate(tree):
-            yield from paths(item, wanted, f"{at}[{index}]")
-    elif isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from paths(item, wanted, f"{at}[{key!r}]")
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not _is_ref(tree):
-        for field in dataclasses.fields(tree):
-            yield from paths(getattr(tree, field.name), wanted, f"{at}.{field.name}")
-    elif wanted(tree):
+        return [(f"[{index}]", item) for index, item in enumerate(tree)]
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", item) for key, item in tree.items()]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not _is_ref(tree):
+        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return []
+
+
+def paths(tree: Any, wanted: Callable[[Any], bool], at: str = "") -> Iterator[tuple[str, Any]]:
+    """(accessor, part) of the parts, containers too, that are wanted: `('[0].loss', x)`."""
+    if wanted(tree):
         yield at, tree
+    for accessor, item in children(tree):
+        yield from paths(item, wanted, at + accessor)

@@ -33,7 +33,7 @@ def test_all_modules_of_the_class_are_climbed_in_one_retry(monkeypatch: pytest.M
     found = captured(model, batch())
     assert [u.name for u in found.graph.units] == ["0", "1", "2", "3.0", "sum"]
     assert [note.partition(":")[0] for note in found.graph.notes] == ["0", "2", "3.0"]
-    assert len(runs) == 1 + 3 * 2  # the failing call, then each leaf on fakes and as a probe
+    assert len(runs) == 1 + 3 * 3  # the failing call, then each leaf on fakes and in two probes
 
 
 def _counting(forward: Any, calls: list[int]) -> Any:

@@ -109,8 +109,11 @@ def test_python_values_of_leaves_are_expected() -> None:
 
 
 def test_a_result_in_a_structure_is_taken_apart_by_path() -> None:
-    model = two(lambda m, x: m.b(m.lstm(m.a(x))[0]), lstm=nn.LSTM(4, 4))
+    model = two(lambda m, x: m.b(m.lstm(m.a(x))[1][1]), lstm=nn.LSTM(4, 4))
     tape = captured(model, batch()).tape
     lstm = next(i for i in tape.instructions if i.name == "lstm")
     assert lstm.out == (Ref(2), (Ref(3), Ref(4)))
-    assert "v4 = out[1][1]" in whole(tape, model).source
+    source = whole(tape, model).source
+    assert "expect(len(out[1]), 2, 'lstm'" in source
+    assert "v4 = out[1][1]" in source
+    assert "v2 = out[0]" not in source  # nobody reads it

@@ -1,0 +1,163 @@
+"""What a leaf returns whose Python decides on its input or on chance: ask a real copy, twice.
+
+    probe 1   small values, booleans and integers 0, every single random number drawn is 0
+    probe 2   larger values, booleans and integers 1, every single random number drawn is almost 1
+
+Layers that are dropped at random are so dropped once and kept once. What differs between the two is `loose`:
+a list of another length (with all that is in it), a tensor of another shape. Nobody outside may use a loose
+tensor, since Python that has seen it (`states[-1]`, `keys.shape[0]`) is written down for good. Where the
+second probe fails, its values were out of the leaf's range, and nothing is learnt from it.
+Oracle: the tests of rule 11 in `tests/unit/capture/test_rules_leaves.py`. Cost: the leaf's forward, twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.costs import flops_of
+from outsize.capture.fakes import FakeModel, fake_like
+from outsize.capture.intercept import really_seeing
+from outsize.program.tree import children, leaves, map_leaves
+
+
+@final
+@dataclass(frozen=True)
+class Probed:
+    """Output of the leaf on fakes; those of its tensors that are loose; FLOPs; does it draw at random?"""
+
+    out: Any
+    loose: list[Tensor]
+    flops: int
+    draws: bool
+
+
+@final
+@dataclass(frozen=True)
+class _World:
+    """What a probe gives the leaf: spread of floats, value of integers and booleans, of a single draw."""
+
+    spread: float
+    integer: int
+    draw: float
+
+
+_SMALL = _World(spread=0.02, integer=0, draw=0.0)
+_LARGE = _World(spread=1.0, integer=1, draw=1.0 - 2.0**-24)
+
+
+def probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel, *, saved: bool) -> Probed:
+    """Run real copies of `module`. What they hand to others by the way must not be taken for data.
+
+    `saved` says that somebody asks what autograd keeps: not in here. Raises whatever the first copy raises.
+    """
+
+    def fake(leaf: Any) -> Any:
+        return fake_like(leaf, fakes.mode, fakes.device) if isinstance(leaf, Tensor) else leaf
+
+    first, second = _Run(_SMALL), _Run(_LARGE)
+    with _unsaved(saved):
+        out, draws = first(module, args, kwargs)
+        loose = _loose(out, _other(second, module, args, kwargs))
+    # Made fakes first: the autograd graph of the real results would hold everything.
+    out = map_leaves(fake, out)
+    fakes.strays += first.survivors() + second.survivors()
+    tensors = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor)]
+    return Probed(out, [tensors[i] for i in loose], first.flops, draws)
+
+
+def _other(run: _Run, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    try:
+        return run(module, args, kwargs)[0]
+    except Exception:
+        return None
+
+
+def _loose(one: Any, other: Any) -> list[int]:
+    """Which tensors of `one`, in order, `other` does not have in the same place and shape."""
+    marks = _marks(one, other) if other is not None else ()
+    return [index for index, held in enumerate(marks) if not held]
+
+
+def _marks(one: Any, other: Any) -> Iterator[bool]:
+    """Of each tensor of `one`: is it held?"""
+    if isinstance(one, Tensor):
+        yield isinstance(other, Tensor) and one.shape == other.shape
+        return
+    mine, theirs = dict(children(one)), dict(children(other))
+    if mine.keys() == theirs.keys():
+        for place, value in mine.items():
+            yield from _marks(value, theirs[place])
+    else:
+        yield from (False for leaf in leaves(one) if isinstance(leaf, Tensor))
+
+
+def _unsaved(saved: bool) -> AbstractContextManager[object]:
+    """The memory of a probe is not the recording's, and goes."""
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if saved else nullcontext()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@final
+class _Run:
+    """One real copy in one world. (FlopCounterMode hooks all modules, and fails on some views of weights.)"""
+
+    def __init__(self, world: _World) -> None:
+        self.flops = 0
+        self._world, self._generator = world, torch.Generator().manual_seed(world.integer)
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """Output, and whether random numbers were drawn. Autograd watches: which results require grad is
+        the module's affair, and known only from a real run.
+        """
+        with really_seeing(self._see):
+            clone = copy.deepcopy(module, self._weights(module))
+            with torch.random.fork_rng(devices=[]):
+                before = torch.random.get_rng_state()
+                out = clone(*map_leaves(self._given, args), **map_leaves(self._given, kwargs))
+                return out, not torch.equal(before, torch.random.get_rng_state())
+
+    def survivors(self) -> list[Tensor]:
+        """Tensors made in the probe that somebody holds."""
+        return [tensor for made in self._made if (tensor := made()) is not None]
+
+    def _see(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.flops += flops_of(op, args, kwargs, out)
+        self._made += [weakref.ref(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor)]
+        if op in _DRAWS and out.numel() == 1:
+            out.fill_(self._world.draw)
+
+    def _weights(self, module: nn.Module) -> dict[int, Any]:
+        """The memo that gives a deep copy its real weights."""
+        memo: dict[int, Any] = {id(b): self._real(b) for b in module.buffers()}
+        for fake in module.parameters():
+            real = self._real(fake)
+            is_parameter = isinstance(fake, nn.Parameter)
+            memo[id(fake)] = nn.Parameter(real, requires_grad=fake.requires_grad) if is_parameter else real
+        return memo
+
+    def _given(self, leaf: Any) -> Any:
+        """An alias where a gradient is wanted, as an activation is one: the module may write into it."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return self._real(leaf).requires_grad_().clone() if leaf.requires_grad else self._real(leaf)
+
+    def _real(self, fake: Tensor) -> Tensor:
+        if not fake.dtype.is_floating_point:
+            return torch.full(fake.shape, self._world.integer, dtype=fake.dtype)
+        drawn = torch.randn(fake.shape, generator=self._generator)
+        return drawn.mul_(self._world.spread).to(fake.dtype)
+
+
+_DRAWS = frozenset({torch.ops.aten.rand.default, torch.ops.aten.rand.generator})
