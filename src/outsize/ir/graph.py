@@ -13,6 +13,23 @@ from typing import Literal, final
 from outsize.ir.base import Record
 
 Form = Literal["tape", "modules"]
+Family = Literal[
+    "matmul", "attention", "convolution", "elementwise", "normalisation", "reduction", "embedding", "other"
+]
+
+
+@final
+class Work(Record):
+    """What the ops of one family do in one pass of a unit, for the graph's batch as one microbatch.
+
+    `moved_bytes` are read and written; `launches` ops (kernels) do it; `dtype` is the one they compute in.
+    """
+
+    family: Family
+    dtype: str
+    flops: int
+    moved_bytes: int
+    launches: int = 1
 
 
 @final
@@ -57,7 +74,9 @@ class Unit(Record):
     """The smallest piece a stage can be made of: one leaf call (or heavy op) with its glue.
 
     `flops` and `moved_bytes` (read + written) are of the forward; `saved_bytes` is what autograd keeps
-    until the backward, each storage counted once, parameters not counted.
+    until the backward, each storage counted once, parameters not counted; `workspace_bytes` the most that
+    its ops hold beside arguments, results and saved tensors. The three tuples say the same by family of ops
+    and pass; they are empty where nobody looked inside.
     """
 
     index: int
@@ -68,6 +87,10 @@ class Unit(Record):
     flops: int
     moved_bytes: int
     saved_bytes: int
+    workspace_bytes: int = 0
+    forward: tuple[Work, ...] = ()
+    backward_input: tuple[Work, ...] = ()
+    backward_weight: tuple[Work, ...] = ()
 
 
 @final
