@@ -21,6 +21,8 @@ from outsize.train.batch import Batch, as_target
 from outsize.train.engine import Engine
 from outsize.train.parallel import make_engine
 from outsize.train.parity import Snapshot, adamw, engine_snapshot, reference_snapshot
+from outsize.train.pipelined import Pipelined
+from outsize.train.variant import Variants
 
 BATCH_SIZE = 12
 STEPS = 3
@@ -118,3 +120,10 @@ def engine_for(name: str, plan: Plan, dropout: bool = False) -> Engine:
 def split_run(name: str, plan: Plan, dropout: bool = False) -> Snapshot:
     """What the engine leaves behind after the steps."""
     return engine_snapshot(engine_for(name, plan, dropout), batch_of(case(name)), steps=STEPS)
+
+
+def variants_of(engine: Engine) -> Variants:
+    """The programs that a pipelined engine keeps."""
+    way = engine._way  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(way, Pipelined)
+    return way.variants

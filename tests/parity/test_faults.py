@@ -18,7 +18,7 @@ from outsize.run.boundary import Boundary
 from outsize.run.rng import seeder
 from outsize.run.stage import Gradients, Stage
 from outsize.schedules.builders import build
-from outsize.train import crew, engine, variant
+from outsize.train import crew, pipelined, variant
 from outsize.train.batch import Batch
 from outsize.train.loss import LossShares
 from outsize.train.parallel import make_engine
@@ -139,7 +139,7 @@ def test_a_second_forward_of_batchnorm_is_found(monkeypatch: Patch) -> None:
 
 def test_a_shifted_generator_is_found(monkeypatch: Patch) -> None:
     assert healthy("gpt2", dropout=True)
-    monkeypatch.setattr(engine, "seeder", lambda seed, step, mb: seeder(seed, step, mb + 1))
+    monkeypatch.setattr(pipelined, "seeder", lambda seed, step, mb: seeder(seed, step, mb + 1))
     found = verdict("gpt2", dropout=True)
     assert not found.bit_equal
     assert found.loss_diff > 1e-4

@@ -21,68 +21,92 @@ from outsize.capture.by_modules import module_graph, untouched
 from outsize.capture.ladder import LossFn, find_loss, user_place
 from outsize.errors import BadOption, NotCapturable, OutsizeError
 from outsize.ir.plan import Plan
-from outsize.ir.timeline import Lane
 from outsize.program.modes import outside_autocast
 from outsize.run import exchange
 from outsize.run.homes import Placement, placement_of_modules
 from outsize.run.owned import OwnedRun
-from outsize.run.rng import Seed
+from outsize.run.rng import Seed, seeder
 from outsize.train.batch import Batch, evaluating_loss
-from outsize.train.insist import insist_on_gradient, insist_on_model
-
-Spans = list[tuple[str, Lane, float, float]]
+from outsize.train.crew import Crew
+from outsize.train.insist import insist_on_gradient, insist_on_model, insist_on_values
+from outsize.train.ownership import Ownership
+from outsize.train.results import EvalResult
+from outsize.train.way import Way
 
 
 @final
-class ByModules:
-    """Runs the microbatches of one model in order, nothing overlapping.
+class ByModules(Way):
+    """Runs the microbatches of one model in order, nothing overlapping; in one process, the plain loop.
 
     Raises BadOption for a plan with recompute or deferred BatchNorm.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, loss_fn: LossFn | None, rank: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        crew: Crew,
+        ownership: Ownership,
+        *,
+        loss_fn: LossFn | None,
+        seed: int,
+    ) -> None:
         if plan.bn == "deferred" or plan.recompute != "none":
             raise BadOption(
                 "a model that runs by modules keeps its activations, and BatchNorm counts microbatches",
                 numbers=f"the plan says recompute {plan.recompute!r}, bn {plan.bn!r}",
                 next_step="plan without them; torch.utils.checkpoint inside the model works",
             )
-        self._rank = rank
-        self._model, self._plan, self._loss_fn = model, plan, loss_fn
-        self.spans: Spans = []
+        self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
+        self._loss_fn, self._seed = loss_fn, seed
 
-    def placement(self) -> Placement:
+    def prepare(self, parts: Sequence[Batch]) -> None:
+        self._ownership.settle(self._placement)
+
+    def train(self, parts: Sequence[Batch], scale: float, step: int) -> Tensor:
+        loss, _ = self._run(parts, scale, step)
+        assert loss is not None
+        return loss
+
+    def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
+        loss, outputs = self._run(parts, 1.0, step)
+        return EvalResult(loss, tuple(outputs) if self._crew.rank == self._crew.world_size - 1 else None)
+
+    def _placement(self) -> Placement:
         """Whose weights are whose. Raises ModelMismatch and BadPlan for a plan of another model."""
         graph = module_graph(self._model)
         insist_on_model(self._plan, graph)
         return placement_of_modules(graph, self._plan.bounds(graph), self._model)
 
-    def run(
-        self, parts: Sequence[Batch], scale: float, seeds: Sequence[Seed], run: OwnedRun | None
-    ) -> tuple[Tensor | None, list[Any]]:
-        """Loss of the batch and outputs by microbatch; with grad on, gradients (times `scale`) add up.
+    def _run(self, parts: Sequence[Batch], scale: float, step: int) -> tuple[Tensor | None, list[Any]]:
+        """Loss of the batch and outputs by microbatch; with grad on, gradients (times `scale`) add up."""
+        self._ownership.settle(self._placement)
+        insist_on_values(self._ownership.used(), parts[0])
+        self._crew.start_step()
+        run = self._ownership.own_run()
+        kept = nullcontext() if torch.is_grad_enabled() else untouched(self._model)
+        with kept, nullcontext() if run is None else run.active():
+            return self._loop([part.mapped(self._crew.here) for part in parts], scale, step, run)
 
-        `run` is the model over several ranks, None in one process. Raises BadOption without a loss to train.
-        """
-        self.spans = []
+    def _loop(
+        self, parts: Sequence[Batch], scale: float, step: int, run: OwnedRun | None
+    ) -> tuple[Tensor | None, list[Any]]:
         total: Tensor | None = None
         outputs = []
         samples = sum(part.size for part in parts)
-        kept = nullcontext() if torch.is_grad_enabled() else untouched(self._model)
-        with kept, nullcontext() if run is None else run.active():
-            for number, (part, seed) in enumerate(zip(parts, seeds, strict=True)):
-                with _explained(self._model, run):
-                    output, loss = self._forward(number, part, seed)
-                if run is not None:
-                    run.insist_on_same("the loss", loss)
-                share = part.size / samples
-                if torch.is_grad_enabled():
-                    self._backward(number, loss, share * scale)
-                else:
-                    outputs.append(output)
-                if loss is not None:
-                    weighted = loss.detach() * share
-                    total = weighted if total is None else total + weighted
+        for number, part in enumerate(parts):
+            with _explained(self._model, run):
+                output, loss = self._forward(number, part, seeder(self._seed, step, number))
+            if run is not None:
+                run.insist_on_same("the loss", loss)
+            share = part.size / samples
+            if torch.is_grad_enabled():
+                self._backward(number, loss, share * scale)
+            else:
+                outputs.append(output)
+            if loss is not None:
+                weighted = loss.detach() * share
+                total = weighted if total is None else total + weighted
         return total, outputs
 
     def _forward(self, number: int, part: Batch, seed: Seed) -> tuple[Any, Tensor | None]:
@@ -91,7 +115,7 @@ class ByModules:
         output = self._model(*part.args, **part.kwargs)
         loss_fn = self._loss_fn if torch.is_grad_enabled() else evaluating_loss(self._loss_fn, part)
         loss = find_loss(output) if loss_fn is None else loss_fn(output, *part.target)
-        self.spans.append((f"{self._rank}F{number}", "compute", start, time.perf_counter()))
+        self._keep(f"F{number}", start)
         return output, loss
 
     def _backward(self, number: int, loss: Tensor | None, weight: float) -> None:
@@ -100,7 +124,11 @@ class ByModules:
         start = time.perf_counter()
         with outside_autocast():
             (loss * weight).backward()
-        self.spans.append((f"{self._rank}B{number}", "compute", start, time.perf_counter()))
+        self._keep(f"B{number}", start)
+
+    def _keep(self, action: str, start_s: float) -> None:
+        rank = self._crew.rank
+        self._crew.keep(rank, [(f"{rank}{action}", "compute", start_s, time.perf_counter())])
 
 
 @contextmanager

@@ -90,6 +90,10 @@ class Crew(ABC):
     def gather_spans(self) -> list[RawSpan]:
         """Spans of all ranks since `start_step`."""
 
+    def here(self, leaf: Any) -> Any:
+        """A tensor on this rank's device; anything else as it is."""
+        return leaf.to(self.device) if isinstance(leaf, Tensor) and self.device is not None else leaf
+
     def start_step(self) -> None:
         """A new step: forget the last one's spans. An evaluation is no step and leaves no spans."""
         if torch.is_grad_enabled():

@@ -175,7 +175,7 @@ def test_one_process_and_check_are_bit_equal_and_say_how() -> None:
 
 def test_other_random_numbers_are_found_by_check(monkeypatch: pytest.MonkeyPatch) -> None:
     given = batch()
-    monkeypatch.setattr("outsize.train.engine.seeder", lambda seed, step, mb: seeder(seed + 1, step, mb))
+    monkeypatch.setattr("outsize.train.by_modules.seeder", lambda seed, step, mb: seeder(seed + 1, step, mb))
     verdict = outsize.check(
         model(), given.args, stages=3, microbatches=3, loss_fn=nn.functional.cross_entropy,
         target=given.target[0],

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from parity_runs import Combination, batch_of, engine_for, fresh, planned
+from parity_runs import Combination, batch_of, engine_for, fresh, planned, variants_of
 from torch import Tensor, nn
 from zoo import case, tokens
 
@@ -61,7 +61,7 @@ def test_padding_in_one_microbatch_and_none_in_another(name: str) -> None:
     plan = planned(Combination(name, 6, 2, "1f1b")).model_copy(update={"microbatches": 3, "batch_size": 6})
     engine = engine_for(name, plan)
     result = engine.step(**kwargs, update=False)
-    assert engine._variants._made == 2
+    assert variants_of(engine)._made == 2
     assert torch.equal(result.loss, losses[0] + losses[1] + losses[2])
     expected, found = grads(plain), grads(engine.model)
     assert expected.keys() == found.keys()
@@ -186,7 +186,7 @@ def test_programs_are_kept_up_to_a_number_and_the_least_used_goes_first() -> Non
     def step(size: int) -> int:
         x = torch.ones(size, 4)
         engine.step(x, target=x)
-        (found,) = engine._variants._known[next(reversed(engine._variants._known))]
+        (found,) = variants_of(engine)._known[next(reversed(variants_of(engine)._known))]
         return found.number
 
     first = step(8)
@@ -195,7 +195,7 @@ def test_programs_are_kept_up_to_a_number_and_the_least_used_goes_first() -> Non
     assert step(1) == 1 + numbers[-1]
     assert step(101) == numbers[1]
     assert step(100) == 2 + numbers[-1], "the least recently used was recorded again"
-    assert sum(len(v) for v in engine._variants._known.values()) == KEPT
+    assert sum(len(v) for v in variants_of(engine)._known.values()) == KEPT
     crew: Any = engine.crew
     assert len(crew._built) == KEPT
 
@@ -206,7 +206,7 @@ def test_train_and_eval_have_programs_of_their_own() -> None:
     assert first.loss is not None
     assert torch.equal(first.loss, engine.evaluate(X, target=Y).loss)  # type: ignore[arg-type]
     assert not torch.equal(first.loss, engine.step(X, target=Y, update=False).loss)
-    assert len(engine._variants._known) == 2
+    assert len(variants_of(engine)._known) == 2
 
 
 # -- one process, what the promise names -------------------------------------------------------------------

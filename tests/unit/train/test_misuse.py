@@ -10,6 +10,7 @@ from typing import Any, final
 import pytest
 import torch
 import torch.nn.functional as F
+from parity_runs import variants_of
 from torch import Tensor, nn
 
 import outsize
@@ -175,8 +176,7 @@ def test_what_the_forward_itself_changes_makes_no_new_program() -> None:
     built = engine(model)
     for _ in range(3):
         built.step(X, target=Y, update=False)
-    made = built._variants._made  # pyright: ignore[reportPrivateUsage]
-    assert made == 1
+    assert variants_of(built)._made == 1
 
 
 def test_a_weight_that_the_user_unties_between_steps_is_a_weight_of_its_own() -> None:

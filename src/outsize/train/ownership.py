@@ -1,0 +1,105 @@
+"""Ownership: which rank owns which weight; settled once, on the first batch.
+
+The owner keeps a weight, its gradient and its optimizer state. Others free it, and get it from the owner for
+the step where they use it too (tied weights). A weight that no program has used yet is everybody's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import BadOption
+from outsize.ir.plan import Plan
+from outsize.run.exchange import Exchange
+from outsize.run.homes import Holders, Placement
+from outsize.run.load import load_weights
+from outsize.run.owned import OwnedRun
+from outsize.run.weight_files import WeightFiles
+from outsize.run.weights import free_foreign, move_weights
+from outsize.train.crew import Crew, device_of
+
+
+@final
+class Ownership:
+    """The weights of one model among the ranks of one run."""
+
+    def __init__(self, model: nn.Module, plan: Plan, crew: Crew, files: WeightFiles | None) -> None:
+        self._model, self._plan, self._crew, self._files = model, plan, crew, files
+        self._placement: Placement | None = None
+        self._foreign: set[str] = set()
+
+    def settle(self, find: Callable[[], Placement]) -> None:
+        """Once: who owns what; what is others' is freed, the rest loaded and moved to the device."""
+        if self._placement is not None:
+            return
+        self._place(find())
+        if self._files is not None:
+            self._load(self._files)
+        if self._crew.device is not None:
+            move_weights(self._model, self._crew.device)
+
+    def adopt(self, find: Callable[[], Placement]) -> None:
+        """Another program may be the first to use a weight: from now on its stage owns it."""
+        before = self.placement
+        if before.unused:
+            now = find()
+            if before.unused - now.unused:
+                self._place(before.adopting(now))
+
+    @property
+    def settled(self) -> bool:
+        """Has there been a batch?"""
+        return self._placement is not None
+
+    @property
+    def placement(self) -> Placement:
+        """Who owns and who holds what. Raises BadOption before the first batch."""
+        if self._placement is None:
+            raise BadOption(
+                "the engine has met no batch, so nobody owns a weight yet",
+                next_step="engine.prepare(*args, target=...) first; outsize.parallelize does it",
+            )
+        return self._placement
+
+    def is_own(self, name: str) -> bool:
+        """Does this rank own the weight of this name?"""
+        return self._placement is not None and self._placement.home.get(name) in self._crew.stages
+
+    def trained(self) -> list[nn.Parameter]:
+        """What this rank's optimizer gets. Frozen ones too: the user may unfreeze them later, as with
+        `optimizer(model.parameters())`. Unused ones everywhere: without a gradient they are skipped, until
+        one rank has one.
+        """
+        unused = self.placement.unused
+        return [p for n, p in self._model.named_parameters() if n in unused or self.is_own(n)]
+
+    def used(self) -> Iterator[tuple[str, Tensor]]:
+        """All that this rank computes with, the buffers too."""
+        named = chain(self._model.named_parameters(), self._model.named_buffers())
+        return ((name, tensor) for name, tensor in named if name not in self._foreign)
+
+    def own_run(self) -> OwnedRun | None:
+        """The model in its own Python over all ranks; None in one process."""
+        if self._crew.group is None:
+            return None
+        device = self._crew.device or torch.device("cpu")
+        holders: Holders = self.placement.holders
+        return OwnedRun(self._model, holders, Exchange(self._crew.group, device), device)
+
+    def _place(self, placement: Placement) -> None:
+        self._placement = placement
+        self._foreign = placement.foreign(self._crew.stages)
+        if self._crew.world_size > 1:
+            free_foreign(self._model, self._foreign)
+
+    def _load(self, files: WeightFiles) -> None:
+        device = self._crew.device or device_of(self._plan)
+        notes = load_weights(self._model, files, device, self._foreign)
+        for note in notes if self._crew.rank == 0 else ():
+            warnings.warn(note, stacklevel=2)
