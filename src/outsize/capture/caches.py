@@ -38,11 +38,11 @@ class Caches:
 
     @contextmanager
     def without_fakes(self) -> Iterator[None]:
-        """Afterwards none of them holds a fake; the others keep what they have."""
+        """Afterwards none of them holds a fake, or a tensor on meta; the others keep what they have."""
         try:
             yield
         finally:
-            for found in filter(_holds_fake, self._cached):
+            for found in filter(_holds_no_values, self._cached):
                 self._seen += [(found, key) for key in _keys(found) if not _holds(key, _is_tensor)]
                 found.cache_clear()
 
@@ -96,9 +96,13 @@ def _look(value: Any, found: dict[int, Any], depth: int = 3) -> None:
             _look(member, found, depth - 1)
 
 
-def _holds_fake(cached: Any) -> bool:
-    """Is a result, of this or of another call, a fake, or holds one?"""
-    return cached.cache_info().currsize > 0 and any(_holds(x, is_fake) for x in gc.get_referents(cached))
+def _holds_no_values(cached: Any) -> bool:
+    """Is a result, of this or of another call, a fake or on meta, or holds one?"""
+    return cached.cache_info().currsize > 0 and any(_holds(x, _is_empty) for x in gc.get_referents(cached))
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    return is_fake(tensor) or tensor.is_meta
 
 
 def _is_tensor(_: Tensor) -> bool:

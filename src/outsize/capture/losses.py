@@ -13,6 +13,7 @@ transformers' heads), else the first floating one; auxiliary heads are the entri
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from outsize.capture.by_modules import untouched
 from outsize.capture.ladder import LossFn, find_loss, record
+from outsize.capture.outline import outline
 from outsize.errors import BadOption, NotCapturable
 from outsize.program.tape import Ref, Tape
 from outsize.program.tree import map_leaves
@@ -56,14 +58,7 @@ def objective(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], s
 
     Raises: BadOption (no tensor that classes could be drawn for), and as `record`.
     """
-    try:
-        tape = record(model, args, kwargs)
-    except NotCapturable:
-        output = _real_output(model, args, kwargs)
-        has_loss = output is None or find_loss(output) is not None
-    else:
-        output = map_leaves(lambda leaf: _shaped(tape, leaf), tape.output)
-        has_loss = tape.loss is not None
+    output, has_loss = _output(model, args, kwargs)
     if has_loss:
         return Objective()
     main, _ = _heads(output)
@@ -72,12 +67,25 @@ def objective(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], s
     return Objective(default_loss, torch.randint(0, classes, (samples, *rest), generator=generator))
 
 
-def _real_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the model gives, or None where it has no weights: a model that runs by modules is planned
-    without its loss.
+def _output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """What the model returns, tensors perhaps without values; and whether there is a loss in it.
+
+    A model without weights that runs by modules is planned without its loss, so nobody asks for one.
     """
-    if any(p.is_meta for p in model.parameters()):
-        return None
+    on_meta = bool(parameters := [*model.parameters()]) and all(p.is_meta for p in parameters)
+    if on_meta:
+        with suppress(Exception):  # it asks for values: recording finds out for what
+            output = outline(model, args, kwargs)
+            return output, find_loss(output) is not None
+    try:
+        tape = record(model, args, kwargs)
+    except NotCapturable:
+        output = None if on_meta else _real_output(model, args, kwargs)
+        return output, output is None or find_loss(output) is not None
+    return map_leaves(lambda leaf: _shaped(tape, leaf), tape.output), tape.loss is not None
+
+
+def _real_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with untouched(model), torch.no_grad():
         return model(*args, **kwargs)
 

@@ -96,3 +96,32 @@ def test_an_output_without_classes_is_refused() -> None:
 
 def test_it_travels_to_other_processes() -> None:
     assert pickle.loads(pickle.dumps(default_loss)) is default_loss
+
+
+def on_meta(make: Any) -> Objective:
+    return objective(Gives(make).to("meta"), (torch.randn(4, 3),), {})
+
+
+@pytest.mark.parametrize("make", [lambda y: y, lambda y: y.mean(), lambda y: {"loss": y.sum(), "logits": y}])
+def test_on_meta_the_answer_is_the_same(make: Any) -> None:
+    found, expected = on_meta(make), of(make)
+    assert found.loss_fn is expected.loss_fn
+    assert (found.target is None) == (expected.target is None)
+    assert found.target is None or torch.equal(found.target, expected.target)  # type: ignore[arg-type]
+
+
+def test_on_meta_a_forward_that_asks_for_values_is_recorded() -> None:
+    def branching(y: Tensor) -> Tensor:
+        return y if bool(torch.zeros(3).sum() == 0) else y.mean()
+
+    assert on_meta(branching).loss_fn is default_loss
+
+
+def test_on_meta_the_model_stays_as_it_is() -> None:
+    model: Any = nn.Sequential(Gives(lambda y: y), nn.BatchNorm1d(5)).to("meta")
+    model.seen = []
+    model.register_forward_hook(lambda module, args, out: module.seen.append(out))
+    before = dict(model[1].named_buffers())
+    objective(model, (torch.randn(4, 3),), {})
+    assert model.seen == []
+    assert all(after is before[name] for name, after in model[1].named_buffers())
