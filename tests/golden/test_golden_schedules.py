@@ -50,6 +50,13 @@ def test_chain(name: str, stages: int, microbatches: int, golden: Golden) -> Non
     golden(f"schedules/{name}-p{stages}-m{microbatches}-chain.csv", schedule.to_csv())
 
 
+@pytest.mark.parametrize("microbatches", [4, 5])
+def test_two_stages_on_a_rank(microbatches: int, golden: Golden) -> None:
+    schedule = lower(build("interleaved", 4, microbatches, ranks=2), chain(4), flipped(chain(4)))
+    check(schedule, chain(4), flipped(chain(4)))
+    golden(f"schedules/interleaved-p2-v2-m{microbatches}-chain.csv", schedule.to_csv())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_skip(name: str, golden: Golden) -> None:
     schedule = lower(build(name, 4, 4), SKIP_FORWARD, SKIP_BACKWARD)

@@ -14,7 +14,7 @@ from outsize.errors import TooFewSamples, UnknownDevice
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, Plan, ScheduleName, StageFigures
-from outsize.ir.profile import Profile
+from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.schedule import Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.edges import Edge, Edges, edges_between
@@ -77,7 +77,15 @@ def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
 def stage_costs(profile: Profile, bounds: Sequence[int]) -> tuple[StageCost, ...]:
     """Seconds per stage and microbatch: the sums over its units."""
     runs = (profile.units[first:end] for first, end in pairwise(bounds))
-    return tuple(StageCost(sum(c.forward_s for c in run), sum(c.backward_s for c in run)) for run in runs)
+    return tuple(_stage_cost(run) for run in runs)
+
+
+def _stage_cost(run: Sequence[UnitCost]) -> StageCost:
+    return StageCost(
+        sum(c.forward_s for c in run),
+        sum(c.backward_s for c in run),
+        sum(c.backward_weight_s for c in run),
+    )
 
 
 def expected(found: Estimate, batch_size: int) -> Expected:

@@ -3,9 +3,9 @@
 Plays a lowered schedule, the very list the interpreter runs, against stage and link costs:
     rank     takes its cells in order; SEND and RECV cost it nothing, compute waits for the messages
              that were posted for it and then lasts forward_s or backward_s (+ overhead_s)
-    wire     one for each directed pair of ranks: moves one message at a time in the order of the
-             sends, beside the compute; a transfer begins when it is sent, its receive is posted
-             (rendezvous, as in NCCL and gloo) and the wire is free
+    wire     one for each directed pair of ranks, for activations and gradients apart: moves one message
+             at a time in the order of the sends, beside the compute; a transfer begins when it is sent,
+             its receive is posted (rendezvous, as in NCCL and gloo) and the wire is free
 Every start is a maximum of ends and every end a sum (a max-plus system), so a step never gets shorter
 when a cost grows; heap ties cannot change it.
 
@@ -29,7 +29,7 @@ from outsize.ir.cluster import Link
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.planner.kernel import Event, Kernel, Process
-from outsize.schedules.message import RECEIVES, SENDS, Message, message_of
+from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, message_of
 
 EdgeBytes = Mapping[tuple[int, int], int]
 
@@ -37,10 +37,13 @@ EdgeBytes = Mapping[tuple[int, int], int]
 @final
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Seconds that a stage computes for one microbatch."""
+    """Seconds that a stage computes for one microbatch; `weight_s` of the backward are the weights' gradient,
+    which a split backward (I, W) puts off.
+    """
 
     forward_s: float
     backward_s: float
+    weight_s: float = 0.0
 
 
 def simulate(
@@ -92,7 +95,7 @@ def critical_path_s(schedule: Schedule, compute_s: Mapping[Action, float]) -> fl
 def _play(
     schedule: Schedule, seconds: Mapping[Action, float], transfer_s: Callable[[Message], float]
 ) -> Timeline:
-    simulation = _Simulation(seconds, transfer_s)
+    simulation = _Simulation(seconds, transfer_s, Ends(schedule))
     simulation.run(schedule)
     done = {span.action for span in simulation.spans if span.lane == "compute"}
     hanging = sorted(str(action) for action in seconds if str(action) not in done)
@@ -110,10 +113,12 @@ def _play(
 class _Simulation:
     """The processes of one step and the events between them."""
 
-    def __init__(self, compute_s: Mapping[Action, float], transfer_s: Callable[[Message], float]) -> None:
+    def __init__(
+        self, compute_s: Mapping[Action, float], transfer_s: Callable[[Message], float], ends: Ends
+    ) -> None:
         self.spans: list[Span] = []
         self._kernel = Kernel()
-        self._compute_s, self._transfer_s = compute_s, transfer_s
+        self._compute_s, self._transfer_s, self._ends = compute_s, transfer_s, ends
         self._sent: defaultdict[Message, Event] = defaultdict(Event)
         self._posted: defaultdict[Message, Event] = defaultdict(Event)
         self._arrived: defaultdict[Message, Event] = defaultdict(Event)
@@ -122,7 +127,7 @@ class _Simulation:
         """Start a process for each rank and each wire, and let the clock run out."""
         for rank, row in enumerate(schedule.actions):
             self._kernel.start(self._rank(rank, row))
-        for (source, _), queue in _wires(schedule).items():
+        for (source, *_), queue in _wires(schedule).items():
             self._kernel.start(self._wire(source, queue))
         self._kernel.run()
 
@@ -133,7 +138,7 @@ class _Simulation:
                 self._kernel.fire(self._sent[message_of(action)])
             elif action.kind in RECEIVES:
                 message = message_of(action)
-                inbox[message.consumer].append(message)
+                inbox[self._ends.consumer(message)].append(message)
                 self._kernel.fire(self._posted[message])
             else:
                 for message in inbox[action]:
@@ -154,14 +159,14 @@ class _Simulation:
         self.spans.append(Span(rank=rank, lane=lane, action=str(action), start_s=start_s, end_s=end_s))
 
 
-def _wires(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
-    """(sending rank, receiving rank) -> messages in the order of the sends."""
+def _wires(schedule: Schedule) -> dict[tuple[int, int, Kind], list[Message]]:
+    """(sending rank, receiving rank, F or B) -> messages in the order of the sends."""
     rank_of = schedule.rank_of
-    queues: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    queues: defaultdict[tuple[int, int, Kind], list[Message]] = defaultdict(list)
     for rank, row in enumerate(schedule.actions):
         for action in row:
             if action.kind in SENDS:
-                queues[rank, rank_of[action.peer]].append(message_of(action))
+                queues[rank, rank_of[action.peer], SENDS[action.kind]].append(message_of(action))
     return queues
 
 
@@ -179,13 +184,17 @@ def _compute_seconds(
 
 
 def _cost_s(action: Action, cost: StageCost) -> float:
-    if action.kind is Kind.F:
-        return cost.forward_s
-    if action.kind is Kind.B:
-        return cost.backward_s
+    seconds = {
+        Kind.F: cost.forward_s,
+        Kind.B: cost.backward_s,
+        Kind.I: cost.backward_s - cost.weight_s,
+        Kind.W: cost.weight_s,
+    }
+    if action.kind in seconds:
+        return seconds[action.kind]
     raise InvalidSchedule(
         f"{action} has no cost",
-        numbers=f"the simulator knows F, B, sends and receives, not {action.kind}",
+        numbers=f"the simulator knows F, B, I, W, sends and receives, not {action.kind}",
         next_step="simulate the schedule before it is given such actions",
     )
 

@@ -114,13 +114,14 @@ def _flows(pid: int, tid_of: dict[int, int], timeline: Timeline) -> Iterator[Eve
 
 def arrows(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
     """Each SEND with the compute span that waits for its message, where both are known and in order."""
-    computes = {span.action: span for span in spans if span.lane == "compute"}
+    computes = {span.action.replace("I", "B"): span for span in spans if span.lane == "compute"}
     found: list[tuple[Span, Span]] = []
     for span in spans:
         action = Action.parse(span.action)
         if span.lane != "send" or action.kind not in SENDS:
             continue
-        consumer = computes.get(str(message_of(action).consumer))
+        message = message_of(action)
+        consumer = computes.get(f"{message.destination}{message.kind}{message.microbatch}")
         if consumer is not None and consumer.start_s >= span.start_s:
             found.append((span, consumer))
     return found

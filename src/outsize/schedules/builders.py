@@ -1,34 +1,43 @@
 """Problem: in which order does each stage run the forwards and backwards of its microbatches?
 
-    naive   one microbatch at a time: what accumulation over a model spread on devices does anyway
-    gpipe   all forwards, then all backwards              Huang et al., arXiv 1811.06965, sec. 2.3
-    1f1b    a backward as soon as one is there             PipeDream-flush: Narayanan et al., arXiv
-            (same bubble as gpipe, fewer in flight)        2006.09503 sec. 3.2, arXiv 2104.04473 sec. 2.2
+    naive        one microbatch at a time: what accumulation over a model spread on devices does anyway
+    gpipe        all forwards, then all backwards              Huang et al., arXiv 1811.06965, sec. 2.3
+    1f1b         a backward as soon as one is there            PipeDream-flush: Narayanan et al., arXiv
+                 (same bubble as gpipe, fewer in flight)       2006.09503 sec. 3.2, arXiv 2104.04473 sec. 2.2
+    interleaved  several stages on a rank, rank r has          Narayanan et al., arXiv 2104.04473 sec. 2.2
+                 r, r + p, ...: a bubble as much smaller
+    zero-bubble  the weight's gradient (W) waits until         ZB-H1: Qi et al., arXiv 2401.10241 sec. 2.1
+                 there is nothing better to do
 
-Symbols: p -> stages, m -> microbatches. With equal stages of f + b seconds a step lasts
-m p (f + b) under naive and (m + p - 1)(f + b) under the two others; microbatches whose activations
-are alive at once on stage s: 1, m and min(p - s, m).
+Symbols: p -> ranks, v -> stages on a rank, m -> microbatches; p = stages and v = 1 but for interleaved.
+With equal stages of f + b seconds a step lasts m p (f + b) under naive, (m + p - 1)(f + b) under gpipe and
+1f1b, v m (f + b) + (p - 1)(f + b) under interleaved if p divides m, and with b = i + w under zero-bubble
+m (f + i + w) + (p - 1)(f + i - w) if f, i >= w and m >= 2 p - 1. Microbatches whose activations are alive
+at once on rank s: 1, m, min(p - s, m), (v - 1) p + 2 (p - s) - 1 chunks, and min(p, m).
 Deviation: GPipe runs its backwards from the last microbatch to the first. Ours run from the first to
 the last, as those of every schedule here: on each stage forwards and backwards both run in ascending
 microbatch order, so that `.grad` accumulates in the order of the plain loop and is bit-equal to it.
 The makespan is the same. Complexity: O(p m). Oracles: the pictures below, re-drawn by
 tests/unit/schedules/test_builders.py, and the closed forms in tests/unit/planner/test_simulate.py.
 
-The rows hold compute actions only; stage s lives on rank s. `lower` adds the sends and receives.
+The rows hold compute actions only. `lower` adds the sends and receives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 from outsize.errors import BadOption
 from outsize.ir.schedule import Action, Kind, Schedule
 
 
-def build(name: str, stages: int, microbatches: int) -> Schedule:
-    """The compute-only schedule `name` ('naive', 'gpipe', '1f1b') for p stages and m microbatches.
+def build(name: str, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
+    """The compute-only schedule `name` (one of NAMES) for so many stages and microbatches.
 
-    Raises BadOption when the name is not known or a count is less than one.
+    `ranks` is the number of stages unless the schedule is interleaved, which puts stage s on rank s mod p.
+    Raises BadOption when the name is not known, a count is less than one or the ranks do not divide the
+    stages.
     """
     row = _ROWS.get(name)
     if row is None:
@@ -37,12 +46,15 @@ def build(name: str, stages: int, microbatches: int) -> Schedule:
             numbers=f"known schedules: {', '.join(NAMES)}",
             next_step="--schedule 1f1b",
         )
-    _at_least_one("stages", stages)
-    _at_least_one("microbatches", microbatches)
-    return Schedule(name, microbatches, tuple(tuple(row(s, stages, microbatches)) for s in range(stages)))
+    places = stages if ranks is None else ranks
+    for what, count in (("stages", stages), ("microbatches", microbatches), ("ranks", places)):
+        _at_least_one(what, count)
+    _check_ranks(name, stages, places)
+    rows = (row(rank, stages, microbatches, places) for rank in range(places))
+    return Schedule(name, microbatches, tuple(tuple(row) for row in rows))
 
 
-def naive_row(stage: int, stages: int, microbatches: int) -> Iterable[Action]:
+def naive_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
     """F and B of a microbatch, then the next one; nothing overlaps in a chain of stages.
 
     time   0   1   2   3   4   5   6   7   8   9   10  11
@@ -55,7 +67,7 @@ def naive_row(stage: int, stages: int, microbatches: int) -> Iterable[Action]:
         yield Action(stage, Kind.B, microbatch)
 
 
-def gpipe_row(stage: int, stages: int, microbatches: int) -> Iterable[Action]:
+def gpipe_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
     """All forwards, then all backwards, both in ascending order (GPipe's own backwards descend).
 
     time   0   1   2   3   4   5   6   7   8   9   10  11
@@ -67,7 +79,7 @@ def gpipe_row(stage: int, stages: int, microbatches: int) -> Iterable[Action]:
     yield from (Action(stage, Kind.B, microbatch) for microbatch in range(microbatches))
 
 
-def one_f_one_b_row(stage: int, stages: int, microbatches: int) -> Iterable[Action]:
+def one_f_one_b_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
     """Fill with p - s forwards, then one backward and one forward in turn, then the last backwards.
 
     time   0   1   2   3   4   5   6   7   8   9   10  11
@@ -83,12 +95,70 @@ def one_f_one_b_row(stage: int, stages: int, microbatches: int) -> Iterable[Acti
             yield Action(stage, Kind.F, microbatch + in_flight)
 
 
-_ROWS: dict[str, Callable[[int, int, int], Iterable[Action]]] = {
+def interleaved_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
+    """1f1b over chunks: p microbatches through the rank's first stage, the same through its second, ...
+
+    Forwards take the stages in ascending order, backwards in descending order. Where p does not divide m
+    the groups are larger. Two stages on each of two ranks, four microbatches:
+
+    time   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17
+    rank 0 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+    rank 1 .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .
+    """
+    own = range(rank, stages, ranks)
+    rounds = max(1, microbatches // ranks)
+    starts = [-(-microbatches * r // rounds) for r in range(rounds + 1)]
+    groups = [range(*pair) for pair in pairwise(starts)]
+    forwards = [Action(stage, Kind.F, mb) for group in groups for stage in own for mb in group]
+    backwards = [Action(stage, Kind.B, mb) for group in groups for stage in reversed(own) for mb in group]
+    ahead = min((len(own) - 1) * len(groups[0]) + 2 * (ranks - rank) - 1, len(forwards))
+    yield from forwards[:ahead]
+    for count, backward in enumerate(backwards):
+        yield backward
+        yield from forwards[ahead + count : ahead + count + 1]
+
+
+def zero_bubble_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
+    """1f1b whose backward is split: I hands the gradient on at once, W of stage s comes s microbatches later.
+
+    So every stage holds at most p microbatches, as stage 0 of 1f1b does, and W fills what were bubbles.
+
+    time   0   1   2   3   4   5   6   7   8   9   10  11  12  13
+    rank 0 0F0 0F1 0F2 .   .   0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    rank 1 .   1F0 1F1 .   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    rank 2 .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+    """
+    in_flight = min(stages - stage, microbatches)
+    yield from (Action(stage, Kind.F, microbatch) for microbatch in range(in_flight))
+    for microbatch in range(microbatches):
+        yield Action(stage, Kind.I, microbatch)
+        if microbatch >= stage:
+            yield Action(stage, Kind.W, microbatch - stage)
+        if microbatch + in_flight < microbatches:
+            yield Action(stage, Kind.F, microbatch + in_flight)
+    late = range(max(0, microbatches - stage), microbatches)
+    yield from (Action(stage, Kind.W, microbatch) for microbatch in late)
+
+
+_ROWS: dict[str, Callable[[int, int, int, int], Iterable[Action]]] = {
     "naive": naive_row,
     "gpipe": gpipe_row,
     "1f1b": one_f_one_b_row,
+    "interleaved": interleaved_row,
+    "zero-bubble": zero_bubble_row,
 }
 NAMES = tuple(_ROWS)
+
+
+def _check_ranks(name: str, stages: int, ranks: int) -> None:
+    """Only an interleaved schedule has several stages on a rank, and as many on each."""
+    if stages == ranks or (name == "interleaved" and stages % ranks == 0):
+        return
+    raise BadOption(
+        f"{stages} stages cannot be put on {ranks} ranks under {name}",
+        numbers="as many stages on each rank, and one but for interleaved",
+        next_step=f"--stages {-(-stages // ranks) * ranks} --schedule interleaved",
+    )
 
 
 def _at_least_one(what: str, count: int) -> None:

@@ -1,10 +1,11 @@
 """Problem: is this list of actions a training step, and will it come to an end?
 
 Nothing here trusts a builder: a schedule may come from a CSV that someone edited. `check_compute` looks
-at F and B alone; `check` takes a lowered schedule with the edges it has to serve and also
+at F, B, I and W alone; `check` takes a lowered schedule with the edges it has to serve and also
     pairs       every SEND has its RECV and the other way round, and an edge asks for them
     places      a SEND stands behind the compute that produces, a RECV before the one that needs it
-    fifo        a rank receives from another in the order in which that one sends (NCCL has no tags)
+    fifo        a rank receives from another in the order in which that one sends, activations and
+                gradients apart (NCCL has no tags; each of the two has its own communicator)
     deadlock    plays the rows: SEND and RECV (which posts) never block, compute waits until the
                 sends it needs have been executed; if nobody can go on, the schedule hangs
 The first fault is raised as InvalidSchedule with the numbers and the grid around the cell.
@@ -21,7 +22,7 @@ from typing import NamedTuple, final
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import COMPUTE, TRANSFER, Action, Kind, Schedule
 from outsize.schedules.grid import window
-from outsize.schedules.message import SENDS, Edges, Message, message_of, messages
+from outsize.schedules.message import SENDS, Edges, Ends, Message, message_of, messages
 
 
 @final
@@ -36,7 +37,7 @@ Cells = Mapping[Action, Cell]
 
 
 def check_compute(schedule: Schedule) -> None:
-    """Each stage, on one rank, runs F and B once for each microbatch, both ascending, B behind its F.
+    """Each stage, on one rank, runs F and then B, or F, I and W, for each microbatch; each kind in order.
 
     Raises InvalidSchedule; transfers in the schedule are not looked at.
     """
@@ -56,8 +57,9 @@ def check(
     check_compute(schedule)
     cells = _cells(schedule)
     needed = messages(schedule, forward_edges, backward_edges, step_edges)
+    ends = Ends(schedule)
     for message in needed:
-        _check_places(schedule, cells, message)
+        _check_places(schedule, cells, message, ends)
     rank_of = schedule.rank_of
     crossing = frozenset(m for m in needed if rank_of[m.source] != rank_of[m.destination])
     _check_pairs(schedule, cells, crossing)
@@ -102,7 +104,12 @@ def _check_complete(schedule: Schedule, cells: Cells) -> None:
     for stage in range(max(rank_of, default=-1) + 1):
         rank = rank_of.get(stage, schedule.ranks - 1)
         for microbatch in range(schedule.microbatches):
-            for kind in (Kind.F, Kind.B):
+            whole, split = (Action(stage, kind, microbatch) for kind in (Kind.B, Kind.I))
+            if whole in cells and split in cells:
+                why = "a backward is whole (B) or split (I and W)"
+                raise _fault(schedule, cells[split], f"{split} repeats {whole}", why, f"drop {split}")
+            backward = (Kind.I, Kind.W) if split in cells else (Kind.B,)
+            for kind in (Kind.F, *backward):
                 action = Action(stage, kind, microbatch)
                 if action not in cells:
                     end = Cell(rank, len(schedule.actions[rank]))
@@ -114,30 +121,36 @@ def _check_order(schedule: Schedule, cells: Cells) -> None:
     for cell, action in _walk(schedule):
         if action.kind not in COMPUTE:
             continue
-        before = last.setdefault((action.stage, action.kind), action)
-        if before.microbatch > action.microbatch:
-            why = "gradients accumulate in microbatch order"
-            raise _fault(schedule, cell, f"{action} runs after {before}", why, f"put it before {before}")
-        last[action.stage, action.kind] = action
-        forward = Action(action.stage, Kind.F, action.microbatch)
-        if cells[forward] > cell:
-            where = f"{forward} is cell {cells[forward].column + 1}"
-            raise _fault(schedule, cell, f"{action} runs before {forward}", where, f"put it after {forward}")
+        for kind in _ORDERED[action.kind]:
+            before = last.setdefault((action.stage, kind), action)
+            if before.microbatch > action.microbatch:
+                why = "gradients accumulate in microbatch order"
+                raise _fault(schedule, cell, f"{action} runs after {before}", why, f"put it before {before}")
+            last[action.stage, kind] = action
+        first = Action(action.stage, _BEFORE[action.kind], action.microbatch)
+        if cells.get(first, Cell(cell.rank, -1)) > cell:
+            where = f"{first} is cell {cells[first].column + 1}"
+            raise _fault(schedule, cell, f"{action} runs before {first}", where, f"put it after {first}")
 
 
-def _check_places(schedule: Schedule, cells: Cells, message: Message) -> None:
+# Which orders an action is part of: B adds to the gradients of weights as W does, and passes on as I does.
+_ORDERED = {Kind.F: (Kind.F,), Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.I,), Kind.W: (Kind.W,)}
+_BEFORE = {Kind.F: Kind.F, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
+
+
+def _check_places(schedule: Schedule, cells: Cells, message: Message, ends: Ends) -> None:
     """The cells of one message: producer < SEND, RECV < consumer; or producer < consumer on one rank."""
-    producer, consumer = cells[message.producer], cells[message.consumer]
-    if producer.rank == consumer.rank:
-        _check_before(schedule, cells, message.producer, message.consumer)
+    producer, consumer = ends.producer(message), ends.consumer(message)
+    if cells[producer].rank == cells[consumer].rank:
+        _check_before(schedule, cells, producer, consumer)
         return
     if message.receive not in cells:
-        what = f"{message.consumer} needs {message.receive}, which is missing"
+        what = f"{consumer} needs {message.receive}, which is missing"
         step = "lower the schedule with the edges of its plan"
-        raise _fault(schedule, consumer, what, "", step)
-    _check_before(schedule, cells, message.receive, message.consumer)
+        raise _fault(schedule, cells[consumer], what, "", step)
+    _check_before(schedule, cells, message.receive, consumer)
     if message.send in cells:
-        _check_before(schedule, cells, message.producer, message.send)
+        _check_before(schedule, cells, producer, message.send)
 
 
 def _check_before(schedule: Schedule, cells: Cells, first: Action, second: Action) -> None:
@@ -162,13 +175,13 @@ def _check_pairs(schedule: Schedule, cells: Cells, crossing: frozenset[Message])
 
 
 def _check_fifo(schedule: Schedule, cells: Cells) -> None:
-    """The k-th send from rank a to rank b is the k-th receive of b from a."""
-    sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
-    received: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    """The k-th send of a kind from rank a to rank b is the k-th receive of b from a."""
+    sent: defaultdict[tuple[int, int, Kind], list[Message]] = defaultdict(list)
+    received: defaultdict[tuple[int, int, Kind], list[Message]] = defaultdict(list)
     for _, action in _walk(schedule):
         if action.kind in TRANSFER:
             message = message_of(action)
-            pair = cells[message.send].rank, cells[message.receive].rank
+            pair = cells[message.send].rank, cells[message.receive].rank, message.kind
             (sent if action.kind in SENDS else received)[pair].append(message)
     for pair, queue in sent.items():
         for number, (out, back) in enumerate(zip(queue, received[pair], strict=True), start=1):
@@ -182,9 +195,10 @@ def _check_fifo(schedule: Schedule, cells: Cells) -> None:
 def _check_progress(schedule: Schedule) -> None:
     """Play the rows as far as they go; Coffman's circular wait shows as ranks that never finish."""
     needs: defaultdict[Action, set[Message]] = defaultdict(set)
+    ends = Ends(schedule)
     for _, action in _walk(schedule):
         if action.kind in TRANSFER and action.kind not in SENDS:
-            needs[message_of(action).consumer].add(message_of(action))
+            needs[ends.consumer(message_of(action))].add(message_of(action))
     at, sent = [0] * schedule.ranks, set[Message]()
     while any(_advance(row, at, rank, sent, needs) for rank, row in enumerate(schedule.actions)):
         pass

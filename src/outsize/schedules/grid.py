@@ -58,17 +58,20 @@ def window(schedule: Schedule, rank: int, column: int, around: int = 3) -> str:
 def _next_ready(row: Sequence[Action], column: int, done: set[Action], last_stage: int) -> Action | None:
     if column >= len(row):
         return None
-    return row[column] if done.issuperset(_before(row[column], last_stage)) else None
+    ready = all(done & one_of for one_of in _before(row[column], last_stage))
+    return row[column] if ready else None
 
 
-def _before(action: Action, last_stage: int) -> list[Action]:
-    """What a chain of stages finishes before this action."""
+def _before(action: Action, last_stage: int) -> list[set[Action]]:
+    """What a chain of stages finishes before this action; one of each set."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.F:
-        return [Action(stage - 1, Kind.F, microbatch)] if stage else []
+        return [{Action(stage - 1, Kind.F, microbatch)}] if stage else []
+    if action.kind is Kind.W:
+        return [{Action(stage, Kind.I, microbatch)}]
     if stage == last_stage:
-        return [Action(stage, Kind.F, microbatch)]
-    return [Action(stage + 1, Kind.B, microbatch)]
+        return [{Action(stage, Kind.F, microbatch)}]
+    return [{Action(stage + 1, kind, microbatch) for kind in (Kind.B, Kind.I)}]
 
 
 def _table(corner: str, numbers: Sequence[int], rows: Sequence[Sequence[str]]) -> str:

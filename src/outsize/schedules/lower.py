@@ -38,7 +38,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from outsize.ir.schedule import Action, Schedule
-from outsize.schedules.message import Edges, messages
+from outsize.schedules.message import Edges, Ends, messages
 
 
 def lower(
@@ -49,13 +49,13 @@ def lower(
     Edges are (source stage, destination stage). Raises InvalidSchedule when one names no stage of
     the schedule.
     """
-    rank_of = schedule.rank_of
+    rank_of, ends = schedule.rank_of, Ends(schedule)
     arriving: defaultdict[Action, list[Action]] = defaultdict(list)
     leaving: defaultdict[Action, list[Action]] = defaultdict(list)
     for message in messages(schedule, forward_edges, backward_edges, step_edges):
         if rank_of[message.source] != rank_of[message.destination]:
-            arriving[message.consumer].append(message.receive)
-            leaving[message.producer].append(message.send)
+            arriving[ends.consumer(message)].append(message.receive)
+            leaving[ends.producer(message)].append(message.send)
     rows = tuple(tuple(_lower_row(row, arriving, leaving)) for row in schedule.actions)
     return Schedule(schedule.name, schedule.microbatches, rows)
 

@@ -1,8 +1,10 @@
 """Message: what a send and its receive have in common; and which messages a schedule needs.
 
 Message(Kind.F, 0, 2, 5)   activations of microbatch 5 from stage 0 to stage 2
-  .producer  0F5             .send     0SEND_F5@2      on the rank of stage 0
-  .consumer  2F5             .receive  2RECV_F5@0      on the rank of stage 2
+  producer  0F5              .send     0SEND_F5@2      on the rank of stage 0
+  consumer  2F5              .receive  2RECV_F5@0      on the rank of stage 2
+
+Who produces and consumes a gradient follows from the schedule: B, or I where the backward is split.
 """
 
 from __future__ import annotations
@@ -29,16 +31,6 @@ class Message(NamedTuple):
     microbatch: int
 
     @property
-    def producer(self) -> Action:
-        """The compute action that makes the values."""
-        return Action(self.source, self.kind, self.microbatch)
-
-    @property
-    def consumer(self) -> Action:
-        """The compute action that waits for the values."""
-        return Action(self.destination, self.kind, self.microbatch)
-
-    @property
     def send(self) -> Action:
         """The source's cell."""
         kind = Kind.SEND_F if self.kind is Kind.F else Kind.SEND_B
@@ -49,6 +41,28 @@ class Message(NamedTuple):
         """The destination's cell."""
         kind = Kind.RECV_F if self.kind is Kind.F else Kind.RECV_B
         return Action.transfer(self.destination, kind, self.microbatch, self.source)
+
+
+@final
+class Ends:
+    """The compute actions at both ends of the messages of one schedule."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._split = {a for row in schedule.actions for a in row if a.kind is Kind.I}
+
+    def producer(self, message: Message) -> Action:
+        """Makes the values."""
+        return self._at(message.source, message)
+
+    def consumer(self, message: Message) -> Action:
+        """Waits for the values."""
+        return self._at(message.destination, message)
+
+    def _at(self, stage: int, message: Message) -> Action:
+        split = Action(stage, Kind.I, message.microbatch)
+        if message.kind is Kind.B and split in self._split:
+            return split
+        return Action(stage, message.kind, message.microbatch)
 
 
 def message_of(action: Action) -> Message:

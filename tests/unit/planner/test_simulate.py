@@ -21,7 +21,7 @@ from outsize.ir.timeline import Span, Timeline
 from outsize.planner.simulate import StageCost, bound_s, simulate
 from outsize.schedules.builders import NAMES, build
 from outsize.schedules.lower import lower
-from outsize.schedules.message import RECEIVES, SENDS, Message, message_of
+from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, message_of
 
 FREE = Link(name="free", latency_s=0.0, bytes_per_s=float("inf"))
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 4), (4, 4), (3, 6), (5, 2)]
@@ -48,6 +48,11 @@ def chain_case(name: str, stages: int, microbatches: int, costs: list[StageCost]
     return Case(lower(build(name, stages, microbatches), down.keys(), up.keys()), costs, down, up)
 
 
+def random_cost(dice: random.Random) -> StageCost:
+    backward_s = dice.uniform(0.1, 4)
+    return StageCost(dice.uniform(0.1, 2), backward_s, backward_s * dice.random())
+
+
 def random_case(name: str, seed: int) -> Case:
     """Two to four stages, chain plus skips, every cost and size of its own."""
     dice = random.Random(seed)
@@ -55,7 +60,7 @@ def random_case(name: str, seed: int) -> Case:
     edges = [(a, b) for a in range(stages) for b in range(a + 1, stages) if b == a + 1 or dice.random() < 0.5]
     down = {edge: dice.randint(0, 50) for edge in edges}
     up = {(b, a): dice.randint(0, 50) for a, b in edges if b == a + 1 or dice.random() < 0.5}
-    costs = [StageCost(dice.uniform(0.1, 2), dice.uniform(0.1, 4)) for _ in range(stages)]
+    costs = [random_cost(dice) for _ in range(stages)]
     return Case(lower(build(name, stages, microbatches), down.keys(), up.keys()), costs, down, up)
 
 
@@ -66,6 +71,28 @@ def test_closed_form_of_pipelines(name: str, stages: int, microbatches: int) -> 
     assert timeline.duration_s == pytest.approx((microbatches + stages - 1) * 3.5)
     assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
     assert (timeline.source, timeline.ranks, timeline.samples) == ("predicted", stages, ())
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (3, 3, 6), (4, 3, 9)])
+def test_closed_form_of_interleaved(ranks: int, chunks: int, microbatches: int) -> None:
+    """The bubble of (p - 1)(f + b) seconds has stages v times as short."""
+    stages = ranks * chunks
+    edges = {(s, s + 1): 0 for s in range(stages - 1)}
+    back = {(b, a): 0 for a, b in edges}
+    schedule = lower(build("interleaved", stages, microbatches, ranks), edges.keys(), back.keys())
+    timeline = Case(schedule, [StageCost(1.0, 1.0)] * stages, edges, back).run()
+    assert timeline.duration_s == pytest.approx(2 * (chunks * microbatches + ranks - 1))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (3, 6), (4, 7)])
+@pytest.mark.parametrize(("forward_s", "input_s", "weight_s"), [(1.0, 1.0, 1.0), (2.0, 2.5, 1.0)])
+def test_closed_form_of_zero_bubble(
+    stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
+) -> None:
+    costs = [StageCost(forward_s, input_s + weight_s, weight_s)] * stages
+    timeline = chain_case("zero-bubble", stages, microbatches, costs).run()
+    full = microbatches * (forward_s + input_s + weight_s)
+    assert timeline.duration_s == pytest.approx(full + (stages - 1) * (forward_s + input_s - weight_s))
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
@@ -141,7 +168,8 @@ def test_busy_time_is_the_sum_of_costs_and_no_lane_does_two_things(name: str, se
     case = random_case(name, seed)
     timeline = case.run(Link(name="slow", latency_s=0.1, bytes_per_s=30.0), overhead_s=0.5)
     for rank, cost in enumerate(case.costs):
-        per_microbatch = cost.forward_s + cost.backward_s + 2 * 0.5
+        actions = 3 if name == "zero-bubble" else 2
+        per_microbatch = cost.forward_s + cost.backward_s + actions * 0.5
         assert timeline.busy_s(rank) == pytest.approx(case.schedule.microbatches * per_microbatch)
     lanes: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
     for span in timeline.spans:
@@ -157,7 +185,8 @@ def test_pipelines_are_never_slower_than_naive(seed: int) -> None:
     costs = [StageCost(dice.uniform(0.1, 2), dice.uniform(0.1, 4)) for _ in range(stages)]
     link = Link(name="slow", latency_s=0.1, bytes_per_s=30.0)
     naive, gpipe, one = (
-        chain_case(name, stages, microbatches, costs, size=20).run(link).duration_s for name in NAMES
+        chain_case(name, stages, microbatches, costs, size=20).run(link).duration_s
+        for name in ("naive", "gpipe", "1f1b")
     )
     assert one <= naive + 1e-9
     assert gpipe <= naive + 1e-9
@@ -215,17 +244,18 @@ def edited(case: Case, old: str, new: str) -> Schedule:
 def longest_path(case: Case, link: Link) -> float:
     """Step time as the heaviest path through cells and transfers, with none of the simulator's code."""
     before: dict[Action | Message, set[Action | Message]] = defaultdict(set)
-    wires: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    wires: dict[tuple[int, int, Kind], list[Message]] = defaultdict(list)
+    ends = Ends(case.schedule)
     for row in case.schedule.actions:
         for first, second in pairwise(row):
             before[second].add(first)
         for action in row:
             if action.kind in SENDS:
-                wires[action.stage, action.peer].append(message_of(action))
+                wires[action.stage, action.peer, SENDS[action.kind]].append(message_of(action))
             if action.kind in RECEIVES:
                 message = message_of(action)
                 before[message] |= {action, message.send}
-                before[message.consumer].add(message)
+                before[ends.consumer(message)].add(message)
     for queue in wires.values():
         for first, second in pairwise(queue):
             before[second].add(first)
@@ -240,7 +270,8 @@ def _seconds(node: Action | Message, case: Case, link: Link) -> float:
         table = case.down if node.kind is Kind.F else case.up
         return link.seconds(table[node.source, node.destination])
     cost = case.costs[node.stage]
-    return {Kind.F: cost.forward_s, Kind.B: cost.backward_s}.get(node.kind, 0.0)
+    split = {Kind.I: cost.backward_s - cost.weight_s, Kind.W: cost.weight_s}
+    return {Kind.F: cost.forward_s, Kind.B: cost.backward_s, **split}.get(node.kind, 0.0)
 
 
 def _disjoint(spans: list[Span]) -> bool:

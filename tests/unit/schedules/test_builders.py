@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from textwrap import dedent
 from typing import Any
 
 import pytest
 
 from outsize.errors import BadOption
-from outsize.ir.schedule import Kind, Schedule
+from outsize.ir.schedule import Action, Kind
 from outsize.schedules import builders
 from outsize.schedules.builders import NAMES, build
-from outsize.schedules.check import check_compute
+from outsize.schedules.check import check, check_compute
 from outsize.schedules.grid import draw
+from outsize.schedules.lower import lower
 
 SIZES = [(1, 1), (1, 5), (2, 1), (3, 2), (4, 4), (5, 3), (3, 8)]
 
@@ -25,11 +27,17 @@ SIZES = [(1, 1), (1, 5), (2, 1), (3, 2), (4, 4), (5, 3), (3, 8)]
         ("naive", builders.naive_row, 2),
         ("gpipe", builders.gpipe_row, 4),
         ("1f1b", builders.one_f_one_b_row, 4),
+        ("zero-bubble", builders.zero_bubble_row, 4),
     ],
 )
 def test_docstring_picture_is_the_schedule(name: str, row: Callable[..., Any], microbatches: int) -> None:
     picture = draw(build(name, 3, microbatches))
     assert dedent(picture) in (inspect.getdoc(row) or "")
+
+
+def test_docstring_picture_of_two_stages_on_a_rank() -> None:
+    picture = draw(build("interleaved", 4, 4, ranks=2))
+    assert dedent(picture) in (inspect.getdoc(builders.interleaved_row) or "")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,24 +46,64 @@ def test_each_stage_runs_in_microbatch_order(name: str, stages: int, microbatche
     schedule = build(name, stages, microbatches)
     check_compute(schedule)
     assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, stages, microbatches)
+    kinds = (Kind.F, Kind.I, Kind.W) if name == "zero-bubble" else (Kind.F, Kind.B)
     for stage, row in enumerate(schedule.actions):
         assert {a.stage for a in row} == {stage}
-        for kind in (Kind.F, Kind.B):
+        assert {a.kind for a in row} == set(kinds)
+        for kind in kinds:
             assert [a.microbatch for a in row if a.kind is kind] == list(range(microbatches))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 9, 11])
+def test_interleaved(ranks: int, chunks: int, microbatches: int) -> None:
+    schedule = build("interleaved", ranks * chunks, microbatches, ranks)
+    check_compute(schedule)
+    assert schedule.rank_of == {stage: stage % ranks for stage in range(ranks * chunks)}
+    forward = frozenset(pairwise(range(ranks * chunks)))
+    backward = frozenset((b, a) for a, b in forward)
+    check(lower(schedule, forward, backward), forward, backward)
+    slots = len(draw(schedule).splitlines()[0].split()) - 1
+    if microbatches >= ranks:
+        assert slots == 2 * chunks * microbatches + 2 * (ranks - 1)
+    if microbatches % ranks == 0:
+        for rank, row in enumerate(schedule.actions):
+            ahead = (chunks - 1) * ranks + 2 * (ranks - rank) - 1
+            assert _in_flight(row) == min(ahead, chunks * microbatches)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [*SIZES, (4, 9), (8, 20)])
+def test_zero_bubble_holds_as_much_as_1f1b_and_is_faster(stages: int, microbatches: int) -> None:
+    schedule = build("zero-bubble", stages, microbatches)
+    assert all(_in_flight(row) <= min(stages, microbatches) for row in schedule.actions)
+    slots = len(draw(schedule).splitlines()[0].split()) - 1
+    if microbatches >= 2 * stages - 1:
+        assert slots == 3 * microbatches + stages - 1
+    assert slots <= 3 * (microbatches + stages - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks"), [("1f1b", 4, 2), ("interleaved", 4, 3), ("naive", 2, 4)]
+)
+def test_stages_that_do_not_go_on_the_ranks(name: str, stages: int, ranks: int) -> None:
+    with pytest.raises(BadOption, match=rf"{stages} stages cannot be put on {ranks} ranks under {name}"):
+        build(name, stages, 4, ranks)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_microbatches_in_flight(stages: int, microbatches: int) -> None:
     for stage in range(stages):
-        assert _in_flight(build("naive", stages, microbatches), stage) == 1
-        assert _in_flight(build("gpipe", stages, microbatches), stage) == microbatches
-        assert _in_flight(build("1f1b", stages, microbatches), stage) == min(stages - stage, microbatches)
+        rows = {name: build(name, stages, microbatches).actions[stage] for name in NAMES}
+        assert _in_flight(rows["naive"]) == 1
+        assert _in_flight(rows["gpipe"]) == microbatches
+        assert _in_flight(rows["1f1b"]) == min(stages - stage, microbatches)
 
 
-def _in_flight(schedule: Schedule, stage: int) -> int:
+def _in_flight(row: Sequence[Action]) -> int:
     alive = peak = 0
-    for action in schedule.actions[stage]:
-        alive += 1 if action.kind is Kind.F else -1
+    for action in row:
+        alive += {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}[action.kind]
         peak = max(peak, alive)
     return peak
 

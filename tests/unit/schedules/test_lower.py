@@ -13,7 +13,7 @@ from outsize.schedules import lower as lower_module
 from outsize.schedules.builders import NAMES, build
 from outsize.schedules.grid import listing
 from outsize.schedules.lower import lower
-from outsize.schedules.message import RECEIVES, SENDS, message_of
+from outsize.schedules.message import RECEIVES, SENDS, Ends, message_of
 
 CHAIN, CHAIN_BACK = frozenset({(0, 1), (1, 2)}), frozenset({(2, 1), (1, 0)})
 SKIP = frozenset({(0, 1), (0, 2), (1, 2)})
@@ -42,14 +42,16 @@ def test_compute_is_untouched(name: str) -> None:
 def test_cells_stand_where_the_rule_says(
     name: str, forward: frozenset[tuple[int, int]], backward: frozenset[tuple[int, int]]
 ) -> None:
-    for row in lower(build(name, 3, 5), forward, backward).actions:
+    lowered = lower(build(name, 3, 5), forward, backward)
+    ends = Ends(lowered)
+    for row in lowered.actions:
         compute = [a for a in row if a.kind in COMPUTE]
         for column, action in enumerate(row):
             before = [a for a in row[:column] if a.kind in COMPUTE]
             if action.kind in SENDS:
-                assert before[-1] == message_of(action).producer
+                assert before[-1] == ends.producer(message_of(action))
             elif action.kind in RECEIVES:
-                assert len(before) == max(0, compute.index(message_of(action).consumer) - 1)
+                assert len(before) == max(0, compute.index(ends.consumer(message_of(action))) - 1)
 
 
 def test_every_edge_carries_every_microbatch() -> None:
@@ -87,10 +89,18 @@ def test_edges_must_join_two_stages(edge: tuple[int, int]) -> None:
 def test_messages_name_both_ends() -> None:
     message = message_of(Action.parse("2SEND_B4@0"))
     assert (message.source, message.destination, message.microbatch) == (2, 0, 4)
-    assert [str(a) for a in (message.producer, message.consumer, message.send, message.receive)] == [
+    ends = Ends(build("1f1b", 3, 5))
+    assert [
+        str(a) for a in (ends.producer(message), ends.consumer(message), message.send, message.receive)
+    ] == [
         "2B4",
         "0B4",
         "2SEND_B4@0",
         "0RECV_B4@2",
     ]
     assert message_of(message.receive) == message
+
+
+def test_a_split_backward_hands_its_gradient_on_before_the_weights() -> None:
+    lowered = lower(build("zero-bubble", 2, 1), frozenset({(0, 1)}), frozenset({(1, 0)}))
+    assert lowered.to_csv() == "0RECV_B0,0F0,0SEND_F0,0I0,0W0\n1RECV_F0,1F0,1I0,1SEND_B0,1W0\n"

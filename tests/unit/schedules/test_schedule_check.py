@@ -205,21 +205,24 @@ def _add_laws(action: Action, after: dict[Action, set[Action]]) -> None:
     stage, kind, microbatch, peer = action.stage, action.kind, action.microbatch, action.peer
     if kind in COMPUTE and microbatch:
         after[action].add(Action(stage, kind, microbatch - 1))
-    if kind is Kind.B:
+    if kind in (Kind.B, Kind.I):
         after[action].add(Action(stage, Kind.F, microbatch))
+    if kind is Kind.W:
+        after[action].add(Action(stage, Kind.I, microbatch))
+    split = Action(stage, Kind.I, microbatch)
+    near = split if kind[-1] == "B" and split in after else Action(stage, Kind(kind[-1]), microbatch)
     if kind in (Kind.SEND_F, Kind.SEND_B):
-        after[action].add(Action(stage, Kind(kind[-1]), microbatch))
+        after[action].add(near)
     if kind in (Kind.RECV_F, Kind.RECV_B):
-        needed = Action(stage, Kind(kind[-1]), microbatch)
-        after[needed] |= {action, Action(peer, Kind(f"SEND_{kind[-1]}"), microbatch, stage)}
+        after[near] |= {action, Action(peer, Kind(f"SEND_{kind[-1]}"), microbatch, stage)}
 
 
 def _fifo(schedule: Schedule) -> bool:
     cells = [a for row in schedule.actions for a in row if a.kind not in COMPUTE]
     sends = sorted(
-        ((a.stage, a.peer), n, a.kind[-1], a.microbatch) for n, a in enumerate(cells) if a.kind[0] == "S"
+        ((a.stage, a.peer, a.kind[-1]), n, a.microbatch) for n, a in enumerate(cells) if a.kind[0] == "S"
     )
     receives = sorted(
-        ((a.peer, a.stage), n, a.kind[-1], a.microbatch) for n, a in enumerate(cells) if a.kind[0] == "R"
+        ((a.peer, a.stage, a.kind[-1]), n, a.microbatch) for n, a in enumerate(cells) if a.kind[0] == "R"
     )
-    return [(p, k, m) for p, _, k, m in sends] == [(p, k, m) for p, _, k, m in receives]
+    return [(p, m) for p, _, m in sends] == [(p, m) for p, _, m in receives]
