@@ -1,37 +1,71 @@
-"""Time every unit on this machine: forward and backward, one after the other, on the real example.
+"""Time every unit on this machine: forward, input gradient, weight gradient, in the context of a step.
 
-Each unit is replayed as a function of its own, on detached inputs, several times; the median counts.
-Gradients, buffers and generators are afterwards as they were. The input's and the weight's gradient are
-timed together and split evenly where the unit has parameters (timing them apart needs two backwards).
+    units --unit_key--> distinct ones --cache--> those that nobody has timed yet --stopwatch--> medians
+
+Of a repeated block the first two copies are timed and their laps pooled. Gradients, buffers and generators
+are afterwards as they were; the process computes with the asked number of threads, on the CPU with one on a
+core of its own, as a stage of a run does.
 """
 
 from __future__ import annotations
 
+import os
+import platform
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.graph import Captured, required_slots
+from outsize.capture.chance import python_generators_kept
+from outsize.capture.graph import Captured
+from outsize.capture.profile_cache import Environment, ProfileCache, Timing
+from outsize.capture.stopwatch import WARM_UP, Clock, Laps, Seed, Stopwatch
+from outsize.capture.unit_key import unit_keys
 from outsize.errors import BadOption
-from outsize.ir.graph import Unit
+from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.profile import Profile, UnitCost
-from outsize.program.generate import SliceSpec, compile_slice
-from outsize.program.liveness import last_reads, live
 
 Progress = Callable[[int, int], None]
+K = TypeVar("K", str, int)
+_COPIES = 2
+
+
+@final
+@dataclass(frozen=True)
+class How:
+    """How to measure.
+
+    repeats   laps of each kind behind the warm-up; medians count
+    threads   of the process while it measures
+    every     time every unit by itself, also copies of one another
+    cache     folder of kept times; None keeps none
+    fresh     time anew what is kept, and keep that
+    clock     seconds; None is the wall clock, which waits for a GPU before it is read
+    seed      called with the number of an instruction that draws random numbers, before it does
+    """
+
+    repeats: int = 5
+    threads: int = 1
+    every: bool = False
+    cache: Path | None = None
+    fresh: bool = False
+    clock: Clock | None = None
+    seed: Seed = torch.manual_seed
 
 
 def measure_units(
     captured: Captured,
     model: nn.Module,
     inputs: Sequence[Tensor],
-    *,
-    repeats: int = 5,
+    how: How | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """A measured profile; `inputs` are the tape's input tensors. Raises BadOption for weights on meta."""
@@ -41,89 +75,165 @@ def measure_units(
             numbers=f"{sum(p.is_meta for p in model.parameters())} parameters hold no values",
             next_step="build the model with weights, or plan without --measure",
         )
-    graph = captured.graph
-    costs = []
-    with _undisturbed(model):
-        stopwatch = _Stopwatch(captured, model, inputs, repeats)
-        for unit in graph.units:
-            costs.append(_cost(unit, *stopwatch.time(unit.index)))
-            if progress is not None:
-                progress(unit.index + 1, len(graph.units))
+    how = how or How()
+    device = next(model.parameters(), torch.empty(0)).device
+    timings = _Timer(captured, model, inputs, how, device).timings(progress)
     return Profile(
-        fingerprint=graph.fingerprint,
-        device="cpu",
-        microbatch_size=graph.batch_size,
-        units=tuple(costs),
-    )
-
-
-def _cost(unit: Unit, forward_s: float, backward_s: float) -> UnitCost:
-    weight_s = backward_s / 2 if unit.parameters else 0.0
-    return UnitCost(
-        name=unit.name,
-        forward_s=forward_s,
-        backward_input_s=backward_s - weight_s,
-        backward_weight_s=weight_s,
-        saved_bytes=unit.saved_bytes,
-        workspace_bytes=0,
-        flops=unit.flops,
-        source="measured",
+        fingerprint=captured.graph.fingerprint,
+        device=device.type,
+        microbatch_size=captured.graph.batch_size,
+        units=tuple(_cost(u, t) for u, t in zip(captured.graph.units, timings, strict=True)),
+        host=device_name(device),
+        threads=how.threads,
     )
 
 
 @final
-class _Stopwatch:
-    """Walks through the units and carries the values from one to the next."""
+@dataclass(frozen=True)
+class _Timer:
+    """One measurement."""
 
-    def __init__(self, captured: Captured, model: nn.Module, inputs: Sequence[Tensor], repeats: int) -> None:
-        self._captured, self._model, self._repeats = captured, model, repeats
-        tape = captured.tape
-        self._alive = live(tape, required_slots(tape))
-        self._last = last_reads(tape, self._alive)
-        for slot in required_slots(tape):
-            self._last[slot] = len(tape.instructions)
-        self._values: dict[int, Any] = dict(zip(tape.inputs, inputs, strict=True))
+    captured: Captured
+    model: nn.Module
+    inputs: Sequence[Tensor]
+    how: How
+    device: torch.device
 
-    def time(self, unit: int) -> tuple[float, float]:
-        """(forward seconds, backward seconds) of a unit; its results become the next ones' inputs."""
-        spec = self._spec(unit)
-        function = compile_slice(spec, self._model, self._captured.tape.modes)
-        laps = [self._lap(spec, function) for _ in range(self._repeats)]
-        self._values |= laps[-1][2]
-        stop = self._captured.starts[unit + 1]
-        for slot in [s for s in self._values if self._last.get(s, -1) < stop]:
-            del self._values[slot]
-        return statistics.median(lap[0] for lap in laps), statistics.median(lap[1] for lap in laps)
+    def timings(self, progress: Progress | None) -> list[Timing]:
+        """One for each unit of the graph: kept from before, or taken now."""
+        graph, keys = self.captured.graph, unit_keys(self.captured, self.model)
+        cache = self._cache()
+        known = cache.load() if cache is not None and not self.how.fresh else {}
+        wanted = wanted_units(keys, known, every=self.how.every)
+        if not wanted:
+            return [known[key] for key in keys]
+        laps = self._laps(wanted, progress)
+        timed = pooled(graph, wanted, keys, laps)
+        if cache is not None:
+            cache.save(timed)
+        found = known | timed
+        if self.how.every:
+            alone = pooled(graph, wanted, range(len(keys)), laps)
+            return [alone.get(unit, found[key]) for unit, key in enumerate(keys)]
+        return [found[key] for key in keys]
 
-    def _spec(self, unit: int) -> SliceSpec:
-        tape, (start, stop) = self._captured.tape, self._captured.starts[unit : unit + 2]
-        body = [i for i in tape.instructions[start:stop] if self._alive[i.index]]
-        made = [slot for i in body for slot in i.defines()]
-        reads = dict.fromkeys(s for i in body for s in i.reads())
-        exits = [s for s in made if self._last.get(s, -1) >= stop]
-        entries = [s for s in reads if s not in made and s not in tape.constants]
-        constants = {s: t for s, t in tape.constants.items() if s in reads}
-        return SliceSpec(f"unit_{unit}", body, entries, exits, constants=constants)
+    def _cache(self) -> ProfileCache | None:
+        if self.how.cache is None:
+            return None
+        name, threads = device_name(self.device), self.how.threads
+        environment = Environment(device=name, torch=torch.__version__, threads=threads)
+        return ProfileCache(self.how.cache, environment)
 
-    def _lap(
-        self, spec: SliceSpec, function: Callable[..., tuple[Any, ...]]
-    ) -> tuple[float, float, dict[int, Any]]:
-        entries = [self._fresh(slot) for slot in spec.entries]
-        start = time.perf_counter()
-        exits = function(*entries, torch.manual_seed)
-        middle = time.perf_counter()
-        roots = [t for t in exits if isinstance(t, Tensor) and t.requires_grad]
-        grads = [torch.ones_like(t) for t in roots]
-        before = time.perf_counter()
-        if roots:
-            torch.autograd.backward(roots, grads)
-        end = time.perf_counter()
-        detached = {s: t.detach() for s, t in zip(spec.exits, exits, strict=True)}
-        return middle - start, end - before, detached
+    def _laps(self, wanted: Sequence[int], progress: Progress | None) -> Laps:
+        total, done = 2 * (WARM_UP + self.how.repeats), 0
 
-    def _fresh(self, slot: int) -> Tensor:
-        tensor = self._values[slot].detach()
-        return tensor.requires_grad_() if self._captured.tape.metas[slot].requires_grad else tensor
+        def tick() -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(done, total)
+
+        with _undisturbed(self.model), _at_work(self.how.threads, self.device):
+            clock = self.how.clock or _wall_clock(self.device)
+            watch = Stopwatch(self.captured, self.model, self.inputs, wanted, clock=clock, seed=self.how.seed)
+            return watch.laps(self.how.repeats, tick)
+
+
+def wanted_units(keys: Sequence[str], known: Mapping[str, Timing], *, every: bool) -> list[int]:
+    """Units to time: of each key that is not known the first copies, or all of them."""
+    seen: dict[str, int] = defaultdict(int)
+    wanted = []
+    for unit, key in enumerate(keys):
+        seen[key] += 1
+        if key not in known and (every or seen[key] <= _COPIES):
+            wanted.append(unit)
+    return wanted
+
+
+def pooled(graph: ModelGraph, units: Iterable[int], keys: Sequence[K], laps: Laps) -> dict[K, Timing]:
+    """Key -> medians over the laps of all its units among `units`."""
+    groups: dict[K, list[int]] = defaultdict(list)
+    for unit in units:
+        groups[keys[unit]].append(unit)
+    return {key: _timing(copies, laps, _trains(graph, copies[0])) for key, copies in groups.items()}
+
+
+def _trains(graph: ModelGraph, unit: int) -> bool:
+    return any(graph.parameter_of[name].trainable for name in graph.units[unit].parameters)
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H200`, or the CPU's model as the system names it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return named[1].strip() if named else f"{platform.processor() or platform.machine()} CPU"
+
+
+def _timing(copies: Sequence[int], laps: Laps, trains: bool) -> Timing:
+    def together(seconds: Mapping[int, Sequence[float]]) -> list[float]:
+        return [lap for unit in copies for lap in seconds[unit]]
+
+    forward, backward = together(laps.forward), together(laps.backward)
+    whole_s = statistics.median(backward)
+    input_s = min(whole_s, statistics.median(together(laps.inputs))) if trains else whole_s
+    return Timing(
+        forward_s=statistics.median(forward),
+        backward_input_s=input_s,
+        backward_weight_s=whole_s - input_s,
+        spread_s=_quartile_distance(forward) + _quartile_distance(backward),
+    )
+
+
+def _quartile_distance(seconds: Sequence[float]) -> float:
+    if len(seconds) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return high - low
+
+
+def _cost(unit: Unit, timing: Timing) -> UnitCost:
+    return UnitCost(
+        name=unit.name,
+        forward_s=timing.forward_s,
+        backward_input_s=timing.backward_input_s,
+        backward_weight_s=timing.backward_weight_s,
+        saved_bytes=unit.saved_bytes,
+        workspace_bytes=unit.workspace_bytes,
+        flops=unit.flops,
+        source="measured",
+        spread_s=timing.spread_s,
+    )
+
+
+def _wall_clock(device: torch.device) -> Clock:
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def settled() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return settled
+
+
+@contextmanager
+def _at_work(threads: int, device: torch.device) -> Iterator[None]:
+    """Compute with so many threads; one thread of a CPU stays on one core, where the system can do that."""
+    before = torch.get_num_threads()
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    pins = device.type == "cpu" and threads == 1 and len(cores) > 1
+    torch.set_num_threads(threads)
+    if pins:
+        os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        if pins:
+            os.sched_setaffinity(0, cores)
 
 
 @contextmanager
@@ -133,8 +243,9 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     for p in model.parameters():
         p.grad = None
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus), python_generators_kept():
             yield
     finally:
         for name, p in model.named_parameters():

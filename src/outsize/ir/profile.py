@@ -1,17 +1,33 @@
-"""Profile: what each unit costs on one kind of device, per microbatch, and where the number is from."""
+"""Profile: what each unit costs on one kind of device, per microbatch, and where the number is from.
+
+Cost per sample is not constant: a `ProfileSet` holds a model at several microbatch sizes. Between two of
+them each unit's seconds and bytes lie on a straight line; beyond them nobody has looked, so it refuses.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
 from typing import Literal, Self, final
 
+from pydantic import Field, ValidationError, model_validator
+
+from outsize.errors import BadOption, ModelMismatch
 from outsize.ir.base import Record
+from outsize.ir.graph import ModelGraph
 
 Source = Literal["measured", "roofline"]
 
 
 @final
 class UnitCost(Record):
-    """Seconds and bytes of one unit for one microbatch."""
+    """Seconds and bytes of one unit for one microbatch.
+
+    `spread_s` is the distance between the quartiles of the laps of forward and backward together; 0 for an
+    estimate.
+    """
 
     name: str
     forward_s: float
@@ -21,6 +37,7 @@ class UnitCost(Record):
     workspace_bytes: int
     flops: int
     source: Source
+    spread_s: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -30,12 +47,17 @@ class UnitCost(Record):
 
 @final
 class Profile(Record):
-    """Costs of all units of a graph, in its order; `device` names the kind they hold for."""
+    """Costs of all units of a graph, in its order; `device` names the kind they hold for.
+
+    `host` and `threads` say where and how it was measured; empty and 0 for an estimate.
+    """
 
     fingerprint: str
     device: str
     microbatch_size: int
     units: tuple[UnitCost, ...]
+    host: str = ""
+    threads: int = 0
 
     def recomputed(self) -> Self:
         """The costs when a backward begins with a second forward."""
@@ -47,3 +69,120 @@ class Profile(Record):
     def step_compute_s(self) -> float:
         """Forward and backward of all units for one microbatch, in seconds."""
         return sum(u.forward_s + u.backward_s for u in self.units)
+
+
+@final
+class ProfileSet(Record):
+    """Profiles of one model on one kind of device, by ascending microbatch size."""
+
+    version: Literal[1] = 1
+    model: str
+    profiles: tuple[Profile, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _same_model(self) -> Self:
+        if any(a >= b for a, b in pairwise(self.sizes)):
+            raise ValueError("microbatch sizes must ascend")
+        kinds = {(p.fingerprint, p.device, tuple(u.name for u in p.units)) for p in self.profiles}
+        if len(kinds) > 1:
+            raise ValueError("profiles of different models or devices")
+        return self
+
+    @classmethod
+    def of(cls, model: str, profiles: Iterable[Profile]) -> Self:
+        """The profiles in the order of their sizes."""
+        return cls(model=model, profiles=tuple(sorted(profiles, key=lambda p: p.microbatch_size)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The microbatch sizes that were measured."""
+        return tuple(p.microbatch_size for p in self.profiles)
+
+    def covers(self, size: int) -> bool:
+        """Whether `size` lies between the smallest and the largest size measured."""
+        return self.sizes[0] <= size <= self.sizes[-1]
+
+    def at(self, size: int) -> Profile:
+        """The profile at `size` samples, each unit piecewise linear between its neighbours.
+
+        Raises BadOption beyond the sizes measured: small microbatches are not scaled-down large ones.
+        """
+        if not self.covers(size):
+            raise BadOption(
+                f"the profile of {self.model} says nothing about microbatches of {size}",
+                numbers=f"measured at {', '.join(map(str, self.sizes))}",
+                next_step=f"outsize measure MODEL --microbatch-sizes {_with(self.sizes, size)} --out FILE",
+            )
+        place = bisect_left(self.sizes, size)
+        above = self.profiles[place]
+        if above.microbatch_size == size:
+            return above
+        return _between(self.profiles[place - 1], above, size)
+
+    def of_graph(self, graph: ModelGraph) -> Profile:
+        """`at` the graph's batch; saved bytes, workspace and FLOPs are the graph's own, which are exact.
+
+        Raises ModelMismatch for another model's graph, and what `at` raises.
+        """
+        found = self.profiles[0]
+        if graph.fingerprint != found.fingerprint or len(graph.units) != len(found.units):
+            raise ModelMismatch(
+                f"the profile is of {self.model}, this model is {graph.model}",
+                numbers=f"fingerprint {found.fingerprint} against {graph.fingerprint}",
+                next_step="outsize measure MODEL --out FILE with this model, input and loss",
+            )
+        profile = self.at(graph.batch_size)
+        exact = (
+            {"saved_bytes": u.saved_bytes, "workspace_bytes": u.workspace_bytes, "flops": u.flops}
+            for u in graph.units
+        )
+        units = (cost.model_copy(update=more) for cost, more in zip(profile.units, exact, strict=True))
+        return profile.model_copy(update={"units": tuple(units)})
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a profile file. Raises BadOption that says what is wrong with it."""
+        try:
+            return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise _no_profile(path, str(error)) from None
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            place = ".".join(str(part) for part in problem["loc"]) or "file"
+            raise _no_profile(path, f"{place}: {problem['msg']}") from None
+
+
+def _between(below: Profile, above: Profile, size: int) -> Profile:
+    share = (size - below.microbatch_size) / (above.microbatch_size - below.microbatch_size)
+    pairs = zip(below.units, above.units, strict=True)
+    units = tuple(_mixed(a, b, share) for a, b in pairs)
+    return below.model_copy(update={"microbatch_size": size, "units": units})
+
+
+def _mixed(a: UnitCost, b: UnitCost, share: float) -> UnitCost:
+    def line(low: float, high: float) -> float:
+        return low + (high - low) * share
+
+    return UnitCost(
+        name=a.name,
+        forward_s=line(a.forward_s, b.forward_s),
+        backward_input_s=line(a.backward_input_s, b.backward_input_s),
+        backward_weight_s=line(a.backward_weight_s, b.backward_weight_s),
+        saved_bytes=round(line(a.saved_bytes, b.saved_bytes)),
+        workspace_bytes=round(line(a.workspace_bytes, b.workspace_bytes)),
+        flops=round(line(a.flops, b.flops)),
+        source=a.source,
+        spread_s=max(a.spread_s, b.spread_s),
+    )
+
+
+def _with(sizes: Iterable[int], size: int) -> str:
+    return ",".join(map(str, sorted({*sizes, size})))
+
+
+def _no_profile(path: str | Path, numbers: str) -> BadOption:
+    return BadOption(f"{path} is no profile", numbers=numbers, next_step="outsize measure MODEL --out FILE")

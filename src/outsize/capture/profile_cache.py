@@ -1,0 +1,95 @@
+"""Unit times kept from run to run: one file per environment, one entry per unit key.
+
+    FOLDER/<digest of device, torch, threads>.json     {version, environment, timings: {key: seconds}}
+
+The caller chooses the folder. A file that cannot be read or is of another version is ignored with a warning,
+and replaced at the next save; a save is atomic (written beside, then renamed), the last of two wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final, Literal, final
+
+from pydantic import Field, ValidationError
+
+from outsize.ir.base import Record
+
+VERSION: Final = 1
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@final
+class Timing(Record):
+    """Medians of one unit in seconds, and the quartile distance of forward and backward together."""
+
+    forward_s: Seconds
+    backward_input_s: Seconds
+    backward_weight_s: Seconds
+    spread_s: Seconds
+
+
+@final
+class Environment(Record):
+    """Where times hold: the device's name, torch's version, threads of a process."""
+
+    device: str
+    torch: str
+    threads: int
+
+
+@final
+class CacheFile(Record):
+    """What one file holds."""
+
+    version: Literal[1] = VERSION
+    environment: Environment
+    timings: dict[str, Timing]
+
+
+@final
+class ProfileCache:
+    """The timings of one environment in a folder, which is made when the first are saved."""
+
+    def __init__(self, folder: Path, environment: Environment) -> None:
+        self._environment = environment
+        digest = hashlib.sha256(environment.to_json().encode()).hexdigest()[:16]
+        self.path = folder / f"{digest}.json"
+
+    def load(self) -> dict[str, Timing]:
+        """Unit key -> timing; empty, with a warning, when the file is not what it should be."""
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return {}
+        except (OSError, UnicodeDecodeError) as error:
+            return self._ignored(str(error))
+        try:
+            found = CacheFile.model_validate_json(text)
+        except ValidationError as error:
+            return self._ignored(error.errors(include_url=False)[0]["msg"])
+        if found.environment != self._environment:
+            return self._ignored("it is of another machine")
+        return found.timings
+
+    def save(self, timings: Mapping[str, Timing]) -> None:
+        """Add timings to the file; a folder that cannot be written to is warned about."""
+        merged = CacheFile(environment=self._environment, timings={**self.load(), **timings})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, delete=False, encoding="utf-8"
+            ) as file:
+                file.write(merged.model_dump_json())
+            os.replace(file.name, self.path)
+        except OSError as error:
+            warnings.warn(f"unit times are not kept: {error}", stacklevel=2)
+
+    def _ignored(self, reason: str) -> dict[str, Timing]:
+        warnings.warn(f"the unit times in {self.path} are not used: {reason}", stacklevel=3)
+        return {}
