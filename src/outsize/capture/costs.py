@@ -1,79 +1,243 @@
-"""Costs of an instruction, counted while its ops run on fakes.
+"""Costs of an instruction, counted while its ops run on fakes; O(arguments) per ATen op.
 
-FLOPs by torch's own formulas (torch.utils.flop_counter; one multiply-add is 2), bytes read and written by
-each ATen op (views move nothing), bytes that autograd keeps: each storage once per tape, weights not
-counted. An op with torch's tag `nondeterministic_seeded` makes the instruction random.
+    FLOPs      torch's own formulas (torch.utils.flop_counter; one multiply-add is 2)
+    bytes      read and written by each op; views move nothing, an expanded tensor counts its memory once
+    backward   by rule from the forward call, see backward.py; what only parameters lead to is the weights'
+               part, all else the inputs'. Gradients of a tensor with several users are added up
+    saved      what autograd keeps: each storage once per tape, weights not counted
+    workspace  see storages.py
+
+An op with torch's tag `nondeterministic_seeded` makes the instruction random.
+Oracle: tests/unit/capture/test_costs_truth.py, real forwards and backwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from outsize.capture.fakes import FakeModel
-from outsize.capture.slots import Slots
+from outsize.capture.backward import Call, Rule, rule_of
+from outsize.capture.families import ALLOCATIONS, family_of, op_name
+from outsize.capture.storages import Storages, storage_bytes, storage_key
+from outsize.ir.graph import Family, Work
 from outsize.program.tape import Cost
-from outsize.program.tree import leaves
+
+_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """What is known of an ATen op whatever its arguments are."""
+
+    name: str
+    family: Family
+    view: bool
+    rule: Rule
+    formula: Any
+    chancy: bool
+
+
+@final
+class Tally:
+    """Work by (family, dtype)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[Family, str], list[int]] = {}
+
+    def add(self, family: Family, dtype: str, flops: int, moved_bytes: int) -> None:
+        """One launch more."""
+        sums = self._sums.setdefault((family, dtype), [0, 0, 0])
+        sums[0] += flops
+        sums[1] += moved_bytes
+        sums[2] += 1
+
+    def works(self) -> tuple[Work, ...]:
+        """In the order in which the families came."""
+        return tuple(
+            Work(family=family, dtype=dtype, flops=flops, moved_bytes=moved, launches=launches)
+            for (family, dtype), (flops, moved, launches) in self._sums.items()
+        )
+
+
+def summed(works: Iterable[Work]) -> tuple[Work, ...]:
+    """One Work per (family, dtype), families in the order in which they come."""
+    sums: dict[tuple[Family, str], Work] = {}
+    for work in works:
+        key = (work.family, work.dtype)
+        sums[key] = _together(sums[key], work) if key in sums else work
+    return tuple(sums.values())
+
+
+def _together(one: Work, other: Work) -> Work:
+    return Work(
+        family=one.family,
+        dtype=one.dtype,
+        flops=one.flops + other.flops,
+        moved_bytes=one.moved_bytes + other.moved_bytes,
+        launches=one.launches + other.launches,
+    )
 
 
 @final
 class CostMeter:
-    """Sums of the instruction that is being recorded."""
+    """Sums of the instruction that is being recorded.
 
-    def __init__(self, fakes: FakeModel) -> None:
-        self._weights = fakes.weight_storages()
+    `weights` are the storages of parameters and buffers.
+    """
+
+    def __init__(self, weights: set[int]) -> None:
+        self._weights = weights
+        self._ops: dict[Any, _Op] = {}
+        self._storages = Storages(self._forget)
+        self._derived: set[int] = set()  # computed from parameters alone, such as their copies in bfloat16
         self._seen: set[int] = set()
-        self.flops = 0
-        self.random = False
-        self._moved_bytes = 0
-        self._saved_bytes = 0
+        self.start()
 
     def start(self) -> None:
         """Begin an instruction."""
-        self.flops = self._moved_bytes = self._saved_bytes = 0
         self.random = False
+        self._flops = self._moved_bytes = 0
+        self._forward, self._input, self._weight = Tally(), Tally(), Tally()
+        self._kept: set[int] = set()
+        self._fresh: dict[int, int] = {}  # kept for the first time: storage -> bytes
+        self._taken: Cost | None = None
+        self._storages.start()
+
+    def take(self, cost: Cost, *, draws: bool) -> None:
+        """The instruction costs this, whatever was counted so far; what is kept may be added.
+
+        `draws`: it draws random numbers, too.
+        """
+        self._taken, self.random = cost, self.random or draws
+        self._kept.clear()
+        self._seen -= self._fresh.keys()
+        self._fresh.clear()
 
     def stop(self) -> Cost:
         """Its sums."""
-        return Cost(self.flops, self._moved_bytes, self._saved_bytes)
+        saved_bytes, kept = sum(self._fresh.values()), frozenset(self._kept)
+        if self._taken is not None:
+            return replace(self._taken, saved_bytes=self._taken.saved_bytes + saved_bytes, kept=kept)
+        return Cost(
+            flops=self._flops,
+            moved_bytes=self._moved_bytes,
+            saved_bytes=saved_bytes,
+            workspace_bytes=self._storages.excess_bytes(),
+            forward=self._forward.works(),
+            backward_input=self._input.works(),
+            backward_weight=self._weight.works(),
+            kept=kept,
+        )
 
     def count(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add one ATen op."""
         if getattr(op, "namespace", "") == "prim":
-            return
-        self.random = self.random or _draws(op, args, kwargs)
-        self.flops += flops_of(op, args, kwargs, out)
-        if not getattr(op, "is_view", False):
-            tensors = [t for t in leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-            self._moved_bytes += sum(t.numel() * t.dtype.itemsize for t in tensors)
+            return  # a question, such as the device of a tensor
+        known = self._ops.get(op) or self._learn(op)
+        if known.chancy:
+            self.random = self.random or _draws(op, args, kwargs)
+        inputs, results = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((out,))]
+        if known.name not in ALLOCATIONS:
+            self._count(known, inputs, results, flops_of(known.formula, args, kwargs, out))
+        if not known.view:
+            self._storages.born(results, inputs)
 
-    def saved(self, tensor: Tensor, slots: Slots) -> None:
+    def saved(self, tensor: Tensor, storage: int) -> None:
         """Autograd keeps this tensor; a weight's transpose, which a Linear keeps, is the weight."""
-        storage = slots.storage(tensor)
-        if storage in self._seen or tensor.layout is not torch.strided:
+        key = storage_key(tensor)
+        if tensor.layout is not torch.strided or key in self._weights:
             return
-        self._seen.add(storage)
-        memory = tensor.untyped_storage()
-        if memory._cdata not in self._weights:
-            self._saved_bytes += memory.nbytes()
+        self._kept.add(storage)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._fresh[key] = storage_bytes(tensor)
+
+    def _learn(self, op: Any) -> _Op:
+        name, family = op_name(op), family_of(op)
+        packet, view = getattr(op, "_overloadpacket", None), bool(getattr(op, "is_view", False))
+        self._ops[op] = known = _Op(
+            name=name,
+            family=family,
+            view=view,
+            rule=rule_of(name, family, view=view),
+            formula=_cpu_flash_flops if packet is _FLASH_ON_CPU else flop_registry.get(packet),
+            chancy=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
+        )
+        return known
+
+    def _count(self, op: _Op, inputs: list[Tensor], results: list[Tensor], flops: int) -> None:
+        sizes, out_bytes = [_bytes(t) for t in inputs], sum(map(_bytes, results))
+        dtype = _dtype(results, inputs)
+        if not op.view:
+            moved = sum(sizes) + out_bytes
+            self._flops += flops
+            self._moved_bytes += moved
+            self._forward.add(op.family, dtype, flops, moved)
+        wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
+        if wanted and any(t.is_floating_point() for t in results):
+            call = Call(op.family, flops, sizes, out_bytes, wanted)
+            self._count_backward(op, call, inputs, results, dtype)
+
+    def _count_backward(
+        self, op: _Op, call: Call, inputs: list[Tensor], results: list[Tensor], dtype: str
+    ) -> None:
+        weights = {i for i in call.wanted if self._is_weight(inputs[i])}
+        for index in call.wanted:
+            found = op.rule(call, index)
+            if found is not None:
+                tally = self._weight if index in weights else self._input
+                tally.add(found.family, dtype, found.flops, found.moved_bytes)
+        if not op.view and all(map(self._is_weight, inputs)):
+            self._derived |= {storage_key(t) for t in results}
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        key = storage_key(tensor)
+        return key in self._weights or key in self._derived
+
+    def _forget(self, storage: int) -> None:
+        """It died: another may get its address."""
+        self._derived.discard(storage)
+        self._seen.discard(storage)
 
 
-def flops_of(op: Any, args: Any, kwargs: Any, out: Any) -> int:
+def flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOPs of one ATen op; 0 where torch has no formula."""
-    packet = getattr(op, "_overloadpacket", None)
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def _cpu_flash_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments of an ATen op, also those in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes of its elements, at most those of its memory: an expanded dimension is read from one place."""
+    return min(tensor.numel() * tensor.dtype.itemsize, storage_bytes(tensor))
+
+
+def _dtype(results: list[Tensor], inputs: list[Tensor]) -> str:
+    """The dtype that an op computes in: its first floating result's, else its first argument's."""
+    floating = (t.dtype for t in (*results, *inputs) if t.is_floating_point())
+    first = next(floating, None) or next((t.dtype for t in (*results, *inputs)), torch.float32)
+    return str(first).removeprefix("torch.")
 
 
 def _draws(op: Any, args: Any, kwargs: Any) -> bool:
     """Does the op draw random numbers? Attention and dropout carry the tag also when p is 0."""
-    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return False
     arguments = op._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     given |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs

@@ -15,7 +15,9 @@ from itertools import pairwise
 from typing import final
 
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
+from outsize.capture.costs import summed
 from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
 from outsize.program.liveness import last_reads, legal_cuts, live, replicable
 from outsize.program.tape import Instruction, Tape
@@ -69,7 +71,9 @@ def _unit_starts(tape: Tape, owned: list[bool], last: dict[int, int]) -> tuple[i
 
 
 def _is_anchor(tape: Tape, instruction: Instruction) -> bool:
-    if instruction.is_leaf or instruction.cost.flops or instruction.parameters():
+    # ATen ops themselves are pieces of a transform (vmap): a unit of their own would cut it open.
+    heavy = instruction.cost.flops and not isinstance(instruction.target, OpOverload)
+    if instruction.is_leaf or heavy or instruction.parameters():
         return True
     return tape.loss is not None and tape.loss.slot in instruction.defines()
 
@@ -122,6 +126,10 @@ def _unit(
         flops=sum(i.cost.flops for i in group),
         moved_bytes=sum(i.cost.moved_bytes for i in group),
         saved_bytes=sum(i.cost.saved_bytes for i in group),
+        workspace_bytes=max((i.cost.workspace_bytes for i in group), default=0),
+        forward=summed(w for i in group for w in i.cost.forward),
+        backward_input=summed(w for i in group for w in i.cost.backward_input),
+        backward_weight=summed(w for i in group for w in i.cost.backward_weight),
     )
 
 

@@ -16,26 +16,32 @@ import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.costs import flops_of
+from outsize.capture.costs import CostMeter
 from outsize.capture.fakes import FakeModel, fake_like
 from outsize.capture.intercept import really_seeing
+from outsize.capture.storages import storage_bytes, storage_key
+from outsize.program.tape import Cost
 from outsize.program.tree import children, leaves, map_leaves
 
 
 @final
 @dataclass(frozen=True)
 class Probed:
-    """Output of the leaf on fakes; those of its tensors that are loose; FLOPs; does it draw at random?"""
+    """Output of the leaf on fakes; those of its tensors that are loose; costs; does it draw at random?
+
+    `saved` are the fakes among arguments and output that autograd keeps; `cost` counts what else it keeps.
+    """
 
     out: Any
     loose: list[Tensor]
-    flops: int
+    cost: Cost
+    saved: list[Tensor]
     draws: bool
 
 
@@ -56,21 +62,22 @@ _LARGE = _World(spread=1.0, integer=1, draw=1.0 - 2.0**-24)
 def probe(module: nn.Module, args: Any, kwargs: Any, fakes: FakeModel, *, saved: bool) -> Probed:
     """Run real copies of `module`. What they hand to others by the way must not be taken for data.
 
-    `saved` says that somebody asks what autograd keeps: not in here. Raises whatever the first copy raises.
+    `saved` says that somebody asks what autograd keeps. Raises whatever the first copy raises.
     """
 
     def fake(leaf: Any) -> Any:
         return fake_like(leaf, fakes.mode, fakes.device) if isinstance(leaf, Tensor) else leaf
 
-    first, second = _Run(_SMALL), _Run(_LARGE)
-    with _unsaved(saved):
-        out, draws = first(module, args, kwargs)
-        loose = _loose(out, _other(second, module, args, kwargs))
+    first, second = _Run(_SMALL, saved=saved), _Run(_LARGE, saved=saved)
+    out, draws = first(module, args, kwargs)
+    loose = _loose(out, _other(second, module, args, kwargs))
     # Made fakes first: the autograd graph of the real results would hold everything.
     out = map_leaves(fake, out)
     fakes.strays += first.survivors() + second.survivors()
     tensors = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor)]
-    return Probed(out, [tensors[i] for i in loose], first.flops, draws)
+    around = [leaf for leaf in leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+    kept = [tensor for tensor, is_kept in zip(around, first.keeps, strict=True) if is_kept]
+    return Probed(out, [tensors[i] for i in loose], first.cost, kept, draws)
 
 
 def _other(run: _Run, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -99,41 +106,56 @@ def _marks(one: Any, other: Any) -> Iterator[bool]:
         yield from (False for leaf in leaves(one) if isinstance(leaf, Tensor))
 
 
-def _unsaved(saved: bool) -> AbstractContextManager[object]:
-    """The memory of a probe is not the recording's, and goes."""
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if saved else nullcontext()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 @final
 class _Run:
     """One real copy in one world. (FlopCounterMode hooks all modules, and fails on some views of weights.)"""
 
-    def __init__(self, world: _World) -> None:
-        self.flops = 0
+    def __init__(self, world: _World, *, saved: bool) -> None:
+        self.cost = Cost()
+        self.keeps: list[bool] = []  # does autograd keep the tensors of arguments and output, in order?
+        self._meter: CostMeter | None = None
         self._world, self._generator = world, torch.Generator().manual_seed(world.integer)
         self._made: list[weakref.ref[Tensor]] = []
+        self._saved = saved
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """Output, and whether random numbers were drawn. Autograd watches: which results require grad is
         the module's affair, and known only from a real run.
         """
-        with really_seeing(self._see):
+        with really_seeing(self._see), self._asking():
             clone = copy.deepcopy(module, self._weights(module))
+            args, kwargs = map_leaves(self._given, args), map_leaves(self._given, kwargs)
             with torch.random.fork_rng(devices=[]):
                 before = torch.random.get_rng_state()
-                out = clone(*map_leaves(self._given, args), **map_leaves(self._given, kwargs))
+                self._meter = CostMeter({storage_key(t) for t in (*clone.parameters(), *clone.buffers())})
+                out = clone(*args, **kwargs)
+                self._finish(self._meter.stop(), (args, kwargs, out))
                 return out, not torch.equal(before, torch.random.get_rng_state())
+
+    def _finish(self, cost: Cost, around: Any) -> None:
+        """What is kept of arguments and output is not the leaf's own: the recording knows that memory."""
+        tensors = [leaf for leaf in leaves(around) if isinstance(leaf, Tensor)]
+        self.keeps = [storage_key(t) in cost.kept for t in tensors]
+        outside = {storage_key(t): storage_bytes(t) for t, k in zip(tensors, self.keeps, strict=True) if k}
+        saved = cost.saved_bytes - sum(outside.values())
+        self.cost = replace(cost, saved_bytes=saved, kept=frozenset())
+
+    def _asking(self) -> AbstractContextManager[object]:
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        return hooks(self._keep, lambda tensor: tensor) if self._saved else nullcontext()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        if self._meter is not None:
+            self._meter.saved(tensor, storage_key(tensor))
+        return tensor
 
     def survivors(self) -> list[Tensor]:
         """Tensors made in the probe that somebody holds."""
         return [tensor for made in self._made if (tensor := made()) is not None]
 
     def _see(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.flops += flops_of(op, args, kwargs, out)
+        if self._meter is not None:
+            self._meter.count(op, args, kwargs, out)
         self._made += [weakref.ref(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor)]
         if op in _DRAWS and out.numel() == 1:
             out.fill_(self._world.draw)

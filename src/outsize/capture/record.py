@@ -60,7 +60,7 @@ class Recorder(Watcher):
         self.slots = Slots(fakes.weights, fakes.strays)
         self.instructions: list[Instruction] = []
         self.guards: list[Guard] = []
-        self.meter = CostMeter(fakes)
+        self.meter = CostMeter(fakes.weight_storages())
         self._fakes, self._rule = fakes, rule
         self._fqn = {id(m): fqn for fqn, m in reversed(fakes.modules.items())}
         self._frames = [""]
@@ -126,12 +126,12 @@ class Recorder(Watcher):
             self._look_inside(op, args, kwargs, out)
             return out
         # Below the public functions: C entry points and vmap bodies. Replayed with the caller's grad mode.
-        out = self._record(op, partial(self._run_glue, op), args, kwargs)
+        out = self._record(op, partial(self._run_op, op), args, kwargs)
         self._foresee_grad(op, args, kwargs)
         return out
 
     def on_saved(self, tensor: Tensor) -> None:
-        self.meter.saved(tensor, self.slots)
+        self.meter.saved(tensor, self.slots.storage(tensor))
 
     def refer(self, tree: Any) -> Any:
         """The model's output or loss as references. Raises FrameFailed and Leaked."""
@@ -219,10 +219,17 @@ class Recorder(Watcher):
                 raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
             failure = FrameFailed(self._frames[-1], f"what {fqn} returns differs from call to call", where)
             self._loose |= {id(t): failure for t in found.loose}
-            self.meter.flops, self.meter.random = found.flops, self.meter.random or found.draws
+            self.meter.take(found.cost, draws=found.draws)
+            for tensor in found.saved:
+                self.on_saved(tensor)
             # What it writes was not watched to its end.
             self._silent |= {self.slots.storage(t) for t in module.buffers()}
             return found.out
+
+    def _run_op(self, op: Any, refs: Any, where: str, args: Any, kwargs: Any) -> Any:
+        out = self._run_glue(op, refs, where, args, kwargs)
+        self.meter.count(op, args, kwargs, out)
+        return out
 
     def _run_glue(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
         try:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from outsize.ir.graph import Work
 from outsize.program.tree import leaves
 
 
@@ -76,11 +77,21 @@ class Modes:
 @final
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Forward costs from the fake pass: FLOPs, bytes read and written, bytes that autograd keeps."""
+    """Costs from the fake pass: FLOPs, bytes read and written, bytes that autograd keeps.
+
+    The first two are of the forward; a storage that several instructions keep counts in the first, and is
+    in `kept` of all of them. `workspace_bytes` is how much more than at its end the instruction holds at
+    its worst moment. The three tuples are its work by family of ops, forward and backward.
+    """
 
     flops: int = 0
     moved_bytes: int = 0
     saved_bytes: int = 0
+    workspace_bytes: int = 0
+    forward: tuple[Work, ...] = ()
+    backward_input: tuple[Work, ...] = ()
+    backward_weight: tuple[Work, ...] = ()
+    kept: frozenset[int] = frozenset()
 
 
 @final
