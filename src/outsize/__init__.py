@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 importlib.import_module("outsize.capture")
 
 if TYPE_CHECKING:
-    from outsize.api import check, estimate, measure, parallelize, plan
+    from outsize.api import check, estimate, fit, measure, parallelize, plan
     from outsize.errors import OutsizeError
     from outsize.ir.cluster import Cluster
     from outsize.ir.graph import ModelGraph
@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 _HOME = {
     "check": "outsize.api",
     "estimate": "outsize.api",
+    "fit": "outsize.api",
     "measure": "outsize.api",
     "parallelize": "outsize.api",
     "plan": "outsize.api",
@@ -62,6 +63,7 @@ __all__ = [
     "capture",
     "check",
     "estimate",
+    "fit",
     "measure",
     "parallelize",
     "plan",

@@ -10,14 +10,12 @@ engine = parallelize(model, args, kwargs, plan=plan)     run it
 from __future__ import annotations
 
 import copy
+import functools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -27,55 +25,34 @@ from outsize.capture.cluster import find_cluster
 from outsize.capture.graph import Captured
 from outsize.capture.ladder import LossFn
 from outsize.capture.measure import Progress, measure_units
+from outsize.capture.precision import check_precision
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
+from outsize.ir.fit import Fit, Precision
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
+from outsize.planner import fit as fitting
 from outsize.planner import price as pricing
+from outsize.planner.fit import Ask
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request, search
 from outsize.run.load import load_weights
 from outsize.run.statistics import of_one_replica
 from outsize.run.weight_files import WeightFiles
-from outsize.train.batch import Batch, as_target
-from outsize.train.batch_dims import Asked, BatchDims, acceptance, insist_on_names
+from outsize.train.batch_dims import Asked
 from outsize.train.engine import Engine, MakeOptimizer
 from outsize.train.launch import join
-from outsize.train.parallel import make_engine
+from outsize.train.parallel import agreed, make_engine
+from outsize.train.subject import Subject, as_batch
 from outsize.train.verify import Question, verify
 
 Kwargs = dict[str, Any]
+Wishes = TypeVar("Wishes", Ask, Request)
 # How many microbatch counts the search looks at when none is given, as multiples of the stages.
 _MULTIPLES = (1, 2, 4, 8)
-# Keyword arguments of `engine.step` itself.
-_TAKEN = ("target", "update", "loss_scale")
-
-
-@final
-@dataclass(frozen=True)
-class _Model:
-    """The user's model with its example batch."""
-
-    module: nn.Module
-    batch: Batch
-    loss_fn: LossFn | None
-
-    def captured(self, samples: int) -> Captured:
-        """The model at so many samples."""
-        batch = self.batch.resized(samples)
-        return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)
-
-    def profile(
-        self, captured: Captured, cluster: Cluster, measured: bool, progress: Progress | None
-    ) -> Profile:
-        """Costs of the captured units: timed here, or by roofline for the cluster's device."""
-        if not measured or captured.graph.form == "modules":
-            return roofline(captured.graph, cluster.devices[0])
-        batch = self.batch.resized(captured.graph.batch_size)
-        return measure_units(captured, self.module, batch.tensors(), progress=progress)
 
 
 def capture(
@@ -93,7 +70,7 @@ def capture(
     `form="modules"`, with the reason and file:line among its notes.
     Raises NotCapturable (with file:line) and ExampleRejected (with the model's own error).
     """
-    batch = _batch(args, kwargs, target)
+    batch = as_batch(args, kwargs, target)
     return capture_model(model, batch.args, batch.kwargs, loss_fn, batch.target).graph
 
 
@@ -115,7 +92,7 @@ def measure(
 
     Those of a model that runs by modules are estimated by roofline.
     """
-    batch = _batch(args, kwargs, target)
+    batch = as_batch(args, kwargs, target)
     captured = capture_model(model, batch.args, batch.kwargs, loss_fn, batch.target)
     if captured.graph.form == "modules":
         return estimate(captured.graph)
@@ -150,7 +127,7 @@ def plan(
     follows from the shapes, and where these leave it open from a trial with one sample more.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
     """
-    found = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims)
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     where = _cluster(cluster)
     size = found.batch.size if batch_size is None else batch_size
     request = _request(
@@ -165,13 +142,61 @@ def plan(
     counts = _counts(size, stages or len(where.devices), request.microbatches)
     candidates = {}
     for count in counts:
-        captured = found.captured(-(-size // count))
-        candidates[count] = (captured.graph, found.profile(captured, where, measured, progress))
+        captured = found.taken(-(-size // count), size // (microbatches or 1))
+        if captured is not None:
+            candidates[count] = (captured.graph, _profile(found, captured, where, measured, progress))
     return search(request, candidates, where)
 
 
 # `parallelize` and `check` take a plan under the name `plan`.
 make_plan = plan
+
+
+def fit(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    cluster: str | Cluster = "local",
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    stages: int | None = None,
+    schedule: ScheduleName | None = None,
+    optimizer: str = "adamw",
+    precision: Precision = "fp32",
+    recompute: Recompute = "none",
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    batch_dims: Asked | None = None,
+) -> Fit:
+    """Whether a training step fits the cluster, on each device by cause, and what to change if it does not.
+
+    Weights may be on meta; nothing is allocated and no device needs to be there. What is not given is free.
+    Raises as `plan`, but what does not fit is an answer and no error.
+    """
+    check_precision(precision)
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+    where = _cluster(cluster)
+
+    request = _checked(
+        Ask,
+        batch_size=found.batch.size if batch_size is None else batch_size,
+        microbatches=microbatches,
+        stages=stages,
+        schedule=schedule,
+        optimizer=optimizer,
+        precision=precision,
+        recompute=recompute,
+    )
+
+    least = request.batch_size // (request.microbatches or 1)
+
+    @functools.cache
+    def at(samples: int, precision: str) -> tuple[ModelGraph, Profile] | None:
+        taken = found.under(precision).taken(samples, least)
+        return (taken.graph, roofline(taken.graph, where.devices[0])) if taken else None
+
+    return fitting.fit(request, at, where)
 
 
 def price(
@@ -189,10 +214,10 @@ def price(
 
     Raises ModelMismatch for another model's plan and BadPlan for stages that do not cover the model.
     """
-    found = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims)
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     captured = found.captured(chosen.microbatch_size)
     cluster = _cluster(chosen.cluster)
-    profile = found.profile(captured, cluster, measured, None)
+    profile = _profile(found, captured, cluster, measured, None)
     priced = pricing.price(chosen, captured.graph, profile, cluster)
     return priced, captured.graph, pricing.timeline(chosen, captured.graph, profile, cluster)
 
@@ -232,7 +257,7 @@ def parallelize(
         cluster = "local" if cuda else f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
         given = {"loss_fn": loss_fn, "target": target, "batch_dims": batch_dims}
         wishes = {"cluster": cluster, **given, **wishes}
-        plan = _agreed_plan(world.group, lambda: make_plan(model, args, kwargs, **wishes))
+        plan = agreed(world.group, lambda: make_plan(model, args, kwargs, **wishes))
     engine = make_engine(
         model,
         plan,
@@ -245,7 +270,7 @@ def parallelize(
         batch_dims=batch_dims,
         scaler=scaler,
     )
-    example = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims).batch
+    example = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims).batch
     engine.prepare(example.resized(plan.batch_size))
     return engine
 
@@ -276,7 +301,7 @@ def check(
     `weights` as in `parallelize`; a copy of the model gets all of them.
     """
     model = model if weights is None else _loaded(model, weights)
-    found = _subject(model, _batch(args, kwargs, target), loss_fn, batch_dims)
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     batch = found.batch
     count = microbatches if microbatches is not None else 1 if bn == "sync" else 4
     how = {"schedule": schedule, "recompute": recompute, "bn": bn}
@@ -299,33 +324,26 @@ def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
     return model
 
 
-def _subject(model: nn.Module, batch: Batch, loss_fn: LossFn | None, batch_dims: Asked | None) -> _Model:
-    """The model with its example, whose batch dims are found."""
-    insist_on_names(batch, batch_dims or {})
-    return _Model(model, BatchDims(acceptance(model, loss_fn), batch_dims).of(batch), loss_fn)
-
-
-def _batch(args: Any, kwargs: Any, target: Any) -> Batch:
-    """The example as a batch. Raises BadOption for what the call cannot mean."""
-    if not isinstance(args, tuple | list):
-        raise BadOption(
-            f"args is a {type(args).__name__}; it must be the tuple of the model's positional arguments",
-            next_step="(model, (x,)) for one tensor, (model, (), batch) for keyword arguments",
-        )
-    taken = [name for name in _TAKEN if name in (kwargs or {})]
-    if taken:
-        raise BadOption(
-            f"the model's argument {taken[0]!r} has the name of an option of engine.step",
-            next_step="pass it by position, in args",
-        )
-    return Batch(tuple(args), dict(kwargs or {}), as_target(target))
+def _profile(
+    found: Subject, captured: Captured, cluster: Cluster, measured: bool, progress: Progress | None
+) -> Profile:
+    """Costs of the captured units: timed here, or by roofline for the cluster's device."""
+    if not measured or captured.graph.form == "modules":
+        return roofline(captured.graph, cluster.devices[0])
+    batch = found.batch.resized(captured.graph.batch_size)
+    return measure_units(captured, found.module, batch.tensors(), progress=progress)
 
 
 def _request(**fields: Any) -> Request:
     if fields["bn"] == "sync":
         fields["microbatches"] = _the_whole_batch(fields["microbatches"])
+    return _checked(Request, **fields)
+
+
+def _checked(kind: type[Wishes], **fields: Any) -> Wishes:
+    """What is asked for, or BadOption for a value that makes no sense."""
     try:
-        return Request(**fields)
+        return kind(**fields)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         name = problem["loc"][0]
@@ -371,12 +389,3 @@ def _counts(batch_size: int, stages: int, microbatches: int | None) -> list[int]
     divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
     near = {min(divisors, key=lambda d, w=w: abs(d - w)) for w in wanted}
     return sorted({1, *near})
-
-
-def _agreed_plan(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
-    """Made on rank 0 and sent to all, so that ranks cannot disagree (measured times differ)."""
-    if group is None:
-        return make()
-    box: list[Any] = [make() if group.rank() == 0 else None]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]

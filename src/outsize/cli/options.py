@@ -75,6 +75,11 @@ Batch = Annotated[
     int | None,
     typer.Option("--batch", min=1, help=f"Samples in the global batch (default: the plan's, else {BATCH})."),
 ]
+Cluster = Annotated[
+    str,
+    typer.Option("--cluster", help="Devices: 2xcpu, 8xh100-80gb, 2x8xa100-80gb, 2x12GB, or local."),
+]
+Optimizer = Annotated[str, typer.Option("--optimizer", help="Whose state has to fit: adamw, adam, sgd.")]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Parts that a batch is split into.")
 ]

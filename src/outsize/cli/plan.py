@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
     from outsize.ir.plan import Plan
 
-Cluster = Annotated[
-    str,
-    typer.Option("--cluster", help="Devices: 2xcpu, 8xh100-80gb, 2x8xa100-80gb, 2x12GB, or local."),
-]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="Whose state has to fit: adamw, adam, sgd.")]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here; it can be edited by hand.")
 ]
@@ -36,11 +31,11 @@ def plan(
     model: options.Model,
     input: options.Input = None,
     batch: options.Batch = None,
-    cluster: Cluster = "local",
+    cluster: options.Cluster = "local",
     microbatches: options.Microbatches = None,
     stages: options.Stages = None,
     schedule: options.Schedule = None,
-    optimizer: Optimizer = "adamw",
+    optimizer: options.Optimizer = "adamw",
     recompute: options.Recompute = None,
     bn: options.BatchNorm = None,
     measure: options.Measure = False,

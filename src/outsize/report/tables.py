@@ -6,11 +6,8 @@ All functions return renderables of rich; `Console.print` leaves out colour off 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -28,11 +25,10 @@ from outsize.ir.text import (
 )
 from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
+from outsize.report import pieces
 from outsize.report.units import short_units
 
-Justify = Literal["left", "right"]
 SHORT = {"gradients": "grads", "optimizer": "optim."}
-FLUID = {"unit", "units"}
 SOURCES = {"measured": "from measured unit times", "roofline": "from estimated unit times (roofline)"}
 
 
@@ -46,8 +42,8 @@ def plan_table(plan: Plan, graph: ModelGraph | None = None) -> Group:
         parts += [_memory_table(plan, plan.expected), _step_lines(plan.expected)]
     reasons = [w for w in plan.why if not is_rejection(w)]
     rejected = [w.removeprefix("not ") for w in plan.why if is_rejection(w)]
-    parts += [*_list("Why", reasons), *_list("Not chosen", rejected)]
-    return Group(_plan_heading(plan, graph), *_spaced(*parts))
+    parts += [*pieces.listed("Why", reasons), *pieces.listed("Not chosen", rejected)]
+    return Group(_plan_heading(plan, graph), *pieces.spaced(*parts))
 
 
 def is_rejection(why: str) -> bool:
@@ -61,7 +57,7 @@ def check_table(verdict: Verdict) -> Group:
     heading = Text.assemble((verdict.model, "bold"), ": ", word, " to the plain loop in one process")
     notes = [Text(f"Note: {note}") for note in verdict.notes]
     setting = Text(_check_setting(verdict))
-    return Group(heading, setting, *_spaced(_differences(verdict), _cuts(verdict), *notes))
+    return Group(heading, setting, *pieces.spaced(_differences(verdict), _cuts(verdict), *notes))
 
 
 def run_table(plan: Plan, measured: Timeline, losses: Sequence[float] = ()) -> Group:
@@ -69,16 +65,18 @@ def run_table(plan: Plan, measured: Timeline, losses: Sequence[float] = ()) -> G
 
     `measured` is of one training step, `losses` has one number for each step of the run.
     """
-    table = _table(("rank", "right"), ("device", "left"), *_rights("busy", "computes", "waits", "predicted"))
+    table = pieces.table(
+        ("rank", "right"), ("device", "left"), *pieces.rights("busy", "computes", "waits", "predicted")
+    )
     for rank in range(measured.ranks):
         table.add_row(*_run_row(plan, measured, rank))
-    facts = _facts(run_facts(plan, measured, losses))
-    return Group(Text(f"{plan.model}: one step, measured", "bold"), *_spaced(table, facts))
+    facts = pieces.facts(run_facts(plan, measured, losses))
+    return Group(Text(f"{plan.model}: one step, measured", "bold"), *pieces.spaced(table, facts))
 
 
 def units_table(graph: ModelGraph, profile: Profile | None = None) -> Group:
     """All units in order with what they hold and cost; times only with a profile, `~` marks estimates."""
-    table = _table(("unit", "left"), *_rights("params", "FLOPs", "saved", "forward", "backward"))
+    table = pieces.table(("unit", "left"), *pieces.rights("params", "FLOPs", "saved", "forward", "backward"))
     costs: Iterable[UnitCost | None] = profile.units if profile else [None] * len(graph.units)
     for unit, cost in zip(graph.units, costs, strict=True):
         table.add_row(*_unit_row(graph, unit, cost))
@@ -86,7 +84,7 @@ def units_table(graph: ModelGraph, profile: Profile | None = None) -> Group:
     estimated = profile is not None and any(cost.source == "roofline" for cost in profile.units)
     legend = ["~ estimated (roofline), not measured"] if estimated else []
     notes = [Text(note) for note in (*legend, *graph.notes)]
-    return Group(Text.assemble((graph.model, "bold"), f": {total}"), *_spaced(table, *notes))
+    return Group(Text.assemble((graph.model, "bold"), f": {total}"), *pieces.spaced(table, *notes))
 
 
 def run_facts(plan: Plan, measured: Timeline, losses: Sequence[float]) -> list[tuple[str, str]]:
@@ -143,7 +141,7 @@ def _size_text(graph: ModelGraph) -> str:
 
 def _stage_table(plan: Plan) -> Table:
     names = ("params", "forward", "backward", "busy") if plan.expected else ()
-    table = _table(("stage", "right"), ("device", "left"), ("units", "left"), *_rights(*names))
+    table = pieces.table(("stage", "right"), ("device", "left"), ("units", "left"), *pieces.rights(*names))
     for number, stage in enumerate(plan.stages):
         cells = (str(number), stage.device, short_units(stage.units))
         table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
@@ -159,7 +157,7 @@ def _stage_cells(expected: Expected, number: int) -> tuple[str, ...]:
 def _memory_table(plan: Plan, expected: Expected) -> Table:
     unit, size = byte_unit(max((f.peak_bytes for f in expected.stages), default=0))
     names = [SHORT.get(name, name) for name, _ in causes(expected.stages[0])]
-    table = _table((f"memory, {unit}", "left"), *_rights(*names, "peak", "full"))
+    table = pieces.table((f"memory, {unit}", "left"), *pieces.rights(*names, "peak", "full"))
     for stage, figures in zip(plan.stages, expected.stages, strict=True):
         limit = f" {bytes_text(figures.device_bytes)}" if figures.device_bytes else ""
         numbers = [f"{number / size:.1f}" for _, number in causes(figures)]
@@ -187,7 +185,7 @@ def causes(figures: StageFigures) -> list[tuple[str, int]]:
 
 
 def _step_lines(expected: Expected) -> RenderableType:
-    return _facts(
+    return pieces.facts(
         [
             ("step", f"{seconds_text(expected.step_s)} predicted, {SOURCES[expected.source]}"),
             ("throughput", f"{rate_text(expected.samples_per_s)} samples/s"),
@@ -220,7 +218,7 @@ def difference_text(number: float) -> str:
 
 
 def _differences(verdict: Verdict) -> RenderableType:
-    table = _table(("compared", "left"), ("largest difference", "right"), ("", "left"))
+    table = pieces.table(("compared", "left"), ("largest difference", "right"), ("", "left"))
     for name, number in differences(verdict):
         same = Text("equal", "green") if number == 0 else Text("differs", "bold red")
         table.add_row(name, difference_text(number), same)
@@ -231,7 +229,7 @@ def _differences(verdict: Verdict) -> RenderableType:
 
 
 def _cuts(verdict: Verdict) -> Table:
-    table = _table(("stage", "right"), ("units", "left"))
+    table = pieces.table(("stage", "right"), ("units", "left"))
     for number, patterns in enumerate(verdict.stages):
         table.add_row(str(number), short_units(patterns))
     return table
@@ -248,37 +246,3 @@ def _unit_row(graph: ModelGraph, unit: Unit, cost: UnitCost | None) -> tuple[str
         f"{guess}{seconds_text(cost.forward_s)}" if cost else "-",
         f"{guess}{seconds_text(cost.backward_s)}" if cost else "-",
     )
-
-
-def _table(*columns: tuple[str, Justify]) -> Table:
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="dim"
-    )
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=name not in FLUID, overflow="fold")
-    return table
-
-
-def _spaced(*parts: RenderableType) -> list[RenderableType]:
-    """The parts with an empty line before each."""
-    return [Padding(part, (1, 0, 0, 0)) for part in parts]
-
-
-def _rights(*names: str) -> list[tuple[str, Justify]]:
-    return [(name, "right") for name in names]
-
-
-def _facts(facts: Sequence[tuple[str, str]]) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    for name, text in facts:
-        table.add_row(Text(name, "dim"), text)
-    return table
-
-
-def _list(heading: str, sentences: Sequence[str]) -> list[RenderableType]:
-    if not sentences:
-        return []
-    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
-    for sentence in sentences:
-        table.add_row("-", Text(sentence))
-    return [Group(Text(heading, "bold"), table)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,3 +44,12 @@ def make_engine(
     if group is not None:
         of_one_replica(model)
     return Engine(model, plan, crew, loss_fn=loss_fn, optimizer=optimizer, **options)
+
+
+def agreed(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
+    """Made on rank 0 and sent to all, so that ranks cannot disagree (measured times differ)."""
+    if group is None:
+        return make()
+    box: list[Any] = [make() if group.rank() == 0 else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]

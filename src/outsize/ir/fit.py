@@ -1,0 +1,80 @@
+"""Fit: the answer to "does a training step fit these devices?", with its figures."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from outsize.ir.base import Record
+from outsize.ir.plan import Recompute, ScheduleName
+
+Answer = Literal["YES", "YES IF", "NO"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
+
+
+@final
+class DeviceFit(Record):
+    """One device at the peak of a step: bytes by cause, and what it has."""
+
+    device: str
+    units: tuple[str, ...]
+    parameters: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    boundary_bytes: int
+    in_flight: int
+    peak_bytes: int
+    memory_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Of the device's memory; more than 1 does not fit."""
+        return self.peak_bytes / self.memory_bytes
+
+
+@final
+class Contributor(Record):
+    """A unit that holds much: weights, gradients and states for good, and what its microbatches save."""
+
+    name: str
+    kind: str
+    device: str
+    states_bytes: int
+    saved_bytes: int
+
+
+@final
+class Change(Record):
+    """A change that suffices: what to type, what it is, how full the fullest device is then."""
+
+    options: str
+    sentence: str
+    peak_bytes: int
+    share: float
+
+
+@final
+class Fit(Record):
+    """The answer. `changes` (of YES IF) are the cheapest first; `devices_needed` (of NO) would do.
+
+    `alone`: one device without a pipeline is enough.
+    """
+
+    answer: Answer
+    model: str
+    parameters: int
+    units: int
+    cluster: str
+    batch_size: int
+    microbatches: int
+    schedule: ScheduleName
+    optimizer: str
+    precision: Precision
+    recompute: Recompute
+    devices: tuple[DeviceFit, ...]
+    largest: tuple[Contributor, ...]
+    alone: bool = False
+    changes: tuple[Change, ...] = ()
+    devices_needed: int | None = None
+    sure: tuple[str, ...] = ()

@@ -1,0 +1,104 @@
+"""The answer of `outsize fit` as text: a word, the devices by cause, the largest units, what to change."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outsize.ir.fit import Change, Contributor, DeviceFit, Fit
+from outsize.ir.text import byte_unit, bytes_text, count_text, percent_text
+from outsize.report import pieces
+
+COLOURS = {"YES": "bold green", "YES IF": "bold yellow", "NO": "bold red"}
+# column -> field of DeviceFit; a column of zeros is left out
+CAUSES = {
+    "weights": "weights_bytes",
+    "grads": "gradients_bytes",
+    "optim.": "optimizer_bytes",
+    "activ.": "activations_bytes",
+    "boundary": "boundary_bytes",
+}
+
+
+def fit_table(fit: Fit) -> Group:
+    """The whole answer."""
+    changes = pieces.spaced(_changes(fit.changes)) if fit.changes else []
+    largest = pieces.spaced(Text("Largest", "bold")) if fit.largest else []
+    notes = pieces.listed("How sure", fit.sure)
+    return Group(
+        _heading(fit),
+        *changes,
+        *pieces.spaced(_devices(fit)),
+        *largest,
+        _largest(fit.largest),
+        *pieces.spaced(*notes),
+    )
+
+
+def _heading(fit: Fit) -> RenderableType:
+    fits = {"YES": "fits", "YES IF": "does not fit as asked on", "NO": "does not fit"}[fit.answer]
+    first = Text.assemble(
+        (fit.answer, COLOURS[fit.answer]),
+        ("  ", ""),
+        (fit.model, "bold"),
+        f" ({count_text(fit.parameters)} parameters) {fits} {fit.cluster}",
+    )
+    lines = [first, Text(_setting(fit))]
+    if fit.alone:
+        lines.append(Text("One of the devices is enough: replicas on the others would be faster."))
+    if fit.devices_needed is not None:
+        lines.append(Text(f"{fit.devices_needed} such devices would do."))
+    return Group(*lines)
+
+
+def _setting(fit: Fit) -> str:
+    size = -(-fit.batch_size // fit.microbatches)
+    again = ", all recomputed" if fit.recompute == "full" else ""
+    stages = f"{len(fit.devices)} stage{'s' if len(fit.devices) > 1 else ''}"
+    batch = f"batch {fit.batch_size} as {fit.microbatches} x {size}"
+    return f"{stages}, {fit.schedule}, {batch}, {fit.optimizer}, {fit.precision}{again}"
+
+
+def _changes(changes: tuple[Change, ...]) -> Table:
+    made = pieces.table(("if", "left"), *pieces.rights("fullest", "full"), ("units", "left"))
+    made.columns[3].header = "what it costs"
+    for change in changes:
+        peak = bytes_text(change.peak_bytes)
+        made.add_row(Text(change.options, "bold"), peak, percent_text(change.share), change.sentence)
+    return made
+
+
+def _devices(fit: Fit) -> Table:
+    unit, size = byte_unit(max(d.peak_bytes for d in fit.devices))
+    shown = {c: f for c, f in CAUSES.items() if any(getattr(d, f) >= 0.05 * size for d in fit.devices)}
+    made = pieces.table((f"{unit} at the peak", "left"), *pieces.rights(*shown, "peak", "of", "full"))
+
+    def cells(device: DeviceFit) -> tuple[str, ...]:
+        sizes = (
+            *(getattr(device, field) for field in shown.values()),
+            device.peak_bytes,
+            device.memory_bytes,
+        )
+        return tuple(f"{number / size:.1f}" for number in sizes)
+
+    for texts, same in groupby(fit.devices, key=cells):
+        run = list(same)
+        made.add_row(_run(run), *texts, pieces.full(run[0].share))
+    return made
+
+
+def _run(devices: list[DeviceFit]) -> str:
+    """`cuda:3`, or `cuda:3-22` for a run of alike ones."""
+    first, last = devices[0].device, devices[-1].device
+    return first if first == last else f"{first}-{last.rpartition(':')[2]}"
+
+
+def _largest(largest: tuple[Contributor, ...]) -> Table:
+    made = pieces.table(("unit", "left"), ("device", "left"), *pieces.rights("states", "saved"))
+    for held in largest:
+        name = f"{held.name} ({held.kind})"
+        made.add_row(name, held.device, bytes_text(held.states_bytes), bytes_text(held.saved_bytes))
+    return made

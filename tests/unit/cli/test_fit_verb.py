@@ -1,0 +1,69 @@
+"""`outsize fit`: the word, its exit code, the document; no weights; precisions change the bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+
+from outsize.cli.fit import PrecisionOption
+from outsize.ir.fit import Precision
+
+Outsize = Callable[..., Any]
+WIDE = "toy:build?width=512"
+
+
+def document(answer: Any) -> dict[str, Any]:
+    return json.loads(answer.out)
+
+
+def test_the_precisions_are_those_of_the_record() -> None:
+    assert tuple(PrecisionOption) == get_args(Precision)
+
+
+def test_yes(outsize: Outsize) -> None:
+    answer = outsize("fit", WIDE, "--cluster", "2x0.1GB")
+    assert (answer.code, answer.err) == (0, "")
+    assert answer.out.startswith("YES  Sequential (1.58 M parameters) fits 2x0.1GB")
+    assert "one of the devices is enough" in answer.out.lower()
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_yes_if_names_what_to_type(outsize: Outsize) -> None:
+    answer = outsize("fit", WIDE, "--cluster", "2x0.011GB")
+    assert answer.code == 1
+    assert answer.out.startswith("YES IF")
+    assert "--optimizer sgd" in answer.out
+    assert outsize("fit", WIDE, "--cluster", "2x0.011GB", "--optimizer", "sgd").code == 0
+
+
+def test_no_says_how_many_would_do(outsize: Outsize) -> None:
+    answer = outsize("fit", WIDE, "--cluster", "2x0.001GB", "--json")
+    assert answer.code == 1
+    assert document(answer)["answer"] == "NO"
+
+
+def test_bytes_of_weights_gradients_and_states(outsize: Outsize) -> None:
+    """16 bytes for each parameter under AdamW with weights in float32, mixed or not; 8 all in bfloat16."""
+    for precision, each in (("fp32", 16), ("bf16-mixed", 16), ("fp16-mixed", 16), ("bf16", 8)):
+        found = document(outsize("fit", WIDE, "--cluster", "1x1GB", "--precision", precision, "--json"))
+        device = found["devices"][0]
+        held = sum(device[f"{name}_bytes"] for name in ("weights", "gradients", "optimizer"))
+        assert held == pytest.approx(each * found["parameters"], rel=1e-3), precision
+
+
+def test_mixed_precision_saves_half_the_activations_and_copies_of_weights(outsize: Outsize) -> None:
+    call = ("fit", WIDE, "--cluster", "1x1GB", "--batch", "2048", "--microbatches", "1", "--json")
+    full, mixed = (
+        document(outsize(*call, "--precision", p))["devices"][0]["activations_bytes"]
+        for p in ("fp32", "bf16-mixed")
+    )
+    assert 0.4 * full < mixed < 0.8 * full
+
+
+def test_nothing_is_allocated_for_a_model_that_no_memory_holds(outsize: Outsize) -> None:
+    answer = outsize("fit", "toy:build?width=2000000&layers=2", "--cluster", "2xh100-80gb")
+    assert (answer.code, answer.err) == (1, "")
+    assert answer.out.startswith("NO  Sequential (8.00 T parameters) does not fit 2xh100-80gb")
