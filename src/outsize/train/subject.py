@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -11,6 +12,7 @@ from torch import nn
 from outsize.capture.by_modules import capture_model
 from outsize.capture.graph import Captured
 from outsize.capture.ladder import LossFn
+from outsize.capture.outline import outline
 from outsize.capture.precision import casting, in_precision, inputs_in_precision
 from outsize.errors import BadOption, ExampleRejected
 from outsize.train.batch import Batch, as_target
@@ -58,12 +60,33 @@ class Subject:
 
     def taken(self, samples: int, needed: int) -> Captured | None:
         """The same, or None when the model rejects so few and fewer than `needed`: BatchNorm of one pixel."""
+        if samples == 1 < needed and self._rejects_one():
+            return None
         try:
             return self.captured(samples)
         except ExampleRejected:
             if samples >= needed:
                 raise
             return None
+
+    def _rejects_one(self) -> bool:
+        """Whether BatchNorm refuses one sample, where a forward on meta tells sooner than a recording."""
+        if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules()):
+            return False
+        if not all(p.is_meta for p in self.module.parameters()):
+            return False
+        batch = self.batch.resized(1)
+        with suppress(Exception):  # whatever else it wants: recording says it
+            return not _runs(self.module, batch)
+        return False
+
+
+def _runs(module: nn.Module, batch: Batch) -> bool:
+    try:
+        outline(module, batch.args, batch.kwargs)
+    except ValueError:  # torch's "Expected more than 1 value per channel when training"
+        return False
+    return True
 
 
 def as_batch(args: Any, kwargs: Any, target: Any) -> Batch:
