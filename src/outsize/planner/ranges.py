@@ -105,16 +105,15 @@ def check_profile(graph: ModelGraph, profile: Profile) -> None:
 
 
 def _owned(graph: ModelGraph, optimizer: OptimizerBytes) -> tuple[Bytes, Bytes, Bytes]:
-    """Bytes of weights (with buffers), gradients and optimizer state per unit that owns them."""
+    """Bytes of weights (with buffers), gradients and optimizer state (with master copies) per owning unit."""
     weights = np.array([u.buffer_bytes for u in graph.units], np.int64)
     gradients, states = np.zeros_like(weights), np.zeros_like(weights)
     owners = graph.owner_of
     for parameter in (p for p in graph.parameters if p.name in owners):
-        owner = owners[parameter.name]
-        weights[owner] += parameter.size_bytes
-        if parameter.trainable:
-            gradients[owner] += parameter.size_bytes
-            states[owner] += optimizer.state_bytes(parameter.size_bytes)
+        owner, held = owners[parameter.name], optimizer.held(parameter)
+        weights[owner] += held.weight
+        gradients[owner] += held.gradient
+        states[owner] += held.state + held.master
     return weights, gradients, states
 
 
