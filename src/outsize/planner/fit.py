@@ -51,7 +51,13 @@ PER_STAGE = 4
 CHANGES_SHOWN = 3
 LARGEST_SHOWN = 6
 MOST_DEVICES = 1024
-LEANER = {"adamw": ("momentum", "sgd"), "adam": ("momentum", "sgd"), "momentum": ("sgd",)}
+LEANER = {
+    "adamw": ("adam8bit", "adafactor", "sgd"),
+    "adam": ("adam8bit", "adafactor", "sgd"),
+    "adam8bit": ("adafactor", "sgd"),
+    "momentum": ("adafactor", "sgd"),
+    "adafactor": ("sgd",),
+}
 LOWER: dict[Precision, tuple[Precision, ...]] = {
     "fp32": ("bf16-mixed", "bf16"),
     "bf16-mixed": ("bf16",),

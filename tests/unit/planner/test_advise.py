@@ -1,0 +1,112 @@
+"""Advice by hand: each rule speaks on a model made for it, with its figures, and is silent else."""
+
+from __future__ import annotations
+
+import pytest
+from planner_graphs import chain, graph_of, parameter, profile_of, unit, value
+
+from outsize.ir.advice import Advice
+from outsize.ir.cluster import Cluster, Link, make_cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Axes, Plan, stages_from_bounds
+from outsize.ir.profile import Profile
+from outsize.planner.advise import advise
+from outsize.planner.price import price
+
+Model = tuple[ModelGraph, Profile]
+ROOM = 10**9
+
+
+def cluster(devices: int = 2, memory_bytes: int = ROOM, bytes_per_s: float = 1e12) -> Cluster:
+    made = make_cluster(f"{devices}xcpu", "cpu", 1, devices, memory_bytes)
+    return made.model_copy(update={"inner": Link(name="wire", latency_s=0.0, bytes_per_s=bytes_per_s)})
+
+
+def advice(
+    model: Model, bounds: tuple[int, ...], where: Cluster, microbatches: int = 32, **changes: object
+) -> dict[str, Advice]:
+    graph, profile = model
+    devices = tuple(d.name for d in where.devices)
+    plan = Plan(
+        model="toy",
+        fingerprint=graph.fingerprint,
+        cluster=where.name,
+        axes=Axes(pp=len(bounds) - 1),
+        batch_size=microbatches,
+        microbatches=microbatches,
+        schedule="1f1b",
+        stages=stages_from_bounds(graph, bounds, devices),
+    ).model_copy(update=changes)
+    return {a.code: a for a in advise(price(plan, graph, profile, where), graph, profile, where)}
+
+
+def test_a_balanced_pipeline_that_needs_its_devices_is_left_alone() -> None:
+    model = chain([0.1] * 8, weight_bytes=10_000)
+    assert advice(model, (0, 4, 8), cluster(memory_bytes=200_000)) == {}
+
+
+def test_replicas_where_one_device_is_enough() -> None:
+    found = advice(chain([0.1] * 8), (0, 4, 8), cluster(), microbatches=4)["data-parallelism"]
+    # 2 microbatches a replica of 8 x 0.3 s; the pipeline needs 4 + 1 turns of half of that
+    assert found.numbers["samples_per_s"] == pytest.approx(4 / 4.8, rel=1e-3)
+    assert found.numbers["ratio"] == pytest.approx(5 * 1.2 / 4.8, rel=1e-3)
+
+
+def test_links_too_slow_for_tensor_parallelism() -> None:
+    model = chain([0.1] * 8, value_bytes=4_000, weight_bytes=10_000)
+    slow = advice(model, (0, 4, 8), cluster(memory_bytes=200_000, bytes_per_s=1e4))["slow-links"]
+    # units 1, 3, 5 are reduced (7 makes no value): forward and backward, each 2 messages of half the bytes
+    assert slow.numbers["sent_s"] == pytest.approx(3 * 2 * 4_000 / 1e4)
+    assert slow.numbers["saved_s"] == pytest.approx(8 * 0.3 / 2)
+    assert slow.numbers["ratio"] == pytest.approx(2.0)
+    assert "2.0 x too slow" in slow.sentence
+
+
+def test_a_heavy_unit_and_the_small_stage_beside_it() -> None:
+    found = advice(chain([0.1, 0.1, 0.1, 0.9], weight_bytes=10_000), (0, 3, 4), cluster())
+    assert found["heavy-unit"].sentence.startswith("h.3 alone has 75 % of the compute")
+    thin = advice(chain([0.1, 0.1, 0.1, 0.9]), (0, 1, 4), cluster())["small-stage"]
+    assert thin.numbers["share"] == pytest.approx(1 / 12)
+
+
+def test_a_fat_boundary_names_its_values() -> None:
+    values = [value(0, 0, (1,), 4), value(1, 1, (2,), 400), value(2, 0, (3,), 4_000, grad=False)]
+    parameters = [parameter(f"h.{i}.weight", size_bytes=4) for i in range(4)]
+    graph = graph_of([unit(i, (f"h.{i}.weight",)) for i in range(4)], values, parameters)
+    fat = advice((graph, profile_of(graph, [0.1] * 4)), (0, 2, 4), cluster(bytes_per_s=1e4))["fat-boundary"]
+    assert fat.numbers["bytes"] == 2 * 400 + 4_000
+    assert fat.numbers["seconds"] == pytest.approx(0.48)
+    assert "h.0 3.9 KiB, h.1 400 B" in fat.sentence
+
+
+def test_optimizer_state_on_the_fuller_device() -> None:
+    heavy = [400, 400, 20_000, 20_000]
+    graph = graph_of(
+        [unit(i, (f"h.{i}.weight",), saved_bytes=10) for i in range(4)],
+        [value(i, i, (i + 1,), 8) for i in range(3)],
+        [parameter(f"h.{i}.weight", size_bytes=size) for i, size in enumerate(heavy)],
+    )
+    found = advice((graph, profile_of(graph, [0.1] * 4)), (0, 2, 4), cluster(memory_bytes=180_000))
+    assert found["optimizer-state"].numbers["optimizer_bytes"] == pytest.approx(80_000, rel=1e-2)
+
+
+def test_devices_without_work() -> None:
+    idle = advice(chain([0.1] * 8), (0, 4, 8), cluster(3))["idle-devices"]
+    assert (idle.numbers, idle.next_step) == ({"devices": 1}, "--stages 3")
+    few = advice(chain([0.1] * 8), (0, 4, 8), cluster(), microbatches=2, schedule="naive", batch_size=8)
+    assert few["idle-devices"].next_step == "--microbatches 8"
+
+
+def test_a_plan_without_figures_has_no_advice() -> None:
+    graph, profile = chain([0.1] * 4)
+    plan = Plan(
+        model="toy",
+        fingerprint=graph.fingerprint,
+        cluster="2xcpu",
+        axes=Axes(pp=2),
+        batch_size=2,
+        microbatches=2,
+        schedule="1f1b",
+        stages=stages_from_bounds(graph, (0, 2, 4), ("cpu:0", "cpu:1")),
+    )
+    assert advise(plan, graph, profile, cluster()) == ()
