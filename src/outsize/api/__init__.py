@@ -1,0 +1,30 @@
+"""The composition root: the only package that sees the thinking and the doing wing.
+
+graph  = capture(model, args, kwargs)                    what is it made of
+costs  = estimate(graph, cluster) | measure(model, ...)  what does each unit cost
+plan   = plan(model, args, kwargs, cluster="2xcpu")      how to split it
+report = check(model, args, kwargs, stages=3)            does the split compute the same
+engine = parallelize(model, args, kwargs, plan=plan)     run it
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outsize.api.planning import capture, estimate, fit, measure, plan, price
+    from outsize.api.running import check, parallelize
+
+__all__ = ["capture", "check", "estimate", "fit", "measure", "parallelize", "plan", "price"]
+_RUNNING = ("check", "parallelize")
+
+
+def __getattr__(name: str) -> Any:
+    """A function from its file on first use: what is only asked loads nothing that runs."""
+    if name not in __all__:
+        raise AttributeError(f"module 'outsize.api' has no attribute {name!r}")
+    home = "running" if name in _RUNNING else "planning"
+    value = getattr(importlib.import_module(f"outsize.api.{home}"), name)
+    globals()[name] = value
+    return value

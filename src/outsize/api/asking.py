@@ -1,0 +1,78 @@
+"""What is asked of the planner, checked, and what it is given: the wishes, the cluster, the costs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from outsize.capture.cluster import find_cluster
+from outsize.capture.graph import Captured
+from outsize.capture.measure import Progress, measure_units
+from outsize.errors import BadOption
+from outsize.ir.cluster import Cluster
+from outsize.ir.profile import Profile
+from outsize.planner.fit import Ask
+from outsize.planner.roofline import roofline
+from outsize.planner.search import Request
+from outsize.train.subject import Subject
+
+Wishes = TypeVar("Wishes", Ask, Request)
+# How many microbatch counts the search looks at when none is given, as multiples of the stages.
+_MULTIPLES = (1, 2, 4, 8)
+
+
+def request_of(**fields: Any) -> Request:
+    """A request for the search; BadOption for a value that makes no sense."""
+    if fields["bn"] == "sync":
+        fields["microbatches"] = _the_whole_batch(fields["microbatches"])
+    return checked(Request, **fields)
+
+
+def checked(kind: type[Wishes], **fields: Any) -> Wishes:
+    """What is asked for, or BadOption for a value that makes no sense."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = problem["loc"][0]
+        raise BadOption(
+            f"{name}={problem['input']!r} makes no sense",
+            numbers=problem["msg"],
+            next_step=f"another {name}, or none",
+        ) from None
+
+
+def _the_whole_batch(microbatches: int | None) -> int:
+    """Statistics of the whole batch want it in one piece."""
+    if microbatches in (None, 1):
+        return 1
+    raise BadOption(
+        f"bn='sync' takes the statistics of the whole batch, which {microbatches} microbatches tear apart",
+        next_step="microbatches=1, where stages do not overlap, or bn='deferred'",
+    )
+
+
+def cluster_of(cluster: str | Cluster) -> Cluster:
+    """By name, or as it is."""
+    return find_cluster(cluster) if isinstance(cluster, str) else cluster
+
+
+def profile_of(
+    found: Subject, captured: Captured, cluster: Cluster, measured: bool, progress: Progress | None
+) -> Profile:
+    """Costs of the captured units: timed here, or by roofline for the cluster's device."""
+    if not measured or captured.graph.form == "modules":
+        return roofline(captured.graph, cluster.devices[0])
+    batch = found.batch.resized(captured.graph.batch_size)
+    return measure_units(captured, found.module, batch.tensors(), progress=progress)
+
+
+def counts_of(batch_size: int, stages: int, microbatches: int | None) -> list[int]:
+    """Microbatch counts worth a capture: the one asked for, or divisors of the batch near multiples of p."""
+    if microbatches is not None:
+        return [microbatches] if 0 < microbatches <= batch_size else []
+    wanted = [stages * factor for factor in _MULTIPLES]
+    divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
+    near = {min(divisors, key=lambda d, w=w: abs(d - w)) for w in wanted}
+    return sorted({1, *near})

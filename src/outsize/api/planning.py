@@ -1,0 +1,192 @@
+"""Questions that are answered without running anything: what is it made of, does it fit, how to split it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from outsize.api.asking import checked, cluster_of, counts_of, profile_of, request_of
+from outsize.capture.by_modules import capture_model
+from outsize.capture.ladder import LossFn
+from outsize.capture.measure import Progress, measure_units
+from outsize.capture.precision import check_precision
+from outsize.ir.cluster import Cluster
+from outsize.ir.fit import Fit, Precision
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
+from outsize.ir.profile import Profile
+from outsize.ir.timeline import Timeline
+from outsize.planner import fit as fitting
+from outsize.planner import price as pricing
+from outsize.planner.fit import Ask
+from outsize.planner.roofline import roofline
+from outsize.planner.search import search
+from outsize.train.batch_dims import Asked
+from outsize.train.subject import Subject, as_batch
+
+Kwargs = dict[str, Any]
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+) -> ModelGraph:
+    """The model as units and values, for this example batch. Weights may be on meta.
+
+    `loss_fn(output, *target)` is captured with the model; without it the loss inside the output counts.
+    A model whose own forward cannot be written down (it decides on activations) comes as whole modules,
+    `form="modules"`, with the reason and file:line among its notes.
+    Raises NotCapturable (with file:line) and ExampleRejected (with the model's own error).
+    """
+    batch = as_batch(args, kwargs, target)
+    return capture_model(model, batch.args, batch.kwargs, loss_fn, batch.target).graph
+
+
+def estimate(graph: ModelGraph, cluster: str | Cluster = "local") -> Profile:
+    """Costs per unit by roofline, for the graph's batch size as one microbatch."""
+    return roofline(graph, cluster_of(cluster).devices[0])
+
+
+def measure(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Costs per unit, timed on this machine with the example batch as one microbatch.
+
+    Those of a model that runs by modules are estimated by roofline.
+    """
+    batch = as_batch(args, kwargs, target)
+    captured = capture_model(model, batch.args, batch.kwargs, loss_fn, batch.target)
+    if captured.graph.form == "modules":
+        return estimate(captured.graph)
+    return measure_units(captured, model, batch.tensors(), progress=progress)
+
+
+def plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    cluster: str | Cluster = "local",
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    stages: int | None = None,
+    schedule: ScheduleName | None = None,
+    optimizer: str = "adamw",
+    recompute: Recompute = "none",
+    bn: BatchNormMode = "micro",
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    batch_dims: Asked | None = None,
+    measured: bool = False,
+    progress: Progress | None = None,
+) -> Plan:
+    """The fastest split that fits the cluster, by predicted step time.
+
+    `batch_size` is the global batch (default: the example's); what is not given is searched. `measured`
+    times the units on this machine instead of estimating them. `recompute="full"` trades time for memory;
+    `bn` is how BatchNorm keeps its running statistics (see Plan). `batch_dims` maps an argument's name or
+    position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
+    follows from the shapes, and where these leave it open from a trial with one sample more.
+    Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
+    """
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+    where = cluster_of(cluster)
+    size = found.batch.size if batch_size is None else batch_size
+    request = request_of(
+        batch_size=size,
+        microbatches=microbatches,
+        stages=stages,
+        schedule=schedule,
+        optimizer=optimizer,
+        recompute=recompute,
+        bn=bn,
+    )
+    counts = counts_of(size, stages or len(where.devices), request.microbatches)
+    candidates = {}
+    for count in counts:
+        captured = found.taken(-(-size // count), size // (microbatches or 1))
+        if captured is not None:
+            candidates[count] = (captured.graph, profile_of(found, captured, where, measured, progress))
+    return search(request, candidates, where)
+
+
+def fit(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    cluster: str | Cluster = "local",
+    batch_size: int | None = None,
+    microbatches: int | None = None,
+    stages: int | None = None,
+    schedule: ScheduleName | None = None,
+    optimizer: str = "adamw",
+    precision: Precision = "fp32",
+    recompute: Recompute = "none",
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    batch_dims: Asked | None = None,
+) -> Fit:
+    """Whether a training step fits the cluster, on each device by cause, and what to change if it does not.
+
+    Weights may be on meta; nothing is allocated and no device needs to be there. What is not given is free.
+    Raises as `plan`, but what does not fit is an answer and no error.
+    """
+    check_precision(precision)
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+    where = cluster_of(cluster)
+
+    request = checked(
+        Ask,
+        batch_size=found.batch.size if batch_size is None else batch_size,
+        microbatches=microbatches,
+        stages=stages,
+        schedule=schedule,
+        optimizer=optimizer,
+        precision=precision,
+        recompute=recompute,
+    )
+
+    least = request.batch_size // (request.microbatches or 1)
+
+    @functools.cache
+    def at(samples: int, precision: str) -> tuple[ModelGraph, Profile] | None:
+        taken = found.under(precision).taken(samples, least)
+        return (taken.graph, roofline(taken.graph, where.devices[0])) if taken else None
+
+    return fitting.fit(request, at, where)
+
+
+def price(
+    chosen: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    batch_dims: Asked | None = None,
+    measured: bool = False,
+) -> tuple[Plan, ModelGraph, Timeline]:
+    """A plan (perhaps edited by hand) checked against the model and priced as it is, with its timeline.
+
+    Raises ModelMismatch for another model's plan and BadPlan for stages that do not cover the model.
+    """
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+    captured = found.captured(chosen.microbatch_size)
+    cluster = cluster_of(chosen.cluster)
+    profile = profile_of(found, captured, cluster, measured, None)
+    priced = pricing.price(chosen, captured.graph, profile, cluster)
+    return priced, captured.graph, pricing.timeline(chosen, captured.graph, profile, cluster)

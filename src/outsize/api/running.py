@@ -1,0 +1,147 @@
+"""A plan at work: train by it, and check that its numbers are those of one process."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from outsize.api.asking import request_of
+from outsize.api.planning import Kwargs
+from outsize.api.planning import plan as make_plan
+from outsize.capture.cluster import find_cluster
+from outsize.capture.ladder import LossFn
+from outsize.errors import BadOption
+from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
+from outsize.ir.verdict import Verdict
+from outsize.planner.roofline import roofline
+from outsize.planner.search import search
+from outsize.run.load import load_weights
+from outsize.run.statistics import of_one_replica
+from outsize.run.weight_files import WeightFiles
+from outsize.train.batch_dims import Asked
+from outsize.train.engine import Engine, MakeOptimizer
+from outsize.train.launch import join
+from outsize.train.parallel import agreed, make_engine
+from outsize.train.subject import Subject, as_batch
+from outsize.train.verify import Question, verify
+
+
+def parallelize(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    plan: Plan | None = None,
+    loss_fn: LossFn | None = None,
+    optimizer: MakeOptimizer | None = None,
+    target: Any = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    batch_dims: Asked | None = None,
+    scaler: GradScaler | None = None,
+    **wishes: Any,
+) -> Engine:
+    """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
+
+    Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
+    freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
+    (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
+    `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
+    reads its own tensors only.
+    Raises WorldMismatch, ModelMismatch, BadPlan, BadOption, BadWeights.
+    """
+    _insist_on_plan(plan, wishes)
+    files = WeightFiles(weights) if weights is not None else None
+    cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
+    world = join("cuda" if cuda else "cpu")
+    if world.group is not None:
+        of_one_replica(model)
+    if plan is None:
+        cluster = "local" if cuda else f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
+        given = {"loss_fn": loss_fn, "target": target, "batch_dims": batch_dims}
+        wishes = {"cluster": cluster, **given, **wishes}
+        plan = agreed(world.group, lambda: make_plan(model, args, kwargs, **wishes))
+    engine = make_engine(
+        model,
+        plan,
+        world.group,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        seed=seed,
+        weights=files,
+        batch_dims=batch_dims,
+        scaler=scaler,
+    )
+    example = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims).batch
+    engine.prepare(example.resized(plan.batch_size))
+    return engine
+
+
+def check(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    stages: int = 2,
+    microbatches: int | None = None,
+    schedule: ScheduleName = "1f1b",
+    recompute: Recompute = "none",
+    bn: BatchNormMode = "micro",
+    processes: bool = False,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    batch_dims: Asked | None = None,
+    plan: Plan | None = None,
+    steps: int = 1,
+    seed: int = 0,
+    weights: str | Path | None = None,
+) -> Verdict:
+    """Run the model split and plain on the same batch, and compare loss, gradients, buffers, parameters.
+
+    The cuts are the planner's unless a plan is given; four microbatches, but one with `bn="sync"`. The
+    model itself is not changed.
+    `weights` as in `parallelize`; a copy of the model gets all of them.
+    """
+    model = model if weights is None else _loaded(model, weights)
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+    batch = found.batch
+    count = microbatches if microbatches is not None else 1 if bn == "sync" else 4
+    how = {"schedule": schedule, "recompute": recompute, "bn": bn}
+    request = request_of(batch_size=batch.size, microbatches=count, stages=stages, **how)
+    start = time.perf_counter()
+    captured = found.captured(-(-batch.size // count) if plan is None else plan.microbatch_size)
+    capture_s = time.perf_counter() - start
+    if plan is None:
+        where = find_cluster(f"{stages}xcpu")
+        plan = search(request, {count: (captured.graph, roofline(captured.graph, where.devices[0]))}, where)
+    plan.bounds(captured.graph)  # a plan of another model, or with other units, must not pass
+    question = Question(model, batch, loss_fn, plan, captured, capture_s, steps, seed)
+    return verify(question, processes=processes)
+
+
+def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
+    """A copy of the model with all its weights."""
+    model = copy.deepcopy(model)
+    load_weights(model, WeightFiles(weights), torch.device("cpu"), set())
+    return model
+
+
+def _insist_on_plan(chosen: Plan | None, wishes: Kwargs) -> None:
+    if not isinstance(chosen, Plan | None):
+        raise BadOption(
+            f"plan is a {type(chosen).__name__}, no Plan",
+            next_step="plan=outsize.plan(...), or outsize.Plan.load('plan.json')",
+        )
+    if chosen is not None and wishes:
+        raise BadOption(
+            f"{', '.join(wishes)} cannot be asked for beside a plan, which says it already",
+            next_step="leave them out, or leave out plan=",
+        )
