@@ -1,0 +1,150 @@
+"""How many bytes of tensors a stage really holds: storages are counted from their birth in an op to their end.
+
+All stages run in one process. What is born while a stage's action runs is that stage's; a received value is
+copied into a buffer of the receiver, made when the receive is posted, as between processes.
+
+    before the step      weights, buffers, optimizer states, by the stage that owns them
+    forward, backward    each action of a stage's row
+    optimizer            one optimizer for each stage, as each process would have
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from outsize.run import transport
+from outsize.run.interpreter import Interpreter
+
+Place = tuple[int, int, int, int]
+
+
+@final
+class Meter(TorchDispatchMode):
+    """Live bytes and their peak by stage; `stage` is whose turn it is, None nobody's."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.stage: int | None = None
+        self.doing = ""
+        self.live_bytes, self.peaks = [0] * stages, [0] * stages
+        self.moments = [""] * stages
+        self._known: dict[int, weakref.ref[Any] | None] = {}
+        self.story: list[tuple[int, str, str, int]] = []
+        self.tell = False
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                self._meet(leaf.untyped_storage(), str(op))
+        return result
+
+    def hold(self, stage: int, tensors: Iterable[Tensor]) -> None:
+        """These are here already, and are the stage's."""
+        before, self.stage, self.doing = self.stage, stage, "load"
+        for tensor in tensors:
+            self._meet(tensor.untyped_storage(), "hold")
+        self.stage = before
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """These are nobody's, such as the batch."""
+        for tensor in tensors:
+            self._known[tensor.untyped_storage()._cdata] = None
+
+    def _meet(self, storage: torch.UntypedStorage, op: str) -> None:
+        key, size, stage = storage._cdata, storage.nbytes(), self.stage
+        if key in self._known:
+            return
+        if stage is None:
+            self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
+            return
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, stage, size, op))
+        self._change(stage, size, op)
+
+    def _forget(self, key: int, stage: int, size: int, op: str) -> None:
+        del self._known[key]
+        self._change(stage, -size, op)
+
+    def _change(self, stage: int, size: int, op: str) -> None:
+        self.live_bytes[stage] += size
+        if self.tell:
+            self.story.append((stage, self.doing, op, size))
+        if self.live_bytes[stage] > self.peaks[stage]:
+            self.peaks[stage], self.moments[stage] = self.live_bytes[stage], self.doing
+
+
+@final
+class Posted(transport.Pending):
+    """A receive with a buffer of its own, where the layout is known from an earlier step."""
+
+    def __init__(self, boxes: dict[Place, Tensor | None], key: Place, like: Tensor | None) -> None:
+        self._boxes, self._key = boxes, key
+        self._buffer = torch.empty_like(like) if like is not None else None
+
+    def ready(self) -> bool:
+        return self._key in self._boxes
+
+    def wait(self) -> Tensor | None:
+        sent = self._boxes.pop(self._key)
+        if sent is None or self._buffer is None:
+            return sent
+        buffer, self._buffer = self._buffer, None
+        return buffer.copy_(sent)
+
+
+@contextlib.contextmanager
+def metered(meter: Meter) -> Iterator[None]:
+    """Every action of an interpreter is its rank's; receives are copies. Steps before learn the layouts."""
+    execute, layouts = Interpreter._execute, dict[Place, Tensor]()
+
+    def attributed(self: Interpreter, op: Any) -> None:
+        meter.stage, meter.doing = self.rank, op.text
+        execute(self, op)
+        meter.stage = None
+
+    def send(self: Any, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
+        key = (self._rank, peer, channel, microbatch)
+        self._boxes[key] = tensor.detach() if tensor is not None else None
+        if tensor is not None:
+            layouts[key] = torch.empty_like(tensor, device="meta")
+
+    def post(self: Any, peer: int, channel: int, microbatch: int) -> transport.Pending:
+        key = (peer, self._rank, channel, microbatch)
+        like = layouts.get(key)
+        return Posted(self._boxes, key, None if like is None else _here(like))
+
+    with (
+        mock.patch.object(Interpreter, "_execute", attributed),
+        mock.patch.object(transport.LocalTransport, "send", send),
+        mock.patch.object(transport.LocalTransport, "post", post),
+    ):
+        yield
+
+
+def _here(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+
+
+@final
+class Split(torch.optim.Optimizer):
+    """One optimizer for each stage."""
+
+    def __init__(self, groups: dict[int, list[nn.Parameter]], make: Any, meter: Meter) -> None:
+        self.parts = {stage: make(weights) for stage, weights in groups.items() if weights}
+        self._meter = meter
+        super().__init__([w for weights in groups.values() for w in weights], {})
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for stage, part in self.parts.items():
+            self._meter.stage, self._meter.doing = stage, "optimizer"
+            part.step()
+        self._meter.stage = None

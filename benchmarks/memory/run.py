@@ -1,0 +1,165 @@
+"""Is the predicted peak of a step what a real step holds? Per model, plan and stage; see README.md."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from meter import Meter, Split, metered
+from cases import CASES, Case
+
+import outsize
+from outsize.api import price
+from outsize.planner.edges import edges_between
+from outsize.planner.memory import StageMemory, account
+from outsize.planner.price import lower_along
+from outsize.schedules.builders import build
+
+Schedule = Literal["gpipe", "1f1b"]
+PLANS: tuple[tuple[int, Schedule, int], ...] = ((1, "1f1b", 4), (2, "1f1b", 4), (3, "gpipe", 4))
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One stage of one plan of one model."""
+
+    model: str
+    optimizer: str
+    stages: int
+    schedule: str
+    stage: int
+    predicted_bytes: int
+    real_bytes: int
+    when: str
+
+    @property
+    def error(self) -> float:
+        """(predicted - real) / real."""
+        return self.predicted_bytes / self.real_bytes - 1
+
+
+def compare(name: str, plan: tuple[int, Schedule, int], optimizer: str) -> Iterator[Row]:
+    """Predict every stage's peak, then run two steps and look at the second."""
+    stages, schedule, microbatches = plan
+    torch.manual_seed(0)
+    case = CASES[name]()
+    case.model.train()
+    chosen = outsize.plan(
+        case.model,
+        case.batch.args,
+        case.batch.kwargs,
+        target=case.batch.target,
+        loss_fn=case.loss_fn,
+        cluster=f"{stages}xcpu",
+        stages=stages,
+        schedule=schedule,
+        microbatches=microbatches,
+        optimizer=optimizer,
+    )
+    predicted = predict(case, chosen)
+    meter = real(case, chosen, OPTIMIZERS[optimizer])
+    for stage, memory in enumerate(predicted):
+        found = memory.peak_bytes, meter.peaks[stage], meter.moments[stage]
+        yield Row(name, optimizer, stages, schedule, stage, *found)
+
+
+def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
+    """The account of each stage, from the model's shapes."""
+    batch = case.batch
+    _, graph, _ = price(
+        plan, case.model, batch.args, batch.kwargs, loss_fn=case.loss_fn, target=batch.target
+    )
+    profile, bounds = outsize.estimate(graph, plan.cluster), plan.bounds(graph)
+    schedule = build(plan.schedule, len(plan.stages), plan.microbatches)
+    lowered = lower_along(edges_between(graph, bounds), schedule)
+    return account(graph, bounds, lowered, profile, plan.optimizer)
+
+
+def real(case: Case, plan: outsize.Plan, make: Any, tell: bool = False) -> Meter:
+    """What the second step holds, by stage."""
+    meter, batch = Meter(len(plan.stages)), case.batch
+    engine = outsize.parallelize(
+        case.model, batch.args, batch.kwargs, plan=plan, loss_fn=case.loss_fn, target=batch.target
+    )
+    home, named = engine._ownership.placement.home, dict(case.model.named_parameters())
+    groups = {s: [w for n, w in named.items() if home.get(n) == s] for s in range(len(plan.stages))}
+    engine.optimizer = Split(groups, make, meter)
+    with metered(meter):
+        engine.step(*batch.args, target=batch.target, **batch.kwargs)
+        gc.collect()
+        with meter:
+            for stage, weights in groups.items():
+                meter.hold(stage, held(case.model, weights, engine.optimizer, home, stage))
+            meter.ignore([*batch.tensors()])
+            meter.tell = tell
+            engine.step(*batch.args, target=batch.target, **batch.kwargs)
+    return meter
+
+
+def held(
+    model: nn.Module, weights: list[nn.Parameter], optimizer: Split, home: dict[str, int], stage: int
+) -> list[torch.Tensor]:
+    """What a stage holds between two steps."""
+    part = optimizer.parts.get(stage)
+    states = [t for state in part.state.values() for t in state.values()] if part else []
+    buffers = [b for n, b in model.named_buffers() if home.get(n) == stage]
+    return [*weights, *buffers, *(t for t in states if isinstance(t, torch.Tensor))]
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """Of the absolute errors per stage."""
+    errors = [abs(row.error) for row in rows]
+    return {
+        "stages": len(rows),
+        "median_error": statistics.median(errors),
+        "p90_error": sorted(errors)[int(0.9 * len(errors))],
+        "worst_error": max(errors),
+    }
+
+
+def main() -> None:
+    """Run what was asked for; print a table or JSON; write the results."""
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
+    asked.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
+    asked.add_argument("--json", action="store_true")
+    asked.add_argument("--out", type=Path)
+    options = asked.parse_args()
+    rows = [r for m in options.models for p in PLANS for r in table_rows(m, p, options)]
+    found = {"summary": summary(rows), "rows": [asdict(r) | {"error": r.error} for r in rows]}
+    found["machine"] = f"{platform.machine()}, torch {torch.__version__}"
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found) if options.json else found["summary"])
+
+
+def table_rows(model: str, plan: tuple[int, Schedule, int], options: argparse.Namespace) -> list[Row]:
+    """The rows of one run, printed unless JSON is wanted."""
+    rows = list(compare(model, plan, options.optimizer))
+    for row in () if options.json else rows:
+        place = f"{row.model:12} {row.stages} x {row.schedule:5} stage {row.stage}"
+        sizes = f"{row.predicted_bytes / 1e6:9.3f} MB  real {row.real_bytes / 1e6:9.3f} MB"
+        print(f"{place}  predicted {sizes}  {100 * row.error:+7.2f} %  at {row.when}", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
