@@ -1,4 +1,4 @@
-"""Works, bytes and parameters from dimensions against published closed forms and the capture of real modules."""
+"""Works, bytes and parameters from dimensions: published closed forms, and captures of real modules."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_fused_attention_saves_no_scores() -> None:
 
 
 def test_flops_of_a_layer_are_those_of_the_paper() -> None:
-    """Appendix A: 24 s h^2 (1 + s / 6 h) forward, twice that backward; full recompute does the forward again."""
+    """Appendix A: 24 s h^2 (1 + s / 6 h) forward, twice that backward; full recompute repeats it."""
     forward = 24 * 2048 * 1024**2 + 4 * 2048**2 * 1024
     once = layer_passes(GPT, Sharding())
     assert flops(once.forward) == forward
