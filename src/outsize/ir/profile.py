@@ -119,11 +119,23 @@ class ProfileSet(Record):
             return above
         return _between(self.profiles[place - 1], above, size)
 
-    def of_graph(self, graph: ModelGraph) -> Profile:
+    def counts(self, counts: Iterable[int], batch_size: int) -> list[int]:
+        """Those microbatch counts whose microbatches it covers; all of them when there is none."""
+        given = list(counts)
+        return [count for count in given if self.covers(-(-batch_size // count))] or given
+
+    def of_graph(self, graph: ModelGraph, device: str) -> Profile:
         """`at` the graph's batch; saved bytes, workspace and FLOPs are the graph's own, which are exact.
 
-        Raises ModelMismatch for another model's graph, and what `at` raises.
+        `device` is the kind that the cluster has. Raises ModelMismatch for another model's graph, BadOption
+        for a CPU's times on a GPU or the other way round, and what `at` raises.
         """
+        if (device == "cpu") != (self.profiles[0].device == "cpu"):
+            raise BadOption(
+                f"the profile of {self.model} does not hold for {device}",
+                numbers=f"measured on {self.profiles[0].host or self.profiles[0].device}",
+                next_step="outsize measure MODEL on such a device, or a --cluster of this one's kind",
+            )
         found = self.profiles[0]
         if graph.fingerprint != found.fingerprint or len(graph.units) != len(found.units):
             raise ModelMismatch(

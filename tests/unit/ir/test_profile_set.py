@@ -86,14 +86,24 @@ def graph(batch_size: int, fingerprint: str = "f") -> ModelGraph:
 
 
 def test_bytes_are_the_graph_s_own() -> None:
-    found = MEASURED.of_graph(graph(3))
+    found = MEASURED.of_graph(graph(3), "cpu")
     assert [u.forward_s for u in found.units] == [5.0, 30.0]
     assert {(u.flops, u.saved_bytes, u.workspace_bytes) for u in found.units} == {(7, 11, 13)}
 
 
 def test_another_model_s_profile_is_refused() -> None:
     with pytest.raises(ModelMismatch, match="fingerprint f against other"):
-        MEASURED.of_graph(graph(3, "other"))
+        MEASURED.of_graph(graph(3, "other"), "cpu")
+
+
+def test_a_cpu_s_times_do_not_hold_on_a_gpu() -> None:
+    with pytest.raises(BadOption, match="does not hold for a100-80gb; measured on cpu"):
+        MEASURED.of_graph(graph(3), "a100-80gb")
+
+
+def test_counts_whose_microbatches_it_covers() -> None:
+    assert MEASURED.counts([1, 2, 3, 8, 9], 17) == [3, 8, 9]  # microbatches of 17, 9, 6, 3, 2
+    assert MEASURED.counts([1, 2], 100) == [1, 2]  # none: `at` will say what is missing
 
 
 def test_the_file_round_trips(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""What was measured, as tables of 80 columns: the slowest units, sums by microbatch size, links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from outsize.ir.cluster import Link
+from outsize.ir.profile import Profile, ProfileSet, UnitCost
+from outsize.ir.text import bytes_text, percent_text, seconds_text
+from outsize.report import pieces
+
+Point = tuple[int, float, float]
+SLOWEST = 12
+PASSES = ("forward_s", "backward_input_s", "backward_weight_s")
+
+
+def profile_tables(found: ProfileSet) -> Group:
+    """The slowest units at the largest size, then what a step's compute is at each size."""
+    largest = found.profiles[-1]
+    threads = f"{largest.threads} thread" + ("s" if largest.threads != 1 else "")
+    heading = Text.assemble((found.model, "bold"), f": measured on {largest.host}, {threads}")
+    return Group(heading, *pieces.spaced(_units(largest), _sizes(found)))
+
+
+def _units(profile: Profile) -> RenderableType:
+    ranked = sorted(profile.units, key=lambda u: u.forward_s + u.backward_s, reverse=True)
+    table = pieces.table(("unit", "left"), *pieces.rights("forward", "input", "weight", "share", "spread"))
+    for unit in ranked[:SLOWEST]:
+        total_s = unit.forward_s + unit.backward_s
+        seconds = (unit.forward_s, unit.backward_input_s, unit.backward_weight_s)
+        share = percent_text(total_s / profile.step_compute_s) if profile.step_compute_s else "-"
+        table.add_row(unit.name, *map(_time, seconds), share, spread_text(unit))
+    rest = f"The slowest of {len(ranked)} units" if len(ranked) > SLOWEST else "Slowest first"
+    return Group(table, Text(f"{rest}, one microbatch of {profile.microbatch_size}; median of the laps."))
+
+
+def _sizes(found: ProfileSet) -> RenderableType:
+    names = ("forward", "input", "weight", "step", "a sample", "spread")
+    table = pieces.table(("microbatch", "right"), *pieces.rights(*names))
+    for profile in found.profiles:
+        units = profile.units
+        passes = [[getattr(u, name) for u in units] for name in PASSES]
+        step_s = profile.step_compute_s
+        seconds = (*map(sum, passes), step_s, step_s / profile.microbatch_size)
+        spread = percent_text(sum(u.spread_s for u in units) / step_s) if step_s else "-"
+        table.add_row(str(profile.microbatch_size), *map(_time, seconds), spread)
+    return table
+
+
+def links_tables(points: Mapping[str, Sequence[Point]], links: Mapping[str, Link]) -> Group:
+    """Seconds and spread by size for each kind of exchange, then the lines through them."""
+    kinds = list(points)
+    times = pieces.table(("bytes", "right"), *pieces.rights(*kinds))
+    for number, (size, *_) in enumerate(points[kinds[0]]):
+        cells = [points[kind][number] if number < len(points[kind]) else None for kind in kinds]
+        times.add_row(bytes_text(size), *(f"{_time(c[1])} ±{_time(c[2])}" if c else "-" for c in cells))
+    lines = pieces.table(("exchange", "left"), *pieces.rights("latency", "bandwidth"))
+    for kind, link in links.items():
+        lines.add_row(kind, _time(link.latency_s), f"{bytes_text(link.bytes_per_s)}/s")
+    note = Text(
+        "p2p is one way; a collective's bytes are those of the whole tensor. ± is the quartile distance."
+    )
+    return Group(*pieces.spaced(times, lines, note))
+
+
+def spread_text(unit: UnitCost) -> str:
+    """The distance between the quartiles as a share of the unit's own time."""
+    total_s = unit.forward_s + unit.backward_s
+    return percent_text(unit.spread_s / total_s) if total_s else "-"
+
+
+def _time(seconds: float) -> str:
+    return seconds_text(seconds) if seconds else "-"
