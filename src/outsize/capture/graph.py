@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from outsize.capture.costs import summed
+from outsize.capture.memory import Memory
 from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
 from outsize.program.liveness import last_reads, legal_cuts, live, replicable
 from outsize.program.tape import Instruction, Tape
@@ -45,15 +46,18 @@ def build_graph(tape: Tape, model: nn.Module, samples: int | None = None) -> Cap
     last = last_reads(tape, alive)
     starts = _unit_starts(tape, owned, last)
     parameters = parameters_of(model)
+    memory = Memory.of(tape, starts)
     units = _units(tape, starts, owned, model)
+    units = tuple(u.model_copy(update={"saved_input_bytes": memory.saved_inputs[u.index]}) for u in units)
     graph = ModelGraph(
         model=type(model).__name__,
         fingerprint=fingerprint_of(model, parameters, units),
         batch_size=_batch_size(tape) if samples is None else samples,
         units=units,
-        values=_values(tape, starts, owned, alive),
+        values=_values(tape, memory, starts, owned),
         parameters=parameters,
         output_bytes=sum(tape.metas[s].size_bytes for s in tape.output_slots()),
+        input_bytes=sum(memory.size_bytes[s] for s in {tape.storage(i) for i in tape.inputs}),
         notes=tape.opaque,
     )
     return Captured(tape, graph, starts)
@@ -143,7 +147,7 @@ def _unique(names: list[str]) -> list[str]:
     return unique
 
 
-def _values(tape: Tape, starts: Sequence[int], owned: list[bool], alive: list[bool]) -> tuple[Value, ...]:
+def _values(tape: Tape, memory: Memory, starts: Sequence[int], owned: list[bool]) -> tuple[Value, ...]:
     unit_of = _unit_index(starts)
     consumers: dict[int, set[int]] = {}
     for instruction in tape.instructions:
@@ -154,11 +158,11 @@ def _values(tape: Tape, starts: Sequence[int], owned: list[bool], alive: list[bo
     for slot, producer in sorted(tape.producer.items()):
         users = sorted(u for u in consumers.get(slot, ()) if u > unit_of[producer])
         if owned[producer] and users:
-            values.append(_value(tape, slot, unit_of[producer], users))
+            values.append(_value(tape, memory, slot, unit_of[producer], users))
     return tuple(values)
 
 
-def _value(tape: Tape, slot: int, producer: int, users: list[int]) -> Value:
+def _value(tape: Tape, memory: Memory, slot: int, producer: int, users: list[int]) -> Value:
     meta = tape.metas[slot]
     return Value(
         id=slot,
@@ -168,6 +172,9 @@ def _value(tape: Tape, slot: int, producer: int, users: list[int]) -> Value:
         requires_grad=meta.requires_grad,
         producer=producer,
         consumers=tuple(users),
+        storage=meta.storage,
+        storage_bytes=memory.size_bytes[meta.storage],
+        saved_by=memory.saved_by.get(meta.storage, -1),
     )
 
 

@@ -58,7 +58,11 @@ class Parameter(Record):
 
 @final
 class Value(Record):
-    """A tensor that crosses at least one unit boundary."""
+    """A tensor that crosses at least one unit boundary.
+
+    Values with the same `storage` are views of one memory of `storage_bytes`; -1: nobody looked. `saved_by`
+    is the unit among whose `saved_bytes` this memory is; -1 where autograd does not keep it.
+    """
 
     id: int
     shape: tuple[int, ...]
@@ -67,6 +71,9 @@ class Value(Record):
     requires_grad: bool
     producer: int
     consumers: tuple[int, ...]
+    storage: int = -1
+    storage_bytes: int = 0
+    saved_by: int = -1
 
 
 @final
@@ -75,7 +82,8 @@ class Unit(Record):
 
     `flops` and `moved_bytes` (read + written) are of the forward; `saved_bytes` is what autograd keeps
     until the backward, each storage counted once, parameters not counted; `workspace_bytes` the most that
-    its ops hold beside arguments, results and saved tensors. The three tuples say the same by family of ops
+    its ops hold beside arguments, results and saved tensors. `saved_input_bytes` are those of the saved ones
+    that are inputs of the model, there anyway. The three tuples say the same by family of ops
     and pass; they are empty where nobody looked inside.
     """
 
@@ -88,6 +96,7 @@ class Unit(Record):
     moved_bytes: int
     saved_bytes: int
     workspace_bytes: int = 0
+    saved_input_bytes: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()
@@ -98,7 +107,7 @@ class ModelGraph(Record):
     """A model for one input signature, as the planner sees it.
 
     `form` says how it runs: cut and pipelined as a tape, or in its own Python with whole modules on their
-    stages, where nothing overlaps.
+    stages, where nothing overlaps. `input_bytes` are those of the tensors given, targets too.
     """
 
     model: str
@@ -109,6 +118,7 @@ class ModelGraph(Record):
     values: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
     output_bytes: int = 0
+    input_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     @cached_property

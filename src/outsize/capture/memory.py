@@ -1,0 +1,36 @@
+"""Which memory the slots of a tape live in: how large it is, and which unit keeps it for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self, final
+
+from outsize.program.tape import Tape
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """By storage of the tape: bytes, and the unit whose `saved_bytes` count it; `saved_inputs` per unit."""
+
+    size_bytes: Mapping[int, int]
+    saved_by: Mapping[int, int]
+    saved_inputs: Sequence[int]
+
+    @classmethod
+    def of(cls, tape: Tape, starts: Sequence[int]) -> Self:
+        """`starts[u]` is the first instruction of unit u; a storage counts where it is kept first."""
+        sizes: dict[int, int] = {}
+        for meta in tape.metas:
+            sizes[meta.storage] = max(meta.size_bytes, sizes.get(meta.storage, 0))
+        saved_by: dict[int, int] = {}
+        for unit, (first, end) in enumerate(pairwise(starts)):
+            for instruction in tape.instructions[first:end]:
+                for storage in instruction.cost.kept:
+                    saved_by.setdefault(storage, unit)
+        inputs = [0] * (len(starts) - 1)
+        for storage in {tape.storage(slot) for slot in tape.inputs} & saved_by.keys():
+            inputs[saved_by[storage]] += sizes[storage]
+        return cls(sizes, saved_by, inputs)
