@@ -43,7 +43,7 @@ def launch(target: Path) -> None:
     plan = outsize.plan(model, (images,), **how, **loss, measured=True)
     graph = outsize.capture(model, (images[:2],), loss_fn=F.cross_entropy, target=labels[:2])
     predicted = expected_timeline(plan, graph, find_cluster(plan.cluster))
-    profile = outsize.measure(model, (images[:2],), loss_fn=F.cross_entropy, target=labels[:2])
+    profile = outsize.measure(model, (images[:2],), loss_fn=F.cross_entropy, target=labels[:2]).at(2)
     verdict = outsize.check(model, (images,), plan=plan, **loss)
     plan.save(target)
     assert run_script([str(HERE / "measure.py"), "worker", str(target)], 2) == 0

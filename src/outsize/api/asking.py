@@ -8,13 +8,14 @@ from pydantic import ValidationError
 
 from outsize.capture.cluster import find_cluster
 from outsize.capture.graph import Captured
-from outsize.capture.measure import Progress, measure_units
+from outsize.capture.measure import Progress
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
-from outsize.ir.profile import Profile
+from outsize.ir.profile import Profile, ProfileSet
 from outsize.planner.fit import Ask
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request
+from outsize.train.measuring import how_on, measure_captured
 from outsize.train.subject import Subject
 
 Wishes = TypeVar("Wishes", Ask, Request)
@@ -59,13 +60,18 @@ def cluster_of(cluster: str | Cluster) -> Cluster:
 
 
 def profile_of(
-    found: Subject, captured: Captured, cluster: Cluster, measured: bool, progress: Progress | None
+    found: Subject,
+    captured: Captured,
+    cluster: Cluster,
+    measured: bool | ProfileSet,
+    progress: Progress | None,
 ) -> Profile:
-    """Costs of the captured units: timed here, or by roofline for the cluster's device."""
+    """Costs of the captured units: timed before or here, or by roofline for the cluster's device."""
+    if isinstance(measured, ProfileSet):
+        return measured.of_graph(captured.graph, cluster.devices[0].kind)
     if not measured or captured.graph.form == "modules":
         return roofline(captured.graph, cluster.devices[0])
-    batch = found.batch.resized(captured.graph.batch_size)
-    return measure_units(captured, found.module, batch.tensors(), progress=progress)
+    return measure_captured(found, captured, how_on(cluster), progress)
 
 
 def counts_of(batch_size: int, stages: int, microbatches: int | None) -> list[int]:

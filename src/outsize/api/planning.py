@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -10,13 +11,13 @@ from torch import nn
 from outsize.api.asking import checked, cluster_of, counts_of, profile_of, request_of
 from outsize.capture.by_modules import capture_model
 from outsize.capture.ladder import LossFn
-from outsize.capture.measure import Progress, measure_units
+from outsize.capture.measure import How, Progress
 from outsize.capture.precision import check_precision
 from outsize.ir.cluster import Cluster
 from outsize.ir.fit import Fit, Precision
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
-from outsize.ir.profile import Profile
+from outsize.ir.profile import Profile, ProfileSet
 from outsize.ir.timeline import Timeline
 from outsize.planner import fit as fitting
 from outsize.planner import price as pricing
@@ -24,6 +25,7 @@ from outsize.planner.fit import Ask
 from outsize.planner.roofline import roofline
 from outsize.planner.search import search
 from outsize.train.batch_dims import Asked
+from outsize.train.measuring import measure_sizes
 from outsize.train.subject import Subject, as_batch
 
 Kwargs = dict[str, Any]
@@ -60,17 +62,17 @@ def measure(
     *,
     loss_fn: LossFn | None = None,
     target: Any = None,
+    batch_dims: Asked | None = None,
+    sizes: Sequence[int] | None = None,
+    how: How | None = None,
     progress: Progress | None = None,
-) -> Profile:
-    """Costs per unit, timed on this machine with the example batch as one microbatch.
+) -> ProfileSet:
+    """Costs per unit, timed on this machine at each microbatch size (default: the example batch as one).
 
-    Those of a model that runs by modules are estimated by roofline.
+    `plan(..., measured=...)` takes it. Raises BadOption for weights on meta or a model that runs by modules.
     """
-    batch = as_batch(args, kwargs, target)
-    captured = capture_model(model, batch.args, batch.kwargs, loss_fn, batch.target)
-    if captured.graph.form == "modules":
-        return estimate(captured.graph)
-    return measure_units(captured, model, batch.tensors(), progress=progress)
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+    return measure_sizes(found, [found.batch.size] if sizes is None else sizes, how, progress)
 
 
 def plan(
@@ -89,13 +91,14 @@ def plan(
     loss_fn: LossFn | None = None,
     target: Any = None,
     batch_dims: Asked | None = None,
-    measured: bool = False,
+    measured: bool | ProfileSet = False,
     progress: Progress | None = None,
 ) -> Plan:
     """The fastest split that fits the cluster, by predicted step time.
 
     `batch_size` is the global batch (default: the example's); what is not given is searched. `measured`
-    times the units on this machine instead of estimating them. `recompute="full"` trades time for memory;
+    times the units on this machine instead of estimating them, or is what `measure` found; then only the
+    microbatch sizes that it covers are looked at. `recompute="full"` trades time for memory;
     `bn` is how BatchNorm keeps its running statistics (see Plan). `batch_dims` maps an argument's name or
     position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
     follows from the shapes, and where these leave it open from a trial with one sample more.
@@ -114,6 +117,8 @@ def plan(
         bn=bn,
     )
     counts = counts_of(size, stages or len(where.devices), request.microbatches)
+    if isinstance(measured, ProfileSet):
+        counts = measured.counts(counts, size)
     candidates = {}
     for count in counts:
         captured = found.taken(-(-size // count), size // (microbatches or 1))
@@ -178,7 +183,7 @@ def price(
     loss_fn: LossFn | None = None,
     target: Any = None,
     batch_dims: Asked | None = None,
-    measured: bool = False,
+    measured: bool | ProfileSet = False,
 ) -> tuple[Plan, ModelGraph, Timeline]:
     """A plan (perhaps edited by hand) checked against the model and priced as it is, with its timeline.
 

@@ -63,23 +63,14 @@ class ProfileCache:
 
     def load(self) -> dict[str, Timing]:
         """Unit key -> timing; empty, with a warning, when the file is not what it should be."""
-        try:
-            text = self.path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return {}
-        except (OSError, UnicodeDecodeError) as error:
-            return self._ignored(str(error))
-        try:
-            found = CacheFile.model_validate_json(text)
-        except ValidationError as error:
-            return self._ignored(error.errors(include_url=False)[0]["msg"])
-        if found.environment != self._environment:
-            return self._ignored("it is of another machine")
-        return found.timings
+        timings, trouble = self._read()
+        if trouble:
+            warnings.warn(f"the unit times in {self.path} are not used: {trouble}", stacklevel=2)
+        return timings
 
     def save(self, timings: Mapping[str, Timing]) -> None:
         """Add timings to the file; a folder that cannot be written to is warned about."""
-        merged = CacheFile(environment=self._environment, timings={**self.load(), **timings})
+        merged = CacheFile(environment=self._environment, timings={**self._read()[0], **timings})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
@@ -90,6 +81,14 @@ class ProfileCache:
         except OSError as error:
             warnings.warn(f"unit times are not kept: {error}", stacklevel=2)
 
-    def _ignored(self, reason: str) -> dict[str, Timing]:
-        warnings.warn(f"the unit times in {self.path} are not used: {reason}", stacklevel=3)
-        return {}
+    def _read(self) -> tuple[dict[str, Timing], str]:
+        """The timings, or none of them and why."""
+        try:
+            found = CacheFile.model_validate_json(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}, ""
+        except ValidationError as error:
+            return {}, error.errors(include_url=False)[0]["msg"]
+        except (OSError, UnicodeDecodeError) as error:
+            return {}, str(error)
+        return (found.timings, "") if found.environment == self._environment else ({}, "of another machine")

@@ -21,6 +21,7 @@ from outsize.cli.check import check
 from outsize.cli.demo import demo
 from outsize.cli.explain import explain
 from outsize.cli.fit import fit
+from outsize.cli.measure import measure
 from outsize.cli.plan import plan
 from outsize.cli.run import RunCommand
 from outsize.cli.run import run as run_verb
@@ -58,6 +59,7 @@ def make_app() -> typer.Typer:
     app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(outsize)
     app.command()(fit)
+    app.command()(measure)
     app.command()(plan)
     app.command()(check)
     app.command(cls=RunCommand)(run_verb)

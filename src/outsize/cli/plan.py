@@ -10,18 +10,23 @@ import typer
 
 from outsize.cli import options
 from outsize.cli.screen import Screen
-from outsize.cli.subject import Subject, batch_size, load_plan, make_subject, write_text
+from outsize.cli.subject import Subject, batch_size, load_plan, load_profile, make_subject, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from outsize.ir.plan import Plan
+    from outsize.ir.profile import ProfileSet
 
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here; it can be edited by hand.")
 ]
 Check = Annotated[
     Path | None, typer.Option("--check", metavar="FILE", help="Price this plan as it is; cuts are not moved.")
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Unit times of outsize measure --out FILE."),
 ]
 Units = Annotated[bool, typer.Option("--units", help="List the model's units, the names a plan is made of.")]
 Meta = Annotated[bool, typer.Option("--meta", help="Build the model without weights.")]
@@ -39,6 +44,7 @@ def plan(
     recompute: options.Recompute = None,
     bn: options.BatchNorm = None,
     measure: options.Measure = False,
+    profile: Profile = None,
     out: Out = None,
     check: Check = None,
     units: Units = False,
@@ -51,14 +57,15 @@ def plan(
     asked = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
     asked |= {"recompute": recompute, "bn": bn}
     options.refuse_beside(edited, "--check", **asked)
+    measured = load_profile(profile) or measure
     with screen.working(f"building {model}"):
         subject = make_subject(model, input, batch_size(batch, edited), meta=meta, seed=seed)
     if units:
         _list_units(screen, subject, cluster, measure)
     elif edited is not None:
-        _deliver(screen, _priced(screen, subject, edited, measure), out)
+        _deliver(screen, _priced(screen, subject, edited, measured), out)
     else:
-        wishes = {"cluster": cluster, "optimizer": optimizer, "measured": measure, **options.given(asked)}
+        wishes = {"cluster": cluster, "optimizer": optimizer, "measured": measured, **options.given(asked)}
         _deliver(screen, _made(screen, subject, **wishes), out)
 
 
@@ -69,7 +76,7 @@ def _made(screen: Screen, subject: Subject, **wishes: object) -> Plan:
         return api.plan(*subject.call, **subject.loss, **wishes)  # pyright: ignore[reportArgumentType]
 
 
-def _priced(screen: Screen, subject: Subject, edited: Plan, measured: bool) -> Plan:
+def _priced(screen: Screen, subject: Subject, edited: Plan, measured: bool | ProfileSet) -> Plan:
     from outsize import api
 
     with screen.working("pricing"):
@@ -83,8 +90,8 @@ def _list_units(screen: Screen, subject: Subject, cluster: str, measured: bool) 
         graph = api.capture(*subject.call, **subject.loss)
     with screen.bar("measuring") as progress:
         profile = (
-            api.measure(*subject.call, **subject.loss, progress=progress)
-            if measured
+            api.measure(*subject.call, **subject.loss, progress=progress).profiles[0]
+            if measured and graph.form == "tape"
             else api.estimate(graph, cluster)
         )
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from outsize.capture.losses import Objective
     from outsize.ir.plan import Plan
+    from outsize.ir.profile import ProfileSet
 
 
 @final
@@ -70,6 +71,13 @@ def load_plan(path: Path | None) -> Plan | None:
     from outsize.ir.plan import Plan
 
     return None if path is None else Plan.load(path)
+
+
+def load_profile(path: Path | None) -> ProfileSet | None:
+    """The profile of --profile. Raises BadOption."""
+    from outsize.ir.profile import ProfileSet
+
+    return None if path is None else ProfileSet.load(path)
 
 
 def write_text(path: Path, text: str) -> None:
