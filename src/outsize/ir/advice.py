@@ -14,6 +14,10 @@ AdviceCode = Literal[
     "heavy-unit",
     "optimizer-state",
     "idle-devices",
+    "balance",
+    "microbatches",
+    "recompute",
+    "memory",
 ]
 
 

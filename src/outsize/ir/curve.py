@@ -1,0 +1,17 @@
+"""Curve: what one choice does to the predicted throughput, everything else as asked."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+from outsize.ir.base import Record
+
+
+@final
+class Curve(Record):
+    """Samples per second by value of the choice; None where nothing fits. `chosen` is the plan's value."""
+
+    choice: Literal["microbatches", "devices"]
+    values: tuple[int, ...]
+    samples_per_s: tuple[float | None, ...]
+    chosen: int

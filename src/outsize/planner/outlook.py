@@ -1,0 +1,83 @@
+"""A plan with all that can be said about it: its timeline, advice, and what other choices would do.
+
+What-if curves are plans of their own: the search is asked again with the choice fixed, for each number of
+microbatches that was captured, and for 1, 2, 4 and so on up to all devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+from outsize.errors import PlanError
+from outsize.ir.advice import Advice
+from outsize.ir.cluster import Cluster
+from outsize.ir.curve import Curve
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan
+from outsize.ir.profile import Profile
+from outsize.ir.timeline import Timeline
+from outsize.planner.advise import advise
+from outsize.planner.price import timeline
+from outsize.planner.search import Request, search
+
+Candidates = Mapping[int, tuple[ModelGraph, Profile]]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Outlook:
+    """A priced plan beside the graph and profile of one of its microbatches."""
+
+    plan: Plan
+    graph: ModelGraph
+    profile: Profile
+    timeline: Timeline
+    advice: tuple[Advice, ...]
+    curves: tuple[Curve, ...] = ()
+
+
+def outlook(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Outlook:
+    """All but the curves. Raises as `price`."""
+    predicted = timeline(plan, graph, profile, cluster)
+    return Outlook(plan, graph, profile, predicted, advise(plan, graph, profile, cluster))
+
+
+def with_curves(found: Outlook, request: Request, candidates: Candidates, cluster: Cluster) -> Outlook:
+    """The same with what-if curves for the choices that were left open."""
+    counts = sorted(candidates) if request.microbatches is None else []
+    devices = _doubled(len(cluster.devices)) if request.stages is None else []
+    plan = found.plan
+    made = (
+        _curve("microbatches", counts, plan.microbatches, request, candidates, cluster),
+        _curve("devices", devices, plan.axes.world_size, request, candidates, cluster),
+    )
+    return replace(found, curves=tuple(curve for curve in made if len(curve.values) > 1))
+
+
+def _curve(
+    choice: Literal["microbatches", "devices"],
+    values: Iterable[int],
+    chosen: int,
+    request: Request,
+    candidates: Candidates,
+    cluster: Cluster,
+) -> Curve:
+    field = {"microbatches": "microbatches", "devices": "stages"}[choice]
+    tried = {v: _rate(request.model_copy(update={field: v}), candidates, cluster) for v in values}
+    return Curve(choice=choice, values=tuple(tried), samples_per_s=tuple(tried.values()), chosen=chosen)
+
+
+def _rate(request: Request, candidates: Candidates, cluster: Cluster) -> float | None:
+    """Samples per second of the best plan; None when there is none."""
+    try:
+        found = search(request, candidates, cluster)
+    except PlanError:
+        return None
+    return found.expected.samples_per_s if found.expected else None
+
+
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most`."""
+    return sorted({*(2**k for k in range(most.bit_length())), most})
