@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
-from parity_runs import SEED, STEPS, Combination, batch_of, fresh, planned, reference
+from parity_runs import SEED, STEPS, Combination, batch_of, captured, fresh, interleaved, planned, reference
 from zoo import CASES, case
 
 from outsize.ir.plan import ScheduleName
@@ -33,9 +33,12 @@ EXPENSIVE = ("resnet18", "resnet50", "deeplabv3", "late_fusion")
 
 
 def combinations(name: str, stages: int, everything: bool) -> list[Combination]:
-    """All four, or for an expensive model the two in which each value occurs."""
+    """All four, or for an expensive model the two in which each value occurs; and two stages on each rank."""
     found = [Combination(name, m, stages, how) for m in MICROBATCHES for how in SCHEDULES]
-    return [found[0], found[3]] if name in EXPENSIVE and not everything else found
+    if name in EXPENSIVE and not everything:
+        return [found[0], found[3]]
+    enough = len(captured(name, 4).graph.units) >= 2 * stages
+    return [*found, Combination(name, 4, 2 * stages, "interleaved")] if enough else found
 
 
 def share_references(name: str, world: World, folder: Path) -> dict[int, Snapshot]:
@@ -58,8 +61,10 @@ def real_parameters(model: nn.Module) -> set[str]:
 def run(wanted: Combination, expected: Snapshot, world: World) -> dict[str, Any]:
     """One combination: how far this rank's tensors are from the reference's, and whose they are."""
     found = case(wanted.model)
+    several = wanted.schedule == "interleaved"
+    plan = interleaved(wanted, world.world_size) if several else planned(wanted)
     engine: Engine = make_engine(
-        fresh(wanted.model), planned(wanted), world.group, loss_fn=found.loss, optimizer=adamw, seed=SEED
+        fresh(wanted.model), plan, world.group, loss_fn=found.loss, optimizer=adamw, seed=SEED
     )
     snapshot = engine_snapshot(engine, batch_of(found), steps=STEPS)
     own = set(snapshot.parameters)

@@ -111,6 +111,15 @@ def at_random(wanted: Combination, seed: int) -> Plan:
     )
 
 
+def interleaved(wanted: Combination, ranks: int) -> Plan:
+    """Random cuts, stage s on rank s mod `ranks`."""
+    plan = at_random(wanted, seed=0)
+    stages = (stage.model_copy(update={"device": f"cpu:{s % ranks}"}) for s, stage in enumerate(plan.stages))
+    return plan.model_copy(
+        update={"stages": tuple(stages), "axes": Axes(pp=ranks), "cluster": f"{ranks}xcpu"}
+    )
+
+
 def engine_for(name: str, plan: Plan, dropout: bool = False) -> Engine:
     """All stages in this process, on new weights."""
     found = case(name)

@@ -16,7 +16,7 @@ from outsize.ir.base import Record
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.names import compress, expand
 
-ScheduleName = Literal["naive", "gpipe", "1f1b"]
+ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved"]
 Recompute = Literal["none", "full"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 Count = Annotated[int, Field(ge=1)]

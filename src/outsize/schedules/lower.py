@@ -22,6 +22,8 @@ edges (2,1) (1,0); stage 2 takes stage 1's output too, edge (1,2):
 
 Step edges carry values that are the same for all microbatches (tied parameters): one message a step,
 with microbatch 0. Stages of one rank hand over locally and get no transfer cells.
+Receives follow the order of the sends on their wire: where a message for another stage of the rank was sent
+before the one that is waited for (a skip edge under interleaved), its receive is posted along with it.
 
 Source: one pass for all schedules, as `_add_send_recv` of torch.distributed.pipelining; that one puts a
 receive where its send becomes possible, this one by its consumer, so that only what is needed next waits.
@@ -33,12 +35,14 @@ tests/unit/schedules/test_lower.py draws again.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-from outsize.ir.schedule import Action, Schedule
-from outsize.schedules.message import Edges, Ends, messages
+from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.schedules.message import RECEIVES, SENDS, Edges, Ends, Message, message_of, messages
+
+Wire = tuple[int, int, Kind]
 
 
 def lower(
@@ -56,8 +60,10 @@ def lower(
         if rank_of[message.source] != rank_of[message.destination]:
             arriving[ends.consumer(message)].append(message.receive)
             leaving[ends.producer(message)].append(message.send)
-    rows = tuple(tuple(_lower_row(row, arriving, leaving)) for row in schedule.actions)
-    return Schedule(schedule.name, schedule.microbatches, rows)
+    rows = [tuple(_lower_row(row, arriving, leaving)) for row in schedule.actions]
+    sent = _wires(rows, rank_of)
+    rows = [tuple(_in_order(row, rank_of, sent)) for row in rows]
+    return Schedule(schedule.name, schedule.microbatches, tuple(rows))
 
 
 def _lower_row(
@@ -69,3 +75,30 @@ def _lower_row(
         yield from arriving.get(upcoming, ())
         yield action
         yield from leaving.get(action, ())
+
+
+def _wires(rows: Sequence[Sequence[Action]], rank_of: dict[int, int]) -> dict[Wire, deque[Message]]:
+    """(sending rank, receiving rank, F or B) -> messages in the order of their sends."""
+    sent: defaultdict[Wire, deque[Message]] = defaultdict(deque)
+    for row in rows:
+        for message in (message_of(action) for action in row if action.kind in SENDS):
+            sent[_wire(message, rank_of)].append(message)
+    return sent
+
+
+def _wire(message: Message, rank_of: dict[int, int]) -> Wire:
+    return rank_of[message.source], rank_of[message.destination], message.kind
+
+
+def _in_order(
+    row: Sequence[Action], rank_of: dict[int, int], sent: dict[Wire, deque[Message]]
+) -> Iterable[Action]:
+    """The row with a receive posted earlier where something sent later is waited for sooner."""
+    for action in row:
+        if action.kind not in RECEIVES:
+            yield action
+            continue
+        message = message_of(action)
+        queue = sent[_wire(message, rank_of)]
+        while message in queue:
+            yield queue.popleft().receive

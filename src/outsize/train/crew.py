@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outsize.ir.plan import Plan
-from outsize.ir.schedule import Kind, Schedule
+from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.cut import Cut
@@ -87,6 +87,10 @@ class Crew(ABC):
         """
 
     @abstractmethod
+    def rank_of(self, stage: int) -> int:
+        """The rank on which a stage runs."""
+
+    @abstractmethod
     def gather_spans(self) -> list[RawSpan]:
         """Spans of all ranks since `start_step`."""
 
@@ -118,19 +122,24 @@ class Crew(ABC):
 
 def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool) -> Schedule:
     """The plan's schedule for so many microbatches, lowered along the cut's edges, and checked."""
-    schedule = build(plan.schedule, len(plan.stages), microbatches)
+    schedule = build(plan.schedule, len(plan.stages), microbatches, plan.axes.pp)
     if not training:
-        rows = tuple(
-            tuple(a for a in row if a.kind is Kind.F)
-            for row in build("gpipe", len(plan.stages), microbatches).actions
-        )
-        schedule = Schedule("forward", microbatches, rows)
+        schedule = _forwards(len(plan.stages), microbatches, plan.axes.pp)
     back = backward_edges(cut.boundaries) if training else frozenset()
     edges = (forward_edges(cut.boundaries), back, step_edges(cut.boundaries))
     lowered = lower(schedule, *edges)
     if training:
         check(lowered, *edges)
     return lowered
+
+
+def _forwards(stages: int, microbatches: int, ranks: int) -> Schedule:
+    """All microbatches through a rank's stages, one stage after the other."""
+    rows = (
+        tuple(Action(stage, Kind.F, mb) for stage in range(rank, stages, ranks) for mb in range(microbatches))
+        for rank in range(ranks)
+    )
+    return Schedule("forward", microbatches, tuple(rows))
 
 
 def _outputs(variant: Variant, schedule: Schedule, results: Iterable[StepOutputs]) -> GroupOutputs:
@@ -211,6 +220,9 @@ class LocalCrew(Crew):
     def sum(self, value: Tensor) -> Tensor:
         return value
 
+    def rank_of(self, stage: int) -> int:
+        return 0
+
     def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
         return tensor.detach().cpu()
 
@@ -246,7 +258,7 @@ class ProcessCrew(Crew):
         self._plan, self._group, self.device = plan, group, device
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
-        self.stages = (self.rank,)
+        self.stages = tuple(range(self.rank, len(plan.stages), plan.axes.pp))
         self._transport = ProcessTransport(make_groups(group, device), device)
         self._built: dict[tuple[int, int, bool], Interpreter] = {}
 
@@ -289,8 +301,11 @@ class ProcessCrew(Crew):
         dist.all_reduce(value, group=self._group)
         return value
 
+    def rank_of(self, stage: int) -> int:
+        return stage % self._plan.axes.pp
+
     def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
-        return self._transport.to_first(tensor, stage)  # a stage's number is its rank's
+        return self._transport.to_first(tensor, self.rank_of(stage))
 
     def gather_spans(self) -> list[RawSpan]:
         found: list[Any] = [None] * self.world_size

@@ -89,7 +89,8 @@ class Ownership:
         if self._crew.group is None:
             return None
         device = self._crew.device or torch.device("cpu")
-        holders: Holders = self.placement.holders
+        rank_of, held = self._crew.rank_of, self.placement.holders.items()
+        holders: Holders = {name: frozenset(map(rank_of, stages)) for name, stages in held}
         return OwnedRun(self._model, holders, Exchange(self._crew.group, device), device)
 
     def _place(self, placement: Placement) -> None:

@@ -84,7 +84,7 @@ def verify(question: Question, *, processes: bool) -> Verdict:
         stages=tuple(stage.units for stage in plan.stages),
         schedule=plan.schedule,
         microbatches=plan.microbatches,
-        processes=len(plan.stages) if processes else 0,
+        processes=plan.axes.world_size if processes else 0,
         capture_s=question.capture_s,
         run_s=run_s,
         notes=(*question.captured.tape.opaque, *_by_design(question, reference)),
@@ -159,7 +159,7 @@ def _engine(question: Question) -> Engine:
 
 
 def _over_processes(question: Question) -> Snapshot:
-    ranks = len(question.plan.stages)
+    ranks = question.plan.axes.world_size
     with tempfile.TemporaryDirectory(prefix="outsize-check-") as folder:
         _save(question, Path(folder))
         code = run_script(["outsize.train.verify_worker", folder], ranks, module=True)
