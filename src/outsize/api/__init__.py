@@ -13,10 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outsize.api.planning import capture, estimate, fit, measure, plan, price
+    from outsize.api.planning import capture, estimate, fit, measure, outlook, plan, price
     from outsize.api.running import check, parallelize
 
-__all__ = ["capture", "check", "estimate", "fit", "measure", "parallelize", "plan", "price"]
+__all__ = ["capture", "check", "estimate", "fit", "measure", "outlook", "parallelize", "plan", "price"]
 _RUNNING = ("check", "parallelize")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, final
 
 from pydantic import ValidationError
 
@@ -11,6 +12,7 @@ from outsize.capture.graph import Captured
 from outsize.capture.measure import Progress
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.planner.fit import Ask
 from outsize.planner.roofline import roofline
@@ -23,10 +25,36 @@ Wishes = TypeVar("Wishes", Ask, Request)
 _MULTIPLES = (1, 2, 4, 8)
 
 
+@final
+@dataclass(frozen=True)
+class Question:
+    """What the search is called with; `candidates` by number of microbatches."""
+
+    request: Request
+    cluster: Cluster
+    candidates: dict[int, tuple[ModelGraph, Profile]]
+
+
+def ask(
+    found: Subject, cluster: Cluster, *, measured: bool | ProfileSet, progress: Progress | None, **wishes: Any
+) -> Question:
+    """The wishes checked, and the model captured for each number of microbatches that is worth a look."""
+    given = wishes.pop("batch_size", None)
+    size = found.batch.size if given is None else given
+    request = request_of(batch_size=size, **wishes)
+    candidates: dict[int, tuple[ModelGraph, Profile]] = {}
+    counts = counts_of(size, request.stages or len(cluster.devices), request.microbatches)
+    for count in measured.counts(counts, size) if isinstance(measured, ProfileSet) else counts:
+        captured = found.taken(-(-size // count), size // (request.microbatches or 1))
+        if captured is not None:
+            candidates[count] = captured.graph, profile_of(found, captured, cluster, measured, progress)
+    return Question(request, cluster, candidates)
+
+
 def request_of(**fields: Any) -> Request:
     """A request for the search; BadOption for a value that makes no sense."""
-    if fields["bn"] == "sync":
-        fields["microbatches"] = _the_whole_batch(fields["microbatches"])
+    if fields.get("bn") == "sync":
+        fields["microbatches"] = _the_whole_batch(fields.get("microbatches"))
     return checked(Request, **fields)
 
 

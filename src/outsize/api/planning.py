@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from outsize.api.asking import checked, cluster_of, counts_of, profile_of, request_of
+from outsize.api.asking import ask, checked, cluster_of, profile_of
 from outsize.capture.by_modules import capture_model
 from outsize.capture.ladder import LossFn
 from outsize.capture.measure import How, Progress
@@ -20,8 +20,10 @@ from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.ir.timeline import Timeline
 from outsize.planner import fit as fitting
+from outsize.planner import outlook as outlooking
 from outsize.planner import price as pricing
 from outsize.planner.fit import Ask
+from outsize.planner.outlook import Outlook
 from outsize.planner.roofline import roofline
 from outsize.planner.search import search
 from outsize.train.batch_dims import Asked
@@ -105,10 +107,12 @@ def plan(
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
     """
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
-    where = cluster_of(cluster)
-    size = found.batch.size if batch_size is None else batch_size
-    request = request_of(
-        batch_size=size,
+    question = ask(
+        found,
+        cluster_of(cluster),
+        measured=measured,
+        progress=progress,
+        batch_size=batch_size,
         microbatches=microbatches,
         stages=stages,
         schedule=schedule,
@@ -116,15 +120,36 @@ def plan(
         recompute=recompute,
         bn=bn,
     )
-    counts = counts_of(size, stages or len(where.devices), request.microbatches)
-    if isinstance(measured, ProfileSet):
-        counts = measured.counts(counts, size)
-    candidates = {}
-    for count in counts:
-        captured = found.taken(-(-size // count), size // (microbatches or 1))
-        if captured is not None:
-            candidates[count] = (captured.graph, profile_of(found, captured, where, measured, progress))
-    return search(request, candidates, where)
+    return search(question.request, question.candidates, question.cluster)
+
+
+def outlook(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Kwargs | None = None,
+    *,
+    plan: Plan | None = None,
+    curves: bool = False,
+    cluster: str | Cluster = "local",
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    batch_dims: Asked | None = None,
+    measured: bool | ProfileSet = False,
+    progress: Progress | None = None,
+    **wishes: Any,
+) -> Outlook:
+    """A plan with its graph, predicted timeline and advice; `curves` adds what other choices would do.
+
+    Without `plan` one is made, as by the function of that name, whose other keyword arguments are the
+    `wishes`; a given one is priced as it is. Raises as `plan` and `price`.
+    """
+    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+    if plan is not None:
+        return _priced(plan, found, measured)
+    asked = ask(found, cluster_of(cluster), measured=measured, progress=progress, **wishes)
+    made = search(asked.request, asked.candidates, asked.cluster)
+    seen = outlooking.outlook(made, *asked.candidates[made.microbatches], asked.cluster)
+    return outlooking.with_curves(seen, asked.request, asked.candidates, asked.cluster) if curves else seen
 
 
 def fit(
@@ -189,9 +214,11 @@ def price(
 
     Raises ModelMismatch for another model's plan and BadPlan for stages that do not cover the model.
     """
-    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
-    captured = found.captured(chosen.microbatch_size)
-    cluster = cluster_of(chosen.cluster)
-    profile = profile_of(found, captured, cluster, measured, None)
-    priced = pricing.price(chosen, captured.graph, profile, cluster)
-    return priced, captured.graph, pricing.timeline(chosen, captured.graph, profile, cluster)
+    seen = _priced(chosen, Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims), measured)
+    return seen.plan, seen.graph, seen.timeline
+
+
+def _priced(chosen: Plan, found: Subject, measured: bool | ProfileSet) -> Outlook:
+    captured, cluster = found.captured(chosen.microbatch_size), cluster_of(chosen.cluster)
+    graph, profile = captured.graph, profile_of(found, captured, cluster, measured, None)
+    return outlooking.outlook(pricing.price(chosen, graph, profile, cluster), graph, profile, cluster)

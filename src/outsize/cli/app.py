@@ -20,6 +20,7 @@ from outsize.cli import options
 from outsize.cli.check import check
 from outsize.cli.demo import demo
 from outsize.cli.explain import explain
+from outsize.cli.explain_plan import explain_plan
 from outsize.cli.fit import fit
 from outsize.cli.measure import measure
 from outsize.cli.plan import plan
@@ -65,6 +66,7 @@ def make_app() -> typer.Typer:
     app.command(cls=RunCommand)(run_verb)
     app.command()(trace)
     app.command()(explain)
+    app.command()(explain_plan)
     app.command()(demo)
     return app
 
