@@ -56,7 +56,7 @@ def links_tables(points: Mapping[str, Sequence[Point]], links: Mapping[str, Link
     times = pieces.table(("bytes", "right"), *pieces.rights(*kinds))
     for number, (size, *_) in enumerate(points[kinds[0]]):
         cells = [points[kind][number] if number < len(points[kind]) else None for kind in kinds]
-        times.add_row(bytes_text(size), *(f"{_time(c[1])} ±{_time(c[2])}" if c else "-" for c in cells))
+        times.add_row(bytes_text(size), *(_spread_time(*c[1:]) if c else "-" for c in cells))
     lines = pieces.table(("exchange", "left"), *pieces.rights("latency", "bandwidth"))
     for kind, link in links.items():
         lines.add_row(kind, _time(link.latency_s), f"{bytes_text(link.bytes_per_s)}/s")
@@ -70,6 +70,10 @@ def spread_text(unit: UnitCost) -> str:
     """The distance between the quartiles as a share of the unit's own time."""
     total_s = unit.forward_s + unit.backward_s
     return percent_text(unit.spread_s / total_s) if total_s else "-"
+
+
+def _spread_time(seconds: float, spread_s: float) -> str:
+    return f"{_time(seconds)} ±{percent_text(spread_s / seconds)}" if seconds else "-"
 
 
 def _time(seconds: float) -> str:
