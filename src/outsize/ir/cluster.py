@@ -1,147 +1,219 @@
-"""Cluster: devices with memory and speed, links with latency and bandwidth; parsed from a short name.
+"""Cluster: devices in rank order and the links between them; parsed from a short name.
 
-Grammar: `[NODESx]COUNTxDEVICE`. `2xcpu`, `8xh100-80gb`, `2x8xh100-80gb` (two nodes of eight), `2x12GB`
-(two devices of 12 GB whose speed nobody knows; the figures of an RTX 3090 stand in).
-Speeds are vendor peaks of dense matrix multiplication; `Device.source` says where they are from.
+    CLUSTER = PART{+PART}[@[NICSx]NETWORK]      PART = [NODESx]COUNTxDEVICE
+
+`2xcpu`, `8xh100-80gb`, `2x8xh100-80gb` (two nodes of eight), `4xv100-32gb+4xa100-40gb` (unequal nodes),
+`2x8xh100-80gb@ib400` (one such NIC per device), `2x8xa100@4xib200` (four per node), `2x12GB` (two devices of
+12 GB whose speed nobody knows; the figures of an RTX 3090 stand in). Without a network each part brings the
+one it is usually sold with, and the slowest of them joins the nodes. A cluster in a file: cluster_file.py.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from typing import final
+from collections.abc import Sequence
+from typing import Final, Self, final
+
+from pydantic import Field, model_validator
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.base import Record
+from outsize.ir.devices import GIB, STAND_IN, TABLE, Device, Kind, kind_named
+from outsize.ir.links import NETWORKS, Link
 
-GIB = 1024**3
+__all__ = ["GIB", "KINDS", "Cluster", "Device", "Link", "Part", "make_cluster", "parse_cluster"]
 
-
-@final
-class Device(Record):
-    """One accelerator or CPU process."""
-
-    name: str
-    kind: str
-    memory_bytes: int
-    flops_per_s: dict[str, float]
-    bytes_per_s: float
-    source: str
-
-    def flops(self, dtype: str) -> float:
-        """Peak FLOP/s in `dtype`; fp32's when the table has no such column."""
-        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+KINDS: Final = tuple(TABLE)
 
 
 @final
-class Link(Record):
-    """Point-to-point cost model: latency_s + bytes / bytes_per_s (Hockney, 1994)."""
+class Part(Record):
+    """Nodes that are alike: so many devices in all, so many in each node."""
 
-    name: str
-    latency_s: float
-    bytes_per_s: float
+    devices: int = Field(ge=1)
+    devices_per_node: int = Field(ge=1)
+    inner: Link
+    nics_per_node: int = Field(default=1, ge=1)
 
-    def seconds(self, size_bytes: int) -> float:
-        """Seconds to move `size_bytes` in one message; zero bytes cost nothing."""
-        return self.latency_s + size_bytes / self.bytes_per_s if size_bytes else 0.0
+    @property
+    def nodes(self) -> int:
+        """How many nodes; the last may be smaller."""
+        return -(-self.devices // self.devices_per_node)
 
 
 @final
 class Cluster(Record):
-    """Devices in rank order; `devices_per_node` neighbours share the inner link."""
+    """Devices in rank order; `devices_per_node` neighbours share the inner link.
+
+    `outer` is one NIC, of which each node has `nics_per_node`. Where nodes differ, `parts` says how, in rank
+    order, and `devices_per_node`, `inner` and `nics_per_node` are those of the first part.
+    """
 
     name: str
-    devices: tuple[Device, ...]
-    devices_per_node: int
+    devices: tuple[Device, ...] = Field(min_length=1)
+    devices_per_node: int = Field(ge=1)
     inner: Link
     outer: Link
+    nics_per_node: int = Field(default=1, ge=1)
+    parts: tuple[Part, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.parts and sum(part.devices for part in self.parts) != len(self.devices):
+            raise ValueError(f"the parts have other devices in all than devices lists ({len(self.devices)})")
+        if len({device.name for device in self.devices}) < len(self.devices):
+            raise ValueError("two devices have one name")
+        return self
 
     def link(self, rank_a: int, rank_b: int) -> Link:
         """The link between two ranks."""
-        same_node = rank_a // self.devices_per_node == rank_b // self.devices_per_node
-        return self.inner if same_node else self.outer
+        if not self.parts:
+            same = rank_a // self.devices_per_node == rank_b // self.devices_per_node
+            return self.inner if same else self.outer
+        same = self.node_of(rank_a) == self.node_of(rank_b)
+        return self.part_of(rank_a).inner if same else self.outer
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return sum(part.nodes for part in self._parts())
+
+    @property
+    def unequal(self) -> bool:
+        """Whether devices are of several kinds or memories."""
+        return len({(device.kind, device.memory_bytes) for device in self.devices}) > 1
+
+    def node_of(self, rank: int) -> int:
+        """The number of the node of a rank."""
+        nodes, first, part = self._place(rank)
+        return nodes + (rank - first) // part.devices_per_node
+
+    def part_of(self, rank: int) -> Part:
+        """The nodes like the one of a rank."""
+        return self._place(rank)[2]
+
+    def _place(self, rank: int) -> tuple[int, int, Part]:
+        """The nodes and the ranks before the part of a rank, and the part. Not cached: copies may differ."""
+        nodes = first = 0
+        for part in self._parts()[:-1]:
+            if rank < first + part.devices:
+                return nodes, first, part
+            nodes, first = nodes + part.nodes, first + part.devices
+        return nodes, first, self._parts()[-1]
+
+    def _parts(self) -> tuple[Part, ...]:
+        if self.parts:
+            return self.parts
+        nics = self.nics_per_node
+        per_node = self.devices_per_node
+        return (
+            Part(devices=len(self.devices), devices_per_node=per_node, inner=self.inner, nics_per_node=nics),
+        )
 
 
-LOOPBACK = Link(name="loopback", latency_s=60e-6, bytes_per_s=1.5e9)
-PCIE4 = Link(name="pcie4-x16", latency_s=10e-6, bytes_per_s=24e9)
-NVLINK3 = Link(name="nvlink3", latency_s=6e-6, bytes_per_s=250e9)
-NVLINK4 = Link(name="nvlink4", latency_s=6e-6, bytes_per_s=380e9)
-INFINIBAND = Link(name="infiniband-400", latency_s=12e-6, bytes_per_s=45e9)
-ETHERNET = Link(name="ethernet-25", latency_s=40e-6, bytes_per_s=2.5e9)
+# -- by name ---------------------------------------------------------------------------------------------
 
-
-def _speeds(fp32: float, half: float) -> dict[str, float]:
-    return {"float32": fp32, "bfloat16": half, "float16": half, "float64": fp32 / 2}
-
-
-# kind -> (GiB, FLOP/s, memory bytes/s, inner link, source)
-_TABLE: dict[str, tuple[float, dict[str, float], float, Link, str]] = {
-    "cpu": (24, _speeds(60e9, 30e9), 10e9, LOOPBACK, "one AVX-512 server core, order of magnitude"),
-    "v100-32gb": (32, _speeds(15.7e12, 125e12), 900e9, NVLINK3, "NVIDIA V100 datasheet"),
-    "a100-40gb": (40, _speeds(19.5e12, 312e12), 1555e9, NVLINK3, "NVIDIA A100 datasheet"),
-    "a100-80gb": (80, _speeds(19.5e12, 312e12), 2039e9, NVLINK3, "NVIDIA A100 datasheet"),
-    "h100-80gb": (80, _speeds(67e12, 989e12), 3350e9, NVLINK4, "NVIDIA H100 SXM datasheet"),
-    "h200-141gb": (141, _speeds(67e12, 989e12), 4800e9, NVLINK4, "NVIDIA H200 datasheet"),
-    "l4-24gb": (24, _speeds(30.3e12, 121e12), 300e9, PCIE4, "NVIDIA L4 datasheet"),
-    "l40s-48gb": (48, _speeds(91.6e12, 362e12), 864e9, PCIE4, "NVIDIA L40S datasheet"),
-    "rtx3090-24gb": (24, _speeds(35.6e12, 71e12), 936e9, PCIE4, "NVIDIA GA102 whitepaper"),
-    "rtx4090-24gb": (24, _speeds(82.6e12, 165e12), 1008e9, PCIE4, "NVIDIA AD102 whitepaper"),
-}
-KINDS = tuple(_TABLE)
-_SPEC = re.compile(r"^(?:(\d+)x)?(\d+)x([a-z0-9.\-]+)$")
+_PART = re.compile(r"^(?:(\d+)x)?(\d+)x([a-z0-9.\-]+)$")
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)gb$")
+_NETWORK = re.compile(r"^(?:(\d+)x)?([a-z]+\d*)$")
+
+
+@final
+class _Spec(Record):
+    """One part of a name."""
+
+    kind: Kind
+    nodes: int
+    count: int
+    memory_bytes: int | None = None
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`2xcpu`, `8xh100-80gb`, `2x8xa100-80gb`, `2x12GB` -> Cluster.
+    """`2xcpu`, `8xh100-80gb`, `2x8xa100-80gb@ib200`, `4xv100-32gb+4xa100-40gb`, `2x12GB` -> Cluster.
 
-    Raises UnknownDevice when the device is not in the table, BadOption when a count is zero.
+    Raises UnknownDevice when a device is not in the table, BadOption when a count or a memory is zero or the
+    network is unknown.
     """
-    match = _SPEC.match(text.strip().lower())
-    if match is None:
-        raise _unknown(text)
-    nodes, count = int(match[1] or 1), int(match[2])
-    if nodes < 1 or count < 1:
-        raise BadOption(f"cluster {text!r} has no device", next_step="--cluster 2xcpu")
-    kind, memory = _kind_and_memory(match[3], text)
-    return make_cluster(text, kind, nodes, count, memory)
+    devices, at, network = text.strip().lower().partition("@")
+    specs = [_spec(part, text) for part in devices.split("+")]
+    return _cluster(text, specs, _network(network, text) if at else None)
 
 
 def make_cluster(name: str, kind: str, nodes: int, count: int, memory_bytes: int | None = None) -> Cluster:
     """A cluster of `nodes` x `count` equal devices of a known kind; memory overrides the table's."""
-    gib, speeds, bandwidth, inner, source = _TABLE[kind]
-    memory = memory_bytes if memory_bytes is not None else int(gib * GIB)
-    devices = tuple(
-        Device(
-            name=f"{_family(kind)}:{rank}",
-            kind=kind,
-            memory_bytes=memory,
-            flops_per_s=speeds,
-            bytes_per_s=bandwidth,
-            source=source,
-        )
-        for rank in range(nodes * count)
+    spec = _Spec(kind=TABLE[kind], nodes=nodes, count=count, memory_bytes=memory_bytes)
+    return _cluster(name, [spec], None)
+
+
+def _cluster(name: str, specs: Sequence[_Spec], network: tuple[int | None, Link] | None) -> Cluster:
+    nics, outer = network or (None, _slowest(specs))
+    parts = tuple(_part(spec, nics, outer) for spec in specs)
+    ranks = enumerate(spec for spec in specs for _ in range(spec.nodes * spec.count))
+    return Cluster(
+        name=name,
+        devices=tuple(
+            spec.kind.device(f"{spec.kind.family}:{rank}", spec.memory_bytes) for rank, spec in ranks
+        ),
+        devices_per_node=parts[0].devices_per_node,
+        inner=parts[0].inner,
+        outer=outer,
+        nics_per_node=parts[0].nics_per_node,
+        parts=parts if len(parts) > 1 else (),
     )
-    outer = ETHERNET if kind == "cpu" else INFINIBAND
-    return Cluster(name=name, devices=devices, devices_per_node=count, inner=inner, outer=outer)
 
 
-def _family(kind: str) -> str:
-    return "cpu" if kind == "cpu" else "cuda"
+def _part(spec: _Spec, nics: int | None, outer: Link) -> Part:
+    """Where nobody counts the NICs: Ethernet serves a node, InfiniBand and RoCE each GPU."""
+    shared = spec.kind.family == "cpu" or outer.name.startswith("eth")
+    return Part(
+        devices=spec.nodes * spec.count,
+        devices_per_node=spec.count,
+        inner=spec.kind.link,
+        nics_per_node=nics or (1 if shared else spec.count),
+    )
 
 
-def _kind_and_memory(device: str, text: str) -> tuple[str, int | None]:
-    size = _SIZE.match(device)
+def _slowest(specs: Sequence[_Spec]) -> Link:
+    return min((NETWORKS[spec.kind.network] for spec in specs), key=lambda link: link.bytes_per_s)
+
+
+def _spec(part: str, text: str) -> _Spec:
+    match = _PART.match(part.strip())
+    if match is None:
+        raise _unknown(text, part)
+    nodes, count = int(match[1] or 1), int(match[2])
+    if nodes < 1 or count < 1:
+        raise BadOption(f"cluster {text!r} has no device", next_step="--cluster 2xcpu")
+    size = _SIZE.match(match[3])
     if size is not None:
-        return "rtx3090-24gb", int(float(size[1]) * 1e9)
-    matches = [kind for kind in KINDS if device == kind or kind.startswith(device + "-")]
-    if not matches:
-        raise _unknown(text)
-    return matches[-1], None
+        return _Spec(kind=TABLE[STAND_IN], nodes=nodes, count=count, memory_bytes=_memory(size[1], text))
+    kind = kind_named(match[3])
+    if kind is None:
+        raise _unknown(text, part)
+    return _Spec(kind=kind, nodes=nodes, count=count)
 
 
-def _unknown(text: str) -> UnknownDevice:
-    near = difflib.get_close_matches(text.split("x")[-1].lower(), KINDS, n=1, cutoff=0.4)
+def _memory(gigabytes: str, text: str) -> int:
+    memory = int(float(gigabytes) * 1e9)
+    if memory < 1:
+        raise BadOption(f"cluster {text!r} has devices without memory", next_step="--cluster 2x12GB")
+    return memory
+
+
+def _network(network: str, text: str) -> tuple[int | None, Link]:
+    match = _NETWORK.match(network.strip())
+    if match is None or match[2] not in NETWORKS or match[1] == "0":
+        raise BadOption(
+            f"cluster {text!r} has a network that is not known: {network!r}",
+            numbers=f"known networks: {', '.join(NETWORKS)}",
+            next_step=f"--cluster {text.partition('@')[0]}@ib400",
+        )
+    return (int(match[1]) if match[1] else None), NETWORKS[match[2]]
+
+
+def _unknown(text: str, part: str) -> UnknownDevice:
+    near = difflib.get_close_matches(part.split("x")[-1].lower(), KINDS, n=1, cutoff=0.4)
     return UnknownDevice(
         f"cluster {text!r} is not known",
         numbers=f"known devices: {', '.join(KINDS)}, a size such as 12GB, or local",
