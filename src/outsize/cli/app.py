@@ -66,7 +66,7 @@ def make_app() -> typer.Typer:
     app.command(cls=RunCommand)(run_verb)
     app.command()(trace)
     app.command()(explain)
-    app.command()(explain_plan)
+    app.command("explain-plan")(explain_plan)
     app.command()(demo)
     return app
 

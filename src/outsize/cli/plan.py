@@ -10,13 +10,20 @@ import typer
 
 from outsize.cli import options
 from outsize.cli.screen import Screen
-from outsize.cli.subject import Subject, batch_size, load_plan, load_profile, make_subject, write_text
+from outsize.cli.subject import (
+    Subject,
+    batch_size,
+    load_plan,
+    load_profile,
+    make_subject,
+    with_weights,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from outsize.ir.plan import Plan
-    from outsize.ir.profile import ProfileSet
+    from outsize.planner.outlook import Outlook
 
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the plan here; it can be edited by hand.")
@@ -29,7 +36,16 @@ Profile = Annotated[
     typer.Option("--profile", metavar="FILE", help="Unit times of outsize measure --out FILE."),
 ]
 Units = Annotated[bool, typer.Option("--units", help="List the model's units, the names a plan is made of.")]
-Meta = Annotated[bool, typer.Option("--meta", help="Build the model without weights.")]
+Meta = Annotated[
+    bool,
+    typer.Option(
+        "--meta", help="Never build weights: they are only for --measure and for models that run by modules."
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write a page: memory, timeline, cuts, other choices."),
+]
 
 
 def plan(
@@ -48,6 +64,7 @@ def plan(
     out: Out = None,
     check: Check = None,
     units: Units = False,
+    report: Report = None,
     meta: Meta = False,
     seed: options.Seed = 0,
     json: options.Json = False,
@@ -59,28 +76,29 @@ def plan(
     options.refuse_beside(edited, "--check", **asked)
     measured = load_profile(profile) or measure
     with screen.working(f"building {model}"):
-        subject = make_subject(model, input, batch_size(batch, edited), meta=meta, seed=seed)
+        size = batch_size(batch, edited)
+        subject = make_subject(model, input, size, meta=meta or not measure, seed=seed)
     if units:
-        _list_units(screen, subject, cluster, measure)
-    elif edited is not None:
-        _deliver(screen, _priced(screen, subject, edited, measured), out)
-    else:
-        wishes = {"cluster": cluster, "optimizer": optimizer, "measured": measured, **options.given(asked)}
-        _deliver(screen, _made(screen, subject, **wishes), out)
+        _list_units(screen, subject, cluster, bool(measure))
+        return
+    wishes = {"cluster": cluster, "optimizer": optimizer, **options.given(asked)}
+    wishes = wishes if edited is None else {"plan": edited}
+    wishes |= {"measured": measured, "curves": report is not None}
+    seen = _seen(screen, subject, **wishes)
+    if seen.plan.form == "modules" and not (meta or measure):
+        with screen.working("building the weights of a model that runs by modules"):
+            built = with_weights(model, input, size, seed, seen.graph.parameter_bytes)
+        seen = seen if built is None else _seen(screen, built, **wishes)
+    _deliver(screen, seen, out)
+    if report is not None:
+        _write_report(report, seen)
 
 
-def _made(screen: Screen, subject: Subject, **wishes: object) -> Plan:
+def _seen(screen: Screen, subject: Subject, **wishes: object) -> Outlook:
     from outsize import api
 
     with screen.working("planning"):
-        return api.plan(*subject.call, **subject.loss, **wishes)  # pyright: ignore[reportArgumentType]
-
-
-def _priced(screen: Screen, subject: Subject, edited: Plan, measured: bool | ProfileSet) -> Plan:
-    from outsize import api
-
-    with screen.working("pricing"):
-        return api.price(edited, *subject.call, **subject.loss, measured=measured)[0]
+        return api.outlook(*subject.call, **subject.loss, **wishes)  # pyright: ignore[reportArgumentType]
 
 
 def _list_units(screen: Screen, subject: Subject, cluster: str, measured: bool) -> None:
@@ -105,14 +123,28 @@ def _list_units(screen: Screen, subject: Subject, cluster: str, measured: bool) 
     screen.result({"model": graph.model, "units": units, "costs": costs}, tables)
 
 
-def _deliver(screen: Screen, made: Plan, out: Path | None) -> None:
+def _deliver(screen: Screen, seen: Outlook, out: Path | None) -> None:
     """Show the plan and write it. Under --json the document is the plan file itself."""
     if out is not None:
-        write_text(out, made.to_json() + "\n")
+        write_text(out, seen.plan.to_json() + "\n")
 
     def tables() -> Iterable[RenderableType]:
         from outsize.report import tables
 
-        yield tables.plan_table(made)
+        yield tables.plan_table(seen.plan, seen.graph, seen.advice)
 
-    screen.result(made.model_dump(mode="json"), tables)
+    screen.result(seen.plan.model_dump(mode="json"), tables)
+
+
+def _write_report(path: Path, seen: Outlook) -> None:
+    from outsize.report import html
+
+    page = html.render(
+        plan=seen.plan,
+        graph=seen.graph,
+        profile=seen.profile,
+        predicted=seen.timeline,
+        advice=seen.advice,
+        curves=seen.curves,
+    )
+    write_text(path, page)

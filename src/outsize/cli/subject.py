@@ -53,6 +53,18 @@ def make_subject(spec: str, shape: str | None, batch: int, *, meta: bool = False
     return Subject(model, args, kwargs, wanted)
 
 
+def with_weights(spec: str, shape: str | None, batch: int, seed: int, size_bytes: int) -> Subject | None:
+    """The same with weights of `size_bytes`; None where they are more than a quarter of the free memory.
+
+    Raises as make_subject.
+    """
+    import psutil
+
+    if 4 * size_bytes > psutil.virtual_memory().available:
+        return None
+    return make_subject(spec, shape, batch, seed=seed)
+
+
 def batch_size(batch: int | None, plan: Plan | None) -> int:
     """--batch, or the plan's. Raises BadOption when the two disagree."""
     if plan is None:

@@ -18,6 +18,7 @@ Complexity: O(units + values). Oracle: tests/unit/planner/test_advise.py works t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -32,6 +33,7 @@ from outsize.planner.extents import Extents
 from outsize.planner.reasons import microbatches_text
 from outsize.planner.split import Case
 
+NO_MORE: Final = "a larger --batch, or fewer --stages"
 SMALL: Final = 0.5
 FAT: Final = 0.25
 IDLE: Final = 1 / 3
@@ -254,7 +256,7 @@ def _idle(view: _View) -> Iterator[Advice]:
 def _more_microbatches(view: _View) -> Advice:
     count, bubble = view.plan.microbatches, view.expected.bubble
     wanted = min(view.plan.batch_size, 4 * view.stages)
-    more = f"--microbatches {wanted}" if count < wanted else "a larger --batch, or fewer --stages"
+    more = f"--microbatches {wanted}" if count < wanted and not _others_tried(view.plan) else NO_MORE
     return Advice(
         code="idle-devices",
         sentence=f"devices are idle for {percent_text(bubble)} of the step with {microbatches_text(count)} "
@@ -262,6 +264,12 @@ def _more_microbatches(view: _View) -> Advice:
         numbers={"bubble": bubble, "microbatches": count, "stages": view.stages},
         next_step=more,
     )
+
+
+def _others_tried(plan: Plan) -> bool:
+    """Whether the search has looked at other numbers of microbatches."""
+    found = (re.search(r"^not .* with (\d+) microbatch", why) for why in plan.why)
+    return any(match is not None and int(match[1]) != plan.microbatches for match in found)
 
 
 def _share(figures: StageFigures) -> float:

@@ -9,12 +9,18 @@ from typing import Any, final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from outsize.ir.advice import Advice
+from outsize.ir.curve import Curve
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
+from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, count_text, percent_text, rate_text, seconds_text
 from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
+from outsize.report import pieces
+from outsize.report.choices import curve_svg
 from outsize.report.figures import limit_drawn, loss_svg, memory_svg, timeline_svg
+from outsize.report.network import network_svg
 from outsize.report.palette import BACKWARD, CAUSES, FORWARD
 from outsize.report.tables import (
     SOURCES,
@@ -49,7 +55,7 @@ def write(
     verdict: Verdict | None = None,
     commands: Sequence[str] = (),
 ) -> None:
-    """Write `path`. What is not given is left out; `commands` are shown as the way to reproduce the run."""
+    """Write `path`; parameters as those of `render`."""
     page = render(
         plan=plan,
         graph=graph,
@@ -65,14 +71,20 @@ def write(
 def render(
     *,
     plan: Plan,
-    graph: ModelGraph | None,
-    predicted: Timeline | None,
-    measured: Timeline | None,
-    losses: Sequence[float],
-    verdict: Verdict | None,
-    commands: Sequence[str],
+    graph: ModelGraph | None = None,
+    profile: Profile | None = None,
+    predicted: Timeline | None = None,
+    measured: Timeline | None = None,
+    losses: Sequence[float] = (),
+    verdict: Verdict | None = None,
+    advice: Sequence[Advice] = (),
+    curves: Sequence[Curve] = (),
+    commands: Sequence[str] = (),
 ) -> str:
-    """The page as text; parameters as those of `write`."""
+    """The page as text. What is not given is left out; `commands` are shown as the way to reproduce the run.
+
+    With `profile`, which is of `graph`, the network is drawn with its cuts.
+    """
     found = [timeline for timeline in (predicted, measured) if timeline is not None]
     facts: dict[str, Any] = {
         "plan": plan,
@@ -85,6 +97,9 @@ def render(
         "limit_drawn": plan.expected is not None and limit_drawn(plan.expected),
         "timelines": _timelines(plan, found),
         "shades": list(zip(FORWARD, BACKWARD, strict=True)),
+        "network": _network(plan, graph, profile),
+        "curves": [curve_svg(f"by-{curve.choice}", curve) for curve in curves],
+        "advice": [pieces.said(a) for a in advice],
         "loss": loss_svg("loss", losses) if len(losses) > 1 else "",
         "losses": losses,
         "verdict": verdict,
@@ -112,6 +127,12 @@ def _size(graph: ModelGraph | None) -> str:
         return ""
     number = count_text(sum(p.numel for p in graph.parameters))
     return f"{number} parameters, {bytes_text(graph.parameter_bytes)}, {len(graph.units)} units"
+
+
+def _network(plan: Plan, graph: ModelGraph | None, profile: Profile | None) -> str:
+    if graph is None or profile is None:
+        return ""
+    return network_svg("network", graph, profile, plan.bounds(graph))
 
 
 def _tiles(

@@ -13,6 +13,8 @@ CAUSES = {
     "activations": "#e69f00",
     "boundary": "#cc79a7",
 }
+# Stages of a network; neighbours always differ.
+STAGES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 # Lightness repeats after so many microbatches; neighbours always differ.
 SHADES = 4
 FORWARD = ("#2166ac", "#4a90c9", "#7db5de", "#a9d0ec")

@@ -11,6 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from outsize.ir.advice import Advice
+
 Column = tuple[str, Literal["left", "right"]]
 FLUID = {"unit", "units"}
 
@@ -56,3 +58,8 @@ def listed(heading: str, sentences: Sequence[str]) -> list[RenderableType]:
 def full(share: float) -> Text:
     """How full a device is; red beyond its memory."""
     return Text(f"{share * 100:.0f} %", "bold red" if share > 1 else "")
+
+
+def said(advice: Advice) -> str:
+    """The sentence and what to type."""
+    return f"{advice.sentence}. Next: {advice.next_step}"

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from outsize.ir.advice import Advice
 from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.plan import Expected, Plan, StageFigures
 from outsize.ir.profile import Profile, UnitCost
@@ -32,7 +33,7 @@ SHORT = {"gradients": "grads", "optimizer": "optim."}
 SOURCES = {"measured": "from measured unit times", "roofline": "from estimated unit times (roofline)"}
 
 
-def plan_table(plan: Plan, graph: ModelGraph | None = None) -> Group:
+def plan_table(plan: Plan, graph: ModelGraph | None = None, advice: Sequence[Advice] = ()) -> Group:
     """Stages with their units, seconds and memory by cause; then the step and the reasons.
 
     A plan without `expected` shows its cuts alone. With `graph` the heading counts the model's parameters.
@@ -43,6 +44,7 @@ def plan_table(plan: Plan, graph: ModelGraph | None = None) -> Group:
     reasons = [w for w in plan.why if not is_rejection(w)]
     rejected = [w.removeprefix("not ") for w in plan.why if is_rejection(w)]
     parts += [*pieces.listed("Why", reasons), *pieces.listed("Not chosen", rejected)]
+    parts += pieces.listed("Advice", [pieces.said(a) for a in advice])
     return Group(_plan_heading(plan, graph), *pieces.spaced(*parts))
 
 

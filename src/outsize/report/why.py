@@ -20,17 +20,7 @@ def why_table(plan: Plan, levers: Sequence[Advice], advice: Sequence[Advice] = (
     parts: list[RenderableType] = [
         *pieces.listed("Why this one", reasons or ["the file does not say: it has no reasons in it"]),
         *pieces.listed("Not chosen", rejected),
-        *pieces.listed("What would make it faster", [said(lever) for lever in levers]),
-        *advice_list(advice),
+        *pieces.listed("What would make it faster", [pieces.said(lever) for lever in levers]),
+        *pieces.listed("Advice", [pieces.said(a) for a in advice]),
     ]
     return Group(plan_table(bare), *pieces.spaced(*parts))
-
-
-def advice_list(advice: Sequence[Advice]) -> list[RenderableType]:
-    """Advice as a list; nothing when there is none."""
-    return pieces.listed("Advice", [said(a) for a in advice])
-
-
-def said(advice: Advice) -> str:
-    """The sentence and what to type."""
-    return f"{advice.sentence}. Next: {advice.next_step}"

@@ -67,3 +67,27 @@ def test_a_plan_decides_what_options_may_not(outsize: Outsize) -> None:
     assert (answer.code, "--stages beside --check" in answer.err) == (2, True)
     answer = outsize("plan", "toy:build", "--check", "plan.json", "--batch", "9")
     assert (answer.code, "--batch 9 is not the plan's batch" in answer.err) == (2, True)
+
+
+def test_the_report_is_a_page_of_the_plan(outsize: Outsize, folder: Path) -> None:
+    answer = outsize("plan", "toy:build", "--cluster", "2xcpu", "--report", "plan.html")
+    assert answer.code == 0
+    page = (folder / "plan.html").read_text()
+    for heading in ("One step", "The cuts in the network", "Memory", "Other choices", "Advice"):
+        assert f">{heading}<" in page
+    answer = outsize("plan", "toy:build", "--cluster", "2xcpu", "--report", "gone/plan.html")
+    assert (answer.code, "E106" in answer.err) == (2, True)
+
+
+def test_no_weights_are_built_to_plan(outsize: Outsize) -> None:
+    call = ("plan", "toy:build?width=1000000&layers=2", "--cluster", "64xh200", "--stages", "3")
+    answer = outsize(*call, "--optimizer", "sgd")
+    assert answer.code == 3
+    assert answer.err.startswith("NoFeasiblePlan [E201]: stage ")
+
+
+def test_a_model_that_runs_by_modules_is_planned_with_weights(outsize: Outsize) -> None:
+    seen = outsize("plan", "toy:Deciding", "--cluster", "2xcpu", "--json")
+    assert json.loads(seen.out)["form"] == "modules"
+    without = outsize("plan", "toy:Deciding", "--cluster", "2xcpu", "--json", "--meta")
+    assert json.loads(without.out)["expected"] != json.loads(seen.out)["expected"]
