@@ -18,10 +18,21 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
-from parity_runs import SEED, STEPS, Combination, batch_of, captured, fresh, interleaved, planned, reference
+from parity_runs import (
+    SEED,
+    STEPS,
+    Combination,
+    at_random,
+    batch_of,
+    captured,
+    fresh,
+    interleaved,
+    planned,
+    reference,
+)
 from zoo import CASES, case
 
-from outsize.ir.plan import ScheduleName
+from outsize.ir.plan import Plan, ScheduleName
 from outsize.train.engine import Engine
 from outsize.train.launch import World, join, leave
 from outsize.train.parallel import make_engine
@@ -33,10 +44,14 @@ EXPENSIVE = ("resnet18", "resnet50", "deeplabv3", "late_fusion")
 
 
 def combinations(name: str, stages: int, everything: bool) -> list[Combination]:
-    """All four, or for an expensive model the two in which each value occurs; and two stages on each rank."""
+    """The two in which each number of microbatches and each schedule occurs, or all four; zero-bubble and two
+    stages on each rank, except where that is expensive.
+    """
     found = [Combination(name, m, stages, how) for m in MICROBATCHES for how in SCHEDULES]
+    found = found if everything else [found[0], found[3]]
     if name in EXPENSIVE and not everything:
-        return [found[0], found[3]]
+        return found
+    found.append(Combination(name, 4, stages, "zero-bubble"))
     enough = len(captured(name, 4).graph.units) >= 2 * stages
     return [*found, Combination(name, 4, 2 * stages, "interleaved")] if enough else found
 
@@ -58,11 +73,17 @@ def real_parameters(model: nn.Module) -> set[str]:
     return {n for n, p in model.named_parameters() if not p.is_meta}
 
 
+def plan_of(wanted: Combination, ranks: int) -> Plan:
+    """The planner's cuts, or random ones for schedules that it does not choose."""
+    if wanted.schedule == "interleaved":
+        return interleaved(wanted, ranks)
+    return at_random(wanted, seed=0) if wanted.schedule == "zero-bubble" else planned(wanted)
+
+
 def run(wanted: Combination, expected: Snapshot, world: World) -> dict[str, Any]:
     """One combination: how far this rank's tensors are from the reference's, and whose they are."""
     found = case(wanted.model)
-    several = wanted.schedule == "interleaved"
-    plan = interleaved(wanted, world.world_size) if several else planned(wanted)
+    plan = plan_of(wanted, world.world_size)
     engine: Engine = make_engine(
         fresh(wanted.model), plan, world.group, loss_fn=found.loss, optimizer=adamw, seed=SEED
     )

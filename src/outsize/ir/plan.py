@@ -16,8 +16,9 @@ from outsize.ir.base import Record
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.names import compress, expand
 
-ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "full"]
+Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 Count = Annotated[int, Field(ge=1)]
 
@@ -87,6 +88,7 @@ class Expected(Record):
 class Plan(Record):
     """How to run one model on one cluster.
 
+    precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
                 once per batch ("deferred"), or of a batch that is one microbatch ("sync")
@@ -103,6 +105,7 @@ class Plan(Record):
     schedule: ScheduleName
     stages: tuple[Stage, ...]
     optimizer: str = "adamw"
+    precision: Precision = "fp32"
     weights: Literal["resident"] = "resident"
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from torch import Tensor
@@ -158,7 +158,7 @@ class _Handlers:
         self._values: dict[Message, Pending | Tensor] = {}
         self._gradients: dict[Message, Pending | Tensor | None] = {}
         self._held: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-        self._trains = any(a.kind is Kind.B for a in schedule.actions[rank])
+        self._trains = any(a.kind in (Kind.B, Kind.I) for a in schedule.actions[rank])
         self._weights: dict[tuple[int, int], Tensor] = {}
         self._step = StepInputs((), (), ())
         self.outputs = StepOutputs()
@@ -180,6 +180,8 @@ class _Handlers:
         table = {
             Kind.F: self._forward,
             Kind.B: self._backward,
+            Kind.I: self._backward_input,
+            Kind.W: self._backward_weight,
             Kind.SEND_F: self._send_values,
             Kind.RECV_F: self._receive_values,
             Kind.SEND_B: self._send_gradients,
@@ -217,6 +219,36 @@ class _Handlers:
 
     def _backward(self, action: Action) -> _Op:
         stage, mb = self._stages[action.stage], action.microbatch
+        gradients = self._gradients_through(action, stage.backward)
+
+        def run(found: Gradients) -> None:
+            gradients.run(found)
+            self._release(stage, mb)
+
+        return replace(gradients, run=run)
+
+    def _backward_input(self, action: Action) -> _Op:
+        return self._gradients_through(action, self._stages[action.stage].backward_input)
+
+    def _backward_weight(self, action: Action) -> _Op:
+        stage, mb = self._stages[action.stage], action.microbatch
+
+        def run(_: None) -> None:
+            stage.backward_weight(mb)
+            self._release(stage, mb)
+
+        return _Op(str(action), "compute", run)
+
+    def _release(self, stage: Stage, mb: int) -> None:
+        """Buffers of received values may be used anew."""
+        for channel, buffer in self._held.pop((stage.program.stage, mb), ()):
+            self._transport.release(channel, buffer)
+
+    def _gradients_through(
+        self, action: Action, backward: Callable[[int, float, Gradients], Gradients]
+    ) -> _Op:
+        """Gradients of what the stage sent, and the last stage's loss, become those of what it received."""
+        stage, mb = self._stages[action.stage], action.microbatch
         incoming = self._incoming_gradients(stage, mb)
         returned = [b for b in stage.program.received if b.requires_grad]
 
@@ -224,11 +256,9 @@ class _Handlers:
             return {key: self._gradient(message) for key, message in incoming}
 
         def run(gradients: Gradients) -> None:
-            sink = stage.backward(mb, self._step.weights[mb], gradients)
+            sink = backward(mb, self._step.weights[mb], gradients)
             for boundary in returned:
                 self._gradients[boundary.key, boundary.previous(action.stage), mb] = sink.get(boundary.key)
-            for channel, buffer in self._held.pop((action.stage, mb), ()):
-                self._transport.release(channel, buffer)
 
         def ready() -> bool:
             return all(self._is_ready(self._gradients, m) for _, m in incoming)

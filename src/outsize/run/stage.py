@@ -24,6 +24,7 @@ from outsize.run.boundary import Boundary
 from outsize.run.cut import StageProgram
 from outsize.run.recompute import Recompute
 from outsize.run.rng import Seed
+from outsize.run.split_backward import Later, input_backward
 
 Gradients = dict[int, Tensor | None]  # boundary key -> gradient
 
@@ -79,6 +80,7 @@ class Stage:
         self._model = model
         self._written = _written_by_users(program, model)
         self._saved: dict[int, _Saved] = {}
+        self._later: dict[int, list[Later]] = {}
         self._checked = False
 
     def forward(
@@ -110,6 +112,30 @@ class Stage:
     def backward(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
         """Gradients that came in by boundary key -> gradients of the received values."""
         saved = self._saved.pop(microbatch)
+        roots, grads = self._roots(saved, weight, gradients)
+        if roots:
+            with outside_autocast():
+                torch.autograd.backward(roots, grads)
+        return saved.sink
+
+    def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+        """As `backward`, but weights whose gradients can wait get theirs in `backward_weight`."""
+        saved = self._saved.pop(microbatch)
+        roots, grads = self._roots(saved, weight, gradients)
+        if roots:
+            with outside_autocast():
+                # Recomputed activations would be computed once more for each weight.
+                self._later[microbatch] = input_backward(roots, grads, whole=self._again is not None)
+        return saved.sink
+
+    def backward_weight(self, microbatch: int) -> None:
+        """What `backward_input` of this microbatch has left."""
+        with outside_autocast():
+            for later in self._later.pop(microbatch, ()):
+                later.run()
+
+    def _roots(self, saved: _Saved, weight: float, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+        """Where the backward begins, and with which gradients."""
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         for key, gradient in gradients.items():
@@ -119,10 +145,7 @@ class Stage:
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
             grads.append(torch.full_like(saved.loss, weight))
-        if roots:
-            with outside_autocast():
-                torch.autograd.backward(roots, grads)
-        return saved.sink
+        return roots, grads
 
     def own(self, key: int) -> Tensor:
         """The tied parameter that this stage owns."""
@@ -131,6 +154,7 @@ class Stage:
     def forget(self) -> None:
         """Drop what an unfinished step left behind."""
         self._saved.clear()
+        self._later.clear()
 
     def _enter(self, saved: _Saved, boundary: Boundary, value: Tensor, grad: bool) -> Tensor:
         if not (grad and boundary.requires_grad):
