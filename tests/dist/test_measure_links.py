@@ -40,5 +40,6 @@ def test_messages_between_two_processes_give_a_cluster(tmp_path: Path) -> None:
     assert [(s["kind"], s["size_bytes"]) for s in found["samples"]] == [(k, n) for k in kinds for n in SIZES]
     assert all(sample["seconds"] > 0 for sample in found["samples"])
     cluster = Cluster.model_validate_json((tmp_path / "here.json").read_text())
-    assert cluster.link(0, 1).model_dump() == found["links"]["p2p"]
+    assert cluster.link(0, 1).latency_s == found["links"]["p2p"]["latency_s"]
+    assert cluster.link(0, 1).bytes_per_s == found["links"]["p2p"]["bytes_per_s"]
     assert len(cluster.devices) == 2

@@ -66,9 +66,16 @@ class Links(Record):
         return fit_link(f"measured-{kind}", self.points(kind))
 
     def cluster(self, name: str) -> Cluster:
-        """This machine's devices, one per rank, with the measured link between them."""
+        """This machine's devices, one per rank, with the measured link between them.
+
+        A hop of a collective is what an all_reduce without bytes takes in each of its 2 (ranks - 1) steps.
+        """
         where = find_cluster(f"{self.ranks}xcpu" if self.device_type == "cpu" else "local")
-        link = self.link()
+        source = f"messages between {self.ranks} processes on {self.device_type}"
+        link = self.link().model_copy(update={"source": source})
+        if "all_reduce" in self.kinds():
+            hop_s = self.link("all_reduce").latency_s / (2 * (self.ranks - 1))
+            link = link.model_copy(update={"hop_s": hop_s})
         devices = where.devices[: self.ranks]
         update = {"name": name, "devices": devices, "devices_per_node": len(devices)}
         return where.model_copy(update=update | {"inner": link, "outer": link})

@@ -133,7 +133,7 @@ class _Timer:
             if progress is not None:
                 progress(done, total)
 
-        with _undisturbed(self.model), _at_work(self.how.threads, self.device):
+        with _undisturbed(self.model, self.captured), _at_work(self.how.threads, self.device):
             clock = self.how.clock or _wall_clock(self.device)
             watch = Stopwatch(self.captured, self.model, self.inputs, wanted, clock=clock, seed=self.how.seed)
             return watch.laps(self.how.repeats, tick)
@@ -237,10 +237,12 @@ def _at_work(threads: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Gradients, buffers and generators survive."""
+def _undisturbed(model: nn.Module, captured: Captured) -> Iterator[None]:
+    """Gradients, buffers, weights that the forward writes, and generators survive."""
     grads = {name: p.grad for name, p in model.named_parameters()}
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    written = {w.name for i in captured.tape.instructions for w in i.written_weights}
+    named = (*model.named_buffers(), *((n, p) for n, p in model.named_parameters() if n in written))
+    before = {name: tensor.detach().clone() for name, tensor in named}
     for p in model.parameters():
         p.grad = None
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
@@ -250,5 +252,6 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     finally:
         for name, p in model.named_parameters():
             p.grad = grads[name]
-        for name, b in model.named_buffers():
-            b.copy_(buffers[name])
+        with torch.no_grad():
+            for name, tensor in named:
+                tensor.copy_(before[name])

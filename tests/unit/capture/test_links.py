@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from outsize.capture.links import Links, Sample, fit_link
+from outsize.capture.links import Kind, Links, Sample, fit_link
 from outsize.errors import BadOption
 
 SIZES = [4**k * 1024 for k in range(8)]
@@ -54,9 +54,16 @@ def test_no_growth_no_bandwidth(points: list[tuple[int, float]]) -> None:
         fit_link("wire", points)
 
 
+def sampled(kind: Kind, latency_s: float, bytes_per_s: float) -> list[Sample]:
+    points = line(latency_s, bytes_per_s)
+    return [Sample(kind=kind, size_bytes=n, seconds=s, spread_s=0.0) for n, s in points]
+
+
 def test_the_cluster_has_the_measured_link_on_both_levels() -> None:
-    samples = tuple(Sample(kind="p2p", size_bytes=n, seconds=s, spread_s=0.0) for n, s in line(1e-4, 2e9))
+    samples = (*sampled("p2p", 1e-4, 2e9), *sampled("all_reduce", 8e-4, 1e9))
     found = Links(ranks=3, device_type="cpu", samples=samples).cluster("here")
+    assert found.inner.hop_s == pytest.approx(2e-4)  # 2 (n - 1) = 4 hops
+    assert found.inner.source == "messages between 3 processes on cpu"
     assert [d.name for d in found.devices] == ["cpu:0", "cpu:1", "cpu:2"]
     assert found.link(0, 2).seconds(2_000_000) == pytest.approx(1e-4 + 1e-3)
     assert found.inner == found.outer

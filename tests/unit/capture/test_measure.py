@@ -145,6 +145,19 @@ def test_the_model_is_afterwards_as_it_was() -> None:
     assert generators[1:] == (random.getstate(), torch.get_num_threads())
 
 
+def test_what_a_forward_writes_is_put_back() -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            m.a.weight.mul_(2)
+        return m.b(m.a(x))
+
+    model = two(run)
+    found = captured(model, batch())
+    before = model.a.weight.detach().clone()
+    measure_units(found, model, [batch()], QUICK)
+    assert torch.equal(model.a.weight, before)
+
+
 def test_values_are_carried_over_many_units() -> None:
     model = two(lambda m, x: m.b(m.a(x) * m.window) + m.a(x))
     model.register_buffer("window", torch.ones(4))
