@@ -1,0 +1,114 @@
+"""A cluster in a file: the JSON of the Cluster record, of which a person may leave out what tables know.
+
+    {"devices": ["a100-40gb", {"kind": "rtx3090", "memory_bytes": 12000000000}], "inner": "pcie4"}
+
+A device may be the name of a kind, or an object: what it does not say is taken from the table's row of its
+`kind`. A link may be the name of a kind of link. Without `devices_per_node` all devices are in one node;
+without `inner` or `outer` it is what the first device's kind is sold with,
+without `name` the file's path.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from outsize.errors import BadOption, UnknownDevice
+from outsize.ir.cluster import KINDS, Cluster
+from outsize.ir.devices import TABLE, Kind, kind_named
+from outsize.ir.links import LINKS, NETWORKS
+
+_REQUIRED = ("memory_bytes", "flops_per_s", "bytes_per_s", "source")
+_EXAMPLE = '{"devices": ["a100-40gb", "a100-40gb"], "inner": "nvlink3", "outer": "ib200"}'
+
+
+def save_cluster(cluster: Cluster, path: str | Path) -> None:
+    """Write all of it as JSON."""
+    Path(path).write_text(cluster.to_json() + "\n", encoding="utf-8")
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Read a cluster file.
+
+    Raises BadOption that names the field which is wrong, UnknownDevice for a kind that is not in the table
+    and does not say all its figures.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return Cluster.model_validate_json(json.dumps(_filled(json.loads(text), path)))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise _no_cluster(path, str(error)) from None
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in problem["loc"]) or "file"
+        raise _no_cluster(path, f"{place}: {problem['msg']}") from None
+
+
+def _filled(found: Any, path: str | Path) -> dict[str, Any]:
+    """The record's JSON, with what the file leaves out."""
+    devices = found.get("devices") if isinstance(found, dict) else None
+    if not isinstance(devices, list) or not devices:
+        raise _no_cluster(path, "devices: a list of at least one device is missing")
+    full = [_device(each, rank, path) for rank, each in enumerate(devices)]
+    first = TABLE.get(full[0]["kind"], TABLE["cpu"])
+    filled = {
+        "name": str(path),
+        "devices_per_node": len(full),
+        "inner": first.inner,
+        "outer": first.network,
+        **found,
+        "devices": full,
+    }
+    filled["inner"] = _link(filled["inner"], "inner", path)
+    filled["outer"] = _link(filled["outer"], "outer", path)
+    if isinstance(filled.get("parts"), list):
+        filled["parts"] = [_part(part, path) for part in filled["parts"]]
+    return filled
+
+
+def _device(entry: Any, rank: int, path: str | Path) -> dict[str, Any]:
+    given = {"kind": entry} if isinstance(entry, str) else entry
+    if not isinstance(given, dict) or not isinstance(given.get("kind"), str):
+        raise _no_cluster(path, f"devices.{rank}: a kind such as {KINDS[-1]!r} is missing")
+    kind = kind_named(given["kind"])
+    if kind is None:
+        missing = [field for field in _REQUIRED if field not in given]
+        if missing:
+            raise _unknown(given["kind"], rank, missing[0], path)
+        return {"name": f"{given['kind']}:{rank}", **given}
+    return {**_row(kind, rank), **given, "kind": kind.name}
+
+
+def _row(kind: Kind, rank: int) -> dict[str, Any]:
+    return kind.device(f"{kind.family}:{rank}").model_dump()
+
+
+def _part(part: Any, path: str | Path) -> Any:
+    if not isinstance(part, dict) or "inner" not in part:
+        return part
+    return {**part, "inner": _link(part["inner"], "parts.inner", path)}
+
+
+def _link(entry: Any, field: str, path: str | Path) -> Any:
+    """A link by its name as its record; anything else is for the record to judge."""
+    if not isinstance(entry, str):
+        return entry
+    known = {**LINKS, **NETWORKS}
+    if entry not in known:
+        raise _no_cluster(path, f"{field}: {entry!r} is none of {', '.join(known)}")
+    return known[entry].model_dump()
+
+
+def _no_cluster(path: str | Path, numbers: str) -> BadOption:
+    return BadOption(f"{path} is no cluster", numbers=numbers, next_step=f"a file such as {_EXAMPLE}")
+
+
+def _unknown(kind: str, rank: int, missing: str, path: str | Path) -> UnknownDevice:
+    return UnknownDevice(
+        f"{path}: devices.{rank} is a {kind!r}, which is not known",
+        numbers=f"known devices: {', '.join(KINDS)}",
+        next_step=f"take one of them, or give all its figures; {missing} is missing",
+    )
