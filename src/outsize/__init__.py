@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outsize.ir.cluster import Cluster
     from outsize.ir.graph import ModelGraph
     from outsize.ir.plan import Plan
-    from outsize.ir.profile import Profile
+    from outsize.ir.profile import Profile, ProfileSet
     from outsize.ir.schedule import Schedule
     from outsize.ir.timeline import Timeline
     from outsize.ir.verdict import Verdict
@@ -44,6 +44,7 @@ _HOME = {
     "OutsizeError": "outsize.errors",
     "Plan": "outsize.ir.plan",
     "Profile": "outsize.ir.profile",
+    "ProfileSet": "outsize.ir.profile",
     "Schedule": "outsize.ir.schedule",
     "Timeline": "outsize.ir.timeline",
     "Verdict": "outsize.ir.verdict",
@@ -56,6 +57,7 @@ __all__ = [
     "OutsizeError",
     "Plan",
     "Profile",
+    "ProfileSet",
     "Schedule",
     "Timeline",
     "Verdict",
