@@ -42,6 +42,7 @@ def ask(
     given = wishes.pop("batch_size", None)
     size = found.batch.size if given is None else given
     request = request_of(batch_size=size, **wishes)
+    found = found.under(request.precision)
     candidates: dict[int, tuple[ModelGraph, Profile]] = {}
     counts = counts_of(size, request.stages or len(cluster.devices), request.microbatches)
     for count in measured.counts(counts, size) if isinstance(measured, ProfileSet) else counts:

@@ -14,9 +14,9 @@ from outsize.capture.ladder import LossFn
 from outsize.capture.measure import How, Progress
 from outsize.capture.precision import check_precision
 from outsize.ir.cluster import Cluster
-from outsize.ir.fit import Fit, Precision
+from outsize.ir.fit import Fit
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
+from outsize.ir.plan import BatchNormMode, Plan, Precision, Recompute, ScheduleName
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.ir.timeline import Timeline
 from outsize.planner import fit as fitting
@@ -88,6 +88,7 @@ def plan(
     stages: int | None = None,
     schedule: ScheduleName | None = None,
     optimizer: str = "adamw",
+    precision: Precision = "fp32",
     recompute: Recompute = "none",
     bn: BatchNormMode = "micro",
     loss_fn: LossFn | None = None,
@@ -100,8 +101,9 @@ def plan(
 
     `batch_size` is the global batch (default: the example's); what is not given is searched. `measured`
     times the units on this machine instead of estimating them, or is what `measure` found; then only the
-    microbatch sizes that it covers are looked at. `recompute="full"` trades time for memory;
-    `bn` is how BatchNorm keeps its running statistics (see Plan). `batch_dims` maps an argument's name or
+    microbatch sizes that it covers are looked at. `precision` is that of training ("mixed": autocast);
+    weights are left as they are, so a model that is bf16 by itself needs none. `recompute="full"` trades
+    time for memory; `bn` is how BatchNorm keeps its running statistics (see Plan). `batch_dims` maps an argument's name or
     position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
     follows from the shapes, and where these leave it open from a trial with one sample more.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
@@ -117,6 +119,7 @@ def plan(
         stages=stages,
         schedule=schedule,
         optimizer=optimizer,
+        precision=precision,
         recompute=recompute,
         bn=bn,
     )
@@ -219,6 +222,7 @@ def price(
 
 
 def _priced(chosen: Plan, found: Subject, measured: bool | ProfileSet) -> Outlook:
-    captured, cluster = found.captured(chosen.microbatch_size), cluster_of(chosen.cluster)
+    found, cluster = found.under(chosen.precision), cluster_of(chosen.cluster)
+    captured = found.captured(chosen.microbatch_size)
     graph, profile = captured.graph, profile_of(found, captured, cluster, measured, None)
     return outlooking.outlook(pricing.price(chosen, graph, profile, cluster), graph, profile, cluster)

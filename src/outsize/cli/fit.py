@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, final
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -20,29 +19,13 @@ if TYPE_CHECKING:
 FITS_NOT = 1
 
 
-@final
-class PrecisionOption(StrEnum):
-    """As ir.fit.Precision; tests/unit/cli holds this against it."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    bf16_mixed = "bf16-mixed"
-    fp16_mixed = "fp16-mixed"
-
-
-Precision = Annotated[
-    PrecisionOption,
-    typer.Option("--precision", help="Of training: all fp32, all bf16, or autocast with weights in fp32."),
-]
-
-
 def fit(
     model: options.Model,
     input: options.Input = None,
     batch: options.Batch = None,
     cluster: options.Cluster = "local",
     optimizer: options.Optimizer = "adamw",
-    precision: Precision = PrecisionOption.fp32,
+    precision: options.Precision = options.PrecisionOption.fp32,
     microbatches: options.Microbatches = None,
     stages: options.Stages = None,
     schedule: options.Schedule = None,

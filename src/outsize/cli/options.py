@@ -45,6 +45,16 @@ class BatchNormOption(StrEnum):
     sync = "sync"
 
 
+@final
+class PrecisionOption(StrEnum):
+    """As ir.plan.Precision; tests/unit/cli holds this against it."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    bf16_mixed = "bf16-mixed"
+    fp16_mixed = "fp16-mixed"
+
+
 def _remember(ctx: typer.Context, value: bool) -> bool:
     """Leave --json where the error handler finds it (app.py)."""
     ctx.meta[JSON] = value
@@ -79,7 +89,17 @@ Cluster = Annotated[
     str,
     typer.Option("--cluster", help="Devices: 2xcpu, 8xh100-80gb, 2x8xa100-80gb, 2x12GB, or local."),
 ]
-Optimizer = Annotated[str, typer.Option("--optimizer", help="Whose state has to fit: adamw, adam, sgd.")]
+Optimizer = Annotated[
+    str,
+    typer.Option(
+        "--optimizer",
+        help="Whose state has to fit: adamw, adam, sgd, momentum, adafactor, adam8bit.",
+    ),
+]
+Precision = Annotated[
+    PrecisionOption,
+    typer.Option("--precision", help="Of training: all fp32, all bf16, or autocast with weights in fp32."),
+]
 Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Parts that a batch is split into.")
 ]

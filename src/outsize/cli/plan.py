@@ -57,6 +57,7 @@ def plan(
     stages: options.Stages = None,
     schedule: options.Schedule = None,
     optimizer: options.Optimizer = "adamw",
+    precision: options.Precision = options.PrecisionOption.fp32,
     recompute: options.Recompute = None,
     bn: options.BatchNorm = None,
     measure: options.Measure = False,
@@ -82,6 +83,7 @@ def plan(
         _list_units(screen, subject, cluster, bool(measure))
         return
     wishes = {"cluster": cluster, "optimizer": optimizer, **options.given(asked)}
+    wishes |= {"precision": precision.value}
     wishes = wishes if edited is None else {"plan": edited}
     wishes |= {"measured": measured, "curves": report is not None}
     seen = _seen(screen, subject, **wishes)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Literal, final
 
 from outsize.ir.base import Record
-from outsize.ir.plan import Recompute, ScheduleName
+from outsize.ir.plan import Precision, Recompute, ScheduleName
 
 Answer = Literal["YES", "YES IF", "NO"]
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 
 
 @final

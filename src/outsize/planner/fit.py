@@ -27,10 +27,10 @@ from typing import final
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
-from outsize.ir.fit import Answer, Change, Contributor, DeviceFit, Fit, Precision
+from outsize.ir.fit import Answer, Change, Contributor, DeviceFit, Fit
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import compress
-from outsize.ir.plan import Count, Recompute, ScheduleName
+from outsize.ir.plan import Count, Precision, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.text import percent_text
 from outsize.planner.edges import edges_between

@@ -19,7 +19,16 @@ from outsize.errors import BadOption, TooManyStages
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, BatchNormMode, Count, Plan, Recompute, ScheduleName, stages_from_bounds
+from outsize.ir.plan import (
+    Axes,
+    BatchNormMode,
+    Count,
+    Plan,
+    Precision,
+    Recompute,
+    ScheduleName,
+    stages_from_bounds,
+)
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejection
@@ -40,6 +49,7 @@ class Request(Record):
     stages: Count | None = None
     schedule: ScheduleName | None = None
     optimizer: str = "adamw"
+    precision: Precision = "fp32"
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"
 
@@ -146,6 +156,7 @@ def _plan(request: Request, best: Estimate, cluster: Cluster, others: Iterable[s
         schedule=best.schedule,
         stages=stages_from_bounds(graph, best.bounds, tuple(d.name for d in best.devices)),
         optimizer=request.optimizer,
+        precision=request.precision,
         recompute=request.recompute,
         bn=request.bn,
         expected=expected(best, request.batch_size),

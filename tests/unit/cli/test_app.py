@@ -56,7 +56,7 @@ def test_the_picture_follows_the_line(outsize: Outsize, monkeypatch: pytest.Monk
     def deadlock(*_: Any, **__: Any) -> None:
         raise InvalidSchedule("a cycle", next_step="gpipe", picture="rank 0 | F0\nrank 1 | B0")
 
-    monkeypatch.setattr(api, "plan", deadlock)
+    monkeypatch.setattr(api, "outlook", deadlock)
     answer = outsize("plan", "toy:build")
     assert (answer.code, answer.err.splitlines()[1:]) == (3, ["rank 0 | F0", "rank 1 | B0"])
 
@@ -65,7 +65,7 @@ def test_a_bug_keeps_its_traceback(outsize: Outsize, monkeypatch: pytest.MonkeyP
     def bug(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(api, "plan", bug)
+    monkeypatch.setattr(api, "outlook", bug)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         outsize("plan", "toy:build")
 
@@ -74,7 +74,7 @@ def test_ctrl_c(outsize: Outsize, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "plan", interrupted)
+    monkeypatch.setattr(api, "outlook", interrupted)
     assert outsize("plan", "toy:build").code == 130
 
 

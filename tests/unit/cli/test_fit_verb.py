@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from outsize.cli.fit import PrecisionOption
-from outsize.ir.fit import Precision
+from outsize.cli.options import PrecisionOption
+from outsize.ir.plan import Precision
 
 Outsize = Callable[..., Any]
 WIDE = "toy:build?width=512"
