@@ -19,7 +19,6 @@ from outsize.ir.names import compress, expand
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "full"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
-Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 Count = Annotated[int, Field(ge=1)]
 
@@ -89,7 +88,6 @@ class Expected(Record):
 class Plan(Record):
     """How to run one model on one cluster.
 
-    precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
     precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
