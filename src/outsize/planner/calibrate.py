@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 NOISE = 0.03
-HUBER = 1.5
+HUBER = 0.5
 STEP = 1e-4
 
 
