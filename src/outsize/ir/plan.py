@@ -75,13 +75,33 @@ class StageFigures(Record):
 
 @final
 class Expected(Record):
-    """The planner's prediction for one step."""
+    """The planner's prediction for one step.
+
+    `gap`: no plan of the space that was searched is faster by more than this share; 0 is optimal, None says
+    nothing. `limited_by` names what sets the pace.
+    """
 
     step_s: float
     bubble: float
     samples_per_s: float
     stages: tuple[StageFigures, ...]
     source: Literal["measured", "roofline"]
+    gap: float | None = None
+    limited_by: str = ""
+
+
+@final
+class Alternative(Record):
+    """Another way that was priced; `what_if`: nothing runs it yet. `peak_bytes` of its fullest stage."""
+
+    schedule: ScheduleName
+    microbatches: Count
+    axes: Axes
+    recompute: Recompute = "none"
+    step_s: float
+    samples_per_s: float
+    peak_bytes: int
+    what_if: bool = False
 
 
 @final
@@ -110,6 +130,7 @@ class Plan(Record):
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"
     expected: Expected | None = None
+    alternatives: tuple[Alternative, ...] = ()
     why: tuple[str, ...] = ()
 
     @property

@@ -20,6 +20,7 @@ from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import (
+    Alternative,
     Axes,
     BatchNormMode,
     Count,
@@ -38,6 +39,7 @@ from outsize.planner.split import Case, split
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "naive")
 CLOSE = 1.01
+ALTERNATIVES = 3
 
 
 @final
@@ -76,7 +78,7 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
         spare += _cases(request, candidates, sorted(candidates), "full").values()
         raise no_feasible_plan(tuple(cases.values()), spare, schedules, stages, cluster)
     best = _choose(found)
-    return _plan(request, best, cluster, (*_alternatives(best, found), *rejected))
+    return _plan(request, best, cluster, found, (*_alternatives(best, found), *rejected))
 
 
 def _cases(
@@ -143,7 +145,9 @@ def _thrift(found: Estimate) -> tuple[int, int, int]:
     return found.peak_bytes, found.case.microbatches, SCHEDULES.index(found.schedule)
 
 
-def _plan(request: Request, best: Estimate, cluster: Cluster, others: Iterable[str]) -> Plan:
+def _plan(
+    request: Request, best: Estimate, cluster: Cluster, found: Iterable[Estimate], others: Iterable[str]
+) -> Plan:
     graph, stages = best.case.graph, len(best.costs)
     return Plan(
         model=graph.model,
@@ -160,6 +164,7 @@ def _plan(request: Request, best: Estimate, cluster: Cluster, others: Iterable[s
         recompute=request.recompute,
         bn=request.bn,
         expected=expected(best, request.batch_size),
+        alternatives=_others(request, best, found),
         why=(
             *(graph.notes if graph.form == "modules" else ()),
             pace_reason(graph, best.bounds, best.costs),
@@ -167,6 +172,23 @@ def _plan(request: Request, best: Estimate, cluster: Cluster, others: Iterable[s
             *_costly(request),
             *others,
         ),
+    )
+
+
+def _others(request: Request, best: Estimate, found: Iterable[Estimate]) -> tuple[Alternative, ...]:
+    """The fastest of those not chosen."""
+    ranked = sorted((f for f in found if f is not best), key=lambda f: (f.step_s, *_thrift(f)))
+    return tuple(
+        Alternative(
+            schedule=f.schedule,
+            microbatches=f.case.microbatches,
+            axes=Axes(pp=len(f.costs)),
+            recompute=request.recompute,
+            step_s=f.step_s,
+            samples_per_s=request.batch_size / f.step_s if f.step_s else 0.0,
+            peak_bytes=f.peak_bytes,
+        )
+        for f in ranked[:ALTERNATIVES]
     )
 
 
