@@ -13,7 +13,7 @@ from rich.text import Text
 
 from outsize.ir.advice import Advice
 from outsize.ir.graph import ModelGraph, Unit
-from outsize.ir.plan import Expected, Plan, StageFigures
+from outsize.ir.plan import Alternative, Expected, Plan, StageFigures
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.text import (
     byte_unit,
@@ -41,6 +41,7 @@ def plan_table(plan: Plan, graph: ModelGraph | None = None, advice: Sequence[Adv
     parts: list[RenderableType] = [_stage_table(plan)]
     if plan.expected is not None:
         parts += [_memory_table(plan, plan.expected), _step_lines(plan.expected)]
+        parts += _alternatives(plan, plan.expected)
     reasons = [w for w in plan.why if not is_rejection(w)]
     rejected = [w.removeprefix("not ") for w in plan.why if is_rejection(w)]
     parts += [*pieces.listed("Why", reasons), *pieces.listed("Not chosen", rejected)]
@@ -142,7 +143,7 @@ def _size_text(graph: ModelGraph) -> str:
 
 
 def _stage_table(plan: Plan) -> Table:
-    names = ("params", "forward", "backward", "busy") if plan.expected else ()
+    names = ("params", "forward", "backward", "busy", "bubble") if plan.expected else ()
     table = pieces.table(("stage", "right"), ("device", "left"), ("units", "left"), *pieces.rights(*names))
     for number, stage in enumerate(plan.stages):
         cells = (str(number), stage.device, short_units(stage.units))
@@ -153,7 +154,8 @@ def _stage_table(plan: Plan) -> Table:
 def _stage_cells(expected: Expected, number: int) -> tuple[str, ...]:
     figures = expected.stages[number]
     times = seconds_text(figures.forward_s), seconds_text(figures.backward_s)
-    return count_text(figures.parameters), *times, percent_text(figures.busy)
+    idle = percent_text(max(0.0, 1 - figures.busy))
+    return count_text(figures.parameters), *times, percent_text(figures.busy), idle
 
 
 def _memory_table(plan: Plan, expected: Expected) -> Table:
@@ -192,8 +194,43 @@ def _step_lines(expected: Expected) -> RenderableType:
             ("step", f"{seconds_text(expected.step_s)} predicted, {SOURCES[expected.source]}"),
             ("throughput", f"{rate_text(expected.samples_per_s)} samples/s"),
             ("bubble", f"{percent_text(expected.bubble)} of all device time is idle"),
+            *([("limited by", expected.limited_by)] if expected.limited_by else []),
+            *([("optimum", optimum_text(expected.gap))] if expected.gap is not None else []),
         ]
     )
+
+
+def optimum_text(gap: float) -> str:
+    """`optimal`, or how far from it the plan can be at most."""
+    return "optimal" if gap <= 0 else f"within {max(gap * 100, 0.1):.1f} % of it"
+
+
+def _alternatives(plan: Plan, expected: Expected) -> list[RenderableType]:
+    """The next best ways to run, fastest first; nothing when none was priced."""
+    if not plan.alternatives:
+        return []
+    made = pieces.table(
+        ("instead", "left"), *pieces.rights("step", "samples/s", "against", "fullest"), ("", "left")
+    )
+    for other in plan.alternatives:
+        against = f"{(other.samples_per_s / expected.samples_per_s - 1) * 100:+.0f} %"
+        cells = (
+            seconds_text(other.step_s),
+            rate_text(other.samples_per_s),
+            against,
+            bytes_text(other.peak_bytes),
+        )
+        made.add_row(way_text(other), *cells, "planned only" if other.what_if else "")
+    return [made]
+
+
+def way_text(other: Alternative) -> str:
+    """`1f1b, 8 microbatches, pp 4`; further axes and recompute where they are used."""
+    axes = ("pp", "dp_replicate", "dp_shard", "tp", "cp")
+    sizes = [f"{name} {getattr(other.axes, name)}" for name in axes if getattr(other.axes, name) > 1]
+    again = ["recompute"] if other.recompute != "none" else []
+    count = f"{other.microbatches} microbatch{'' if other.microbatches == 1 else 'es'}"
+    return ", ".join([other.schedule, count, *sizes, *again])
 
 
 def _check_setting(verdict: Verdict) -> str:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 
 import pytest
 import samples
 from rich.console import Console, RenderableType
 
-from outsize.ir.plan import Plan
+from outsize.ir.plan import Alternative, Axes, Plan
 from outsize.report.tables import check_table, plan_table, run_table, units_table
 
 Golden = Callable[[str, str], None]
@@ -76,3 +77,43 @@ def test_a_difference_that_is_no_number_is_a_difference() -> None:
     odd = samples.verdict(bit_equal=False).model_copy(update={"loss_diff": float("nan")})
     assert "nan" in text_of(check_table(odd))
     assert "NOT bit-equal" in text_of(check_table(odd))
+
+
+def test_alternatives_say_how_much_slower_and_what_only_plans() -> None:
+    others = (
+        Alternative(
+            schedule="gpipe",
+            microbatches=6,
+            axes=Axes(pp=3),
+            step_s=0.6,
+            samples_per_s=40.0,
+            peak_bytes=2**30,
+        ),
+        Alternative(
+            schedule="1f1b",
+            microbatches=1,
+            axes=Axes(pp=3, tp=2),
+            recompute="full",
+            step_s=0.3,
+            samples_per_s=80.0,
+            peak_bytes=2**29,
+            what_if=True,
+        ),
+    )
+    text = text_of(plan_table(samples.plan().model_copy(update={"alternatives": others}))).splitlines()
+    assert any(
+        re.match(r"gpipe, 6 microbatches, pp 3 +600 ms +40\.0 +-\d+ % +1\.0 GiB", line) for line in text
+    )
+    assert any(
+        "1f1b, 1 microbatch, pp 3, tp 2, recompute" in line and "planned only" in line for line in text
+    )
+
+
+def test_what_limits_and_how_far_from_the_optimum() -> None:
+    expected = samples.plan().expected
+    assert expected is not None
+    for gap, words in ((0.0, "optimal"), (0.0004, "within 0.1 % of it"), (0.021, "within 2.1 % of it")):
+        told = expected.model_copy(update={"gap": gap, "limited_by": "lm_head on stage 2"})
+        text = text_of(plan_table(samples.plan().model_copy(update={"expected": told})))
+        assert words in text
+        assert "lm_head on stage 2" in text
