@@ -63,8 +63,7 @@ def _setting(fit: Fit) -> str:
 
 
 def _changes(changes: tuple[Change, ...]) -> Table:
-    made = pieces.table(("if", "left"), *pieces.rights("fullest", "full"), ("units", "left"))
-    made.columns[3].header = "what it costs"
+    made = pieces.table(("if", "left"), *pieces.rights("fullest", "full"), ("what it costs", "left"))
     for change in changes:
         peak = bytes_text(change.peak_bytes)
         made.add_row(Text(change.options, "bold"), peak, percent_text(change.share), change.sentence)

@@ -209,18 +209,11 @@ def _alternatives(plan: Plan, expected: Expected) -> list[RenderableType]:
     """The next best ways to run, fastest first; nothing when none was priced."""
     if not plan.alternatives:
         return []
-    made = pieces.table(
-        ("instead", "left"), *pieces.rights("step", "samples/s", "against", "fullest"), ("", "left")
-    )
+    made = pieces.table(("instead", "left"), *pieces.rights("step", "samples/s", "against", "fullest"))
     for other in plan.alternatives:
         against = f"{(other.samples_per_s / expected.samples_per_s - 1) * 100:+.0f} %"
-        cells = (
-            seconds_text(other.step_s),
-            rate_text(other.samples_per_s),
-            against,
-            bytes_text(other.peak_bytes),
-        )
-        made.add_row(way_text(other), *cells, "planned only" if other.what_if else "")
+        rates = seconds_text(other.step_s), rate_text(other.samples_per_s), against
+        made.add_row(way_text(other), *rates, bytes_text(other.peak_bytes))
     return [made]
 
 
@@ -229,6 +222,7 @@ def way_text(other: Alternative) -> str:
     axes = ("pp", "dp_replicate", "dp_shard", "tp", "cp")
     sizes = [f"{name} {getattr(other.axes, name)}" for name in axes if getattr(other.axes, name) > 1]
     again = ["recompute"] if other.recompute != "none" else []
+    again += ["what-if"] if other.what_if else []
     count = f"{other.microbatches} microbatch{'' if other.microbatches == 1 else 'es'}"
     return ", ".join([other.schedule, count, *sizes, *again])
 
