@@ -1,0 +1,48 @@
+"""Where steptime.ONE_NODE and MANY_NODES are from: a fit on one half of the published rows.
+
+python benchmarks/foresight/tune.py --runs CSV
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import runs
+import steptime
+
+from outsize.planner.calibrate import fit
+from outsize.planner.transformer_step import Multipliers
+
+TUNED_HALF = 0
+NEUTRAL = Multipliers(kernel_s=1e-5, host_s=3e-5, inner=1.1, fixed_s=0.01)
+SPREADS = {"kernel_s": 1.0, "host_s": 1.0, "fixed_s": 1.0, "wide_matmul": 1.0}
+SPREAD = 0.3
+
+
+def tune(rows: Sequence[runs.Run], as_labelled: bool) -> str:
+    """Multipliers of all these rows together, from a wide prior, and how well they do."""
+    measured = np.array([row.seconds for row in rows])
+    prior = np.array([getattr(NEUTRAL, name) for name in steptime.NAMES])
+    spread = np.array([SPREADS.get(name, SPREAD) for name in steptime.NAMES])
+    found = fit(lambda x: steptime.predict(rows, x, as_labelled), measured, prior, spread)
+    errors = np.abs(steptime.predict(rows, found.multipliers, as_labelled) / measured - 1)
+    values = ", ".join(f"{n}={v:.3g}" for n, v in zip(steptime.NAMES, found.multipliers, strict=True))
+    return f"{len(rows)} rows, cost {found.cost:.0f}, mean error {errors.mean():.4f}: {values}"
+
+
+def main() -> None:
+    """Each prior; where the label of recompute is not certain, under both readings of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=Path, required=True)
+    found, _ = runs.read_all(parser.parse_args().runs)
+    for kind in steptime.PRIORS:
+        rows = [run for run in found if run.half == TUNED_HALF and steptime.kind(run) == kind]
+        for as_labelled in (True,) if all(run.recompute_certain for run in rows) else (True, False):
+            print(f"{kind}, as labelled: {as_labelled}: {tune(rows, as_labelled)}")
+
+
+if __name__ == "__main__":
+    main()
