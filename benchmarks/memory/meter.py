@@ -55,10 +55,11 @@ class Meter(TorchDispatchMode):
             self._meet(tensor.untyped_storage(), "hold")
         self.stage = before
 
-    def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """These are nobody's, such as the batch."""
-        for tensor in tensors:
-            self._known[tensor.untyped_storage()._cdata] = None
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Every stage has these for good, as every process has the batch."""
+        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values():
+            self._known[storage._cdata] = None
+            self.live_bytes = [live + storage.nbytes() for live in self.live_bytes]
 
     def _meet(self, storage: torch.UntypedStorage, op: str) -> None:
         key, size, stage = storage._cdata, storage.nbytes(), self.stage
@@ -86,9 +87,8 @@ class Meter(TorchDispatchMode):
 class Posted(transport.Pending):
     """A receive with a buffer of its own, where the layout is known from an earlier step."""
 
-    def __init__(self, boxes: dict[Place, Tensor | None], key: Place, like: Tensor | None) -> None:
-        self._boxes, self._key = boxes, key
-        self._buffer = torch.empty_like(like) if like is not None else None
+    def __init__(self, boxes: dict[Place, Tensor | None], key: Place, buffer: Tensor | None) -> None:
+        self._boxes, self._key, self._buffer = boxes, key, buffer
 
     def ready(self) -> bool:
         return self._key in self._boxes
@@ -105,17 +105,23 @@ class Posted(transport.Pending):
 def metered(meter: Meter) -> Iterator[None]:
     """Every action of an interpreter is its rank's; receives are copies. Steps before learn the layouts."""
     execute, layouts = Interpreter._execute, dict[Place, Tensor]()
+    leaving = dict[int, list[Tensor]]()  # sent, until the sender's next compute action is over
 
     def attributed(self: Interpreter, op: Any) -> None:
         meter.stage, meter.doing = self.rank, op.text
         execute(self, op)
         meter.stage = None
+        if op.lane == "compute":
+            leaving.pop(self.rank, None)
 
     def send(self: Any, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
-        key = (self._rank, peer, channel, microbatch)
-        self._boxes[key] = tensor.detach() if tensor is not None else None
+        key, stage = (self._rank, peer, channel, microbatch), meter.stage
+        meter.stage = None  # what is on the wire is nobody's
+        self._boxes[key] = tensor.detach().clone() if tensor is not None else None
         if tensor is not None:
+            leaving.setdefault(self._rank, []).append(tensor)
             layouts[key] = torch.empty_like(tensor, device="meta")
+        meter.stage = stage
 
     def post(self: Any, peer: int, channel: int, microbatch: int) -> transport.Pending:
         key = (peer, self._rank, channel, microbatch)

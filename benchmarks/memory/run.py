@@ -84,9 +84,7 @@ def compare(name: str, plan: tuple[int, Schedule, int], optimizer: str) -> Itera
 def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
     """The account of each stage, from the model's shapes."""
     batch = case.batch
-    _, graph, _ = price(
-        plan, case.model, batch.args, batch.kwargs, loss_fn=case.loss_fn, target=batch.target
-    )
+    _, graph, _ = price(plan, case.model, batch.args, batch.kwargs, loss_fn=case.loss_fn, target=batch.target)
     profile, bounds = outsize.estimate(graph, plan.cluster), plan.bounds(graph)
     schedule = build(plan.schedule, len(plan.stages), plan.microbatches)
     lowered = lower_along(edges_between(graph, bounds), schedule)
@@ -108,7 +106,7 @@ def real(case: Case, plan: outsize.Plan, make: Any, tell: bool = False) -> Meter
         with meter:
             for stage, weights in groups.items():
                 meter.hold(stage, held(case.model, weights, engine.optimizer, home, stage))
-            meter.ignore([*batch.tensors()])
+            meter.share(batch.tensors())
             meter.tell = tell
             engine.step(*batch.args, target=batch.target, **batch.kwargs)
     return meter

@@ -83,7 +83,8 @@ class Unit(Record):
     `flops` and `moved_bytes` (read + written) are of the forward; `saved_bytes` is what autograd keeps
     until the backward, each storage counted once, parameters not counted; `workspace_bytes` the most that
     its ops hold beside arguments, results and saved tensors. `saved_input_bytes` are those of the saved ones
-    that are inputs of the model, there anyway. The three tuples say the same by family of ops
+    that are inputs of the model, there anyway; `backward_workspace_bytes` the most that gradients inside a
+    unit of several ops hold beside what it has saved. The three tuples say the same by family of ops
     and pass; they are empty where nobody looked inside.
     """
 
@@ -97,6 +98,7 @@ class Unit(Record):
     saved_bytes: int
     workspace_bytes: int = 0
     saved_input_bytes: int = 0
+    backward_workspace_bytes: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()

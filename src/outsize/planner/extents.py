@@ -33,7 +33,6 @@ from outsize.schedules.lower import lower
 
 # Of the device's memory: where bisection stops.
 PRECISE = 1e-3
-CROSSING = ("replicas", "received", "sent", "gradient_in", "gradient_out")
 
 
 @final
@@ -59,7 +58,7 @@ class Extents:
         """Whether any cut does; exact."""
         if self._greedy(self.case.ranges, 1.0) is not None:
             return True
-        if self._greedy(_without_crossing(self.case.ranges), 1.0) is None:
+        if self._greedy(self.case.ranges.bare(), 1.0) is None:
             return False
         return fits(self.case, self.schedule, self.stages, self.cluster)
 
@@ -92,7 +91,3 @@ class Extents:
 def _row(ranges: Ranges, first: int) -> Ranges:
     """The runs that begin with one unit, each table of shape (n + 1,)."""
     return replace(ranges, **{f.name: getattr(ranges, f.name)[first] for f in fields(ranges)})
-
-
-def _without_crossing(ranges: Ranges) -> Ranges:
-    return replace(ranges, **{name: np.zeros_like(getattr(ranges, name)) for name in CROSSING})

@@ -1,34 +1,35 @@
 """Problem: how many bytes does each stage need at the worst moment of a step? The only owner of bytes.
 
     weights      parameters the stage owns, its buffers, replicas of parameters owned by earlier stages
-    gradients    one per trainable parameter owned
-    optimizer    state of those, see optimizer.py
-    activations  per microbatch in flight: what autograd saves, and the received values; once: the
-                 largest workspace of a unit
+    gradients    one per trainable parameter owned; none before the first backward of a step
+    optimizer    state and master copies of those, see optimizer.py; temporaries of the optimizer's step
+    inputs       the batch, of which every device has all
+    activations  per microbatch in flight: what autograd saves, and the received values
     boundary     per microbatch in flight: the values sent on (roots of the backward); receives posted
                  ahead and not yet used; gradients on their way in or out
+    workspace    what the microbatch that acts holds beyond that, see walk.py
 
 How many microbatches are in flight is never a formula: the schedule's own actions are executed. On the
 stage that acts, a microbatch is
 
     posted         from its RECV_F (the buffer exists) until its F begins
-    in flight      from its F                          until its B has run
-    gradient_in    from its RECV_B                     until its B has run
-    gradient_out   from its B                          until the next compute action has run
+    in flight      from its F                          until its B (or W) has run
+    gradient_in    from its RECV_B                     until its B (or W) has run
+    gradient_out   from the end of its B               until the next compute action has run
 
-Sent values live as long as saved ones since a stage needs its output as the root of the backward. That a
-saved tensor can also be the received or the sent one is ignored: the account errs upwards, by one
-boundary per microbatch. A gradient sent is taken to have left when the next compute action is over.
+Sent values live as long as saved ones since a stage needs its output as the root of the backward; where
+autograd keeps the same memory, it counts once.
 
 Closed forms are tests only: microbatches in flight are m under GPipe (arXiv 1811.06965) and min(p - s, m)
 under 1F1B (arXiv 2104.04473, sec. 2.2). Complexity: O(actions) per schedule.
-Oracle: tests/unit/planner/test_memory.py.
+Oracle: tests/unit/planner/test_memory.py; benchmarks/memory compares with real steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import pairwise
 from typing import final
 
@@ -44,19 +45,37 @@ LARGEST = 3
 
 
 @final
+class Phase(IntEnum):
+    """What a stage does at a moment."""
+
+    WAIT = 0
+    FORWARD = 1
+    BACKWARD = 2
+    UPDATE = 3
+
+
+@final
 @dataclass(frozen=True, slots=True, order=True)
 class Alive:
-    """How many microbatches a stage holds in each state at one moment."""
+    """How many microbatches a stage holds in each state at one moment, and what it does.
+
+    `graded`: gradients of the weights are there from an earlier backward; `batch` microbatches are a batch.
+    """
 
     in_flight: int
     posted: int
     gradient_in: int
     gradient_out: int
+    phase: Phase = Phase.BACKWARD
+    graded: bool = True
+    batch: int = 1
 
     def covers(self, other: Alive) -> bool:
-        """At least as many in every state."""
+        """At least as much, whatever the bytes are."""
         return (
-            self.in_flight >= other.in_flight
+            (self.phase is other.phase or (self.phase is Phase.BACKWARD and other.phase is Phase.WAIT))
+            and self.graded >= other.graded
+            and self.in_flight >= other.in_flight
             and self.posted >= other.posted
             and self.gradient_in >= other.gradient_in
             and self.gradient_out >= other.gradient_out
@@ -66,7 +85,12 @@ class Alive:
 @final
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one stage at its peak. `in_flight` microbatches; `largest` units as (name, bytes)."""
+    """Bytes of one stage at its peak, which is in `phase`; `phases` has the peaks of all.
+
+    `in_flight` microbatches at most; `largest` units as (name, bytes). Among the optimizer's bytes are master
+    copies (`master_bytes`); among the activations the batch, and as `workspace_bytes` temporaries: of the
+    unit at work, or of the optimizer's step.
+    """
 
     weights_bytes: int
     gradients_bytes: int
@@ -75,6 +99,10 @@ class StageMemory:
     boundary_bytes: int
     in_flight: int
     largest: tuple[tuple[str, int], ...]
+    workspace_bytes: int = 0
+    master_bytes: int = 0
+    phase: str = "backward"
+    phases: tuple[tuple[str, int], ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -106,32 +134,35 @@ def account_ranges(
 
 def peak_table(ranges: Ranges, worst: Sequence[Alive]) -> Bytes:
     """Peak bytes of a stage for every run of units `[first, end]`, given its moments."""
-    states = ranges.weights + ranges.replicas + ranges.gradients + ranges.optimizer + ranges.workspace
-    moving = (_activations(ranges, a) + _boundary(ranges, a) for a in worst)
+    moving = (_moving(ranges, alive) for alive in worst)
     peak = next(moving)
     for other in moving:
         np.maximum(peak, other, out=peak)
-    return np.add(states, peak, out=peak)
+    return np.add(_always(ranges, worst[0].batch), peak, out=peak)
 
 
 def moments(schedule: Schedule, stage: int) -> tuple[Alive, ...]:
     """The moments of `stage` that no other one covers: one of them is the peak, whatever the bytes are."""
     worst: list[Alive] = []
-    row = schedule.actions[schedule.rank_of[stage]]
-    for alive in sorted(set(_execute(row, stage)), reverse=True):
+    row, batch = schedule.actions[schedule.rank_of[stage]], schedule.microbatches
+    found = {*_execute(row, stage, batch), Alive(0, 0, 0, 0, Phase.UPDATE, batch=batch)}
+    for alive in sorted(found, key=lambda a: (a.phase, a), reverse=True):
         if not any(w.covers(alive) for w in worst):
             worst.append(alive)
     return tuple(worst)
 
 
-def _execute(row: Sequence[Action], stage: int) -> Iterator[Alive]:
+def _execute(row: Sequence[Action], stage: int, batch: int) -> Iterator[Alive]:
     """What is alive during each action of a stage."""
     held = _Held()
     for action in row:
         if action.stage == stage:
             held.begin(action)
-            yield held.alive
+            yield held.alive(_PHASE.get(action.kind, Phase.WAIT), batch)
             held.end(action)
+
+
+_PHASE = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.I: Phase.BACKWARD, Kind.W: Phase.BACKWARD}
 
 
 @final
@@ -143,10 +174,12 @@ class _Held:
     posted: set[int] = field(default_factory=set[int])
     gradient_in: set[int] = field(default_factory=set[int])
     gradient_out: set[int] = field(default_factory=set[int])
+    graded: bool = False
 
-    @property
-    def alive(self) -> Alive:
-        return Alive(len(self.in_flight), len(self.posted), len(self.gradient_in), len(self.gradient_out))
+    def alive(self, phase: Phase, batch: int) -> Alive:
+        """The counts now."""
+        counts = len(self.in_flight), len(self.posted), len(self.gradient_in), len(self.gradient_out)
+        return Alive(*counts, phase, self.graded, batch)
 
     def begin(self, action: Action) -> None:
         if action.kind is Kind.RECV_F:
@@ -156,40 +189,84 @@ class _Held:
         elif action.kind is Kind.F:
             self.posted.discard(action.microbatch)
             self.in_flight.add(action.microbatch)
-        elif action.kind in (Kind.B, Kind.I):
-            self.gradient_out.add(action.microbatch)
 
     def end(self, action: Action) -> None:
         if action.kind in COMPUTE:
-            self.gradient_out &= {action.microbatch}
+            self.gradient_out.clear()
+        if action.kind in (Kind.B, Kind.I):
+            self.gradient_out.add(action.microbatch)
         if action.kind in (Kind.B, Kind.W):
+            self.graded = True
             self.in_flight.discard(action.microbatch)
             self.gradient_in.discard(action.microbatch)
 
 
-def _activations(ranges: Ranges, alive: Alive) -> Bytes:
-    return alive.in_flight * (ranges.saved + ranges.received)
+def _always(ranges: Ranges, batch: int) -> Bytes:
+    """What is there in every phase."""
+    return ranges.weights + ranges.replicas + ranges.optimizer + batch * ranges.inputs
 
 
-def _boundary(ranges: Ranges, alive: Alive) -> Bytes:
-    gradients = alive.gradient_in * ranges.gradient_in + alive.gradient_out * ranges.gradient_out
-    return alive.in_flight * ranges.sent + alive.posted * ranges.received + gradients
+def _moving(ranges: Ranges, alive: Alive) -> Bytes:
+    """What comes and goes."""
+    acting = alive.phase in (Phase.FORWARD, Phase.BACKWARD)
+    others = alive.in_flight - acting
+    moving = (
+        others * (_kept(ranges) + ranges.sent) + alive.posted * ranges.received + _gradients(ranges, alive)
+    )
+    if alive.phase is Phase.FORWARD:
+        moving = moving + ranges.received + ranges.forward
+    elif alive.phase is Phase.BACKWARD:
+        own = ranges.backward if alive.graded else ranges.first_backward
+        return moving + ranges.received + ranges.sent + own
+    elif alive.phase is Phase.UPDATE:
+        moving = moving + ranges.update
+    return moving + alive.graded * ranges.gradients
+
+
+def _kept(ranges: Ranges) -> Bytes:
+    """Activations of a microbatch that waits for its backward."""
+    return ranges.saved + ranges.received - ranges.twice
+
+
+def _gradients(ranges: Ranges, alive: Alive) -> Bytes:
+    """On their way from stage to stage."""
+    return alive.gradient_in * ranges.gradient_in + alive.gradient_out * ranges.gradient_out
 
 
 def _stage_memory(
     ranges: Ranges, names: Sequence[str], run: tuple[int, int], worst: Sequence[Alive]
 ) -> StageMemory:
     here = ranges.only(*run)
-    peak = max(worst, key=lambda a: (int((_activations(here, a) + _boundary(here, a)).item()), a))
+    peak = max(worst, key=lambda a: (int(_moving(here, a)), a.phase, a))
+    total = int(_always(here, peak.batch) + _moving(here, peak))
+    gradients = int(peak.graded * here.gradients)
+    weights, optimizer = int(here.weights + here.replicas), int(here.optimizer)
+    boundary = int(peak.in_flight * here.sent + peak.posted * here.received + _gradients(here, peak))
+    activations = total - weights - gradients - optimizer - boundary
+    waiting = int(peak.in_flight * _kept(here) + peak.batch * here.inputs)
     return StageMemory(
-        weights_bytes=int((here.weights + here.replicas).item()),
-        gradients_bytes=int(here.gradients.item()),
-        optimizer_bytes=int(here.optimizer.item()),
-        activations_bytes=int((_activations(here, peak) + here.workspace).item()),
-        boundary_bytes=int(_boundary(here, peak).item()),
+        weights_bytes=weights,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=activations,
+        boundary_bytes=boundary,
         in_flight=max(a.in_flight for a in worst),
         largest=_largest(ranges, names, run, peak),
+        workspace_bytes=max(activations - waiting, 0),
+        master_bytes=int(here.master),
+        phase=peak.phase.name.lower(),
+        phases=_phases(here, worst),
     )
+
+
+def _phases(here: Ranges, worst: Sequence[Alive]) -> tuple[tuple[str, int], ...]:
+    """The peak of each phase."""
+    found = {"load": int(here.weights + here.replicas + here.optimizer)}
+    always = int(_always(here, worst[0].batch))
+    for alive in sorted(worst, key=lambda a: a.phase):
+        name = alive.phase.name.lower()
+        found[name] = max(found.get(name, 0), always + int(_moving(here, alive)))
+    return tuple(found.items())
 
 
 def _largest(

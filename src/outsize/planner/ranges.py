@@ -10,6 +10,8 @@ For the law of edges.py this holds of all that a stage *receives*, and of each f
     gradient_in    flows with a gradient, touched inside and used     one message each: the sum of all
                    at `end` or later                                  later users arrives threaded
 
+What the microbatch that acts holds at its worst moment (forward, backward, first_backward) is walk.py's.
+
 What depends on the other cuts, and is therefore no part of a table, is the number of messages in which a
 sender ships one tensor, and the rank at the other end of an edge that skips stages.
 
@@ -20,7 +22,7 @@ Oracle: tests/unit/planner/test_ranges.py sums `edges_between` for every run of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Self, TypeVar, final
@@ -29,10 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.errors import ModelMismatch
-from outsize.ir.graph import ModelGraph
+from outsize.ir.graph import ModelGraph, Parameter
 from outsize.ir.profile import Profile
 from outsize.planner.edges import Flow, flows
-from outsize.planner.optimizer import OptimizerBytes
+from outsize.planner.optimizer import OptimizerBytes, Style, style_of
+from outsize.planner.walk import UnitBytes, Walk
 
 Bytes = NDArray[np.int64]
 Seconds = NDArray[np.float64]
@@ -49,8 +52,14 @@ class Ranges:
     replicas: Bytes
     gradients: Bytes
     optimizer: Bytes
-    workspace: Bytes
+    master: Bytes
+    update: Bytes
+    inputs: Bytes
     saved: Bytes
+    twice: Bytes
+    forward: Bytes
+    backward: Bytes
+    first_backward: Bytes
     received: Bytes
     sent: Bytes
     gradient_in: Bytes
@@ -63,24 +72,50 @@ class Ranges:
         n, everything, costs = len(graph.units), flows(graph), profile.units
         values = [f for f in everything if not f.step]
         backward = [f for f in everything if f.gradient]
-        weights, gradients, states = _owned(graph, optimizer)
+        owned, style = _owned(graph, optimizer), style_of(profile.device)
+        units = UnitBytes(
+            saved=np.array([c.saved_bytes for c in costs], np.int64) - _inputs_among_saved(graph),
+            workspace=np.array([c.workspace_bytes for c in costs], np.int64),
+            gradients=owned.gradients,
+            rising=np.array([u.backward_workspace_bytes for u in graph.units], np.int64),
+        )
+        walk = Walk.of(graph, units)
         return cls(
             compute_s=_spans(np.array([c.forward_s + c.backward_s for c in costs])),
-            weights=_spans(weights),
+            weights=_spans(owned.weights),
             replicas=_arriving(n, (f for f in everything if f.step)),
-            gradients=_spans(gradients),
-            optimizer=_spans(states),
-            workspace=_largest(np.array([c.workspace_bytes for c in costs], np.int64)),
-            saved=_spans(np.array([c.saved_bytes for c in costs], np.int64)),
+            gradients=_spans(owned.gradients),
+            optimizer=_spans(owned.states),
+            master=_spans(owned.masters),
+            update=_update(graph, optimizer, style),
+            inputs=np.full((n + 1, n + 1), graph.input_bytes, np.int64),
+            saved=_spans(units.saved),
+            twice=walk.twice,
+            forward=walk.forward,
+            backward=walk.backward,
+            first_backward=walk.first_backward,
             received=_arriving(n, values),
-            sent=_leaving(n, values) + _outputs(n, graph.output_bytes),
+            sent=_leaving(n, values),
             gradient_in=_returning(n, backward),
             gradient_out=_arriving(n, backward),
         )
 
     def recomputed(self) -> Self:
         """What units save is there for one microbatch at a time, while its backward computes it anew."""
-        return replace(self, saved=np.zeros_like(self.saved), workspace=self.workspace + self.saved)
+        nothing = np.zeros_like(self.saved)
+        return replace(self, saved=nothing, twice=nothing)
+
+    def bare(self) -> Self:
+        """Never more than these, and never less for more units: without what crosses the ends of a run."""
+        nothing = np.zeros_like(self.saved)
+        crossing = ("replicas", "received", "sent", "gradient_in", "gradient_out", "twice", "update")
+        return replace(
+            self,
+            forward=self.saved,
+            backward=self.saved + self.gradients,
+            first_backward=self.saved,
+            **dict.fromkeys(crossing, nothing),
+        )
 
     @property
     def units(self) -> int:
@@ -104,17 +139,52 @@ def check_profile(graph: ModelGraph, profile: Profile) -> None:
     )
 
 
-def _owned(graph: ModelGraph, optimizer: OptimizerBytes) -> tuple[Bytes, Bytes, Bytes]:
-    """Bytes of weights (with buffers), gradients and optimizer state (with master copies) per owning unit."""
+@final
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """Per unit: bytes of the weights that it owns (with buffers), of gradients, states, master copies."""
+
+    weights: Bytes
+    gradients: Bytes
+    states: Bytes
+    masters: Bytes
+
+
+def _owned(graph: ModelGraph, optimizer: OptimizerBytes) -> _Owned:
     weights = np.array([u.buffer_bytes for u in graph.units], np.int64)
-    gradients, states = np.zeros_like(weights), np.zeros_like(weights)
-    owners = graph.owner_of
-    for parameter in (p for p in graph.parameters if p.name in owners):
-        owner, held = owners[parameter.name], optimizer.held(parameter)
+    gradients, states, masters = (np.zeros_like(weights) for _ in range(3))
+    for owner, parameter in _owners(graph):
+        held = optimizer.held(parameter)
         weights[owner] += held.weight
         gradients[owner] += held.gradient
-        states[owner] += held.state + held.master
-    return weights, gradients, states
+        states[owner] += held.state
+        masters[owner] += held.master
+    return _Owned(weights, gradients, states, masters)
+
+
+def _owners(graph: ModelGraph) -> Iterator[tuple[int, Parameter]]:
+    """Parameters that are used, each with the unit that owns it, in the optimizer's order."""
+    owners = graph.owner_of
+    return ((owners[p.name], p) for p in graph.parameters if p.name in owners)
+
+
+def _inputs_among_saved(graph: ModelGraph) -> Bytes:
+    """The batch is there for the whole step, whatever is saved of it."""
+    return np.array([u.saved_input_bytes for u in graph.units], np.int64)
+
+
+def _update(graph: ModelGraph, optimizer: OptimizerBytes, style: Style) -> Bytes:
+    """Temporaries of an optimizer step: of all tensors together, or of the worst pair of neighbours."""
+    temporaries = np.zeros(len(graph.units), np.int64)
+    trained = [(owner, p) for owner, p in _owners(graph) if p.trainable]
+    if style == "foreach":
+        for owner, parameter in trained:
+            temporaries[owner] += optimizer.step_bytes([parameter], style)
+        return _spans(temporaries)
+    for (_, before), (owner, parameter) in pairwise([*trained[:1], *trained]):
+        pair = optimizer.step_bytes([before, parameter], style)
+        temporaries[owner] = max(temporaries[owner], pair)
+    return _largest(temporaries)
 
 
 def _spans(per_unit: NDArray[Number]) -> NDArray[Number]:
@@ -161,10 +231,3 @@ def _returning(n: int, backward: Iterable[Flow]) -> Bytes:
 def _from_below(table: Bytes) -> Bytes:
     """Sum of the rows first, first + 1, ... for every first."""
     return np.cumsum(table[::-1], axis=0)[::-1]
-
-
-def _outputs(n: int, output_bytes: int) -> Bytes:
-    """The model's outputs wait in the last stage for their loss and backward."""
-    table = np.zeros((n + 1, n + 1), np.int64)
-    table[:, n] = output_bytes
-    return table

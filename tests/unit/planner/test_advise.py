@@ -80,13 +80,13 @@ def test_a_fat_boundary_names_its_values() -> None:
 
 
 def test_optimizer_state_on_the_fuller_device() -> None:
-    heavy = [400, 400, 20_000, 20_000]
+    heavy = [400, 400, *[2_000] * 20]
     graph = graph_of(
-        [unit(i, (f"h.{i}.weight",), saved_bytes=10) for i in range(4)],
-        [value(i, i, (i + 1,), 8) for i in range(3)],
+        [unit(i, (f"h.{i}.weight",), saved_bytes=10) for i in range(22)],
+        [value(i, i, (i + 1,), 8) for i in range(21)],
         [parameter(f"h.{i}.weight", size_bytes=size) for i, size in enumerate(heavy)],
     )
-    found = advice((graph, profile_of(graph, [0.1] * 4)), (0, 2, 4), cluster(memory_bytes=180_000))
+    found = advice((graph, profile_of(graph, [0.1] * 22)), (0, 2, 22), cluster(memory_bytes=180_000))
     assert found["optimizer-state"].numbers["optimizer_bytes"] >= 80_000
 
 

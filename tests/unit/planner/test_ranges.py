@@ -51,10 +51,14 @@ def test_sums_over_units(case: tuple[ModelGraph, Profile, tuple[int, ...]]) -> N
         assert ranges.gradients[first, end] == sum(trainable)
         assert ranges.optimizer[first, end] == sum(2 * b + 4 for b in trainable)
         assert ranges.saved[first, end] == sum(c.saved_bytes for c in costs)
-        assert ranges.workspace[first, end] == max(c.workspace_bytes for c in costs)
+        everything = [p for p in graph.parameters if p.trainable and p.name in graph.owner_of]
+        pairs = [(a.size_bytes, b) for a, b in pairwise([*everything[:1], *everything]) if b in owned]
+        assert ranges.update[first, end] == max(
+            (max(2 * a, a + 2 * b.size_bytes) for a, b in pairs), default=0
+        )
         assert ranges.compute_s[first, end] == pytest.approx(sum(c.forward_s + c.backward_s for c in costs))
         sent = sum(v.size_bytes for v in graph.crossing(end) if first <= v.producer) if end < n else 0
-        assert ranges.sent[first, end] == sent + (graph.output_bytes if end == n else 0)
+        assert ranges.sent[first, end] == sent
 
 
 def test_a_profile_of_another_graph_is_refused() -> None:
