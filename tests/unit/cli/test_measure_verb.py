@@ -105,6 +105,8 @@ def test_links_give_a_cluster_file(outsize: Outsize, folder: Path, monkeypatch: 
     assert found.inner.latency_s == pytest.approx(1e-4)
     assert found.inner.bytes_per_s == pytest.approx(1e9)
     assert json.loads(answer.out)["links"]["all_reduce"]["latency_s"] == pytest.approx(3e-4)
+    plan = json.loads(outsize("plan", "toy:build", "--cluster", "here.json", "--json").out)
+    assert (plan["cluster"], len(plan["stages"])) == ("here.json", 2)
     table = outsize("measure", "--links").out
     assert "all_reduce" in table
     assert max(map(len, table.splitlines())) <= 80
