@@ -97,7 +97,7 @@ def profile_of(
 ) -> Profile:
     """Costs of the captured units: timed before or here, or by roofline for the cluster's device."""
     if isinstance(measured, ProfileSet):
-        return measured.of_graph(captured.graph, cluster.devices[0].kind)
+        return measured.of_graph(captured.graph, cluster.devices[0].kind, found.precision)
     if not measured or captured.graph.form == "modules":
         return roofline(captured.graph, cluster.devices[0])
     return measure_captured(found, captured, how_on(cluster), progress)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from outsize.capture.links import Links
     from outsize.capture.measure import How
     from outsize.ir.profile import ProfileSet
+    from outsize.train.subject import Subject as Whole
 
 Model = Annotated[
     str | None,
@@ -56,6 +57,7 @@ def measure(
     batch: options.Batch = None,
     microbatch_sizes: Sizes = None,
     cluster: options.Cluster = "local",
+    precision: options.Precision = options.PrecisionOption.fp32,
     threads: Threads = None,
     repeats: Repeats = 5,
     every: All = False,
@@ -70,6 +72,8 @@ def measure(
 
     What was timed is kept by the structure of units, and used again until --fresh.
     """
+    from outsize.train.measuring import measure_sizes
+
     screen = Screen(json)
     if (model is None) != links:
         raise BadOption(
@@ -84,7 +88,12 @@ def measure(
     with screen.working(f"building {model}"):
         subject = make_subject(model, input, max(sizes or [size]), seed=seed)
     how = _how(cluster, threads, repeats=repeats, every=every, fresh=fresh, cache=_cache_folder())
-    _deliver(screen, _measured(screen, subject, sizes, size, how), out)
+    wanted = sizes or [2**k for k in range(size.bit_length())] + [size]
+    whole = _whole(subject, precision.value)
+    with screen.bar("measuring") as progress:
+        needed = 1 if sizes else size
+        found = measure_sizes(whole, wanted, how, progress, needed=needed)
+    _deliver(screen, found, out)
 
 
 def _sizes(text: str | None) -> list[int]:
@@ -119,17 +128,16 @@ def _insist_on_gpu(cluster: str) -> None:
         )
 
 
-def _measured(screen: Screen, subject: Subject, sizes: list[int], batch: int, how: How) -> ProfileSet:
-    from outsize.train.measuring import measure_sizes
+def _whole(subject: Subject, precision: str) -> Whole:
+    """The subject as the library takes it, in this precision."""
+    from outsize.train.measuring import in_earnest
     from outsize.train.subject import Subject as Whole
     from outsize.train.subject import as_batch
 
     model, args, kwargs = subject.call
     objective = subject.objective
-    whole = Whole.of(model, as_batch(args, kwargs, objective.target), objective.loss_fn, None)
-    wanted = sizes or [2**k for k in range(batch.bit_length())] + [batch]
-    with screen.bar("measuring") as progress:
-        return measure_sizes(whole, wanted, how, progress, needed=1 if sizes else batch)
+    batch = as_batch(args, kwargs, objective.target)
+    return in_earnest(Whole.of(model, batch, objective.loss_fn, None), precision)
 
 
 def _deliver(screen: Screen, found: ProfileSet, out: Path | None) -> None:

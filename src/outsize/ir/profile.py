@@ -49,7 +49,8 @@ class UnitCost(Record):
 class Profile(Record):
     """Costs of all units of a graph, in its order; `device` names the kind they hold for.
 
-    `host` and `threads` say where and how it was measured; empty and 0 for an estimate.
+    `host` and `threads` say where and how it was measured; empty and 0 for an estimate. `precision` is the
+    training's, as a plan names it.
     """
 
     fingerprint: str
@@ -58,6 +59,7 @@ class Profile(Record):
     units: tuple[UnitCost, ...]
     host: str = ""
     threads: int = 0
+    precision: str = "fp32"
 
     def recomputed(self) -> Self:
         """The costs when a backward begins with a second forward."""
@@ -83,9 +85,9 @@ class ProfileSet(Record):
     def _same_model(self) -> Self:
         if any(a >= b for a, b in pairwise(self.sizes)):
             raise ValueError("microbatch sizes must ascend")
-        kinds = {(p.fingerprint, p.device, tuple(u.name for u in p.units)) for p in self.profiles}
-        if len(kinds) > 1:
-            raise ValueError("profiles of different models or devices")
+        names = {tuple(u.name for u in p.units) for p in self.profiles}
+        if len(names) > 1 or len({(p.fingerprint, p.device, p.precision) for p in self.profiles}) > 1:
+            raise ValueError("profiles of different models, devices or precisions")
         return self
 
     @classmethod
@@ -124,25 +126,13 @@ class ProfileSet(Record):
         given = list(counts)
         return [count for count in given if self.covers(-(-batch_size // count))] or given
 
-    def of_graph(self, graph: ModelGraph, device: str) -> Profile:
+    def of_graph(self, graph: ModelGraph, device: str, precision: str = "fp32") -> Profile:
         """`at` the graph's batch; saved bytes, workspace and FLOPs are the graph's own, which are exact.
 
         `device` is the kind that the cluster has. Raises ModelMismatch for another model's graph, BadOption
-        for a CPU's times on a GPU or the other way round, and what `at` raises.
+        for another precision, for a CPU's times on a GPU or the other way round, and what `at` raises.
         """
-        if (device == "cpu") != (self.profiles[0].device == "cpu"):
-            raise BadOption(
-                f"the profile of {self.model} does not hold for {device}",
-                numbers=f"measured on {self.profiles[0].host or self.profiles[0].device}",
-                next_step="outsize measure MODEL on such a device, or a --cluster of this one's kind",
-            )
-        found = self.profiles[0]
-        if graph.fingerprint != found.fingerprint or len(graph.units) != len(found.units):
-            raise ModelMismatch(
-                f"the profile is of {self.model}, this model is {graph.model}",
-                numbers=f"fingerprint {found.fingerprint} against {graph.fingerprint}",
-                next_step="outsize measure MODEL --out FILE with this model, input and loss",
-            )
+        self._insist(graph, device, precision)
         profile = self.at(graph.batch_size)
         exact = (
             {"saved_bytes": u.saved_bytes, "workspace_bytes": u.workspace_bytes, "flops": u.flops}
@@ -150,6 +140,28 @@ class ProfileSet(Record):
         )
         units = (cost.model_copy(update=more) for cost, more in zip(profile.units, exact, strict=True))
         return profile.model_copy(update={"units": tuple(units)})
+
+    def _insist(self, graph: ModelGraph, device: str, precision: str) -> None:
+        """It holds for this model, on such a device, in this precision."""
+        mine = self.profiles[0]
+        if (device == "cpu") != (mine.device == "cpu"):
+            raise BadOption(
+                f"the profile of {self.model} does not hold for {device}",
+                numbers=f"measured on {mine.host or mine.device}",
+                next_step="outsize measure MODEL on such a device, or a --cluster of this one's kind",
+            )
+        if precision != mine.precision:
+            raise BadOption(
+                f"the profile of {self.model} does not hold for precision {precision}",
+                numbers=f"measured in {mine.precision}",
+                next_step=f"outsize measure MODEL --precision {precision} --out FILE",
+            )
+        if graph.fingerprint != mine.fingerprint or len(graph.units) != len(mine.units):
+            raise ModelMismatch(
+                f"the profile is of {self.model}, this model is {graph.model}",
+                numbers=f"fingerprint {mine.fingerprint} against {graph.fingerprint}",
+                next_step="outsize measure MODEL --out FILE with this model, input and loss",
+            )
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""

@@ -10,7 +10,7 @@ import torch
 
 from outsize.capture.graph import Captured
 from outsize.capture.measure import How, Progress, measure_units
-from outsize.capture.precision import casting
+from outsize.capture.precision import casting, check_precision, inputs_in_precision
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.profile import Profile, ProfileSet
@@ -53,7 +53,18 @@ def measure_captured(
     batch = subject.batch.resized(captured.graph.batch_size)
     how = dataclasses.replace(how or How(), seed=seeder(0, 0, 0))
     with casting(subject.precision):
-        return measure_units(captured, subject.module, batch.tensors(), how, progress)
+        found = measure_units(captured, subject.module, batch.tensors(), how, progress)
+    return found.model_copy(update={"precision": subject.precision})
+
+
+def in_earnest(subject: Subject, precision: str) -> Subject:
+    """The subject in a precision, with values: under bf16 its weights are converted where they are."""
+    check_precision(precision)
+    if precision != "bf16":
+        return subject.under(precision)
+    args, kwargs = inputs_in_precision((subject.batch.args, subject.batch.kwargs), precision)
+    batch = dataclasses.replace(subject.batch, args=args, kwargs=kwargs)
+    return Subject(subject.module.bfloat16(), batch, subject.loss_fn, precision)
 
 
 def how_on(cluster: Cluster) -> How:

@@ -1,4 +1,4 @@
-"""`outsize measure`: the document is a profile file that plan takes, kept times are used, links give a cluster."""
+"""`outsize measure`: the document is a profile that plan takes, kept times are used, links give a cluster."""
 
 from __future__ import annotations
 
@@ -66,6 +66,17 @@ def test_a_plan_is_made_of_a_profile(outsize: Outsize) -> None:
     assert (refused.code, "says nothing about microbatches of 8" in refused.err) == (2, True)
     other = outsize("plan", "toy:pair", "--cluster", "2xcpu", "--profile", "p.json")
     assert (other.code, "ModelMismatch" in other.err) == (3, True)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_a_profile_holds_for_its_precision(outsize: Outsize, precision: str) -> None:
+    how = ("--precision", precision)
+    made = outsize("measure", "toy:build", "--microbatch-sizes", "1,4", *QUICK, *how, "--out", "p.json")
+    assert made.code == 0, made.err
+    call = ("plan", "toy:build", "--cluster", "2xcpu", "--profile", "p.json", "--json")
+    plan = json.loads(outsize(*call, *how).out)
+    assert (plan["precision"], plan["expected"]["source"]) == (precision, "measured")
+    assert outsize(*call).code != 0
 
 
 @pytest.mark.parametrize(

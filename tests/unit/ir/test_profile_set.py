@@ -67,6 +67,7 @@ def test_beyond_the_sizes_nothing_is_said(size: int) -> None:
         (profile(2, 1.0), profile(2, 1.0)),
         (profile(2, 1.0), profile(4, 1.0, 1.0)),
         (profile(2, 1.0), profile(4, 1.0).model_copy(update={"fingerprint": "g"})),
+        (profile(2, 1.0), profile(4, 1.0).model_copy(update={"precision": "bf16"})),
         (),
     ],
 )
@@ -99,6 +100,11 @@ def test_another_model_s_profile_is_refused() -> None:
 def test_a_cpu_s_times_do_not_hold_on_a_gpu() -> None:
     with pytest.raises(BadOption, match="does not hold for a100-80gb; measured on cpu"):
         MEASURED.of_graph(graph(3), "a100-80gb")
+
+
+def test_another_precision_is_refused() -> None:
+    with pytest.raises(BadOption, match="does not hold for precision bf16-mixed; measured in fp32"):
+        MEASURED.of_graph(graph(3), "cpu", "bf16-mixed")
 
 
 def test_counts_whose_microbatches_it_covers() -> None:
