@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from meter import Meter, Split, metered
 from cases import CASES, Case
+from meter import Meter, Split, metered
 
 import outsize
 from outsize.api import price

@@ -78,6 +78,7 @@ class Ranges:
             workspace=np.array([c.workspace_bytes for c in costs], np.int64),
             gradients=owned.gradients,
             rising=np.array([u.backward_workspace_bytes for u in graph.units], np.int64),
+            alone=np.array([sum(w.launches for w in u.forward) <= 1 for u in graph.units]),
         )
         walk = Walk.of(graph, units)
         return cls(

@@ -7,9 +7,9 @@ Its forward goes through the units first..end-1, its backward back. At unit k it
                  weights of k; what crosses the stage's ends stays until the backward is over: the received
                  values, the sent ones (roots), the gradients that came in
 
-A received or sent value that autograd keeps is one memory, counted once. In the first backward of a step the
-weights' gradients come into being on the way: those of k..end-1 are there at k. Later ones hold all gradients
-and the new ones of k, which are added to them.
+A received or sent value that autograd keeps is one memory, counted once. In the first backward of a step
+the weights' gradients come into being on the way: those after k are there at k, and those of k are made.
+Later ones hold all gradients, to which the new ones of k are added.
 
 Method: a value is alive for a range of k that depends on `end` alone (backward) or on `first` alone
 (forward), so it adds a rectangle to a table over (k, end) or (first, k); a running maximum along k makes
@@ -57,13 +57,15 @@ class Memory:
 class UnitBytes:
     """What the units hold by themselves, each of shape (n,).
 
-    `rising`: what the backward of a unit of several ops holds beside saved tensors at its worst moment.
+    `rising`: what its backward holds beside saved tensors at the worst moment: the gradients out of an op and
+    into it, those of weights too. `alone`: it is one op, so the gradient into it is the unit's own result's.
     """
 
     saved: Bytes
     workspace: Bytes
     gradients: Bytes
     rising: Bytes
+    alone: NDArray[np.bool_]
 
 
 @final
@@ -94,12 +96,12 @@ class Walk:
         received_kept = _kept_inside(n, values)
         held = _held_backward(n, memories, units, saved) - crossing_kept
         fixed = before - received_kept - saved[:, None]
-        again = np.append(units.gradients, 0)[:, None]
+        after = np.append(gradients[1:], gradients[-1])
         return cls(
             twice=_at_end(crossing_kept) - before + received_kept,
             forward=_worst_forward(_held_forward(n, memories, values, units, saved)) - saved[:, None],
-            backward=_worst_backward(held + again) + fixed + gradients - gradients[:, None],
-            first_backward=_worst_backward(held - gradients[:, None]) + fixed + gradients,
+            backward=_worst_backward(held) + fixed + gradients - gradients[:, None],
+            first_backward=_worst_backward(held - after[:, None]) + fixed + gradients,
         )
 
 
@@ -198,18 +200,19 @@ def _held_forward(
 
 
 def _held_backward(n: int, memories: Iterable[Memory], units: UnitBytes, saved: Bytes) -> Bytes:
-    """[k, end]: saved by units up to k, gradients on their way, what a unit of several ops holds more."""
-    passing, own = _square(n), _square(n)
-    for m in memories:
-        if not m.gradient:
-            continue
+    """[k, end]: saved by units up to k, gradients on their way, new ones of the weights of k."""
+    own, past = _square(n), _square(n)
+    for m in (m for m in memories if m.gradient):
         for last, after in pairwise((*m.used, n + 1)):
             ends = last + 1, min(after, n)
             _add(own, (m.made, last), ends, m.size_bytes)
-            _add(passing, (m.made + 1, last - 1), ends, m.size_bytes)
-    held, past = _filled(own), _filled(passing)
-    past[:-1] += units.rising[:, None]
-    held = np.maximum(held, past, out=held)
+            _add(past, (m.made + 1, last - 1), ends, m.size_bytes)
+        if units.alone[m.made]:  # its gradient came in, and is counted as such
+            _add(past, (m.made, m.made), (m.made + 1, m.used[0]), -m.size_bytes)
+    held, inside = _filled(own), _filled(past)
+    held[:-1] += units.gradients[:, None]
+    inside[:-1] += units.rising[:, None]
+    held = np.maximum(held, inside, out=held)
     held[:-1] += saved[1:, None]
     return held
 

@@ -23,7 +23,8 @@ def kept(draw: st.DrawFn) -> tuple[ModelGraph, UnitBytes]:
     ]
     n = len(graph.units)
     column = st.lists(st.integers(0, 60), min_size=n, max_size=n).map(lambda x: np.array(x, np.int64))
-    units = UnitBytes(draw(column), draw(column), draw(column), draw(column))
+    alone = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    units = UnitBytes(draw(column), draw(column), draw(column), draw(column), alone)
     for v in (v for v in values if v.saved_by >= 0):
         units.saved[v.saved_by] += v.size_bytes
     return graph.model_copy(update={"values": tuple(values)}), units
@@ -51,10 +52,13 @@ def backward(graph: ModelGraph, units: UnitBytes, first: int, end: int, again: b
         inside = [v for v in graph.values if v.producer < first and v.consumers[-1] < end]
         twice = sum(v.size_bytes for v in crossing if first <= v.saved_by <= k)
         twice += sum(v.size_bytes for v in inside if first <= v.saved_by < end)
-        weights = units.gradients[first if again else k : end].sum() + (units.gradients[k] if again else 0)
-        own = sum(v.size_bytes for v, last in touched if v.producer <= k <= last)
-        past = sum(v.size_bytes for v, last in touched if v.producer < k < last)
-        return int(units.saved[first : k + 1].sum() - twice + weights + max(own, past + units.rising[k]))
+        weights = units.gradients[first if again else k + 1 : end].sum()
+        own = sum(v.size_bytes for v, last in touched if v.producer <= k <= last) + units.gradients[k]
+        past = sum(v.size_bytes for v, last in touched if v.producer < k < last) + units.rising[k]
+        if units.alone[k]:
+            gone = [v for v in graph.values if v.requires_grad and v.producer == k and v.consumers[0] >= end]
+            past -= sum(v.size_bytes for v in gone)
+        return int(units.saved[first : k + 1].sum() - twice + weights + max(own, past))
 
     return max(map(at, range(first, end)))
 
