@@ -14,6 +14,7 @@ from outsize.report import pieces
 
 Point = tuple[int, float, float]
 SLOWEST = 12
+BUSY = 0.25
 PASSES = ("forward_s", "backward_input_s", "backward_weight_s")
 
 
@@ -22,7 +23,25 @@ def profile_tables(found: ProfileSet) -> Group:
     largest = found.profiles[-1]
     threads = f"{largest.threads} thread" + ("s" if largest.threads != 1 else "")
     heading = Text.assemble((found.model, "bold"), f": measured on {largest.host}, {threads}")
-    return Group(heading, *pieces.spaced(_units(largest), _sizes(found)))
+    return Group(heading, *pieces.spaced(_units(largest), _sizes(found), *_doubts(found)))
+
+
+def _doubts(found: ProfileSet) -> list[Text]:
+    """Where laps differ much, other programs had the machine: the figures are kept all the same."""
+    shares = [_spread(profile) for profile in found.profiles]
+    if max(shares) <= BUSY:
+        return []
+    worst = found.profiles[shares.index(max(shares))].microbatch_size
+    return [
+        Text(
+            f"The laps of microbatch {worst} differ by {percent_text(max(shares))}: the machine was busy. "
+            "Measure again when it is idle, with --fresh."
+        )
+    ]
+
+
+def _spread(profile: Profile) -> float:
+    return sum(u.spread_s for u in profile.units) / (profile.step_compute_s or 1.0)
 
 
 def _units(profile: Profile) -> RenderableType:
@@ -45,8 +64,7 @@ def _sizes(found: ProfileSet) -> RenderableType:
         passes = [[getattr(u, name) for u in units] for name in PASSES]
         step_s = profile.step_compute_s
         seconds = (*map(sum, passes), step_s, step_s / profile.microbatch_size)
-        spread = percent_text(sum(u.spread_s for u in units) / step_s) if step_s else "-"
-        table.add_row(str(profile.microbatch_size), *map(_time, seconds), spread)
+        table.add_row(str(profile.microbatch_size), *map(_time, seconds), percent_text(_spread(profile)))
     return table
 
 
