@@ -12,24 +12,32 @@ Answer = Literal["YES", "YES IF", "NO"]
 
 @final
 class DeviceFit(Record):
-    """One device at the peak of a step: bytes by cause, and what it has."""
+    """One device at the peak of a step, which is in `phase`: bytes by cause, and what it has.
+
+    `p50_bytes` is all of them; one step in twenty takes more than `p95_bytes`, which is what has to fit.
+    """
 
     device: str
     units: tuple[str, ...]
     parameters: int
     weights_bytes: int
     gradients_bytes: int
+    master_bytes: int
     optimizer_bytes: int
     activations_bytes: int
     boundary_bytes: int
+    workspace_bytes: int
+    context_bytes: int
     in_flight: int
-    peak_bytes: int
+    phase: str
+    p50_bytes: int
+    p95_bytes: int
     memory_bytes: int
 
     @property
     def share(self) -> float:
         """Of the device's memory; more than 1 does not fit."""
-        return self.peak_bytes / self.memory_bytes
+        return self.p95_bytes / self.memory_bytes
 
 
 @final
@@ -45,11 +53,11 @@ class Contributor(Record):
 
 @final
 class Change(Record):
-    """A change that suffices: what to type, what it is, how full the fullest device is then."""
+    """A change that suffices: what to type, what it is, how full the fullest device is then, at P95."""
 
     options: str
     sentence: str
-    peak_bytes: int
+    p95_bytes: int
     share: float
 
 

@@ -4,6 +4,9 @@
     YES IF   there is one after a change that needs no other device; the cheapest comes first
     NO       none of these changes suffices; how many such devices would is said
 
+A device holds a stage when its P95 does: peak x (1 + SPREAD) + context <= memory. The spread covers what the
+account cannot know, such as fragments in the allocator and libraries' workspaces.
+
 A way to run fits if any cut does (extents.py), so the answer does not depend on which cut is the fastest:
 that is the business of `outsize plan`. The cut shown is one whose fullest device is nearly least full.
 
@@ -26,13 +29,13 @@ from typing import final
 
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.base import Record
-from outsize.ir.cluster import Cluster
+from outsize.ir.cluster import Cluster, Device
 from outsize.ir.fit import Answer, Change, Contributor, DeviceFit, Fit
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import compress
 from outsize.ir.plan import Count, Precision, Recompute, ScheduleName
 from outsize.ir.profile import Profile
-from outsize.ir.text import percent_text
+from outsize.ir.text import bytes_text, percent_text
 from outsize.planner.edges import edges_between
 from outsize.planner.extents import Extents
 from outsize.planner.infeasible import device_part, widened
@@ -48,6 +51,8 @@ At = Callable[[int, Precision], Found | None]
 
 # Microbatches per stage that keep the bubble small (GPipe, arXiv 1811.06965, sec. 2.3).
 PER_STAGE = 4
+# From the peak of the account to what one step in twenty exceeds.
+SPREAD = 0.05
 CHANGES_SHOWN = 3
 LARGEST_SHOWN = 6
 MOST_DEVICES = 1024
@@ -124,7 +129,7 @@ class _Judge:
     """Settings -> tables and verdicts on one cluster; each table is built once."""
 
     def __init__(self, at: At, cluster: Cluster) -> None:
-        self.at, self.cluster = at, cluster
+        self.at, self.cluster, self.room = at, cluster, rooms(cluster)
         self._cases: dict[tuple[object, ...], Case] = {}
 
     def most_microbatches(self, batch: int, precision: Precision, most: int | None = None) -> int:
@@ -149,14 +154,14 @@ class _Judge:
 
     def fits(self, setting: Setting, cluster: Cluster | None = None) -> bool:
         """Whether any cut does; that weights and states alone are too much is cheap to see."""
-        where, case = cluster or self.cluster, self.case(setting)
+        where, case = cluster or self.room, self.case(setting)
         held = sum(d.memory_bytes for d in where.devices[: setting.stages])
         return state_bytes(case) <= held and self._extents(setting, where).fits()
 
     def lean(self, setting: Setting) -> tuple[Case, tuple[int, ...], tuple[StageMemory, ...]]:
         """A cut that is nearly least full, with its account."""
         case = self.case(setting)
-        bounds = self._extents(setting, self.cluster).lean()
+        bounds = self._extents(setting, self.room).lean()
         schedule = build(setting.schedule, setting.stages, setting.microbatches)
         lowered = lower_along(edges_between(case.graph, bounds), schedule)
         return case, bounds, account_ranges(case.ranges, case.graph, bounds, lowered)
@@ -169,6 +174,20 @@ def state_bytes(case: Case) -> int:
     """Weights, gradients and optimizer states of the model: what all devices together hold at least."""
     ranges = case.ranges
     return sum(int(table[0, -1]) for table in (ranges.weights, ranges.gradients, ranges.optimizer))
+
+
+def p95_bytes(memory: StageMemory, device: Device) -> int:
+    """What has to fit on a device."""
+    return round(memory.peak_bytes * (1 + SPREAD)) + device.context_bytes
+
+
+def rooms(cluster: Cluster) -> Cluster:
+    """The cluster with the memory that a peak may take: what is over P95 is gone."""
+    rooms = [max(1, int((d.memory_bytes - d.context_bytes) / (1 + SPREAD))) for d in cluster.devices]
+    devices = (
+        d.model_copy(update={"memory_bytes": room}) for d, room in zip(cluster.devices, rooms, strict=True)
+    )
+    return cluster.model_copy(update={"devices": tuple(devices)})
 
 
 # -- what is asked, and what could be changed -----------------------------------------------------------
@@ -247,7 +266,7 @@ def _devices_needed(asked: Setting, judge: _Judge) -> int | None:
     """How many devices like the last one would do: doubled until it fits; None when not even many do."""
     count = len(judge.cluster.devices)
     while (count := 2 * count) <= min(MOST_DEVICES, judge.case(asked).units):
-        if judge.fits(replace(asked, stages=count), widened(judge.cluster, count)):
+        if judge.fits(replace(asked, stages=count), widened(judge.room, count)):
             return count
     return None
 
@@ -273,25 +292,45 @@ def _told(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
         devices=tuple(_device(stage, judge.cluster, graph, bounds, m) for stage, m in enumerate(memories)),
         largest=_largest(case, judge.cluster, bounds, memories),
         alone=judge.fits(replace(setting, stages=1)),
+        sure=_sure(graph, judge.cluster),
+    )
+
+
+def _sure(graph: ModelGraph, cluster: Cluster) -> tuple[str, ...]:
+    """Where the figures are from, and what they leave open."""
+    context = max(d.context_bytes for d in cluster.devices)
+    room = f", and {bytes_text(context)} of context on each device" if context else ""
+    seen = "its modules alone: activations are not known without weights"
+    if graph.form == "tape":
+        seen = "the model's own forward, op by op, and the actions of the schedule"
+    return (
+        f"bytes are counted from {seen}",
+        f"P95 adds {percent_text(SPREAD)} for the allocator and for libraries{room}",
+        *(graph.notes if graph.form == "modules" else ()),
     )
 
 
 def _device(
     stage: int, cluster: Cluster, graph: ModelGraph, bounds: Sequence[int], memory: StageMemory
 ) -> DeviceFit:
-    first, end = bounds[stage], bounds[stage + 1]
+    first, end, device = bounds[stage], bounds[stage + 1], cluster.devices[stage]
     return DeviceFit(
-        device=cluster.devices[stage].name,
+        device=device.name,
         units=compress([u.name for u in graph.units], first, end - 1),
         parameters=sum(p.numel for p in graph.owned_parameters(first, end - 1)),
         weights_bytes=memory.weights_bytes,
         gradients_bytes=memory.gradients_bytes,
-        optimizer_bytes=memory.optimizer_bytes,
-        activations_bytes=memory.activations_bytes,
+        master_bytes=memory.master_bytes,
+        optimizer_bytes=memory.optimizer_bytes - memory.master_bytes,
+        activations_bytes=memory.activations_bytes - memory.workspace_bytes,
         boundary_bytes=memory.boundary_bytes,
+        workspace_bytes=memory.workspace_bytes,
+        context_bytes=device.context_bytes,
         in_flight=memory.in_flight,
-        peak_bytes=memory.peak_bytes,
-        memory_bytes=cluster.devices[stage].memory_bytes,
+        phase=memory.phase,
+        p50_bytes=memory.peak_bytes + device.context_bytes,
+        p95_bytes=p95_bytes(memory, device),
+        memory_bytes=device.memory_bytes,
     )
 
 
@@ -316,15 +355,16 @@ def _largest(
 
 def _change(asked: Setting, setting: Setting, judge: _Judge) -> Change:
     case, _, memories = judge.lean(setting)
-    shares = [m.peak_bytes / d.memory_bytes for m, d in zip(memories, judge.cluster.devices, strict=False)]
+    needs = [(p95_bytes(m, d), d) for m, d in zip(memories, judge.cluster.devices, strict=False)]
+    fullest, device = max(needs, key=lambda pair: pair[0] / pair[1].memory_bytes)
     new = setting.changed_from(asked)
     if setting.batch_size != asked.batch_size:
         new.pop("microbatches", None)  # follows from the batch
     return Change(
         options=" ".join(f"--{_OPTIONS.get(name, name)} {value}" for name, value in new.items()),
         sentence="; ".join(_sentence(name, asked, setting, case) for name in new),
-        peak_bytes=memories[shares.index(max(shares))].peak_bytes,
-        share=max(shares),
+        p95_bytes=fullest,
+        share=fullest / device.memory_bytes,
     )
 
 

@@ -17,9 +17,12 @@ COLOURS = {"YES": "bold green", "YES IF": "bold yellow", "NO": "bold red"}
 CAUSES = {
     "weights": "weights_bytes",
     "grads": "gradients_bytes",
+    "master": "master_bytes",
     "optim.": "optimizer_bytes",
     "activ.": "activations_bytes",
-    "boundary": "boundary_bytes",
+    "buffers": "boundary_bytes",
+    "work": "workspace_bytes",
+    "context": "context_bytes",
 }
 
 
@@ -65,22 +68,19 @@ def _setting(fit: Fit) -> str:
 def _changes(changes: tuple[Change, ...]) -> Table:
     made = pieces.table(("if", "left"), *pieces.rights("fullest", "full"), ("what it costs", "left"))
     for change in changes:
-        peak = bytes_text(change.peak_bytes)
+        peak = bytes_text(change.p95_bytes)
         made.add_row(Text(change.options, "bold"), peak, percent_text(change.share), change.sentence)
     return made
 
 
 def _devices(fit: Fit) -> Table:
-    unit, size = byte_unit(max(d.peak_bytes for d in fit.devices))
+    unit, size = byte_unit(max(d.p95_bytes for d in fit.devices))
     shown = {c: f for c, f in CAUSES.items() if any(getattr(d, f) >= 0.05 * size for d in fit.devices)}
-    made = pieces.table((f"{unit} at the peak", "left"), *pieces.rights(*shown, "peak", "of", "full"))
+    made = pieces.table((unit, "left"), *pieces.rights(*shown, "P50", "P95", "of", "full"))
 
     def cells(device: DeviceFit) -> tuple[str, ...]:
-        sizes = (
-            *(getattr(device, field) for field in shown.values()),
-            device.peak_bytes,
-            device.memory_bytes,
-        )
+        held = [getattr(device, field) for field in shown.values()]
+        sizes = (*held, device.p50_bytes, device.p95_bytes, device.memory_bytes)
         return tuple(f"{number / size:.1f}" for number in sizes)
 
     for texts, same in groupby(fit.devices, key=cells):

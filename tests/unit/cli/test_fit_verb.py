@@ -24,23 +24,23 @@ def test_the_precisions_are_those_of_the_record() -> None:
 
 
 def test_yes(outsize: Outsize) -> None:
-    answer = outsize("fit", WIDE, "--cluster", "2x0.1GB")
+    answer = outsize("fit", WIDE, "--cluster", "2x0.6GB")
     assert (answer.code, answer.err) == (0, "")
-    assert answer.out.startswith("YES  Sequential (1.58 M parameters) fits 2x0.1GB")
+    assert answer.out.startswith("YES  Sequential (1.58 M parameters) fits 2x0.6GB")
     assert "one of the devices is enough" in answer.out.lower()
     assert max(map(len, answer.out.splitlines())) <= 80
 
 
 def test_yes_if_names_what_to_type(outsize: Outsize) -> None:
-    answer = outsize("fit", WIDE, "--cluster", "2x0.011GB")
+    answer = outsize("fit", WIDE, "--cluster", "2x0.379GB")
     assert answer.code == 1
     assert answer.out.startswith("YES IF")
     assert "--optimizer sgd" in answer.out
-    assert outsize("fit", WIDE, "--cluster", "2x0.011GB", "--optimizer", "sgd").code == 0
+    assert outsize("fit", WIDE, "--cluster", "2x0.379GB", "--optimizer", "sgd").code == 0
 
 
 def test_no_says_how_many_would_do(outsize: Outsize) -> None:
-    answer = outsize("fit", WIDE, "--cluster", "2x0.001GB", "--json")
+    answer = outsize("fit", WIDE, "--cluster", "2x0.368GB", "--json")
     assert answer.code == 1
     assert document(answer)["answer"] == "NO"
 
@@ -50,7 +50,7 @@ def test_bytes_of_weights_gradients_and_states(outsize: Outsize) -> None:
     for precision, each in (("fp32", 16), ("bf16-mixed", 16), ("fp16-mixed", 16), ("bf16", 8)):
         found = document(outsize("fit", WIDE, "--cluster", "1x1GB", "--precision", precision, "--json"))
         device = found["devices"][0]
-        held = sum(device[f"{name}_bytes"] for name in ("weights", "gradients", "optimizer"))
+        held = sum(device[f"{name}_bytes"] for name in ("weights", "gradients", "master", "optimizer"))
         assert held == pytest.approx(each * found["parameters"], rel=1e-3), precision
 
 

@@ -43,10 +43,19 @@ def test_yes_with_its_figures() -> None:
     assert (answer.answer, answer.microbatches, answer.changes, answer.devices_needed) == ("YES", 8, (), None)
     assert [d.device for d in answer.devices] == ["cpu:0", "cpu:1"]
     assert sum(d.parameters for d in answer.devices) == answer.parameters == 1200
-    assert all(d.peak_bytes <= d.memory_bytes for d in answer.devices)
-    causes = ("weights", "gradients", "optimizer", "activations", "boundary")
+    causes = (
+        "weights",
+        "gradients",
+        "master",
+        "optimizer",
+        "activations",
+        "boundary",
+        "workspace",
+        "context",
+    )
     for device in answer.devices:
-        assert sum(getattr(device, f"{cause}_bytes") for cause in causes) == device.peak_bytes
+        assert sum(getattr(device, f"{cause}_bytes") for cause in causes) == device.p50_bytes
+        assert device.p50_bytes < device.p95_bytes <= device.memory_bytes
     assert answer.largest[0].saved_bytes == answer.devices[0].in_flight * 4 * KIB
 
 
@@ -105,3 +114,26 @@ def test_what_cannot_be_asked() -> None:
         asked(80, stages=3)
     with pytest.raises(BadOption, match=r"optimizer 'adamx'"):
         asked(80, optimizer="adamx")
+
+
+def test_the_context_of_a_device_is_no_room() -> None:
+    answer = asked(80)
+    reserved = devices(2, 80 * KIB).model_copy(
+        update={
+            "devices": tuple(
+                d.model_copy(update={"context_bytes": 40 * KIB}) for d in devices(2, 80 * KIB).devices
+            )
+        }
+    )
+    again = fit(Ask(batch_size=8), at, reserved)
+    assert (answer.answer, again.answer) == ("YES", "YES IF")
+    assert again.devices[0].p50_bytes - again.devices[0].context_bytes <= answer.devices[0].p50_bytes
+    assert again.devices[0].context_bytes == 40 * KIB
+
+
+def test_a_device_smaller_than_its_context_holds_nothing() -> None:
+    tiny = devices(2, KIB)
+    tiny = tiny.model_copy(
+        update={"devices": tuple(d.model_copy(update={"context_bytes": 2 * KIB}) for d in tiny.devices)}
+    )
+    assert fit(Ask(batch_size=8), at, tiny).answer == "NO"
