@@ -8,7 +8,7 @@ For each argument that requires a gradient, with g the gradient of the result an
     bias              the sum of g               no FLOPs; reads g, writes the bias
     attention         q^, k^, v^ in one kernel   five products where the forward has two: 2.5 times
                                                  (arXiv 2205.14135, algorithm 4; torch's formula)
-    normalisation     x^ reads g and x           the affine weights read both as well
+    normalisation     x^ reads g and x           the affine weights, in a kernel of theirs, read both again
     embedding         scatters g into zeros      bytes of the table, no FLOPs
     element by element                           reads g and what the derivative needs, writes the argument;
                                                  sums where the argument was broadcast
@@ -46,11 +46,12 @@ class Call:
 @final
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The gradient of one argument."""
+    """The gradient of one argument; no launch where the same kernel gives another's."""
 
     family: Family
     flops: int
     moved_bytes: int
+    launches: int = 1
 
 
 Rule = Callable[[Call, int], "Pass | None"]
@@ -98,7 +99,10 @@ def _attention(call: Call, argument: int) -> Pass | None:
 
 
 def _norm(call: Call, argument: int) -> Pass:
-    """The argument's own gradient from g and x."""
+    """x^ reads g and x; one kernel more that reads both gives the affine weights."""
+    affine = [i for i in call.wanted if i > 0]
+    if argument in affine[1:]:
+        return Pass(call.family, 0, call.sizes[argument], launches=0)
     return Pass(call.family, 0, call.out_bytes + call.sizes[0] + call.sizes[argument])
 
 

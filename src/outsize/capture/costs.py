@@ -5,7 +5,8 @@
     backward   by rule from the forward call, see backward.py; what only parameters lead to is the weights'
                part, all else the inputs'. Gradients of a tensor with several users are added up
     saved      what autograd keeps: each storage once per tape, weights not counted
-    workspace  see storages.py
+    workspace  see storages.py; in the backward of op i, what ops 1..i have saved is there, the gradient of
+               its results, and the gradients of its arguments
 
 An op with torch's tag `nondeterministic_seeded` makes the instruction random.
 Oracle: tests/unit/capture/test_costs_truth.py, real forwards and backwards.
@@ -13,6 +14,7 @@ Oracle: tests/unit/capture/test_costs_truth.py, real forwards and backwards.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, final
@@ -50,12 +52,12 @@ class Tally:
     def __init__(self) -> None:
         self._sums: dict[tuple[Family, str], list[int]] = {}
 
-    def add(self, family: Family, dtype: str, flops: int, moved_bytes: int) -> None:
-        """One launch more."""
+    def add(self, family: Family, dtype: str, flops: int, moved_bytes: int, launches: int = 1) -> None:
+        """What one more op does."""
         sums = self._sums.setdefault((family, dtype), [0, 0, 0])
         sums[0] += flops
         sums[1] += moved_bytes
-        sums[2] += 1
+        sums[2] += launches
 
     def works(self) -> tuple[Work, ...]:
         """In the order in which the families came."""
@@ -97,6 +99,8 @@ class CostMeter:
         self._storages = Storages(self._forget)
         self._derived: set[int] = set()  # computed from parameters alone, such as their copies in bfloat16
         self._seen: set[int] = set()
+        self._really: dict[int, int] = {}  # bytes of memory that fakes show too small
+        self._used: dict[int, weakref.ref[Tensor]] = {}
         self.start()
 
     def start(self) -> None:
@@ -106,6 +110,7 @@ class CostMeter:
         self._forward, self._input, self._weight = Tally(), Tally(), Tally()
         self._kept: set[int] = set()
         self._fresh: dict[int, int] = {}  # kept for the first time: storage -> bytes
+        self._worst_backward, self._last = 0, (0, frozenset[int]())
         self._taken: Cost | None = None
         self._storages.start()
 
@@ -122,6 +127,7 @@ class CostMeter:
     def stop(self) -> Cost:
         """Its sums."""
         saved_bytes, kept = sum(self._fresh.values()), frozenset(self._kept)
+        self._worst_backward = max(self._worst_backward, self._last[0])
         if self._taken is not None:
             return replace(self._taken, saved_bytes=self._taken.saved_bytes + saved_bytes, kept=kept)
         return Cost(
@@ -129,6 +135,7 @@ class CostMeter:
             moved_bytes=self._moved_bytes,
             saved_bytes=saved_bytes,
             workspace_bytes=self._storages.excess_bytes(),
+            backward_workspace_bytes=self._worst_backward - saved_bytes if self._worst_backward else 0,
             forward=self._forward.works(),
             backward_input=self._input.works(),
             backward_weight=self._weight.works(),
@@ -156,7 +163,10 @@ class CostMeter:
         self._kept.add(storage)
         if key not in self._seen:
             self._seen.add(key)
-            self._fresh[key] = storage_bytes(tensor)
+            self._fresh[key] = size = self._really.get(key) or storage_bytes(tensor)
+            moment, results = self._last
+            if key in results and not tensor.requires_grad:  # autograd hands out a result it keeps detached
+                self._last = (moment + size, results)
 
     def _learn(self, op: Any) -> _Op:
         name, family = op_name(op), family_of(op)
@@ -179,6 +189,8 @@ class CostMeter:
             self._flops += flops
             self._moved_bytes += moved
             self._forward.add(op.family, dtype, flops, moved)
+        if op.family == "normalisation":
+            self._correct_statistics(inputs, results)
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
         if wanted and any(t.is_floating_point() for t in results):
             call = Call(op.family, flops, sizes, out_bytes, wanted)
@@ -187,21 +199,49 @@ class CostMeter:
     def _count_backward(
         self, op: _Op, call: Call, inputs: list[Tensor], results: list[Tensor], dtype: str
     ) -> None:
-        weights = {i for i in call.wanted if self._is_weight(inputs[i])}
+        for written in {id(t) for t in results}:
+            self._used.pop(written, None)  # in place: autograd may have cloned it for itself just before
         for index in call.wanted:
-            found = op.rule(call, index)
+            tensor, found = inputs[index], op.rule(call, index)
+            tally = self._weight if self._is_weight(tensor) else self._input
             if found is not None:
-                tally = self._weight if index in weights else self._input
-                tally.add(found.family, dtype, found.flops, found.moved_bytes)
+                tally.add(found.family, dtype, found.flops, found.moved_bytes, found.launches)
+            if self._is_used_again(tensor):
+                tally.add("elementwise", dtype, 0, 3 * call.sizes[index])  # two parts of its gradient added
+        for written in {id(t) for t in results}:
+            self._used.pop(written, None)  # its history is another now
+        self._remember_moment(op, call, results)
         if not op.view and all(map(self._is_weight, inputs)):
             self._derived |= {storage_key(t) for t in results}
+
+    def _remember_moment(self, op: _Op, call: Call, results: list[Tensor]) -> None:
+        """The backward of this op: what is saved so far, gradients out and in."""
+        if op.view:
+            return
+        self._worst_backward = max(self._worst_backward, self._last[0])
+        moment = sum(self._fresh.values()) + call.out_bytes + sum(call.sizes[i] for i in call.wanted)
+        self._last = (moment, frozenset(storage_key(t) for t in results))
+
+    def _correct_statistics(self, inputs: list[Tensor], results: list[Tensor]) -> None:
+        """Statistics are float32 where the weights are; fakes (torch 2.13) give them the input's dtype."""
+        if results[0].dtype.itemsize < 4 and any(t.dtype is torch.float32 for t in inputs):
+            self._really |= {storage_key(t): 4 * t.numel() for t in results[1:]}
 
     def _is_weight(self, tensor: Tensor) -> bool:
         key = storage_key(tensor)
         return key in self._weights or key in self._derived
 
+    def _is_used_again(self, tensor: Tensor) -> bool:
+        """Has another op had it as an argument? (An id alone could be that of a dead tensor.)"""
+        before = self._used.get(id(tensor))
+        if before is not None and before() is tensor:
+            return True
+        self._used[id(tensor)] = weakref.ref(tensor)
+        return False
+
     def _forget(self, storage: int) -> None:
         """It died: another may get its address."""
+        self._really.pop(storage, None)
         self._derived.discard(storage)
         self._seen.discard(storage)
 

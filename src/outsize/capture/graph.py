@@ -17,8 +17,8 @@ from typing import final
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from outsize.capture.costs import summed
 from outsize.capture.memory import Memory
+from outsize.capture.unit_costs import UnitCosts
 from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
 from outsize.program.liveness import last_reads, legal_cuts, live, replicable
 from outsize.program.tape import Instruction, Tape
@@ -47,7 +47,7 @@ def build_graph(tape: Tape, model: nn.Module, samples: int | None = None) -> Cap
     starts = _unit_starts(tape, owned, last)
     parameters = parameters_of(model)
     memory = Memory.of(tape, starts)
-    units = _units(tape, starts, owned, model)
+    units = _units(tape, starts, owned, model, UnitCosts(tape, last, memory))
     units = tuple(u.model_copy(update={"saved_input_bytes": memory.saved_inputs[u.index]}) for u in units)
     graph = ModelGraph(
         model=type(model).__name__,
@@ -95,7 +95,9 @@ def _crossing_bytes(tape: Tape, owned: list[bool], last: dict[int, int]) -> list
     return crossing
 
 
-def _units(tape: Tape, starts: Sequence[int], owned: list[bool], model: nn.Module) -> tuple[Unit, ...]:
+def _units(
+    tape: Tape, starts: Sequence[int], owned: list[bool], model: nn.Module, costs: UnitCosts
+) -> tuple[Unit, ...]:
     groups = [tape.instructions[a:b] for a, b in pairwise(starts)]
     groups = [[i for i in group if owned[i.index]] for group in groups]
     anchors = [next((i for i in g if _is_anchor(tape, i)), g[0] if g else None) for g in groups]
@@ -103,7 +105,7 @@ def _units(tape: Tape, starts: Sequence[int], owned: list[bool], model: nn.Modul
     counted: set[str] = set()
     modules = dict(model.named_modules())
     return tuple(
-        _unit(n, name, _kind(anchor, modules), group, model, counted)
+        _unit(n, name, _kind(anchor, modules), group, model, counted, costs)
         for n, (name, anchor, group) in enumerate(zip(names, anchors, groups, strict=True))
     )
 
@@ -117,7 +119,13 @@ def _kind(anchor: Instruction | None, modules: dict[str, nn.Module]) -> str:
 
 
 def _unit(
-    index: int, name: str, kind: str, group: Sequence[Instruction], model: nn.Module, counted: set[str]
+    index: int,
+    name: str,
+    kind: str,
+    group: Sequence[Instruction],
+    model: nn.Module,
+    counted: set[str],
+    costs: UnitCosts,
 ) -> Unit:
     buffers = {w.name for i in group for w in i.weights if w.kind == "buffer"} - counted
     counted |= buffers
@@ -127,13 +135,7 @@ def _unit(
         kind=kind,
         parameters=tuple(dict.fromkeys(p for i in group for p in i.parameters())),
         buffer_bytes=sum(_nbytes(model.get_buffer(b)) for b in buffers),
-        flops=sum(i.cost.flops for i in group),
-        moved_bytes=sum(i.cost.moved_bytes for i in group),
-        saved_bytes=sum(i.cost.saved_bytes for i in group),
-        workspace_bytes=max((i.cost.workspace_bytes for i in group), default=0),
-        forward=summed(w for i in group for w in i.cost.forward),
-        backward_input=summed(w for i in group for w in i.cost.backward_input),
-        backward_weight=summed(w for i in group for w in i.cost.backward_weight),
+        **costs.of(group),
     )
 
 
