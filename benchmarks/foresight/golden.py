@@ -96,18 +96,32 @@ class Test:
         return max(NODE, self.axis("TP") * self.axis("PP") * self.axis("CP"))
 
     @property
+    def batch(self) -> int:
+        """Samples of a step; 0 where it grows during the run."""
+        found = re.search(r"gbs (\d+)", self.row["batch_per_device"])
+        return int(found[1]) if found else 0
+
+    @property
     def dp(self) -> int:
-        return max(1, self.devices // (self.axis("TP") * self.axis("PP") * self.axis("CP")))
+        """Replicas: as many as devices allow, and no more than there are microbatches."""
+        most = max(1, self.devices // (self.axis("TP") * self.axis("PP") * self.axis("CP")))
+        return min(most, self.batch // self.microbatch) if self.batch else most
 
     @property
     def fused(self) -> bool:
-        """Does attention spare the s x s matrices? Unless told, TransformerEngine picks a fused kernel; its
-        oldest images had no deterministic one."""
+        """Does attention spare the s x s matrices? Unless told, TransformerEngine picks a fused kernel."""
         backend = self.options.get("attention-backend", "")
         if backend in ("flash", "fused") or self.on("use-flash-attn"):
             return True
-        old = "dracooci" in self.row["source"] and self.on("deterministic-mode")
+        old = self.old_image and self.on("deterministic-mode")
         return self.te and not old and backend not in ("unfused", "local")
+
+    @property
+    def old_image(self) -> bool:
+        """Values from before TransformerEngine had a deterministic fused kernel: those of the first machines,
+        and those of the long-term image that no list of tests (which says the devices) names any more."""
+        retired = "lts_dgx" in self.row["source"] and not self.row["num_devices"]
+        return retired or "dracooci" in self.row["source"]
 
 
 def read(row: dict[str, str]) -> Test:
@@ -200,9 +214,9 @@ def _layers_in_flight(test: Test, model: Transformer, layers: float) -> float:
     stages, chunks = test.axis("PP"), _chunks(test, model)
     if chunks == 1:
         return layers
-    batch = int(re.findall(r"gbs (\d+)", test.row["batch_per_device"])[0])
-    microbatches = batch // (test.microbatch * test.dp)
-    group = stages if microbatches % stages == 0 else microbatches
+    microbatches = max(1, test.batch // (test.microbatch * test.dp))
+    wide = (n for n in range(stages, microbatches) if microbatches % n == 0)
+    group = next(wide, microbatches)  # the smallest that divides the microbatches
     held = in_flight(stages - 1, stages, chunks, microbatches, group)
     if "account_for_embedding_loss" in test.name:
         return (held - 1) * layers / (chunks - 1)  # the last chunk is the head alone

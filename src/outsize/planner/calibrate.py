@@ -44,12 +44,14 @@ def fit(
     measured: Vector,
     prior: Vector,
     spread: Vector,
+    noise: float = NOISE,
     rounds: int = 30,
 ) -> Fit:
     """Multipliers whose predictions of the measured rows (seconds, shape [rows]) are nearest.
 
     prior   [multipliers] > 0, where they are believed to be
     spread  [multipliers], by which ratio (as a logarithm) they may well differ; 0 keeps one fixed
+    noise   by which ratio a row may well be off: its measurement, and what no multiplier explains
     """
     free = np.flatnonzero(spread > 0)
     start = np.log(prior[free])
@@ -58,7 +60,7 @@ def fit(
         """Of the rows in units of the noise, then of the prior."""
         full = prior.copy()
         full[free] = np.exp(x)
-        rows = np.log(predict(full) / measured) / NOISE if len(measured) else np.zeros(0)
+        rows = np.log(predict(full) / measured) / noise if len(measured) else np.zeros(0)
         return np.concatenate([rows, (x - start) / spread[free]])
 
     x, cost = _minimise(residuals, start, len(measured), rounds)

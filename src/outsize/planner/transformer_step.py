@@ -1,6 +1,6 @@
 """Problem: how long does a training step of a transformer take under tp x pp x dp, from dimensions alone?
 
-    pass       max(device, host): the device's seconds of the pass (roofline of its Works, kernels,
+    layer      max(device, host): the device's seconds of its passes (roofline of their Works, kernels,
                collectives), or the host's for launching them: a device does not outrun its host
     stage      its layers, on the first the embedding, on the last the head and the loss
     pipeline   the simulator on the real schedule, 1F1B or interleaved; where p does not divide m, which
@@ -62,7 +62,7 @@ class Multipliers(Record):
     wide_matmul             x, on top, for a matmul of more than 32,768 columns (the head without tp)
     kernel_s, host_s        seconds that each kernel costs the device beside its work, and its host
     inner, outer            x the seconds of collectives within a node, and between nodes
-    skew_s                  seconds that a collective of n ranks waits for the slowest host, per rank but one
+    skew_s                  seconds that a collective waits for the slowest host, per pair of its ranks
     optimizer, fixed_s      x the seconds of Adam's update; seconds of a step that nothing else explains
     """
 
@@ -73,7 +73,7 @@ class Multipliers(Record):
     host_s: float = 1e-5
     inner: float = 1.0
     outer: float = 1.0
-    skew_s: float = 1e-5
+    skew_s: float = 2e-6
     optimizer: float = 1.0
     fixed_s: float = 1e-3
 
@@ -194,22 +194,28 @@ def _ends(job: Job, stage: int, by: Multipliers) -> Iterator[tuple[list[Op], Mul
 
 
 def _pair(job: Job, of: Passes, collectives: int, cluster: Cluster, by: Multipliers) -> tuple[float, float]:
-    """Forward and backward seconds, with so many collectives of tp in each and again where it is repeated."""
+    """Forward and backward seconds, with so many collectives of tp in each and again where it is repeated.
+
+    Launches run ahead: the host is waited for only where it needs longer than the device for both passes.
+    """
     again = collectives if of.recompute else 0
     back = (*of.backward_input, *of.backward_weight, *of.recompute)
-    message = _tp_s(job, cluster, by)
-    device = cluster.devices[0]
-    forward_s = _pass_s(of.forward, collectives, message, device, by)
-    return forward_s, _pass_s(back, collectives + again, message, device, by)
+    message, device = _tp_s(job, cluster, by), cluster.devices[0]
+    forward = _pass(of.forward, collectives, message, device, by)
+    backward = _pass(back, collectives + again, message, device, by)
+    busy_s, host_s = (sum(pair) for pair in zip(forward, backward, strict=True))
+    waiting = max(1.0, host_s / busy_s) if busy_s else 1.0
+    return forward[0] * waiting, backward[0] * waiting
 
 
-def _pass_s(
+def _pass(
     works: Sequence[Work], collectives: int, message: tuple[float, float], device: Device, by: Multipliers
-) -> float:
+) -> tuple[float, float]:
+    """Seconds of the device, and of the host to launch it."""
     launches = sum(work.launches for work in works) + (collectives if message[0] else 0)
     device_s = sum(_multiplier(work, by) * seconds((work,), device) for work in works)
     device_s += launches * by.kernel_s + collectives * message[0]
-    return max(device_s, launches * by.host_s + collectives * message[1])
+    return device_s, launches * by.host_s + collectives * message[1]
 
 
 def _multiplier(work: Work, by: Multipliers) -> float:
@@ -225,7 +231,7 @@ def _tp_s(job: Job, cluster: Cluster, by: Multipliers) -> tuple[float, float]:
         return 0.0, 0.0
     size = _message_bytes(job)
     wire = by.inner if tp <= cluster.devices_per_node else by.outer
-    return wire * collective_s("all_reduce", size, tp_ranks(job), cluster), (tp - 1) * by.skew_s
+    return wire * collective_s("all_reduce", size, tp_ranks(job), cluster), tp * (tp - 1) / 2 * by.skew_s
 
 
 def _message_bytes(job: Job) -> int:

@@ -1,0 +1,170 @@
+"""benchmarks/foresight on small made-up files: what is read, left out and why, and printed."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[3] / "benchmarks" / "foresight"
+MODULES = ("runs", "steptime", "golden")
+RUN = {
+    "row_id": "1", "source": "vTrain, made up", "system": "Megatron-DeepSpeed",
+    "hardware": "A100 single node", "model": "GPT", "num_layers": "4", "hidden": "512", "heads": "8",
+    "seq_len": "256", "n_gpus": "4", "tp": "1", "pp": "2", "vpp": "", "dp": "2", "cp": "", "ep": "",
+    "shard": "", "micro_batch": "2", "global_batch": "16", "recompute": "none", "precision": "",
+    "tflops_per_gpu": "", "samples_per_s": "", "iter_time_s": "0.1", "pp_schedule": "1f1b", "notes": "",
+}  # fmt: skip
+GOLDEN = {
+    "id": "megatron-golden", "source": "golden dev_dgx_h100", "model": "gpt3_mcore_te_tp2_pp2",
+    "family": "gpt", "hardware": "H100 DGX", "num_devices": "8", "parallelism": "TP2 PP2",
+    "precision": "bf16", "batch_per_device": "mbs 4 gbs 32", "seq_or_input": "seq 1024", "act_ckpt": "none",
+    "mem_value": "1428000000",
+    "notes": "num-layers=12 hidden-size=512 num-attention-heads=8 attention-backend=flash "
+    "deterministic-mode=True",
+}  # fmt: skip
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The benchmark's modules, which live beside the package."""
+    monkeypatch.syspath_prepend(str(HERE))
+    yield {name: importlib.import_module(name) for name in MODULES}
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> Path:
+    """A CSV file of rows with equal columns."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The benchmark as a person runs it."""
+    command = [sys.executable, str(HERE / "run.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_row_becomes_a_job(bench: dict[str, ModuleType]) -> None:
+    run = bench["runs"].read({**RUN, "tp": "2", "dp": "1"})
+    assert (run.job.pp, run.job.dp, run.job.sharding.tp, run.job.microbatches) == (2, 1, 2, 8)
+    assert run.job.model.vocabulary == 50432  # 50,257 to a multiple of 256
+    assert (run.seconds, run.nodes, run.vtrain, run.calculon) == (0.1, 1, True, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"iter_time_s": ""}, "no step time"),
+        ({"tp": ""}, "tp not given"),
+        ({"system": "torchgpipe"}, "torchgpipe"),
+        ({"hardware": "abacus"}, "abacus"),
+        ({"shard": "FSDP"}, "FSDP"),
+        ({"ep": "8"}, "experts"),
+        ({"pp_schedule": "ZB-2p"}, "ZB-2p"),
+    ],
+)
+def test_a_row_that_cannot_be_timed_says_why(
+    bench: dict[str, ModuleType], change: dict[str, str], reason: str
+) -> None:
+    with pytest.raises(bench["runs"].Skip, match=reason):
+        bench["runs"].read({**RUN, **change})
+
+
+def test_a_step_time_may_be_given_as_rates(bench: dict[str, ModuleType]) -> None:
+    other = {**RUN, "iter_time_s": ""}
+    assert bench["runs"].read({**other, "samples_per_s": "32"}).seconds == 0.5
+    inner = 1 + 256 / (6 * 512) + 50304 / (16 * 4 * 512)
+    flops = 96 * 16 * 256 * 4 * 512**2 * inner
+    assert bench["runs"].read({**other, "tflops_per_gpu": "2"}).seconds == pytest.approx(flops / 8e12)
+
+
+def test_halves_are_of_what_a_row_says_not_of_its_number(bench: dict[str, ModuleType]) -> None:
+    half_of = bench["runs"].half_of
+    assert half_of(RUN) == half_of({**RUN, "row_id": "2"})
+    assert {half_of({**RUN, "iter_time_s": str(n)}) for n in range(9)} == {0, 1}
+
+
+def test_rows_to_look_at_are_shared_by_the_logarithm_and_never_the_majority(
+    bench: dict[str, ModuleType],
+) -> None:
+    apportion = bench["steptime"].apportion
+    assert sum(apportion([700, 80, 10], 10)) == 10
+    assert apportion([700, 80, 10], 10) == sorted(apportion([700, 80, 10], 10), reverse=True)
+    assert apportion([3, 2], 10) == [1, 1]
+    assert apportion([], 10) == []
+
+
+def test_regret_is_the_chosen_plan_over_the_best(bench: dict[str, ModuleType]) -> None:
+    read, timed = bench["runs"].read, bench["steptime"].Timed
+    fast, slow = (read({**RUN, "iter_time_s": seconds}) for seconds in ("0.1", "0.2"))
+    assert bench["steptime"].regrets([timed(fast, 2.0, False), timed(slow, 1.0, False)]) == [2.0]
+    assert bench["steptime"].regrets([timed(fast, 1.0, False), timed(slow, 2.0, False)]) == [1.0]
+    assert bench["steptime"].regrets([timed(fast, 1.0, False)]) == []
+
+
+def test_golden_rows_are_predicted_or_refused(bench: dict[str, ModuleType]) -> None:
+    golden = bench["golden"]
+    fused = golden.peak_bytes(golden.read(GOLDEN))
+    unfused = golden.peak_bytes(golden.read({**GOLDEN, "notes": GOLDEN["notes"].replace("flash", "unfused")}))
+    scores = 6 * 4 * 4 * 1024**2 * 5  # layers x microbatch x heads of a rank x s x s x (2 + 1 + 2) bytes
+    assert unfused - fused == pytest.approx(scores, rel=0.01)
+    shared = golden.peak_bytes(golden.read({**GOLDEN, "parallelism": "TP2 PP2 dist-opt"}))
+    assert shared < fused
+    with pytest.raises(golden.Skip, match="layout"):
+        golden.read({**GOLDEN, "parallelism": "TP2 PP2 layout=Et|tL"})
+
+
+def test_interleaved_golden_rows_hold_more_chunks(bench: dict[str, ModuleType]) -> None:
+    golden = bench["golden"]
+    deep = {**GOLDEN, "parallelism": "TP1 PP4"}
+    plain, chunked = (
+        golden.peak_bytes(golden.read(row)) for row in (deep, {**deep, "parallelism": "TP1 PP4 vstages=3"})
+    )
+    tokens = 4 * 1024
+    layer = 34 * tokens * 512 + 4 * tokens * 8 + 2 * 8 * tokens
+    assert chunked - plain == pytest.approx((9 - 3) * layer, rel=1e-6)
+
+
+def test_the_whole_benchmark_on_small_files(bench: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Measured is what the prior predicts: no error and no regret; everything else is counted by reason."""
+    rows = [{**RUN, "micro_batch": b, "num_layers": n} for b in ("1", "2", "4") for n in ("4", "8")]
+    for row in rows:
+        run = bench["runs"].read(row)
+        prior = bench["steptime"].PRIORS[bench["steptime"].kind(run)]
+        row["iter_time_s"] = repr(float(bench["steptime"].step_s(run.job, run.cluster, prior)))
+    runs = write(tmp_path / "runs.csv", [*rows, {**RUN, "tp": ""}])
+    memory = write(tmp_path / "memory.csv", [GOLDEN, {**GOLDEN, "id": "other"}, {**GOLDEN, "family": "mimo"}])
+    done = launch("--runs", str(runs), "--memory", str(memory), "--calibrate", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["step_time_mape_single"] < 1e-3
+    assert found["step_time_mape_multi"] is None
+    assert found["choice_regret_worst"] == 1.0
+    assert (found["runs"]["used"], found["runs"]["calibrated_on"]) == (6, 2)
+    assert found["runs"]["skipped"] == {"tp not given": 1}
+    assert found["memory"]["used"] == 1
+    assert len(found["memory"]["skipped"]) == 2
+    assert found["memory_median"] < 0.1
+    text = launch("--runs", str(runs), "--memory", str(memory), "--calibrate", "2").stdout
+    assert "step_time_mape_single" in text
+    assert "tp not given" in text
+
+
+def test_missing_files_end_with_a_clear_word(tmp_path: Path) -> None:
+    done = launch("--runs", str(tmp_path / "none.csv"), "--memory", str(tmp_path / "none.csv"))
+    assert done.returncode == 2
+    assert "no file" in done.stderr
+    assert "Traceback" not in done.stderr
