@@ -20,9 +20,9 @@ CAUSES = {
     "master": "master_bytes",
     "optim.": "optimizer_bytes",
     "activ.": "activations_bytes",
-    "buffers": "boundary_bytes",
+    "buf.": "boundary_bytes",
     "work": "workspace_bytes",
-    "context": "context_bytes",
+    "ctx": "context_bytes",
 }
 
 
@@ -76,11 +76,13 @@ def _changes(changes: tuple[Change, ...]) -> Table:
 def _devices(fit: Fit) -> Table:
     unit, size = byte_unit(max(d.p95_bytes for d in fit.devices))
     shown = {c: f for c, f in CAUSES.items() if any(getattr(d, f) >= 0.05 * size for d in fit.devices)}
-    made = pieces.table((unit, "left"), *pieces.rights(*shown, "P50", "P95", "of", "full"))
+    limits = {d.memory_bytes for d in fit.devices}
+    of = f"{unit} of {limits.pop() / size:.1f}" if len(limits) == 1 else unit
+    made = pieces.table((of, "left"), *pieces.rights(*shown, "P50", "P95", "full"))
 
     def cells(device: DeviceFit) -> tuple[str, ...]:
         held = [getattr(device, field) for field in shown.values()]
-        sizes = (*held, device.p50_bytes, device.p95_bytes, device.memory_bytes)
+        sizes = (*held, device.p50_bytes, device.p95_bytes)
         return tuple(f"{number / size:.1f}" for number in sizes)
 
     for texts, same in groupby(fit.devices, key=cells):
