@@ -132,8 +132,13 @@ def read(row: dict[str, str]) -> Test:
         raise Skip(f"family {test.family}: a part that is no transformer of known dimensions")
     if "layout=" in row["parallelism"] or test.on("multi-latent-attention"):
         raise Skip("pipeline layout or latent attention whose dimensions are not given")
-    if test.family != "t5" and not test.number("num-layers"):
-        raise Skip("number of layers not given")
+    layers = test.number("encoder-num-layers" if test.family == "t5" else "num-layers")
+    if not (layers and test.number("hidden-size") and test.number("num-attention-heads")):
+        raise Skip("layers, hidden size or heads not given")
+    if not re.search(r"mbs \d+", row["batch_per_device"]) or not re.search(r"\d", row["seq_or_input"]):
+        raise Skip("microbatch or sequence length not given")
+    if not row["mem_value"]:
+        raise Skip("no peak given")
     return test
 
 
@@ -195,7 +200,9 @@ def _sharding(test: Test) -> Sharding:
         sequence_parallel=test.on("sequence-parallel"),
         fused=test.fused,
         recompute=RECOMPUTE.get(test.row["act_ckpt"], "none"),
-        dtype={"fp16": "float16", "fp32": "float32"}.get(test.row["precision"].split()[0], "bfloat16"),
+        dtype={"fp16": "float16", "fp32": "float32"}.get(
+            (test.row["precision"].split() or ["bf16"])[0], "bfloat16"
+        ),
     )
 
 

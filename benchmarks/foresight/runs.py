@@ -138,6 +138,8 @@ def _refuse(row: dict[str, str]) -> None:
         raise Skip(f"sharding {row['shard'].split(',')[0]} is not modelled")
     if row["ep"] not in ("", "1") or row["cp"] not in ("", "1"):
         raise Skip("experts or context parallelism")
+    if int(row["tp"]) * int(row["pp"]) * int(row["dp"]) != int(row["n_gpus"]):
+        raise Skip("GPUs are not tp x pp x dp")
     if row["pp_schedule"].lower() not in ("", "1f1b", "1f1b-i"):
         raise Skip(f"schedule {row['pp_schedule']} is not modelled")
 

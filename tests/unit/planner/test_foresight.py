@@ -74,6 +74,7 @@ def test_a_row_becomes_a_job(bench: dict[str, ModuleType]) -> None:
         ({"shard": "FSDP"}, "FSDP"),
         ({"ep": "8"}, "experts"),
         ({"pp_schedule": "ZB-2p"}, "ZB-2p"),
+        ({"dp": "4"}, "tp x pp x dp"),
     ],
 )
 def test_a_row_that_cannot_be_timed_says_why(
@@ -125,6 +126,8 @@ def test_golden_rows_are_predicted_or_refused(bench: dict[str, ModuleType]) -> N
     assert shared < fused
     with pytest.raises(golden.Skip, match="layout"):
         golden.read({**GOLDEN, "parallelism": "TP2 PP2 layout=Et|tL"})
+    with pytest.raises(golden.Skip, match="layers"):
+        golden.read({**GOLDEN, "notes": ""})
 
 
 def test_interleaved_golden_rows_hold_more_chunks(bench: dict[str, ModuleType]) -> None:
