@@ -6,7 +6,7 @@ STAMP  := $(VENV)/installed
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 HOUSE  := $(wildcard src tests benchmarks examples)
 
-.PHONY: help demo test parity check bench docs clean clean-venv
+.PHONY: help demo test parity check bench bench-optimality docs clean clean-venv
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -32,6 +32,10 @@ bench: $(STAMP)  ## every question of benchmarks/, one after the other
 	@for question in $(wildcard benchmarks/*/run.py); do \
 	    echo "$$question" && $(BIN)/python "$$question" || exit 1; \
 	done
+
+bench-optimality: $(STAMP)  ## the planner against all splits of 10,000 small graphs; PROFILES=DIR adds real ones
+	$(BIN)/python benchmarks/optimality/brute_force.py --graphs 10000
+	$(if $(PROFILES),$(BIN)/python benchmarks/optimality/run.py --profiles $(PROFILES))
 
 docs: $(STAMP)  ## write golden files anew; read the diff before you commit it
 	$(BIN)/python -m pytest tests/golden tests/house --update-golden

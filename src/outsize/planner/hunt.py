@@ -3,11 +3,13 @@
 Problem: D_1 <= D_2 <= ... with no stage above T, one after the other. D_s must weigh at least
 total - (k - s) T, for the rest has k - s stages, and at most weight(D_{s-1}) + T.
 
-Method: lay the units behind D_{s-1} in a random topological order, free the `FREE` units on either side
-of the place where the weight is right, and list all downsets of those, at most 2^(2 FREE); the heaviest
-that is in its window and lets nothing through above T becomes D_s. With many branches their sums are so
-dense that a window of one tick is hit after a few orders; where they are not, the hunt fails, which
-proves nothing. Same seed, same split. Complexity: k TRIES 4^FREE at worst.
+Method: lay the units behind D_{s-1} in a random topological order and free the `FREE` units on either side of
+the place where the weight is right. Free units that no edge joins fall into two groups; all downsets of each
+are listed, and a pair with the right sum is found by bisection (meet in the middle: Horowitz and Sahni,
+J. ACM 21(2), 1974). The heaviest in its window becomes D_s. What crosses a boundary does not add up over
+groups: then fewer units are free, in one group. With many branches the sums are so dense that a window of
+one tick is hit after a few orders; where they are not, the hunt fails, which proves nothing.
+Same seed, same split. Complexity: k TRIES GROUP at worst.
 Oracle: tests/unit/planner/test_downsets.py checks what is found and that it meets the lower bound.
 """
 
@@ -21,7 +23,9 @@ import numpy as np
 from outsize.planner.dag import Dag, Units, members
 from outsize.planner.lattice import between
 
-FREE = 8
+FREE = 16
+FREE_TOGETHER = 8
+GROUP = 1 << 15
 TRIES = 12
 
 
@@ -52,26 +56,78 @@ def _next(
     start = done | least
     top = dag.weight(done) + limit
     window = max(dag.total - left * limit, 0), top
-    for _ in range(TRIES):
-        low, high = _around(dag, start, most | start, top, random)
-        lattice = between(dag, dag, crossing, low, high, 1 << (2 * FREE))
-        assert lattice is not None, "n free units have at most 2^n downsets"
-        fine = (lattice.weight >= window[0]) & (lattice.weight <= window[1]) & (lattice.crossing <= limit)
-        if fine.any():
-            return lattice.downsets[int(np.argmax(np.where(fine, lattice.weight, -1)))]
+    for free in (FREE, FREE_TOGETHER) * TRIES:
+        if crossing and free == FREE:
+            continue
+        low, high = _around(dag, start, most | start, (top, free), random)
+        one, two = (high & ~low, 0) if free == FREE_TOGETHER else _groups(dag, high & ~low)
+        found = _heaviest(dag, crossing, (low, one, two), (window, limit))
+        if found is not None:
+            return found
     return None
 
 
-def _around(dag: Dag, start: Units, most: Units, top: int, random: Random) -> tuple[Units, Units]:
+def _heaviest(
+    dag: Dag, crossing: Sequence[int], parts: tuple[Units, Units, Units], task: tuple[tuple[int, int], int]
+) -> Units | None:
+    """The heaviest downset with weight in the window: the first part, and some of the other two."""
+    (low, one, two), ((least, top), limit) = parts, task
+    first = between(dag, dag, crossing, low, low | one, GROUP << 1)
+    second = between(dag, dag, (), low, low | two, GROUP)
+    if first is None or second is None:
+        return None
+    order = np.argsort(second.weight, kind="stable")
+    more = second.weight[order] - second.weight[0]
+    place = np.searchsorted(more, top - first.weight, side="right") - 1
+    weight = np.where(place >= 0, first.weight + more[place], -1)
+    weight[first.crossing > limit] = -1
+    at = int(weight.argmax())
+    return first.downsets[at] | second.downsets[order[place[at]]] if weight[at] >= least else None
+
+
+def _groups(dag: Dag, free: Units) -> tuple[Units, Units]:
+    """Free units in two parts of about equal size with no edge between them."""
+    one = two = 0
+    for part in sorted(_components(dag, free), key=lambda c: (-c.bit_count(), c)):
+        if one.bit_count() <= two.bit_count():
+            one |= part
+        else:
+            two |= part
+    return one, two
+
+
+def _components(dag: Dag, free: Units) -> list[Units]:
+    found: list[Units] = []
+    while free:
+        part = edge = free & -free
+        while edge:
+            edge = _neighbours(dag, edge) & free & ~part
+            part |= edge
+        found.append(part)
+        free &= ~part
+    return found
+
+
+def _neighbours(dag: Dag, units: Units) -> Units:
+    around = 0
+    for unit in members(units):
+        around |= dag.before[unit] | dag.after[unit]
+    return around
+
+
+def _around(
+    dag: Dag, start: Units, most: Units, goal: tuple[int, int], random: Random
+) -> tuple[Units, Units]:
     """The downsets before and behind the free units, on a random way from `start` up to weight `top`."""
+    top, free = goal
     way, weight = [start], dag.weight(start)
     ready = [u for u in members(most & ~start) if dag.before[u] & ~start == 0]
     beyond = 0
-    while ready and beyond < FREE:
+    while ready and beyond < free:
         unit = ready.pop(random.randrange(len(ready)))
         way.append(way[-1] | 1 << unit)
         weight += dag.weights[unit]
         beyond += weight > top
         followers = members(dag.after[unit] & most)
         ready += [f for f in followers if dag.before[f] & ~way[-1] == 0]
-    return way[max(len(way) - 1 - 2 * FREE, 0)], way[-1]
+    return way[max(len(way) - 1 - 2 * free, 0)], way[-1]
