@@ -11,8 +11,8 @@ own over and over finds its memory warm and mapped and is up to a third faster t
                skips every weight gradient (a convolution's too, whose one op is told what to compute)
     weight     whole - input; timing weight gradients alone would pay the way through a unit's inside twice
 
-Units that are not wanted (copies of others) run once without gradients, to make the values that wanted ones
-need; a wanted unit then starts from a detached copy, as a stage does from what it received.
+Units that are not wanted (copies of others) run once, detached from one another, to make the values that
+wanted ones need; a wanted unit then starts from a detached copy, as a stage does from what it received.
 Parameters keep their .grad from lap to lap, so each lap accumulates, as all microbatches but the first do.
 """
 
@@ -174,11 +174,15 @@ class Stopwatch:
         return lambda _: fired.append((unit, clock()))
 
     def _carry(self, pieces: Sequence[Piece], given: dict[int, Any], wanted: set[int]) -> dict[int, Any]:
-        """The inputs, and what wanted units read of the others: one forward without gradients."""
+        """The inputs, and what wanted units read of the others: one forward, let go of unit by unit.
+
+        With gradients, for a unit may take some inside its forward (a gradient penalty).
+        """
         values = dict(given)
-        with torch.no_grad():
+        with torch.enable_grad():
             for piece in pieces:
                 self._call(piece, values, {*wanted, *given})
+                values |= {slot: values[slot].detach() for slot in piece.exits if slot in values}
         return {slot: value for slot, value in values.items() if slot in wanted or slot in given}
 
 

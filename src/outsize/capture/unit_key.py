@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from inspect import getattr_static
 from itertools import pairwise
 from types import CodeType
 from typing import Any, final
@@ -87,7 +88,9 @@ def module_text(module: nn.Module) -> str:
 def _module_parts(module: nn.Module) -> Iterator[str]:
     for name, part in module.named_modules():
         kind = type(part)
-        yield f"{name}: {kind.__module__}.{kind.__qualname__}({part.extra_repr()}) {_code_text(kind.forward)}"
+        # Statically: the class of a scripted module answers for its instances only.
+        code = _code_text(getattr_static(kind, "forward", None)) or getattr(part, "code", "")
+        yield f"{name}: {kind.__module__}.{kind.__qualname__}({part.extra_repr()}) {code}"
         yield repr([(k, v) for k, v in sorted(vars(part).items()) if _is_plain(v)])
         tensors = (*part._parameters.items(), *part._buffers.items())
         yield repr([(key, _tensor_text(t)) for key, t in tensors if t is not None])

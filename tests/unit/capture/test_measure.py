@@ -164,6 +164,18 @@ def test_values_are_carried_over_many_units() -> None:
     measure_units(captured(model, batch()), model, [batch()], QUICK)
 
 
+def test_a_gradient_taken_inside_the_forward() -> None:
+    def run(m: nn.Module, x: Tensor) -> Tensor:
+        between = (x * 2).requires_grad_(True)
+        (slope,) = torch.autograd.grad(m.b(between).sum(), between, create_graph=True)
+        for layer in m.copies:  # so that some units run for their values alone
+            slope = layer(slope)
+        return m.a(slope)
+
+    model = two(run, copies=nn.ModuleList(linear() for _ in range(4)))
+    measure_units(captured(model, batch()), model, [batch()], QUICK)
+
+
 def test_glue_that_stages_share_is_there_for_every_unit() -> None:
     def run(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(4) * 2

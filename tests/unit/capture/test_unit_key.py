@@ -73,6 +73,12 @@ def test_configuration_code_and_mode_of_a_module_of_the_user_s() -> None:
     assert module_text(Scaled(1.0)) == module_text(Scaled(1.0))
 
 
+def test_a_scripted_module_has_its_own_code() -> None:
+    scripts = [torch.jit.script(m) for m in (Scaled(1.0), Scaled(1.0), Shifted(1.0))]
+    same, again, other = map(module_text, scripts)
+    assert same == again != other
+
+
 def test_an_edited_forward_is_another_one() -> None:
     def model_of(source: str) -> type[nn.Module]:
         names: dict[str, type[nn.Module]] = {}
