@@ -1,7 +1,7 @@
 """Question: is the planner ever wrong where all answers can be tried?
 
-Every convex split into at most 4 stages x every way to run each stage, of random DAGs of at most 9 units,
-drawn by hypothesis, the same ones every time: the step (memory by position, transfers) and the bottleneck alone.
+Every convex split into at most 4 stages x every way to run each stage, of random DAGs of at most 9 units
+(by hypothesis, the same ones every time): the step (memory by position, transfers) and the bottleneck.
 The comparison is that of tests/unit/planner/test_convex.py and test_downsets.py, on more graphs.
 """
 

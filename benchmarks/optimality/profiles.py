@@ -55,15 +55,21 @@ def read(path: Path) -> LayerGraph:
     """Raises BadProfile, with the line, for what cannot be understood."""
     nodes: dict[str, dict[str, str]] = {}
     pairs: list[tuple[str, str]] = []
+    bare: list[tuple[str, str]] = []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         parts = [part.strip() for part in line.strip().split(" -- ")]
         if len(parts) == 1:
             if parts[0]:
                 raise BadProfile(f"line {number} is neither a node nor an edge")
         elif len(parts) == 2 and "=" not in parts[1]:
-            pairs.append((parts[0], parts[1]))
+            (pairs if line[0].isspace() else bare).append((parts[0], parts[1]))
         else:
             nodes[parts[0]] = dict(FIELD.findall(parts[-1]))
+    # Without the tab: an edge between nodes, or a node without figures.
+    names = nodes.keys() | {name for name, _ in bare}
+    pairs += [pair for pair in bare if pair[1] in names]
+    for name, _ in (pair for pair in bare if pair[1] not in names):
+        nodes.setdefault(name, {})
     if not nodes:
         raise BadProfile("no nodes")
     return _graph(path.stem, nodes, pairs)

@@ -25,6 +25,7 @@ from typing import Any
 import oracle
 from profiles import BadProfile, LayerGraph, read
 
+from outsize.errors import OutsizeError
 from outsize.planner.dag import Dag, members
 from outsize.planner.downsets import Split, split_dag
 
@@ -137,9 +138,10 @@ def read_all(folder: Path) -> tuple[list[LayerGraph], dict[str, str]]:
     graphs, skipped = [], {}
     for path in sorted(folder.rglob("*.txt")):
         try:
-            graphs.append(read(path))
-            Dag.of(graphs[-1].ticks, graphs[-1].edges)
-        except (BadProfile, OSError) as error:
+            graph = read(path)
+            Dag.of(graph.ticks, graph.edges)
+            graphs.append(graph)
+        except (BadProfile, OutsizeError, OSError) as error:
             skipped[path.name] = str(error)
     return graphs, skipped
 
