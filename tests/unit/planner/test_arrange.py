@@ -54,7 +54,7 @@ def brute_force(case: Case, wanted: int | None) -> float:
     )
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(cases(), st.sampled_from([None, 1, 2, 3]))
 def test_same_as_trying_all_orders_and_cuts(case: Case, stages: int | None) -> None:
     counts, units, price = case

@@ -14,10 +14,10 @@ from outsize.errors import BadOption
 from outsize.planner.convex import Convex
 from outsize.planner.dag import Dag
 
-few = settings(max_examples=60, derandomize=True, deadline=None)
+few = settings(max_examples=30, derandomize=True, deadline=None)
 
 
-@settings(max_examples=250, derandomize=True, deadline=None)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(problems())
 def test_same_as_trying_all_splits_in_all_ways(problem: Problem) -> None:
     compare_step(problem)

@@ -17,10 +17,10 @@ from outsize.planner.downsets import lower_bound, split_dag
 from outsize.planner.hunt import hunt
 from outsize.planner.lattice import between
 
-few = settings(max_examples=60, derandomize=True, deadline=None)
+few = settings(max_examples=30, derandomize=True, deadline=None)
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=120, derandomize=True, deadline=None)
 @given(problems())
 def test_same_bottleneck_as_trying_all_splits(problem: Problem) -> None:
     compare_bottleneck(problem)

@@ -42,7 +42,7 @@ def brute_force(units: Units, held: int, budget: int) -> float:
     )
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=200, derandomize=True, deadline=None)
 @given(stages())
 def test_same_as_trying_all_choices(stage: tuple[Units, int, int]) -> None:
     units, held, budget = stage

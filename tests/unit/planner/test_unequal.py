@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from outsize.planner.unequal import Arrangement, balance, lowest_first
 
-few = settings(max_examples=60, derandomize=True, deadline=None)
+few = settings(max_examples=30, derandomize=True, deadline=None)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
     )
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(fleets())
 def test_same_as_trying_all_orders_and_cuts(fleet: Fleet) -> None:
     found, best = fleet.planned(), fleet.brute_force(boundary=False)
@@ -92,7 +92,7 @@ def test_same_as_trying_all_orders_and_cuts(fleet: Fleet) -> None:
         )
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(fleets())
 def test_with_fat_boundaries_the_optimum_lies_between_bound_and_answer(fleet: Fleet) -> None:
     found, best = fleet.planned(boundary=True), fleet.brute_force(boundary=True)
