@@ -28,9 +28,9 @@ check: $(STAMP)  ## style, types, floors, house rules
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest tests/house
 
-bench: $(STAMP)  ## every question of benchmarks/, one after the other
+bench: $(STAMP)  ## every question of benchmarks/; those that want data of their own (they end with 2) are passed over
 	@for question in $(wildcard benchmarks/*/run.py); do \
-	    echo "$$question" && $(BIN)/python "$$question" || exit 1; \
+	    echo "$$question"; $(BIN)/python "$$question" || [ $$? -eq 2 ] || exit 1; \
 	done
 
 bench-optimality: $(STAMP)  ## the planner against all splits of 10,000 small graphs; PROFILES=DIR adds real ones
