@@ -1,4 +1,4 @@
-"""The models of the question, small, each with a batch of eight samples and a loss; nobody has edited them."""
+"""The models of the question, small, unedited, each with a batch of eight samples and a loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outsize.capture.providers import import_torchvision, import_transformers
 from outsize.train.batch import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "prediction"))
-from models import UNet  # noqa: E402  the same U-Net as the other questions'
+from models import UNet  # the same U-Net as the other questions'
 
 SAMPLES = 8
 CLASSES = 10
@@ -81,7 +81,7 @@ def language(kind: str, length: int, **config: Any) -> Case:
     cls = getattr(import_transformers(), kind)
     ids = torch.randint(3, config["vocab_size"], (SAMPLES, length))
     model = cls(cls.config_class(**config))
-    causal = kind.endswith("LMHeadModel") or kind.endswith("ForCausalLM")
+    causal = kind.endswith(("LMHeadModel", "ForCausalLM"))
     given = {"input_ids": ids, "labels": ids} | ({"use_cache": False} if causal else {})
     return Case(model, Batch((), given, ()))
 

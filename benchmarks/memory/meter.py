@@ -1,4 +1,4 @@
-"""How many bytes of tensors a stage really holds: storages are counted from their birth in an op to their end.
+"""How many bytes of tensors a stage really holds: storages count from their birth in an op to their end.
 
 All stages run in one process. What is born while a stage's action runs is that stage's; a received value is
 copied into a buffer of the receiver, made when the receive is posted, as between processes.
@@ -6,6 +6,8 @@ copied into a buffer of the receiver, made when the receive is posted, as betwee
     before the step      weights, buffers, optimizer states, by the stage that owns them
     forward, backward    each action of a stage's row
     optimizer            one optimizer for each stage, as each process would have
+
+A sent tensor is the sender's until its next compute action is over, as if it then had left.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251  a tracker of storages
 from torch.utils._pytree import tree_leaves
 
 from outsize.run import transport
@@ -38,21 +40,21 @@ class Meter(TorchDispatchMode):
         self.live_bytes, self.peaks = [0] * stages, [0] * stages
         self.moments = [""] * stages
         self._known: dict[int, weakref.ref[Any] | None] = {}
-        self.story: list[tuple[int, str, str, int]] = []
-        self.tell = False
+        self._count = 0
+        self.events: list[tuple[int, int, int]] = []  # stage, storage, its bytes; 0 at its end
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._meet(leaf.untyped_storage(), str(op))
+                self._meet(leaf.untyped_storage())
         return result
 
     def hold(self, stage: int, tensors: Iterable[Tensor]) -> None:
         """These are here already, and are the stage's."""
         before, self.stage, self.doing = self.stage, stage, "load"
         for tensor in tensors:
-            self._meet(tensor.untyped_storage(), "hold")
+            self._meet(tensor.untyped_storage())
         self.stage = before
 
     def share(self, tensors: Iterable[Tensor]) -> None:
@@ -61,24 +63,26 @@ class Meter(TorchDispatchMode):
             self._known[storage._cdata] = None
             self.live_bytes = [live + storage.nbytes() for live in self.live_bytes]
 
-    def _meet(self, storage: torch.UntypedStorage, op: str) -> None:
+    def _meet(self, storage: torch.UntypedStorage) -> None:
         key, size, stage = storage._cdata, storage.nbytes(), self.stage
         if key in self._known:
             return
         if stage is None:
             self._known[key] = weakref.ref(storage, lambda _: self._known.pop(key))
             return
-        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, stage, size, op))
-        self._change(stage, size, op)
+        self._count += 1
+        number = self._count
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, number, stage, size))
+        self.events.append((stage, number, size))
+        self._change(stage, size)
 
-    def _forget(self, key: int, stage: int, size: int, op: str) -> None:
+    def _forget(self, key: int, number: int, stage: int, size: int) -> None:
         del self._known[key]
-        self._change(stage, -size, op)
+        self.events.append((stage, number, 0))
+        self._change(stage, -size)
 
-    def _change(self, stage: int, size: int, op: str) -> None:
+    def _change(self, stage: int, size: int) -> None:
         self.live_bytes[stage] += size
-        if self.tell:
-            self.story.append((stage, self.doing, op, size))
         if self.live_bytes[stage] > self.peaks[stage]:
             self.peaks[stage], self.moments[stage] = self.live_bytes[stage], self.doing
 

@@ -23,6 +23,7 @@ from meter import Meter, Split, metered
 
 import outsize
 from outsize.api import price
+from outsize.planner.allocator import replay
 from outsize.planner.edges import edges_between
 from outsize.planner.memory import StageMemory, account
 from outsize.planner.price import lower_along
@@ -49,6 +50,7 @@ class Row:
     predicted_bytes: int
     real_bytes: int
     when: str
+    reserved_bytes: int  # by a replay of CUDA's allocator over the same births and ends
 
     @property
     def error(self) -> float:
@@ -78,7 +80,8 @@ def compare(name: str, plan: tuple[int, Schedule, int], optimizer: str) -> Itera
     meter = real(case, chosen, OPTIMIZERS[optimizer])
     for stage, memory in enumerate(predicted):
         found = memory.peak_bytes, meter.peaks[stage], meter.moments[stage]
-        yield Row(name, optimizer, stages, schedule, stage, *found)
+        events = [(number, size) for where, number, size in meter.events if where == stage]
+        yield Row(name, optimizer, stages, schedule, stage, *found, replay(events).peak_reserved)
 
 
 def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
@@ -91,7 +94,7 @@ def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
     return account(graph, bounds, lowered, profile, plan.optimizer)
 
 
-def real(case: Case, plan: outsize.Plan, make: Any, tell: bool = False) -> Meter:
+def real(case: Case, plan: outsize.Plan, make: Any) -> Meter:
     """What the second step holds, by stage."""
     meter, batch = Meter(len(plan.stages)), case.batch
     engine = outsize.parallelize(
@@ -107,7 +110,6 @@ def real(case: Case, plan: outsize.Plan, make: Any, tell: bool = False) -> Meter
             for stage, weights in groups.items():
                 meter.hold(stage, held(case.model, weights, engine.optimizer, home, stage))
             meter.share(batch.tensors())
-            meter.tell = tell
             engine.step(*batch.args, target=batch.target, **batch.kwargs)
     return meter
 
@@ -125,11 +127,16 @@ def held(
 def summary(rows: Sequence[Row]) -> dict[str, float]:
     """Of the absolute errors per stage."""
     errors = [abs(row.error) for row in rows]
+    under = sorted(row.real_bytes / row.predicted_bytes - 1 for row in rows)
+    segments = sorted(row.reserved_bytes / row.real_bytes - 1 for row in rows)
     return {
         "stages": len(rows),
         "median_error": statistics.median(errors),
         "p90_error": sorted(errors)[int(0.9 * len(errors))],
         "worst_error": max(errors),
+        "real_over_predicted_p95": under[int(0.95 * len(rows))],
+        "reserved_over_real_median": statistics.median(segments),
+        "reserved_over_real_p95": segments[int(0.95 * len(rows))],
     }
 
 

@@ -2,7 +2,7 @@
 
     request   rounded up to 512 bytes                                        the block that is handed out
     pool      small for blocks of at most 1 MiB, large beyond; never mixed
-    reuse     the smallest free block of the pool that is large enough       (best fit; lowest address of equals)
+    reuse     the smallest free block of the pool that is large enough       (best fit, lowest address)
     segment   else memory from the driver: 2 MiB for the small pool; in the large one 20 MiB for less than
               10 MiB, beyond that the block rounded up to 2 MiB
     split     what is left of a block becomes a free one: in the small pool from 512 bytes on, in the large
@@ -67,6 +67,7 @@ class Block:
         return self.before is None and self.after is None
 
 
+@final
 class OutOfSegments(Exception):
     """The limit does not hold the next segment."""
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import _default_to_fused_or_foreach, _get_foreach_kernels_supported_devices
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outsize.errors import BadOption
@@ -92,7 +93,7 @@ def test_temporaries_of_a_step_are_those_of_torch(name: str, style: Any) -> None
 
 
 def test_torch_updates_in_lists_on_cuda_and_one_by_one_on_a_cpu() -> None:
-    weights = [torch.nn.Parameter(torch.ones(3))]
+    weights: list[torch.Tensor] = [torch.nn.Parameter(torch.ones(3))]
     _, foreach = _default_to_fused_or_foreach(weights, differentiable=False)
     assert foreach == (style_of("cpu") == "foreach")
     assert "cuda" in _get_foreach_kernels_supported_devices()

@@ -1,0 +1,32 @@
+"""The account against real steps: a slice of benchmarks/memory, which has all models."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "memory"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The benchmark's own code, and nothing of it left behind."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER.parent / "prediction"))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("run")
+    for name in set(sys.modules) - before:
+        if name in {"run", "meter", "cases", "models"}:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("model", ["resnet18", "vit", "t5"])
+def test_every_stage_holds_what_was_predicted(benchmark: Any, model: str) -> None:
+    """Within 2 % on each stage of two plans."""
+    rows = [r for plan in benchmark.PLANS[1:] for r in benchmark.compare(model, plan, "adamw")]
+    assert len(rows) == 5
+    assert [(r.stages, r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []
