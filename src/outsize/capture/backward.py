@@ -54,6 +54,12 @@ class Pass:
     launches: int = 1
 
 
+# Ops whose derivative is written with their result: it is kept even if nobody else wants it.
+_WITH_RESULT = """exp exp2 expm1 sigmoid tanh sqrt rsqrt reciprocal relu threshold elu _softmax _log_softmax
+    _safe_softmax logsumexp cumprod prod norm linalg_vector_norm max_pool2d_with_indices native_dropout
+    logcumsumexp tan atanh sgn hardsigmoid"""
+KEEP_RESULT = frozenset(_WITH_RESULT.split())
+
 Rule = Callable[[Call, int], "Pass | None"]
 
 

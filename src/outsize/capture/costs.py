@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from outsize.capture.backward import Call, Rule, rule_of
+from outsize.capture.backward import KEEP_RESULT, Call, Rule, rule_of
 from outsize.capture.families import ALLOCATIONS, family_of, op_name
 from outsize.capture.storages import Storages, storage_bytes, storage_key
 from outsize.ir.graph import Family, Work
@@ -110,7 +110,7 @@ class CostMeter:
         self._forward, self._input, self._weight = Tally(), Tally(), Tally()
         self._kept: set[int] = set()
         self._fresh: dict[int, int] = {}  # kept for the first time: storage -> bytes
-        self._worst_backward, self._last = 0, (0, frozenset[int]())
+        self._worst_backward, self._last = 0, (0, set[int]())
         self._taken: Cost | None = None
         self._storages.start()
 
@@ -165,7 +165,7 @@ class CostMeter:
             self._seen.add(key)
             self._fresh[key] = size = self._really.get(key) or storage_bytes(tensor)
             moment, results = self._last
-            if key in results and not tensor.requires_grad:  # autograd hands out a result it keeps detached
+            if key in results:
                 self._last = (moment + size, results)
 
     def _learn(self, op: Any) -> _Op:
@@ -220,7 +220,8 @@ class CostMeter:
             return
         self._worst_backward = max(self._worst_backward, self._last[0])
         moment = sum(self._fresh.values()) + call.out_bytes + sum(call.sizes[i] for i in call.wanted)
-        self._last = (moment, frozenset(storage_key(t) for t in results))
+        own = op.family in ("attention", "normalisation") or op.name.removesuffix("_") in KEEP_RESULT
+        self._last = (moment, {storage_key(t) for t in results} if own else set())
 
     def _correct_statistics(self, inputs: list[Tensor], results: list[Tensor]) -> None:
         """Statistics are float32 where the weights are; fakes (torch 2.13) give them the input's dtype."""

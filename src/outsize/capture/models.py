@@ -29,6 +29,7 @@ from torch import nn
 
 from outsize.capture.examples import example
 from outsize.capture.heads import transformers_builder
+from outsize.capture.on_meta import built_on_meta
 from outsize.capture.providers import import_torchvision
 from outsize.errors import BadOption, ModelNotImportable, OutsizeError, UnknownModel
 
@@ -64,9 +65,7 @@ def load(spec: str, *, meta: bool = False, seed: int = 0) -> nn.Module:
         stack.enter_context(_working_directory_importable())
         stack.enter_context(_seeded(seed))
         builder = _builder(parsed)
-        if meta:
-            stack.enter_context(torch.device("meta"))
-        return _as_module(builder(), parsed, meta)
+        return _as_module(built_on_meta(builder) if meta else builder(), parsed, meta)
 
 
 def parse_spec(spec: str) -> Spec:

@@ -113,6 +113,8 @@ def test_torchvision_of_every_task() -> None:
     assert deeplab.get_parameter("classifier.4.weight").shape[0] == 5
     assert deeplab.get_parameter("aux_classifier.4.weight").is_meta
     assert type(load("torchvision:r3d_18", meta=True)).__name__ == "VideoResNet"
+    regnet = load("torchvision:regnet_y_400mf", meta=True)  # its builder reads numbers from tensors
+    assert all(p.is_meta for p in regnet.parameters())
     assert type(load("torchvision:fasterrcnn_resnet50_fpn", meta=True)).__name__ == "FasterRCNN"
 
 

@@ -1,0 +1,54 @@
+"""Workspace of instructions and units, counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from small_models import two
+from splits import captured, named
+from torch import Tensor, nn
+
+KIB = 1024
+
+
+class _Inside(nn.Module):
+    """A leaf (it has a parameter and no children) whose temporaries nobody keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wide = x.repeat(1, 8)
+            shift = (wide + 1.0).sum()
+        return x + shift * self.scale
+
+
+def test_temporaries_that_die_inside_a_leaf() -> None:
+    found = captured(two(lambda m, x: m.inside(m.a(x)), inside=_Inside()), torch.randn(256, 4))
+    wide = 8 * 4 * KIB
+    # At its end its result is there; the scalar `shift`, which autograd keeps, is there both times.
+    assert named(found, "inside").cost.workspace_bytes == 2 * wide - 4 * KIB
+
+
+def test_a_layer_without_temporaries_needs_none() -> None:
+    found = captured(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(4, 4))
+    assert [named(found, name).cost.workspace_bytes for name in ("0", "1")] == [0, 0]
+
+
+def test_glue_inside_a_unit_dies_after_its_last_reader() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.a(x)
+        return m.b((y + 1.0) + 2.0)
+
+    found = captured(two(run), torch.randn(256, 4))
+    unit = next(u for u in found.graph.units if u.workspace_bytes)
+    assert unit.workspace_bytes == 4 * KIB  # y + 1 beside what comes of it
+
+
+def test_the_backward_of_a_chain_holds_two_gradients_beside_what_is_saved() -> None:
+    found = captured(two(lambda m, x: m.a(x).exp()), torch.randn(256, 4))
+    cost = named(found, "exp").cost
+    assert (cost.saved_bytes, cost.backward_workspace_bytes) == (4 * KIB, 8 * KIB)
