@@ -40,6 +40,7 @@ from outsize.planner.edges import edges_between
 from outsize.planner.extents import Extents
 from outsize.planner.infeasible import device_part, widened
 from outsize.planner.memory import StageMemory, account_ranges
+from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.price import check_enough, lower_along
 from outsize.planner.reasons import microbatches_text
 from outsize.planner.split import Case
@@ -145,18 +146,18 @@ class _Judge:
 
     def case(self, setting: Setting) -> Case:
         """The tables of a setting."""
-        key = setting.samples, setting.microbatches, setting.optimizer, setting.precision, setting.recompute
+        key = setting.samples, setting.optimizer, setting.precision, setting.recompute
         if key not in self._cases:
             found = self.at(setting.samples, setting.precision)
             assert found is not None, "only settings are built whose microbatches the model takes"
             self._cases[key] = Case.of(*found, setting.microbatches, setting.optimizer, setting.recompute)
-        return self._cases[key]
+        return replace(self._cases[key], microbatches=setting.microbatches)
 
     def fits(self, setting: Setting, cluster: Cluster | None = None) -> bool:
         """Whether any cut does; that weights and states alone are too much is cheap to see."""
-        where, case = cluster or self.room, self.case(setting)
+        where, graph = cluster or self.room, self.graph(setting.samples, setting.precision)
         held = sum(d.memory_bytes for d in where.devices[: setting.stages])
-        return state_bytes(case) <= held and self._extents(setting, where).fits()
+        return state_bytes(graph, setting.optimizer) <= held and self._extents(setting, where).fits()
 
     def lean(self, setting: Setting) -> tuple[Case, tuple[int, ...], tuple[StageMemory, ...]]:
         """A cut that is nearly least full, with its account."""
@@ -170,10 +171,11 @@ class _Judge:
         return Extents.of(self.case(setting), setting.schedule, setting.stages, cluster)
 
 
-def state_bytes(case: Case) -> int:
-    """Weights, gradients and optimizer states of the model: what all devices together hold at least."""
-    ranges = case.ranges
-    return sum(int(table[0, -1]) for table in (ranges.weights, ranges.gradients, ranges.optimizer))
+def state_bytes(graph: ModelGraph, optimizer: str) -> int:
+    """Weights and optimizer states of the model: what all devices together hold at least."""
+    kept, owners = optimizer_bytes(optimizer), graph.owner_of
+    held = [kept.held(p) for p in graph.parameters if p.name in owners]
+    return sum(h.weight + h.master + h.state for h in held) + sum(u.buffer_bytes for u in graph.units)
 
 
 def p95_bytes(memory: StageMemory, device: Device) -> int:
