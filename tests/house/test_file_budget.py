@@ -12,7 +12,7 @@ from pathlib import Path
 from house import PACKAGE, parse, sources
 
 FILE_LINES = 400
-CODE_LINES = 17_000
+CODE_LINES = 19_000
 
 
 def too_long(folder: Path) -> dict[str, int]:

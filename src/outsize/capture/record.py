@@ -8,7 +8,6 @@ Rules by number: `docs/capture.md`. Cost: one pass over the model, O(1) per call
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +24,7 @@ from outsize.capture.fakes import FakeModel
 from outsize.capture.hidden import hides_tensor, objects
 from outsize.capture.intercept import Watcher, inside_transform, really
 from outsize.capture.leaves import LeafRule
+from outsize.capture.place import here
 from outsize.capture.probe import probe
 from outsize.capture.slots import Slots, UnknownTensor
 from outsize.capture.writes import version, written_by
@@ -105,7 +105,7 @@ class Recorder(Watcher):
         """Only the call of a leaf is replayed, so nobody else may set what it keeps from call to call."""
         before, left = self._fakes.state_of(fqn), self._fakes.left
         if left.get(fqn, before) != before:
-            raise FrameFailed(self._frames[-1], f"it sets the state that {fqn} keeps", _where())
+            raise FrameFailed(self._frames[-1], f"it sets the state that {fqn} keeps", here())
         yield
         after = self._fakes.state_of(fqn)
         if after != before:
@@ -152,7 +152,7 @@ class Recorder(Watcher):
                 raise problem
 
     def on_checkpoint(self) -> None:
-        self.checkpoints[_where()] = None
+        self.checkpoints[here()] = None
 
     # -- one instruction ---------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class Recorder(Watcher):
         with self._mute():
             touched = self._touched(target, args, kwargs)
             before = [version(t) for _, t in touched]
-            modes, where = current_modes(), _where()
+            modes, where = current_modes(), here()
             refs = self._refs(args, kwargs, where)
             self.meter.start()
             self._unnamed.clear()
@@ -307,7 +307,7 @@ class Recorder(Watcher):
 
     def _insist_on_no_chance(self) -> None:
         if self._chance.drawn():
-            raise FrameFailed(self._frames[-1], "random numbers of Python or NumPy", _where())
+            raise FrameFailed(self._frames[-1], "random numbers of Python or NumPy", here())
 
     def _refer(self, leaf: Any) -> Any:
         if id(leaf) in self._loose:
@@ -388,15 +388,3 @@ def _with_grad(args: Any, leaf: Any) -> Any:
 
 def _has_tensor(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in leaves(tree))
-
-
-def _where() -> str:
-    """file:line of the nearest caller outside torch and outsize."""
-    frame = sys._getframe(3)
-    while frame is not None and _is_machinery(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
-
-
-def _is_machinery(file: str) -> bool:
-    return "/torch/" in file or "/outsize/" in file or file.startswith("<")

@@ -26,6 +26,8 @@ class ScheduleOption(StrEnum):
     naive = "naive"
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
+    interleaved = "interleaved"
+    zero_bubble = "zero-bubble"
 
 
 @final

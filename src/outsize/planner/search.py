@@ -38,6 +38,8 @@ from outsize.planner.reasons import fullest_reason, microbatches_text, pace_reas
 from outsize.planner.split import Case, split
 
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "naive")
+# Only where it is asked for: what splitting a backward costs in Python, no roofline knows.
+ASKED: tuple[ScheduleName, ...] = ("zero-bubble", "interleaved")
 CLOSE = 1.01
 ALTERNATIVES = 3
 
@@ -142,7 +144,7 @@ def _choose(found: Sequence[Estimate]) -> Estimate:
 
 
 def _thrift(found: Estimate) -> tuple[int, int, int]:
-    return found.peak_bytes, found.case.microbatches, SCHEDULES.index(found.schedule)
+    return found.peak_bytes, found.case.microbatches, (*SCHEDULES, *ASKED).index(found.schedule)
 
 
 def _plan(
