@@ -103,9 +103,10 @@ def plan(
     times the units on this machine instead of estimating them, or is what `measure` found; then only the
     microbatch sizes that it covers are looked at. `precision` is that of training ("mixed": autocast);
     weights are left as they are, so a model that is bf16 by itself needs none. `recompute="full"` trades
-    time for memory; `bn` is how BatchNorm keeps its running statistics (see Plan). `batch_dims` maps an argument's name or
-    position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
-    follows from the shapes, and where these leave it open from a trial with one sample more.
+    time for memory; `bn` is how BatchNorm keeps its running statistics (see Plan). `batch_dims` maps an
+    argument's name or position, or "target", to the dim along which its samples lie (None: it holds
+    none); what is not given follows from the shapes, and where these leave it open from a trial with one
+    sample more.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
     """
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)

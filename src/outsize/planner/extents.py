@@ -1,13 +1,13 @@
 """Problem: can p stages hold a chain of n units within their memories, said in O(p n) where that is possible?
 
-`peak_s(first, end)` are the peak bytes of stage s with the units first..end-1 (memory.py). Going from the front,
+`peak_s(first, end)` are the peak bytes of stage s with the units first..end-1 (memory.py). From the front,
 each stage takes as many units as its memory holds:
 
     witness      with the real peaks: cuts that get to the end fit
-    refutation   with peaks that leave out what crosses the cuts: these only grow with more units, so taking the
-                 most is best, and not getting to the end proves that nothing fits
+    refutation   with peaks that leave out what crosses the cuts: these only grow with more units, so
+                 taking the most is best, and not getting to the end proves that nothing fits
 
-Between the two stands the exact dynamic program (split.py), O(p n^2), which is asked only when neither speaks.
+Between the two stands the exact dynamic program (split.py), O(p n^2), asked only when neither speaks.
 The least full cut is found by bisection over how full a device may be, to a thousandth; it is the least full
 one among those that the front takes greedily, and shown as an example, not as an optimum.
 
