@@ -15,7 +15,7 @@ seconds, with the rest relaxed to fractions (Dantzig; on the lower hull of each 
 those of the best whole choice known. Units whose choice is clear at the relaxed price of a byte come first
 and are soon decided (the core of Pisinger, *Eur. J. Oper. Res.* 83(2), 1995); equal units sit side by side.
 Exact. Complexity: O(thresholds x units x length of the lists); exponential at worst, as the problem is.
-Oracle: tests/unit/planner/test_recompute.py tries all choices.
+Oracle: tests/unit/planner/test_recompute_choice.py tries all choices.
 """
 
 from __future__ import annotations
