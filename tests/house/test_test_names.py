@@ -10,7 +10,8 @@ TESTS = Path(__file__).parents[1]
 
 def taken_twice(folder: Path) -> list[str]:
     """Base names that more than one file under ``folder`` has."""
-    names = Counter(path.name for path in folder.rglob("*.py") if path.name not in ("__init__.py", "conftest.py"))
+    shared = {"__init__.py", "conftest.py"}
+    names = Counter(path.name for path in folder.rglob("*.py") if path.name not in shared)
     return sorted(name for name, count in names.items() if count > 1)
 
 
