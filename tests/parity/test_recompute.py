@@ -23,12 +23,28 @@ def again(plan: Plan) -> Plan:
     return plan.model_copy(update={"recompute": "full"})
 
 
+def only(plan: Plan, stage: int) -> Plan:
+    """Only this stage recomputes."""
+    stages = tuple(
+        s.model_copy(update={"recompute": "full" if n == stage else None}) for n, s in enumerate(plan.stages)
+    )
+    return plan.model_copy(update={"stages": stages})
+
+
 @pytest.mark.parametrize(
     ("name", "how"),
     [*((name, "1f1b") for name in MODELS), *((name, "gpipe") for name in ("unet", "gpt2", "lstm"))],
 )
 def test_recompute_changes_no_bit(name: str, how: ScheduleName) -> None:
     plan = again(planned(Combination(name, 3, 3, how), dropout=True))
+    found = compare(reference(name, 3, True), split_run(name, plan, dropout=True))
+    assert found.bit_equal, found
+
+
+@pytest.mark.parametrize("how", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("name", ["unet", "gpt2", "lstm"])
+def test_one_stage_recomputes(name: str, how: ScheduleName) -> None:
+    plan = only(planned(Combination(name, 3, 3, how), dropout=True), 1)
     found = compare(reference(name, 3, True), split_run(name, plan, dropout=True))
     assert found.bit_equal, found
 
@@ -54,8 +70,8 @@ class Alive:
 def test_activations_are_not_kept() -> None:
     """Under GPipe all forwards are done when the gradient of the last weight asks how much is alive."""
     counted = {}
-    for recompute in ("none", "full"):
-        plan = planned(Combination("mlp", 6, 2, "gpipe")).model_copy(update={"recompute": recompute})
+    kept = planned(Combination("mlp", 6, 2, "gpipe"))
+    for recompute, plan in (("none", kept), ("full", again(kept)), ("first", only(kept, 0))):
         model = fresh("mlp")
         alive, seen = Alive(model), []
         last = list(model.parameters())[-1]
@@ -66,6 +82,7 @@ def test_activations_are_not_kept() -> None:
         counted[recompute] = seen[0]
     assert counted["none"] > 6 * 6
     assert counted["full"] < counted["none"] / 2
+    assert counted["full"] < counted["first"] < counted["none"]
 
 
 def test_the_planner_knows_what_recompute_saves_and_costs() -> None:

@@ -41,10 +41,14 @@ class Axes(Record):
 
 @final
 class Stage(Record):
-    """One stage: its units as patterns (`transformer.h.0-3`) in execution order, and its device."""
+    """One stage: its units as patterns (`transformer.h.0-3`) in execution order, and its device.
+
+    `recompute` where it differs from the plan's; None is the plan's.
+    """
 
     units: tuple[str, ...]
     device: str
+    recompute: Recompute | None = None
 
 
 @final
@@ -112,6 +116,7 @@ class Plan(Record):
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
                 once per batch ("deferred"), or of a batch that is one microbatch ("sync")
+    what_if     some of it is not run by this version of outsize: a plan to read, not to run
     """
 
     version: Literal[1] = 1
@@ -129,6 +134,7 @@ class Plan(Record):
     weights: Literal["resident"] = "resident"
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"
+    what_if: bool = False
     expected: Expected | None = None
     alternatives: tuple[Alternative, ...] = ()
     why: tuple[str, ...] = ()
@@ -137,6 +143,10 @@ class Plan(Record):
     def microbatch_size(self) -> int:
         """Samples of the largest microbatch."""
         return -(-self.batch_size // self.microbatches)
+
+    def recompute_of(self, stage: int) -> Recompute:
+        """What the stage does: its own word, or else the plan's."""
+        return self.stages[stage].recompute or self.recompute
 
     def microbatches_of(self, samples: int) -> int:
         """The microbatches of a batch; of one shorter than the plan's as many as keep their size."""

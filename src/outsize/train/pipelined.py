@@ -109,7 +109,7 @@ class Pipelined(Way):
 
     def _stage(self, program: StageProgram) -> Stage:
         """A stage of this rank at work, as the plan says."""
-        anew = self._plan.recompute == "full"
+        anew = self._plan.recompute_of(program.stage) == "full"
         again = Recompute(self._model, program.written, self._statistics) if anew else None
         return Stage(program, self._model, again)
 
