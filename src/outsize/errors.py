@@ -17,7 +17,8 @@
     │   ├── TooManyStages       E202   more stages than units
     │   ├── ModelMismatch       E203   the plan was made for another model
     │   ├── WorldMismatch       E204   the plan wants another number of processes
-    │   └── BadPlan             E205   the plan file cannot be read or contradicts itself
+    │   ├── BadPlan             E205   the plan file cannot be read or contradicts itself
+    │   └── WhatIfPlan          E206   the plan is one to read: this version does not run it
     ├── ScheduleError
     │   └── InvalidSchedule     E301   a schedule deadlocks, misorders or forgets an action
     └── RunError              doing
@@ -162,6 +163,13 @@ class BadPlan(PlanError):
     """A plan that cannot be read, or whose stages do not cover the model in order."""
 
     code = "E205"
+
+
+@final
+class WhatIfPlan(PlanError):
+    """A plan that this version only plans: it uses axes, or marks itself, beyond what runs."""
+
+    code = "E206"
 
 
 class ScheduleError(OutsizeError, ABC):

@@ -55,7 +55,7 @@ def parallelize(
     (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
     `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
     reads its own tensors only.
-    Raises WorldMismatch, ModelMismatch, BadPlan, BadOption, BadWeights.
+    Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights.
     """
     _insist_on_plan(plan, wishes)
     files = WeightFiles(weights) if weights is not None else None
@@ -108,8 +108,10 @@ def check(
 
     The cuts are the planner's unless a plan is given; four microbatches, but one with `bn="sync"`. The
     model itself is not changed.
-    `weights` as in `parallelize`; a copy of the model gets all of them.
+    `weights` as in `parallelize`; a copy of the model gets all of them. Raises WhatIfPlan.
     """
+    if plan is not None:
+        plan.check_runs()
     model = model if weights is None else _loaded(model, weights)
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     batch = found.batch
@@ -140,6 +142,8 @@ def _insist_on_plan(chosen: Plan | None, wishes: Kwargs) -> None:
             f"plan is a {type(chosen).__name__}, no Plan",
             next_step="plan=outsize.plan(...), or outsize.Plan.load('plan.json')",
         )
+    if chosen is not None:
+        chosen.check_runs()
     if chosen is not None and wishes:
         raise BadOption(
             f"{', '.join(wishes)} cannot be asked for beside a plan, which says it already",

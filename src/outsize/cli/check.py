@@ -9,7 +9,7 @@ import typer
 
 from outsize.cli import options
 from outsize.cli.screen import Screen
-from outsize.cli.subject import Subject, batch_size, load_plan, make_subject
+from outsize.cli.subject import Subject, batch_size, load_plan_to_run, make_subject
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -48,7 +48,7 @@ def check(
 
     Without --plan: 2 stages, 4 microbatches (1 with --bn sync), 1f1b.
     """
-    screen, chosen = Screen(json), load_plan(plan)
+    screen, chosen = Screen(json), load_plan_to_run(plan)
     asked = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
     asked |= {"recompute": recompute, "bn": bn}
     options.refuse_beside(chosen, "--plan", **asked)

@@ -19,7 +19,7 @@ from outsize.cli import options
 from outsize.cli.job import Job, Outcome
 from outsize.cli.launching import Place, run_job
 from outsize.cli.screen import Screen
-from outsize.cli.subject import batch_size, load_plan, write_text
+from outsize.cli.subject import batch_size, load_plan_to_run, write_text
 from outsize.cli.trace import write_trace
 from outsize.errors import BadOption
 from outsize.train.launch import processes_for
@@ -138,7 +138,7 @@ def run(
         return
     if arguments:
         raise BadOption(f"{arguments[0]!r} behind the MODEL", next_step="outsize run MODEL --steps 10")
-    screen, chosen = Screen(json), load_plan(plan)
+    screen, chosen = Screen(json), load_plan_to_run(plan)
     options.refuse_beside(chosen, "--plan", stages=stages, microbatches=microbatches, schedule=schedule)
     job = Job(
         model=target,

@@ -79,10 +79,18 @@ def batch_size(batch: int | None, plan: Plan | None) -> int:
 
 
 def load_plan(path: Path | None) -> Plan | None:
-    """The plan of --plan. Raises BadPlan."""
+    """The plan of a file, to be read. Raises BadPlan."""
     from outsize.ir.plan import Plan
 
     return None if path is None else Plan.load(path)
+
+
+def load_plan_to_run(path: Path | None) -> Plan | None:
+    """The plan of --plan. Raises BadPlan, and WhatIfPlan for one that this version does not run."""
+    plan = load_plan(path)
+    if plan is not None:
+        plan.check_runs()
+    return plan
 
 
 def load_profile(path: Path | None) -> ProfileSet | None:

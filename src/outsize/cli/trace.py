@@ -13,7 +13,7 @@ from outsize.cli import options
 from outsize.cli.job import Job, Outcome
 from outsize.cli.launching import Place, run_job
 from outsize.cli.screen import Screen
-from outsize.cli.subject import batch_size, load_plan, write_text
+from outsize.cli.subject import batch_size, load_plan_to_run, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -41,7 +41,7 @@ def trace(
 
     Then MODEL trains for some steps, one process per stage (2 without --stages or --plan).
     """
-    screen, chosen = Screen(json), load_plan(plan)
+    screen, chosen = Screen(json), load_plan_to_run(plan)
     options.refuse_beside(chosen, "--plan", stages=stages, microbatches=microbatches, schedule=schedule)
     job = Job(
         model=model,

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self, final
 
 from pydantic import Field, ValidationError
 
-from outsize.errors import BadPlan, ModelMismatch
+from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
 from outsize.ir.base import Record
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.names import compress, expand
@@ -36,7 +36,18 @@ class Axes(Record):
     @property
     def world_size(self) -> int:
         """Number of devices the plan needs."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.tp * self.cp
+        return self.pp * self.group_size
+
+    @property
+    def group_size(self) -> int:
+        """Devices of one rank of the pipeline."""
+        return self.dp_replicate * self.dp_shard * self.tp * self.cp
+
+    @property
+    def beyond_pp(self) -> str:
+        """The axes besides pp that are used, `dp_shard 4, tp 2`; empty when there are none."""
+        sizes = {name: size for name, size in self.model_dump().items() if name != "pp" and size > 1}
+        return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 @final
@@ -180,6 +191,16 @@ class Plan(Record):
                 numbers=f"fingerprint {self.fingerprint} against {graph.fingerprint}",
                 next_step="outsize plan MODEL --out plan.json with this model, input, loss and precision",
             )
+
+    def check_runs(self) -> None:
+        """Raise WhatIfPlan when this version only plans it; axes beyond pp say so without the mark, too."""
+        if not (self.what_if or self.axes.beyond_pp):
+            return
+        raise WhatIfPlan(
+            f"the plan of {self.model} is a what-if: this version of outsize runs pipelines only",
+            numbers=self.axes.beyond_pp or f"marked what_if, pp {self.axes.pp}",
+            next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json, without --what-if",
+        )
 
     def bounds(self, graph: ModelGraph) -> tuple[int, ...]:
         """First unit of each stage, then the number of units: `(0, 7, 15)` is units 0-6 and 7-14.

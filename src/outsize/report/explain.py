@@ -227,6 +227,19 @@ What to do
   --check plan.json  prices an edited plan without running it. To move a cut,
   move patterns from the end of one stage to the start of the next.
 """
+_E206 = """
+WhatIfPlan [E206]: the plan is one to read, not to run.
+
+outsize plan --what-if  also looks at ways that this version of outsize does
+not run yet: tensor parallelism (tp), replicas (dp_replicate) and sharded
+states (dp_shard). Such a plan is marked what_if, and says what the devices
+could do, not what they will. The axes tell as well: to take the mark out of
+the file changes nothing.
+
+What to do
+  Plan without --what-if: what comes out always runs. To see what a what-if
+  would gain:  outsize explain-plan plan.json
+"""
 _E301 = """
 InvalidSchedule [E301]: a schedule that cannot be run.
 
@@ -295,6 +308,7 @@ TEXTS = MappingProxyType(
         "E203": _E203,
         "E204": _E204,
         "E205": _E205,
+        "E206": _E206,
         "E301": _E301,
         "E401": _E401,
         "E402": _E402,

@@ -39,7 +39,8 @@ def make_engine(
     optimizer: MakeOptimizer | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine of the plan; options are those of Engine."""
+    """An engine of the plan; options are those of Engine. Raises WhatIfPlan before anything is done."""
+    plan.check_runs()
     crew = make_crew(plan, group, device_of(plan))
     if group is not None:
         of_one_replica(model)
