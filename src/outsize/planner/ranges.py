@@ -45,10 +45,14 @@ Number = TypeVar("Number", np.int64, np.float64)
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranges:
-    """Tables of shape (n + 1, n + 1): bytes per microbatch, or bytes for good (weights and states)."""
+    """Tables of shape (n + 1, n + 1): bytes per microbatch, or bytes for good (weights and states).
+
+    Among the weights are buffers, among the optimizer's bytes master copies.
+    """
 
     compute_s: Seconds
     weights: Bytes
+    buffers: Bytes
     replicas: Bytes
     gradients: Bytes
     optimizer: Bytes
@@ -73,6 +77,7 @@ class Ranges:
         values = [f for f in everything if not f.step]
         backward = [f for f in everything if f.gradient]
         owned, style = _owned(graph, optimizer), style_of(profile.device)
+        buffers = np.array([u.buffer_bytes for u in graph.units], np.int64)
         units = UnitBytes(
             saved=np.array([c.saved_bytes for c in costs], np.int64) - _inputs_among_saved(graph),
             workspace=np.array([c.workspace_bytes for c in costs], np.int64),
@@ -83,10 +88,11 @@ class Ranges:
         walk = Walk.of(graph, units)
         return cls(
             compute_s=_spans(np.array([c.forward_s + c.backward_s for c in costs])),
-            weights=_spans(owned.weights),
+            weights=_spans(owned.weights + buffers),
+            buffers=_spans(buffers),
             replicas=_arriving(n, (f for f in everything if f.step)),
             gradients=_spans(owned.gradients),
-            optimizer=_spans(owned.states),
+            optimizer=_spans(owned.states + owned.masters),
             master=_spans(owned.masters),
             update=_update(graph, optimizer, style),
             inputs=np.full((n + 1, n + 1), graph.input_bytes, np.int64),
@@ -143,7 +149,7 @@ def check_profile(graph: ModelGraph, profile: Profile) -> None:
 @final
 @dataclass(frozen=True, slots=True)
 class _Owned:
-    """Per unit: bytes of the weights that it owns (with buffers), of gradients, states, master copies."""
+    """Per unit: bytes of the weights that it owns, of gradients, states, master copies."""
 
     weights: Bytes
     gradients: Bytes
@@ -152,8 +158,7 @@ class _Owned:
 
 
 def _owned(graph: ModelGraph, optimizer: OptimizerBytes) -> _Owned:
-    weights = np.array([u.buffer_bytes for u in graph.units], np.int64)
-    gradients, states, masters = (np.zeros_like(weights) for _ in range(3))
+    weights, gradients, states, masters = (np.zeros(len(graph.units), np.int64) for _ in range(4))
     for owner, parameter in _owners(graph):
         held = optimizer.held(parameter)
         weights[owner] += held.weight
@@ -185,7 +190,7 @@ def _update(graph: ModelGraph, optimizer: OptimizerBytes, style: Style) -> Bytes
     for (_, before), (owner, parameter) in pairwise([*trained[:1], *trained]):
         pair = optimizer.step_bytes([before, parameter], style)
         temporaries[owner] = max(temporaries[owner], pair)
-    return _largest(temporaries)
+    return largest(temporaries)
 
 
 def _spans(per_unit: NDArray[Number]) -> NDArray[Number]:
@@ -195,7 +200,7 @@ def _spans(per_unit: NDArray[Number]) -> NDArray[Number]:
     return np.subtract(prefix, prefix[:, None])
 
 
-def _largest(per_unit: Bytes) -> Bytes:
+def largest(per_unit: Bytes) -> Bytes:
     """Maximum over the units first..end-1 for all runs; zero for empty ones."""
     size = len(per_unit) + 1
     table = np.zeros((size, size), np.int64)

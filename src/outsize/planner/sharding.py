@@ -1,0 +1,100 @@
+"""Problem: what does one device of a stage hold when `ways` devices share it, for all runs of units at once?
+
+    states   (ZeRO-1)  optimizer states, master copies and the temporaries of the optimizer's step: 1 / ways
+    all      (ZeRO-3)  weights and gradients too. A forward or backward gathers the weights of the unit at
+                       work and of the next one (prefetched); the gradient of a unit is whole until its
+                       reduce-scatter is over, while the unit before it makes its own
+    tensor             every tensor inside a layer and, with sequence parallelism, between layers: 1 / ways.
+                       A product gathers its input, in the forward and once more in the backward
+
+Shares are rounded up, as the first device has it. Buffers and the batch are whole on every device.
+
+Sources: ZeRO, arXiv 1910.02054, sec. 5 (4 + 12 / N and 16 / N bytes per parameter under mixed Adam);
+torch.distributed.fsdp.fully_shard, a group for each unit, reshard_after_forward; tensor and sequence
+parallelism, arXiv 2205.05198, sec. 4.2. Deviations: a unit's padding to whole rows and the copy out of the
+flat buffer of a gather are not counted; under tensor parallelism the weights of norms and the biases of
+row-parallel products count as divided. Sharded, the first backward of a step is bounded from above by a later
+one. Complexity: O(n^2). Oracle: tests/unit/planner/test_sharding.py goes through every run, unit by unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from outsize.planner.ranges import Bytes, Ranges, largest
+
+Level = Literal["states", "all"]
+
+
+def sharded(ranges: Ranges, ways: int, level: Level) -> Ranges:
+    """Tables of one of `ways` >= 1 replicas that share the optimizer's states, or all they hold for good."""
+    if ways == 1:
+        return ranges
+    shared = replace(
+        ranges,
+        optimizer=_share(ranges.optimizer, ways),
+        master=_share(ranges.master, ways),
+        update=_share(ranges.update, ways),
+    )
+    return shared if level == "states" else _fully(shared, ways)
+
+
+def _fully(ranges: Ranges, ways: int) -> Ranges:
+    """Weights and gradients too, with what is whole for a moment."""
+    gradients = _share(ranges.gradients, ways)
+    scattering = largest(_each(ranges.gradients))
+    gathered = _neighbours(_each(ranges.weights - ranges.buffers + ranges.replicas))
+    backward = ranges.backward - ranges.gradients + gradients
+    more = gathered + scattering
+    return replace(
+        ranges,
+        weights=_share(ranges.weights - ranges.buffers, ways) + ranges.buffers,
+        replicas=_share(ranges.replicas, ways),
+        gradients=gradients,
+        forward=ranges.forward + gathered,
+        backward=backward + more,
+        first_backward=np.minimum(ranges.first_backward, backward) + more,
+    )
+
+
+def tensor_parallel(ranges: Ranges, ways: int) -> Ranges:
+    """Tables of one of `ways` >= 1 devices that share every layer; bytes alone, seconds are the caller's."""
+    if ways == 1:
+        return ranges
+    gathered = largest(_each(ranges.received))
+    divided = {name: _share(getattr(ranges, name), ways) for name in _DIVIDED}
+    for name in ("forward", "backward", "first_backward"):
+        divided[name] += gathered
+    divided["weights"] += ranges.buffers - _share(ranges.buffers, ways)
+    return replace(ranges, **divided)
+
+
+_DIVIDED = (
+    *("weights", "replicas", "gradients", "optimizer", "master", "update"),
+    *("saved", "twice", "forward", "backward", "first_backward"),
+    *("received", "sent", "gradient_in", "gradient_out"),
+)
+
+
+def _share(table: Bytes, ways: int) -> Bytes:
+    """The largest of `ways` shares."""
+    return -(-table // ways)
+
+
+def _each(table: Bytes) -> Bytes:
+    """Of the runs of a single unit, of shape (n,)."""
+    return np.diagonal(table, offset=1)
+
+
+def _neighbours(per_unit: Bytes) -> Bytes:
+    """The largest unit, or two that follow each other among those that have any, for all runs."""
+    n = len(per_unit)
+    table = np.zeros((n + 1, n + 1), np.int64)
+    table[np.arange(n), np.arange(1, n + 1)] = per_unit
+    some = np.flatnonzero(per_unit)
+    table[some[:-1], some[1:] + 1] = per_unit[some[:-1]] + per_unit[some[1:]]
+    np.maximum.accumulate(table[::-1], axis=0, out=table[::-1])
+    return np.maximum.accumulate(table, axis=1, out=table)

@@ -1,0 +1,144 @@
+"""Oracle: every run of random graphs, unit by unit; figures of the ZeRO paper."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_graphs import chain, graph_of, graphs, parameter, profile_of, unit
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.profile import Profile
+from outsize.planner.memory import Alive, Phase, peak_table
+from outsize.planner.optimizer import MASTER, optimizer_bytes
+from outsize.planner.ranges import Ranges
+from outsize.planner.sharding import sharded, tensor_parallel
+
+ADAMW = optimizer_bytes("adamw")
+UPDATE = Alive(0, 0, 0, 0, Phase.UPDATE)
+STEADY = Alive(2, 1, 1, 1, Phase.BACKWARD)
+FIRST = Alive(2, 1, 1, 1, Phase.BACKWARD, graded=False)
+FORWARD = Alive(2, 1, 1, 1, Phase.FORWARD)
+
+
+def share(size: int, ways: int) -> int:
+    return (size + ways - 1) // ways
+
+
+def gathered(graph: ModelGraph, first: int, end: int) -> int:
+    """Two neighbours among the units that use weights, or the only one."""
+    sizes = {name: p.size_bytes for p in graph.parameters for name in p.names}
+    same = {name: p.name for p in graph.parameters for name in p.names}
+    used = [{same[n]: sizes[n] for n in graph.units[u].parameters} for u in range(first, end)]
+    each = [sum(u.values()) for u in used if u]
+    return max((a + b for a, b in pairwise(each)), default=sum(each))
+
+
+def whole_gradient(graph: ModelGraph, first: int, end: int) -> int:
+    return max(
+        sum(p.size_bytes for p in graph.owned_parameters(u, u) if p.trainable) for u in range(first, end)
+    )
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(graphs(), st.integers(2, 5))
+def test_every_run_holds_its_shares_and_what_is_whole_for_a_moment(
+    case: tuple[ModelGraph, Profile], ways: int
+) -> None:
+    graph, profile = case
+    whole = Ranges.of(graph, profile, ADAMW)
+    parts, n = sharded(whole, ways, "all"), len(graph.units)
+    tables = {
+        moment: (peak_table(whole, [moment]), peak_table(parts, [moment])) for moment in (FORWARD, STEADY)
+    }
+    for first, end in ((a, b) for a in range(n) for b in range(a + 1, n + 1)):
+        before, after = whole.only(first, end), parts.only(first, end)
+        buffers = sum(u.buffer_bytes for u in graph.units[first:end])
+        assert after.weights == share(int(before.weights) - buffers, ways) + buffers
+        states = {name: int(getattr(before, name)) for name in ("replicas", "gradients", "optimizer")}
+        for name, size in states.items():
+            assert getattr(after, name) == share(size, ways)
+        saved = sum(size - share(size, ways) for size in (*states.values(), int(before.weights) - buffers))
+        once = gathered(graph, first, end)
+        full, cut = (t[first, end] for t in tables[FORWARD])
+        assert cut == full - saved + once
+        full, cut = (t[first, end] for t in tables[STEADY])
+        assert cut == full - saved + once + whole_gradient(graph, first, end)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(graphs(), st.integers(2, 5))
+def test_sharing_the_states_changes_nothing_else(case: tuple[ModelGraph, Profile], ways: int) -> None:
+    whole = Ranges.of(*case, ADAMW)
+    parts, inside = sharded(whole, ways, "states"), np.triu_indices(whole.units + 1, 1)
+    for field in fields(Ranges):
+        before, after = getattr(whole, field.name), getattr(parts, field.name)
+        divided = field.name in ("optimizer", "master", "update")
+        assert np.array_equal(after[inside], -(-before[inside] // ways) if divided else before[inside])
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(graphs(), st.integers(2, 5))
+def test_more_ways_never_need_more(case: tuple[ModelGraph, Profile], ways: int) -> None:
+    whole = Ranges.of(*case, ADAMW)
+    inside, moments = np.triu_indices(whole.units + 1, 1), (UPDATE, FORWARD, FIRST, STEADY)
+    few = [sharded(whole, ways, "all"), sharded(whole, ways, "states"), tensor_parallel(whole, ways)]
+    many = [
+        sharded(whole, 2 * ways, "all"),
+        sharded(whole, 2 * ways, "states"),
+        tensor_parallel(whole, 2 * ways),
+    ]
+    for less, more in zip(many, few, strict=True):
+        assert (peak_table(less, moments)[inside] <= peak_table(more, moments)[inside]).all()
+    for table in few:
+        least = peak_table(table.bare(), moments)
+        assert (least <= peak_table(table, moments))[inside].all()
+
+
+def test_one_way_is_no_sharing() -> None:
+    whole = Ranges.of(*chain([1.0, 1.0]), ADAMW)
+    assert sharded(whole, 1, "all") is whole is tensor_parallel(whole, 1)
+
+
+def test_the_first_backward_makes_its_gradients_on_the_way() -> None:
+    # Three units of 100 bytes of weights, saved 10 each, values of 8: sharded in two.
+    whole = Ranges.of(*chain([1.0] * 3), ADAMW)
+    here = sharded(whole, 2, "all").only(0, 3)
+    assert whole.only(0, 3).first_backward < whole.only(0, 3).backward
+    assert here.first_backward <= here.backward
+    assert here.first_backward >= 2 * 100 + 100 + 100  # gathered, reduced, made
+
+
+def test_figures_of_the_zero_paper() -> None:
+    """Figure 1: 7.5 billion parameters, 64 ways: 120 GB, 31.4 GB of states shared, 1.9 GB of all."""
+    count = 64
+    weights = [parameter(f"h.{i}.weight", size_bytes=4 * 7_500_000_000 // count) for i in range(count)]
+    graph = graph_of([unit(i, (f"h.{i}.weight",)) for i in range(count)], (), weights)
+    whole = Ranges.of(graph, profile_of(graph, [1.0] * count), optimizer_bytes("adamw", MASTER))
+    levels = whole, sharded(whole, 64, "states"), sharded(whole, 64, "all")
+    held = [r.only(0, count) for r in levels]
+    figures = [(h.weights + h.gradients + h.optimizer) / 1e9 for h in held]
+    assert figures == pytest.approx([120, 31.4, 1.875], abs=0.01)
+
+
+def test_tensor_parallel_gathers_the_input_of_a_product() -> None:
+    graph, profile = chain([1.0] * 3, value_bytes=80, weight_bytes=100, saved_bytes=50)
+    ranges = Ranges.of(graph, profile, ADAMW)
+    whole, parts = (r.only(0, 3) for r in (ranges, tensor_parallel(ranges, 4)))
+    assert (parts.weights, parts.saved) == (75, share(150, 4))
+    assert parts.forward == share(int(whole.forward), 4) + 80
+    assert parts.backward == share(int(whole.backward), 4) + 80
+    middle = tensor_parallel(ranges, 4).only(1, 2)
+    assert (middle.received, middle.sent, middle.gradient_in) == (20, 20, 20)
+    assert parts.inputs == whole.inputs
+
+
+def test_buffers_are_whole_on_every_device() -> None:
+    graph = graph_of([unit(0, buffer_bytes=40), unit(1, buffer_bytes=2)])
+    ranges = Ranges.of(graph, profile_of(graph, [1.0, 1.0]), ADAMW)
+    assert tensor_parallel(ranges, 4).only(0, 2).weights == 42
+    assert sharded(ranges, 4, "all").only(0, 2).weights == 42
