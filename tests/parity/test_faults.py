@@ -82,9 +82,9 @@ def run_twice(stage: Stage, *args: Any) -> Any:
     return forward(stage, *args)
 
 
-def backward_in_reverse(name: Any, stages: int, microbatches: int) -> Schedule:
+def backward_in_reverse(name: Any, stages: int, microbatches: int, ranks: int) -> Schedule:
     """Law 1 broken: GPipe with the backwards from the last microbatch to the first."""
-    made = build(name, stages, microbatches)
+    made = build(name, stages, microbatches, ranks)
     rows = []
     for row in made.actions:
         turned = iter([a for a in row if a.kind is Kind.B][::-1])

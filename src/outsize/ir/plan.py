@@ -20,6 +20,7 @@ ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "full"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
+Weights = Literal["resident", "sharded"]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -123,7 +124,9 @@ class Alternative(Record):
 class Plan(Record):
     """How to run one model on one cluster.
 
+    microbatches of each replica of the batch, where the axes have several
     precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
+    weights     "sharded" over dp_shard, as FSDP does; "resident": dp_shard has the optimizer's states alone
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
                 once per batch ("deferred"), or of a batch that is one microbatch ("sync")
@@ -142,7 +145,7 @@ class Plan(Record):
     stages: tuple[Stage, ...]
     optimizer: str = "adamw"
     precision: Precision = "fp32"
-    weights: Literal["resident"] = "resident"
+    weights: Weights = "resident"
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"
     what_if: bool = False
@@ -153,7 +156,7 @@ class Plan(Record):
     @property
     def microbatch_size(self) -> int:
         """Samples of the largest microbatch."""
-        return -(-self.batch_size // self.microbatches)
+        return -(-self.batch_size // (self.microbatches * self.axes.dp_replicate * self.axes.dp_shard))
 
     def recompute_of(self, stage: int) -> Recompute:
         """What the stage does: its own word, or else the plan's."""

@@ -1,0 +1,123 @@
+"""Problem: how fast can a step of this schedule be at best, whatever the cuts are and if links cost nothing?
+
+Stage s with units first..end-1 computes f_s + b_s for each of m microbatches. Before its first forward all
+that it hangs on has to be computed, and all that hangs on it comes after: `before` is the work of the units in
+an unbroken row that ends at `first` (each uses what the one before it made, and gives a gradient back),
+`behind` of those from `end` on. Then a step lasts at least the largest over the stages of
+
+    any schedule   before + m (f + b)
+    gpipe          before + m (f + b) + behind          all forwards are done before a backward
+    1f1b           before + (f + b) + behind + (m - 1) b + (m - w) f      w = min(p - s, m) forwards, then a backward
+    naive          m (before + (f + b) + behind)        one microbatch after the other
+    zero-bubble    before, without the weights' gradients, + m (f + b)
+    interleaved    m max(total / p, heaviest unit)      on p ranks
+
+For a chain of equal stages these are (m + p - 1)(f + b) for gpipe and 1f1b, and what they last (builders.py).
+The least over all cuts of the largest over the stages is a bottleneck problem, solved exactly (partition.py).
+
+Source: the critical paths of GPipe (arXiv 1811.06965, sec. 2.3) and PipeDream-flush (arXiv 2104.04473, sec. 2.2),
+for unequal stages. Symbols: p -> stages, m -> microbatches, f, b, w -> forward_s, backward_s, ahead. Complexity:
+O(n^2) for a table. Oracle: tests/unit/planner/test_floor.py simulates every cut of small models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import ScheduleName
+from outsize.ir.profile import Profile
+
+Seconds = NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """Seconds per microbatch, summed over units: of shape (n + 1,), `chain_*` over the row that is unbroken.
+
+    `before[k]` ends at unit k, `behind[k]` begins there; `before_input` leaves out the weights' gradients.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    before: Seconds
+    before_input: Seconds
+    behind: Seconds
+    heaviest_s: float
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile) -> Self:
+        """Of a model with its costs."""
+        linked = _linked(graph)
+        forward = _prefix([c.forward_s for c in profile.units])
+        backward = _prefix([c.backward_s for c in profile.units])
+        weights = _prefix([c.backward_weight_s for c in profile.units])
+        total = forward + backward
+        return cls(
+            forward=forward,
+            backward=backward,
+            before=_row_before(total, linked),
+            before_input=_row_before(total - weights, linked),
+            behind=_row_behind(total, linked),
+            heaviest_s=float(np.diff(total).max()),
+        )
+
+    @property
+    def total_s(self) -> float:
+        """Of all units."""
+        return float(self.forward[-1] + self.backward[-1])
+
+    def least_s(self, stages: int, microbatches: int) -> float:
+        """Below every cut into so many stages under any schedule: no table needed."""
+        return microbatches * max(self.total_s / stages, self.heaviest_s)
+
+    def table(self, schedule: ScheduleName, stage: int, stages: int, microbatches: int) -> Seconds:
+        """`[first, end]`: the least seconds of a step with this stage made of the units first..end-1."""
+        m, before, behind = microbatches, self.before[:, None], self.behind[None, :]
+        forward, backward = _spans(self.forward), _spans(self.backward)
+        once = forward + backward
+        if schedule == "naive":
+            return m * (before + once + behind)
+        if schedule == "gpipe":
+            return before + m * once + behind
+        if schedule == "1f1b":
+            ahead = min(stages - stage, m)
+            paced = before + once + behind + (m - 1) * backward + (m - ahead) * forward
+            return np.maximum(before + m * once, paced)
+        return (self.before_input[:, None] if schedule == "zero-bubble" else 0.0) + m * once
+
+
+def _linked(graph: ModelGraph) -> NDArray[np.bool_]:
+    """Cut k of 0..n: unit k uses what unit k - 1 made, and gives a gradient back."""
+    found = np.zeros(len(graph.units) + 1, np.bool_)
+    for value in graph.values:
+        if value.requires_grad and value.producer + 1 in value.consumers:
+            found[value.producer + 1] = True
+    return found
+
+
+def _row_before(total: Seconds, linked: NDArray[np.bool_]) -> Seconds:
+    """Work of the unbroken row that ends at each cut."""
+    starts = np.where(linked, 0.0, total)
+    return total - np.maximum.accumulate(starts)
+
+
+def _row_behind(total: Seconds, linked: NDArray[np.bool_]) -> Seconds:
+    """Work of the unbroken row that begins at each cut; nothing where the cut itself is a break."""
+    breaks = np.where(linked, np.inf, total)
+    breaks[-1] = total[-1]
+    after = np.minimum.accumulate(breaks[::-1])[::-1]
+    return np.where(linked, after - total, 0.0)
+
+
+def _prefix(seconds: list[float]) -> Seconds:
+    return np.concatenate(([0.0], np.cumsum(seconds)))
+
+
+def _spans(prefix: Seconds) -> Seconds:
+    return np.subtract(prefix, prefix[:, None])

@@ -1,0 +1,129 @@
+"""Problem: which ways are there to lay a model on N devices?
+
+A layout says everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x tp devices each, v stages
+on a rank, the schedule, the size and number of microbatches. Rank r of the pipeline is the devices
+[r k, (r + 1) k); within it tp is innermost, then dp_shard, then dp_replicate, so what talks most is nearest.
+
+    runs today    pp alone, all devices, one rank each
+    what-if       every factorisation N = pp x dp_replicate x dp_shard x tp, tp within a node, dp_shard all of the
+                  replicas or those of a node, as ZeRO-1 (states) or as FSDP (weights too)
+
+Symbols as in arXiv 2104.04473 (p, t, d) and torch's DeviceMesh. Complexity: O(divisors of N, cubed).
+Oracle: tests/unit/planner/test_layout.py counts the factorisations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from outsize.ir.cluster import Cluster
+from outsize.ir.plan import Axes, Plan, ScheduleName, Weights
+
+CHUNKS: Final = (2, 4)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Everything but the cuts; `stages` in all, `microbatches` of each replica."""
+
+    axes: Axes
+    stages: int
+    schedule: ScheduleName
+    microbatches: int
+    samples: int
+    weights: Weights = "resident"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Stage -> rank of the pipeline."""
+        return tuple(stage % self.axes.pp for stage in range(self.stages))
+
+    @property
+    def chunks(self) -> int:
+        """Stages on a rank."""
+        return self.stages // self.axes.pp
+
+    @property
+    def group(self) -> int:
+        """Devices that work on one stage."""
+        return self.axes.world_size // self.axes.pp
+
+    @property
+    def replicas(self) -> int:
+        """Parts of the batch that are worked on at the same time."""
+        return self.axes.dp_replicate * self.axes.dp_shard
+
+    @property
+    def what_if(self) -> bool:
+        """Whether nothing runs it yet."""
+        return self.group > 1
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Layout:
+        """What the plan says."""
+        return cls(
+            plan.axes, len(plan.stages), plan.schedule, plan.microbatches, plan.microbatch_size, plan.weights
+        )
+
+
+def pipelines(
+    ranks: int, sizes: Iterable[tuple[int, int]], schedules: Sequence[ScheduleName], units: int, fixed: bool
+) -> Iterator[Layout]:
+    """Pipelines over so many ranks; `sizes` are (microbatches, samples). `fixed`: that many stages, no more."""
+    for microbatches, samples in sizes:
+        for schedule in schedules:
+            for chunks in CHUNKS if schedule == "interleaved" and not fixed else (1,):
+                if ranks * chunks <= units and (chunks == 1 or 1 < ranks <= microbatches):
+                    yield Layout(Axes(pp=ranks), ranks * chunks, schedule, microbatches, samples)
+
+
+def everything(
+    cluster: Cluster, batch_size: int, sizes: Iterable[int], schedules: Sequence[ScheduleName], units: int
+) -> Iterator[Layout]:
+    """All layouts of all devices; `sizes` are samples of a microbatch."""
+    given, per_node = sorted(sizes), cluster.devices_per_node
+    for axes, weights in _meshes(len(cluster.devices), per_node):
+        parts = axes.dp_replicate * axes.dp_shard
+        rounds = [(batch_size // (parts * s), s) for s in given if batch_size % (parts * s) == 0]
+        for layout in pipelines(axes.pp, rounds, _worth(schedules, axes.pp), units, fixed=False):
+            yield Layout(axes, layout.stages, layout.schedule, layout.microbatches, layout.samples, weights)
+
+
+def grouped(cluster: Cluster, group: int) -> Cluster | None:
+    """The cluster as a pipeline sees it, one device for each group; None where groups would straddle nodes."""
+    per_node = cluster.devices_per_node
+    if group == 1:
+        return cluster
+    if len(cluster.devices) % group or (per_node % group and group % per_node):
+        return None
+    return cluster.model_copy(
+        update={"devices": cluster.devices[::group], "devices_per_node": max(1, per_node // group)}
+    )
+
+
+def _worth(schedules: Sequence[ScheduleName], ranks: int) -> Sequence[ScheduleName]:
+    """One rank has no bubble, whatever the schedule; 1f1b holds least."""
+    return ("1f1b",) if ranks == 1 and "1f1b" in schedules else schedules
+
+
+def _meshes(devices: int, per_node: int) -> Iterator[tuple[Axes, Weights]]:
+    for tp in (t for t in _divisors(devices) if per_node % t == 0):
+        for pp in _divisors(devices // tp):
+            replicas = devices // tp // pp
+            yield Axes(pp=pp, tp=tp, dp_replicate=replicas), "resident"
+            for shard in sorted({replicas, _largest(replicas, per_node // tp)} - {1}):
+                axes = Axes(pp=pp, tp=tp, dp_replicate=replicas // shard, dp_shard=shard)
+                yield axes, "resident"
+                yield axes, "sharded"
+
+
+def _largest(replicas: int, most: int) -> int:
+    """Replicas that share their states within a node."""
+    return max(d for d in _divisors(replicas) if d <= most)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]

@@ -1,0 +1,147 @@
+"""Problem: what does a unit cost one device when the devices of a group share the work of a stage?
+
+    tp          products are split in pairs, by columns and then by rows; all between them is split as well, and
+                by sequence what is outside (arXiv 2205.05198, sec. 4.2): every pass takes 1 / tp of the flops and
+                bytes, at the efficiency of so small an operator, and after each second product of a pair the
+                group reduces and gathers its result: one all-reduce's bytes in the forward and one in the backward
+    sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters its
+                gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of compute and
+                links, taken in the mean over the model (arXiv 2304.11277, sec. 3.3)
+    replicas    one all-reduce of a stage's gradients for a step (or its two halves around a sharded optimizer's
+                step), of which the last backward hides what it lasts (arXiv 2006.15704, sec. 3.2)
+
+A product is a unit with a weight of two dims or more that computes a matmul or a convolution. Which product of
+a pair one is follows from the values: what a product by columns made is split, and stays so until a product by
+rows has used it.
+
+Deviations: the collectives of tp are not overlapped with compute; a replica's stages synchronise one after the
+other. Complexity: O(units + users of all values). Oracle: tests/unit/planner/test_spread.py, figures by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from outsize.ir.cluster import Cluster, Device
+from outsize.ir.graph import ModelGraph, Unit, Work
+from outsize.ir.profile import Profile, UnitCost
+from outsize.planner.comm import collective_s
+from outsize.planner.layout import Layout
+from outsize.planner.roofline import seconds
+
+PRODUCTS: Final = frozenset({"matmul", "convolution"})
+
+
+def spread_profile(graph: ModelGraph, profile: Profile, layout: Layout, cluster: Cluster) -> Profile:
+    """Seconds of a unit on each of the devices of its group, with the collectives that they wait for."""
+    if layout.axes.tp > 1:
+        profile = _split(graph, profile, layout.axes.tp, cluster)
+    if layout.weights == "sharded":
+        profile = _gathering(graph, profile, layout, cluster)
+    return profile
+
+
+def sync_s(gradient_bytes: int, backward_s: float, layout: Layout, cluster: Cluster) -> float:
+    """Seconds for which replicas wait for each other's gradients of a stage, at the end of a step.
+
+    `gradient_bytes` of the stage on one device; `backward_s` of its last microbatch runs beside it.
+    """
+    if layout.weights == "sharded":
+        gradient_bytes = -(-gradient_bytes // layout.axes.dp_shard)
+        ranks = _along(layout.axes.dp_shard * layout.axes.tp, layout.group)
+    else:
+        ranks = _along(layout.axes.tp, layout.group)
+    return max(0.0, collective_s("all_reduce", gradient_bytes, ranks, cluster) - backward_s)
+
+
+def row_products(graph: ModelGraph) -> tuple[int, ...]:
+    """Units after which the devices of a tensor parallel group have to add up what they have."""
+    split: set[int] = set()
+    users: dict[int, list[int]] = {}
+    for value in graph.values:
+        for unit in value.consumers:
+            users.setdefault(unit, []).append(value.producer)
+    found: list[int] = []
+    for unit in graph.units:
+        given = any(producer in split for producer in users.get(unit.index, ()))
+        if not _is_product(unit, graph):
+            split |= {unit.index} if given else set()
+        elif given:
+            found.append(unit.index)
+        else:
+            split.add(unit.index)
+    return tuple(found)
+
+
+def _is_product(unit: Unit, graph: ModelGraph) -> bool:
+    wide = any(len(graph.parameter_of[name].shape) > 1 for name in unit.parameters)
+    return wide and any(work.family in PRODUCTS for work in unit.forward)
+
+
+def _split(graph: ModelGraph, profile: Profile, ways: int, cluster: Cluster) -> Profile:
+    made: dict[int, int] = {}
+    for value in graph.values:
+        made[value.producer] = max(made.get(value.producer, 0), value.size_bytes)
+    group, device = range(ways), cluster.devices[0]
+    waits = {
+        index: collective_s("all_reduce", made.get(index, 0), group, cluster) for index in row_products(graph)
+    }
+    pairs = zip(graph.units, profile.units, strict=True)
+    units = tuple(_share(unit, cost, ways, device, waits.get(unit.index, 0.0)) for unit, cost in pairs)
+    return profile.model_copy(update={"units": units})
+
+
+def _share(unit: Unit, cost: UnitCost, ways: int, device: Device, wait_s: float) -> UnitCost:
+    passes = (unit.forward, unit.backward_input, unit.backward_weight)
+    forward, given, weight = (_slower(works, ways, device) for works in passes)
+    return cost.model_copy(
+        update={
+            "forward_s": cost.forward_s * forward + wait_s,
+            "backward_input_s": cost.backward_input_s * given + wait_s,
+            "backward_weight_s": cost.backward_weight_s * weight,
+        }
+    )
+
+
+def _slower(works: Sequence[Work], ways: int, device: Device) -> float:
+    """Time of a share of the works over that of all: no less than 1 / ways."""
+    whole = seconds(works, device)
+    if not whole:
+        return 1 / ways
+    return seconds([_part(work, ways) for work in works], device) / whole
+
+
+def _part(work: Work, ways: int) -> Work:
+    return work.model_copy(update={"flops": work.flops // ways, "moved_bytes": work.moved_bytes // ways})
+
+
+def _gathering(graph: ModelGraph, profile: Profile, layout: Layout, cluster: Cluster) -> Profile:
+    size = graph.parameter_bytes // layout.axes.tp
+    group = _along(layout.axes.tp, layout.axes.dp_shard * layout.axes.tp)
+    gather = collective_s("all_gather", size, group, cluster)
+    scatter = collective_s("reduce_scatter", size, group, cluster)
+    forward = _beside(gather, sum(c.forward_s for c in profile.units))
+    backward = _beside(gather + scatter, sum(c.backward_s for c in profile.units))
+    units = tuple(_slowed(cost, forward, backward) for cost in profile.units)
+    return profile.model_copy(update={"units": units})
+
+
+def _beside(links_s: float, compute_s: float) -> float:
+    """How much longer a pass takes whose links are at work all along."""
+    return max(1.0, links_s / compute_s) if compute_s else 1.0
+
+
+def _slowed(cost: UnitCost, forward: float, backward: float) -> UnitCost:
+    return cost.model_copy(
+        update={
+            "forward_s": cost.forward_s * forward,
+            "backward_input_s": cost.backward_input_s * backward,
+            "backward_weight_s": cost.backward_weight_s * backward,
+        }
+    )
+
+
+def _along(step: int, size: int) -> range:
+    """The ranks of the first group that differ in all but the innermost axes."""
+    return range(0, size, step)
