@@ -195,15 +195,23 @@ class Plan(Record):
                 next_step="outsize plan MODEL --out plan.json with this model, input, loss and precision",
             )
 
+    @property
+    def beyond(self) -> str:
+        """What this version of outsize does not run of it, `dp_shard 4, tp 2`; empty for a plan that runs.
+
+        The axes say so even where somebody has taken out the mark.
+        """
+        parts = (self.axes.beyond_pp, "weights sharded" if self.weights == "sharded" else "")
+        return ", ".join(filter(None, parts)) or ("marked what_if" if self.what_if else "")
+
     def check_runs(self) -> None:
-        """Raise WhatIfPlan when this version only plans it; axes beyond pp say so without the mark, too."""
-        if not (self.what_if or self.axes.beyond_pp):
-            return
-        raise WhatIfPlan(
-            f"the plan of {self.model} is a what-if: this version of outsize runs pipelines only",
-            numbers=self.axes.beyond_pp or f"marked what_if, pp {self.axes.pp}",
-            next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json, without --what-if",
-        )
+        """Raise WhatIfPlan when this version of outsize only plans it."""
+        if self.beyond:
+            raise WhatIfPlan(
+                f"the plan of {self.model} is a what-if: this version of outsize runs pipelines only",
+                numbers=f"pp {self.axes.pp}, {self.beyond}",
+                next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json, without --what-if",
+            )
 
     def bounds(self, graph: ModelGraph) -> tuple[int, ...]:
         """First unit of each stage, then the number of units: `(0, 7, 15)` is units 0-6 and 7-14.
