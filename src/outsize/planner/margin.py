@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from outsize.ir.cluster import Cluster
 from outsize.ir.devices import Device
 from outsize.planner.allocator import LARGE_SEGMENT, SMALL_SEGMENT
 
@@ -42,3 +43,9 @@ def room_bytes(device: Device) -> int:
     if device.kind == "cpu":
         return int(room / (1 + UNSEEN))
     return int((room - LARGE_SEGMENT - SMALL_SEGMENT) / (1 + UNSEEN + FRAGMENTED))
+
+
+def rooms(cluster: Cluster) -> Cluster:
+    """The cluster with the memory that a peak may take: what P95 adds, and the context, are gone."""
+    devices = (d.model_copy(update={"memory_bytes": max(1, room_bytes(d))}) for d in cluster.devices)
+    return cluster.model_copy(update={"devices": tuple(devices)})
