@@ -11,6 +11,7 @@ import typer
 from outsize.cli import options
 from outsize.cli.screen import Screen
 from outsize.cli.subject import load_plan, make_subject
+from outsize.errors import BadPlan
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,10 +39,22 @@ def explain_plan(
     screen, chosen = Screen(json), load_plan(plan)
     assert chosen is not None
     advice: tuple[Advice, ...] = ()
-    if model is not None:
+    if model is None:
+        _insist_on_figures(chosen, plan)
+    else:
         with screen.working(f"pricing for {model}"):
             chosen, advice = _priced(chosen, model, input, seed)
     _deliver(screen, chosen, advice)
+
+
+def _insist_on_figures(plan: Plan, file: Path) -> None:
+    """Raise BadPlan when an edited file has figures of other stages than its own."""
+    if plan.expected is not None and len(plan.expected.stages) != len(plan.stages):
+        raise BadPlan(
+            f"the figures in {file} are of other stages",
+            numbers=f"{len(plan.stages)} stages, figures of {len(plan.expected.stages)}",
+            next_step=f"outsize explain-plan {file} MODEL prices it anew",
+        )
 
 
 def _priced(plan: Plan, model: str, shape: str | None, seed: int) -> tuple[Plan, tuple[Advice, ...]]:

@@ -11,6 +11,7 @@ from outsize.ir.schedule import Action
 from outsize.ir.text import byte_unit, bytes_text, percent_text, seconds_text
 from outsize.ir.timeline import Span, Timeline
 from outsize.report.palette import CAUSES, ink, shade
+from outsize.report.placement import holdings
 from outsize.report.svg import Svg, percent
 from outsize.report.tables import causes
 from outsize.report.ticks import ticks
@@ -37,6 +38,7 @@ def timeline_svg(key: str, timeline: Timeline, end_s: float, devices: Sequence[s
         f"{timeline.ranks} ranks, {seconds_text(timeline.duration_s)}, bubble {percent_text(timeline.bubble)}"
     )
     svg = Svg(key, height, title, about)
+    ranks = timeline.ranks if several_stages(timeline) else 0
     _time_axis(svg, end_s, timeline.ranks * ROW)
     for rank in range(timeline.ranks):
         name = f"rank {rank}" + (f" · {devices[rank]}" if rank < len(devices) else "")
@@ -53,11 +55,18 @@ def timeline_svg(key: str, timeline: Timeline, end_s: float, devices: Sequence[s
             class_="idle",
         )
         for span in (s for s in timeline.spans if s.rank == rank):
-            _draw_span(svg, span, top + LABEL, start_s, end_s)
+            _draw_span(svg, span, top + LABEL, start_s, end_s, ranks)
     return svg.text()
 
 
-def _draw_span(svg: Svg, span: Span, top: float, start_s: float, end_s: float) -> None:
+def several_stages(timeline: Timeline) -> bool:
+    """Whether a rank computes for more than one stage."""
+    found = {(s.rank, Action.parse(s.action).stage) for s in timeline.spans if s.lane == "compute"}
+    return len(found) > len({rank for rank, _ in found})
+
+
+def _draw_span(svg: Svg, span: Span, top: float, start_s: float, end_s: float, ranks: int) -> None:
+    """`ranks` is 0 unless there are several stages on each: then bars name theirs, later ones are lighter."""
     left, width = (span.start_s - start_s) / end_s, span.duration_s / end_s
     tip = (
         f"{span.action} {span.lane}: {seconds_text(span.start_s - start_s)} + {seconds_text(span.duration_s)}"
@@ -67,9 +76,9 @@ def _draw_span(svg: Svg, span: Span, top: float, start_s: float, end_s: float) -
         svg.add("rect", tip=tip, y=top + BAR + 2, height=STRIP - 2, class_=f"lane {span.lane}", **where)
         return
     action = Action.parse(span.action)
-    fill = shade(str(action.kind), action.microbatch)
+    fill = shade(str(action.kind), action.stage // ranks if ranks else action.microbatch)
     svg.add("rect", tip=tip, y=top, height=BAR, fill=fill, class_="cell", **where)
-    label = f"{action.kind}{action.microbatch}"
+    label = str(action) if ranks else f"{action.kind}{action.microbatch}"
     if width * CHARACTERS >= len(label) + 1:
         middle = {"x": percent(left + width / 2), "y": top + BAR / 2 + 4, "text_anchor": "middle"}
         svg.add("text", label, class_="cell-label", fill=ink(fill), **middle)
@@ -86,28 +95,34 @@ def _time_axis(svg: Svg, end_s: float, bottom: float) -> None:
 
 def memory_svg(key: str, plan: Plan, expected: Expected) -> str:
     """A bar for each device, stacked by cause, with the device's limit where it lies within the figure."""
-    fullest = max((f.peak_bytes for f in expected.stages), default=1) or 1
-    limit = max((f.device_bytes for f in expected.stages), default=0)
-    end = 1.02 * (max(fullest, limit) if limit_drawn(expected) else fullest)
+    held = holdings(plan, expected)
+    fullest, limit = _extremes(plan, expected)
+    end = 1.02 * (max(fullest, limit) if limit_drawn(plan, expected) else fullest or 1)
     row = LABEL + BAR + GAP
-    about = "; ".join(_memory_text(s.device, f) for s, f in zip(plan.stages, expected.stages, strict=True))
-    svg = Svg(key, len(plan.stages) * row + AXIS, "Memory at the peak of a step, by cause", about)
-    _bytes_axis(svg, end, len(plan.stages) * row)
-    for number, (stage, figures) in enumerate(zip(plan.stages, expected.stages, strict=True)):
-        top = number * row
-        svg.add("text", stage.device, x="0", y=top + LABEL - 6, class_="label strong")
+    about = "; ".join(_memory_text(h.device, h.figures) for h in held)
+    svg = Svg(key, len(held) * row + AXIS, "Memory at the peak of a step, by cause", about)
+    _bytes_axis(svg, end, len(held) * row)
+    for number, holding in enumerate(held):
+        top, figures = number * row, holding.figures
+        svg.add("text", holding.name, x="0", y=top + LABEL - 6, class_="label strong")
         text = _memory_text("", figures)
         over = " over" if 0 < figures.device_bytes < figures.peak_bytes else ""
         svg.add("text", text, x="100%", y=top + LABEL - 6, class_=f"label halo{over}", text_anchor="end")
-        _draw_stack(svg, stage.device, figures, top + LABEL, end)
+        _draw_stack(svg, holding.device, figures, top + LABEL, end)
     return svg.text()
 
 
-def limit_drawn(expected: Expected) -> bool:
+def limit_drawn(plan: Plan, expected: Expected) -> bool:
     """Whether the memory figure reaches to the devices' limit."""
-    fullest = max((f.peak_bytes for f in expected.stages), default=0)
-    limit = max((f.device_bytes for f in expected.stages), default=0)
+    fullest, limit = _extremes(plan, expected)
     return limit > 0 and fullest >= SLIVER * limit
+
+
+def _extremes(plan: Plan, expected: Expected) -> tuple[int, int]:
+    """The highest peak and the largest memory of a device."""
+    held = holdings(plan, expected)
+    fullest = max((h.figures.peak_bytes for h in held), default=0)
+    return fullest, max((h.figures.device_bytes for h in held), default=0)
 
 
 def _memory_text(device: str, figures: StageFigures) -> str:

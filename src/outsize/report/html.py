@@ -19,15 +19,21 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
 from outsize.report import pieces
 from outsize.report.choices import curve_svg
-from outsize.report.figures import limit_drawn, loss_svg, memory_svg, timeline_svg
+from outsize.report.figures import limit_drawn, loss_svg, memory_svg, several_stages, timeline_svg
 from outsize.report.network import network_svg
-from outsize.report.palette import BACKWARD, CAUSES, FORWARD
+from outsize.report.palette import BACKWARD, CAUSES, FORWARD, WEIGHT
+from outsize.report.placement import device_text, holdings, lanes, recompute_varies
 from outsize.report.tables import (
     SOURCES,
     causes,
     difference_text,
     differences,
+    how_text,
     is_rejection,
+    limit_text,
+    optimum_text,
+    way_text,
+    what_if_text,
 )
 from outsize.report.units import short_units
 
@@ -91,12 +97,20 @@ def render(
         "expected": plan.expected,
         "size": _size(graph),
         "tiles": _tiles(plan, predicted, measured, losses),
+        "lead": f"{_count(len(plan.stages), 'stage')} on {plan.cluster}, {how_text(plan)}",
+        "what_if": what_if_text(plan) if plan.beyond else "",
+        "optimum": _optimum(plan),
         "stages": _stages(plan),
+        "varies": recompute_varies(plan),
+        "devices": _devices(plan),
+        "alternatives": _alternatives(plan),
         "causes": list(CAUSES.items()),
         "memory": memory_svg("memory", plan, plan.expected) if plan.expected else "",
-        "limit_drawn": plan.expected is not None and limit_drawn(plan.expected),
+        "limit_drawn": plan.expected is not None and limit_drawn(plan, plan.expected),
         "timelines": _timelines(plan, found),
+        "several": any(map(several_stages, found)),
         "shades": list(zip(FORWARD, BACKWARD, strict=True)),
+        "weight": WEIGHT if any(s.action.partition("W")[1] for t in found for s in t.spans) else (),
         "network": _network(plan, graph, profile),
         "curves": [curve_svg(f"by-{curve.choice}", curve) for curve in curves],
         "advice": [pieces.said(a) for a in advice],
@@ -122,6 +136,22 @@ def _environment() -> Environment:
     )
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _optimum(plan: Plan) -> str:
+    """How good, and what limits it, as far as the plan says."""
+    if plan.expected is None:
+        return ""
+    gap, limit = plan.expected.gap, limit_text(plan.expected.limited_by)
+    parts = [
+        "" if gap is None else optimum_text(gap),
+        limit and f"limited by {limit}",
+    ]
+    return "; ".join(filter(None, parts))
+
+
 def _size(graph: ModelGraph | None) -> str:
     if graph is None:
         return ""
@@ -140,7 +170,8 @@ def _tiles(
 ) -> list[Tile]:
     tiles = _step_tiles(plan, predicted, measured)
     if plan.expected is not None and plan.expected.stages:
-        fullest = max(plan.expected.stages, key=lambda f: f.peak_bytes / (f.device_bytes or 1))
+        figures = [h.figures for h in holdings(plan, plan.expected)]
+        fullest = max(figures, key=lambda f: f.peak_bytes / (f.device_bytes or 1))
         note = f"of {bytes_text(fullest.device_bytes)}, predicted" if fullest.device_bytes else "predicted"
         tiles.append(Tile("fullest device", bytes_text(fullest.peak_bytes), note))
     if losses:
@@ -180,7 +211,8 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
     for number, stage in enumerate(plan.stages):
         row: dict[str, Any] = {
             "number": number,
-            "device": stage.device,
+            "device": device_text(plan, number),
+            "recompute": plan.recompute_of(number),
             "units": short_units(stage.units),
             "all_units": "\n".join(stage.units),
             "figures": [],
@@ -193,11 +225,30 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
                 seconds_text(found.backward_s),
                 percent_text(found.busy),
             ]
-            row["memory"] = [bytes_text(size) for _, size in causes(found)]
-            row["peak"] = bytes_text(found.peak_bytes)
-            row["limit"] = bytes_text(found.device_bytes) if found.device_bytes else "unknown"
         rows.append(row)
     return rows
+
+
+def _devices(plan: Plan) -> list[dict[str, Any]]:
+    """The rows of the memory table."""
+    held = holdings(plan, plan.expected) if plan.expected else []
+    return [
+        {
+            "name": h.name,
+            "memory": [bytes_text(size) for _, size in causes(h.figures)],
+            "peak": bytes_text(h.figures.peak_bytes),
+            "limit": bytes_text(h.figures.device_bytes) if h.figures.device_bytes else "unknown",
+        }
+        for h in held
+    ]
+
+
+def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
+    """Name, seconds of a step, samples per second and bytes of the fullest device."""
+    return [
+        (way_text(a), seconds_text(a.step_s), rate_text(a.samples_per_s), bytes_text(a.peak_bytes))
+        for a in plan.alternatives
+    ]
 
 
 def _timelines(plan: Plan, found: Sequence[Timeline]) -> list[dict[str, str]]:
@@ -205,7 +256,7 @@ def _timelines(plan: Plan, found: Sequence[Timeline]) -> list[dict[str, str]]:
     end_s = max((t.duration_s for t in found), default=0.0)
     if not end_s:
         return []
-    devices = [stage.device for stage in plan.stages]
+    devices = lanes(plan)
     return [
         {
             "name": timeline.source,
@@ -225,10 +276,13 @@ def _differences(verdict: Verdict | None) -> list[tuple[str, str, bool]]:
 
 def _commands(plan: Plan) -> list[str]:
     """How to make and run this plan; MODEL stands for the model's spec, which a plan does not know."""
+    make = f"outsize plan MODEL --cluster {plan.cluster} --batch {plan.batch_size}"
+    for_what = f"--optimizer {plan.optimizer} --precision {plan.precision}"
+    if plan.beyond:
+        return [f"{make} {for_what} --what-if --out plan.json", "outsize explain-plan plan.json"]
+    how = f"--stages {len(plan.stages)} --microbatches {plan.microbatches} --schedule {plan.schedule}"
     return [
-        f"outsize plan MODEL --cluster {plan.cluster} --batch {plan.batch_size} "
-        f"--stages {len(plan.stages)} --microbatches {plan.microbatches} --schedule {plan.schedule} "
-        "--out plan.json",
+        f"{make} {how} {for_what} --out plan.json",
         "outsize check MODEL --plan plan.json --processes",
-        f"outsize run --nproc-per-node {len(plan.stages)} MODEL --plan plan.json",
+        f"outsize run --nproc-per-node {plan.axes.pp} MODEL --plan plan.json",
     ]

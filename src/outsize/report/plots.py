@@ -12,6 +12,7 @@ from outsize.ir.schedule import Action
 from outsize.ir.text import byte_unit, bytes_text, percent_text, seconds_text
 from outsize.ir.timeline import Span, Timeline
 from outsize.report.palette import CAUSES, ink, shade
+from outsize.report.placement import holdings
 from outsize.report.tables import causes
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def memory_png(plan: Plan, path: str | Path) -> None:
         raise BadOption(
             "the plan has no figures to draw", next_step="outsize plan MODEL --plan FILE to price it"
         )
-    stages = plan.expected.stages
+    held = holdings(plan, plan.expected)
+    stages = [h.figures for h in held]
     unit, size = byte_unit(max((f.peak_bytes for f in stages), default=0))
     near = [f.device_bytes for f in stages if f.device_bytes <= NEAR * f.peak_bytes]
     end = max([f.peak_bytes for f in stages] + near) / size
@@ -68,7 +70,7 @@ def memory_png(plan: Plan, path: str | Path) -> None:
         axis.text(end * 1.02, number, f"{bytes_text(figures.peak_bytes)}{limit}", va="center", fontsize=9)
         if figures.device_bytes in near and figures.device_bytes:
             axis.vlines(figures.device_bytes / size, number - 0.4, number + 0.4, colors=LIMIT, lw=2.5)
-    _rows(axis, [stage.device for stage in plan.stages])
+    _rows(axis, [h.name for h in held])
     axis.set_xlim(0, end * 1.22)
     axis.set_xlabel(f"{unit} at the peak of a step, predicted", color=SOFT)
     axis.legend(ncols=len(CAUSES), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9)

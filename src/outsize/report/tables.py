@@ -5,6 +5,7 @@ All functions return renderables of rich; `Console.print` leaves out colour off 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -27,9 +28,10 @@ from outsize.ir.text import (
 from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
 from outsize.report import pieces
+from outsize.report.placement import device_text, holdings, lanes, recompute_varies
 from outsize.report.units import short_units
 
-SHORT = {"gradients": "grads", "optimizer": "optim."}
+SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 SOURCES = {"measured": "from measured unit times", "roofline": "from estimated unit times (roofline)"}
 
 
@@ -119,9 +121,10 @@ def _bubble(measured: Timeline, expected: Expected | None) -> str:
 def _run_row(plan: Plan, measured: Timeline, rank: int) -> tuple[str, ...]:
     waits_s = sum(s.duration_s for s in measured.spans if s.rank == rank and s.lane == "wait")
     known = plan.expected is not None and rank < len(plan.expected.stages)
+    devices = lanes(plan)
     return (
         str(rank),
-        plan.stages[rank].device if rank < len(plan.stages) else "",
+        devices[rank] if rank < len(devices) else "",
         percent_text(measured.utilisation(rank)),
         seconds_text(measured.busy_s(rank)),
         seconds_text(waits_s) if waits_s else "-",
@@ -130,11 +133,32 @@ def _run_row(plan: Plan, measured: Timeline, rank: int) -> tuple[str, ...]:
 
 
 def _plan_heading(plan: Plan, graph: ModelGraph | None) -> Text:
-    most = "at most " if plan.batch_size % plan.microbatches else ""
-    batch = f"batch {plan.batch_size} as {plan.microbatches} x {most}{plan.microbatch_size}"
-    how = f"{plan.schedule}, {batch}, optimizer {plan.optimizer}"
     size = f" ({_size_text(graph)})" if graph else ""
-    return Text.assemble((plan.model, "bold"), f"{size} on {plan.cluster}\n", how)
+    lines = Text.assemble((plan.model, "bold"), f"{size} on {plan.cluster}\n", how_text(plan))
+    if plan.expected is not None and plan.expected.gap is not None:
+        lines.append(f"\n{optimum_text(plan.expected.gap)}", "bold")
+    if plan.beyond:
+        lines.append(f"\n{what_if_text(plan)}", "bold yellow")
+    return lines
+
+
+def how_text(plan: Plan) -> str:
+    """Schedule, batch and what the figures are of: `1f1b, batch 24 as 6 x 4, optimizer adamw, bf16`."""
+    replicas = plan.axes.dp_replicate * plan.axes.dp_shard
+    most = "at most " if plan.batch_size % (plan.microbatches * replicas) else ""
+    shared = f"{replicas} replicas x " if replicas > 1 else ""
+    batch = f"batch {plan.batch_size} as {shared}{plan.microbatches} x {most}{plan.microbatch_size}"
+    parts = [plan.schedule, batch, f"optimizer {plan.optimizer}"]
+    parts += [plan.precision] if plan.precision != "fp32" else []
+    if {plan.recompute_of(stage) for stage in range(len(plan.stages))} == {"full"}:
+        parts.append("all recomputed")
+    return ", ".join(parts)
+
+
+def what_if_text(plan: Plan) -> str:
+    """That nothing runs it, and which axes it has."""
+    devices = plan.axes.world_size
+    return f"WHAT-IF, to read and not to run: pp {plan.axes.pp}, {plan.beyond}; {devices} devices"
 
 
 def _size_text(graph: ModelGraph) -> str:
@@ -145,8 +169,10 @@ def _size_text(graph: ModelGraph) -> str:
 def _stage_table(plan: Plan) -> Table:
     names = ("params", "forward", "backward", "busy", "bubble") if plan.expected else ()
     table = pieces.table(("stage", "right"), ("device", "left"), ("units", "left"), *pieces.rights(*names))
+    varies = recompute_varies(plan)
     for number, stage in enumerate(plan.stages):
-        cells = (str(number), stage.device, short_units(stage.units))
+        again = " (recomputed)" if varies and plan.recompute_of(number) == "full" else ""
+        cells = (str(number), device_text(plan, number), short_units(stage.units) + again)
         table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
     return table
 
@@ -159,14 +185,18 @@ def _stage_cells(expected: Expected, number: int) -> tuple[str, ...]:
 
 
 def _memory_table(plan: Plan, expected: Expected) -> Table:
-    unit, size = byte_unit(max((f.peak_bytes for f in expected.stages), default=0))
+    """A row for each device, which may hold several stages."""
+    held = holdings(plan, expected)
+    unit, size = byte_unit(max((h.figures.peak_bytes for h in held), default=0))
     names = [SHORT.get(name, name) for name, _ in causes(expected.stages[0])]
-    table = pieces.table((f"memory, {unit}", "left"), *pieces.rights(*names, "peak", "full"))
-    for stage, figures in zip(plan.stages, expected.stages, strict=True):
+    each = "each, " if plan.axes.group_size > 1 else ""
+    table = pieces.table((f"memory, {each}{unit}", "left"), *pieces.rights(*names, "peak", "full"))
+    for holding in held:
+        figures = holding.figures
         limit = f" {bytes_text(figures.device_bytes)}" if figures.device_bytes else ""
         numbers = [f"{number / size:.1f}" for _, number in causes(figures)]
         peak = Text(f"{figures.peak_bytes / size:.1f}", "bold")
-        table.add_row(f"{stage.device}{limit}", *numbers, peak, _full(figures))
+        table.add_row(f"{holding.device}{limit}", *numbers, peak, _full(figures))
     return table
 
 
@@ -194,15 +224,20 @@ def _step_lines(expected: Expected) -> RenderableType:
             ("step", f"{seconds_text(expected.step_s)} predicted, {SOURCES[expected.source]}"),
             ("throughput", f"{rate_text(expected.samples_per_s)} samples/s"),
             ("bubble", f"{percent_text(expected.bubble)} of all device time is idle"),
-            *([("limited by", expected.limited_by)] if expected.limited_by else []),
-            *([("optimum", optimum_text(expected.gap))] if expected.gap is not None else []),
+            *([("limited by", limit_text(expected.limited_by))] if expected.limited_by else []),
         ]
     )
 
 
 def optimum_text(gap: float) -> str:
-    """`optimal`, or how far from it the plan can be at most."""
-    return "optimal" if gap <= 0 else f"within {max(gap * 100, 0.1):.1f} % of it"
+    """`optimal`, or how far from it the plan can be at most, rounded up; among what was searched."""
+    share = f"within {math.ceil(gap * 1000 - 1e-6) / 10:.1f} % of the best possible"
+    return f"{'optimal' if gap <= 0 else share} (of what was searched)"
+
+
+def limit_text(limited_by: str) -> str:
+    """What sets the pace, behind the words `limited by`."""
+    return limited_by.removeprefix("limited by ")
 
 
 def _alternatives(plan: Plan, expected: Expected) -> list[RenderableType]:
@@ -211,7 +246,7 @@ def _alternatives(plan: Plan, expected: Expected) -> list[RenderableType]:
         return []
     made = pieces.table(("instead", "left"), *pieces.rights("step", "samples/s", "against", "fullest"))
     for other in plan.alternatives:
-        against = f"{(other.samples_per_s / expected.samples_per_s - 1) * 100:+.0f} %"
+        against = f"{round((other.samples_per_s / (expected.samples_per_s or 1) - 1) * 100):+d} %"
         rates = seconds_text(other.step_s), rate_text(other.samples_per_s), against
         made.add_row(way_text(other), *rates, bytes_text(other.peak_bytes))
     return [made]
@@ -219,12 +254,11 @@ def _alternatives(plan: Plan, expected: Expected) -> list[RenderableType]:
 
 def way_text(other: Alternative) -> str:
     """`1f1b, 8 microbatches, pp 4`; further axes and recompute where they are used."""
-    axes = ("pp", "dp_replicate", "dp_shard", "tp", "cp")
-    sizes = [f"{name} {getattr(other.axes, name)}" for name in axes if getattr(other.axes, name) > 1]
-    again = ["recompute"] if other.recompute != "none" else []
-    again += ["what-if"] if other.what_if else []
     count = f"{other.microbatches} microbatch{'' if other.microbatches == 1 else 'es'}"
-    return ", ".join([other.schedule, count, *sizes, *again])
+    parts = [other.schedule, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else "", other.axes.beyond_pp]
+    parts += ["recompute"] if other.recompute != "none" else []
+    parts += ["WHAT-IF"] if other.what_if or other.axes.beyond_pp else []
+    return ", ".join(filter(None, parts))
 
 
 def _check_setting(verdict: Verdict) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,33 +12,67 @@ from torch import nn
 
 import outsize as package
 from outsize.errors import WhatIfPlan
-from outsize.ir.plan import Axes, Plan
+from outsize.ir.plan import Axes, Expected, Plan, Stage, StageFigures
 from outsize.train.parallel import make_engine
 
 Outsize = Callable[..., Any]
-MARKED = {"what_if": True}
-UNMARKED = {"axes": {"pp": 2, "tp": 2, "dp_shard": 4}}
+Edit = Callable[..., Plan]
+AXES = {"pp": 2, "dp_shard": 4, "tp": 2}
+FIGURES = StageFigures(
+    units=6,
+    parameters=432,
+    forward_s=0.01,
+    backward_s=0.02,
+    weights_bytes=1728,
+    gradients_bytes=1728,
+    optimizer_bytes=3456,
+    activations_bytes=512,
+    boundary_bytes=64,
+    busy=0.8,
+    device_bytes=80 * 2**30,
+)
+EXPECTED = Expected(
+    step_s=0.15,
+    bubble=0.2,
+    samples_per_s=53.3,
+    stages=(FIGURES, FIGURES),
+    source="roofline",
+    gap=0.0123,
+    limited_by="limited by the loss on stage 1",
+)
+STAGES = (Stage(units=("0-5",), device="cpu:0"), Stage(units=("6-11", "cross_entropy"), device="cpu:1"))
 
 
 @pytest.fixture
-def edited(outsize: Outsize, folder: Path) -> Callable[[dict[str, Any]], Plan]:
-    """plan.json of toy:build over two processes with other fields."""
+def edit(folder: Path) -> Edit:
+    """plan.json for two processes with these fields."""
 
-    def edit(fields: dict[str, Any]) -> Plan:
-        assert outsize("plan", "toy:build", "--cluster", "2xcpu", "--out", "plan.json").code == 0
-        document = json.loads((folder / "plan.json").read_text()) | fields
-        (folder / "plan.json").write_text(json.dumps(document))
-        return Plan.load(folder / "plan.json")
+    def make(**fields: object) -> Plan:
+        plan = Plan(
+            model="Sequential",
+            fingerprint="1c2d3e4f5a6b",
+            cluster="2xcpu",
+            axes=Axes(pp=2),
+            batch_size=8,
+            microbatches=4,
+            schedule="1f1b",
+            stages=STAGES,
+        )
+        changed = Plan.model_validate(plan.model_dump() | fields)
+        changed.save(folder / "plan.json")
+        return changed
 
-    return edit
+    return make
 
 
 @pytest.mark.parametrize("verb", ["run", "check", "trace"])
-@pytest.mark.parametrize(("fields", "numbers"), [(MARKED, "pp 2"), (UNMARKED, "dp_shard 4, tp 2")])
+@pytest.mark.parametrize(
+    ("fields", "numbers"), [({"what_if": True}, "pp 2, marked what_if"), ({"axes": AXES}, "dp_shard 4, tp 2")]
+)
 def test_it_is_refused_before_the_model_is_built(
-    edited: Callable[[dict[str, Any]], Plan], outsize: Outsize, verb: str, fields: Any, numbers: str
+    edit: Edit, outsize: Outsize, verb: str, fields: dict[str, Any], numbers: str
 ) -> None:
-    edited(fields)
+    edit(**fields)
     answer = outsize(verb, "nowhere:build", "--plan", "plan.json")
     assert (answer.code, answer.out) == (3, "")
     assert answer.err.startswith("WhatIfPlan [E206]: ")
@@ -47,8 +80,8 @@ def test_it_is_refused_before_the_model_is_built(
     assert "Next: outsize plan MODEL --cluster 2xcpu --out plan.json, without --what-if" in answer.err
 
 
-def test_as_functions(edited: Callable[[dict[str, Any]], Plan]) -> None:
-    plan, model = edited(UNMARKED), nn.Linear(3, 3)
+def test_as_functions(edit: Edit) -> None:
+    plan, model = edit(axes=AXES), nn.Linear(3, 3)
     with pytest.raises(WhatIfPlan, match="dp_shard 4, tp 2"):
         make_engine(model, plan, None)
     with pytest.raises(WhatIfPlan):
@@ -58,8 +91,31 @@ def test_as_functions(edited: Callable[[dict[str, Any]], Plan]) -> None:
 
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp", "cp"])
-def test_every_axis_beside_pp(edited: Callable[[dict[str, Any]], Plan], axis: str) -> None:
-    plan = edited({})
-    plan.check_runs()
-    with pytest.raises(WhatIfPlan, match=f"{axis} 2"):
-        plan.model_copy(update={"axes": Axes.model_validate({"pp": 2, axis: 2})}).check_runs()
+def test_every_axis_beside_pp(edit: Edit, axis: str) -> None:
+    edit().check_runs()
+    with pytest.raises(WhatIfPlan, match=f"pp 2, {axis} 2"):
+        edit(axes={"pp": 2, axis: 2}).check_runs()
+
+
+def test_sharded_weights(edit: Edit) -> None:
+    with pytest.raises(WhatIfPlan, match="weights sharded"):
+        edit(weights="sharded").check_runs()
+
+
+def test_it_is_explained_from_its_file_alone(edit: Edit, outsize: Outsize) -> None:
+    stages = [{"units": ["0-5"], "device": "cuda:0"}, {"units": ["6-11"], "device": "cuda:8"}]
+    edit(axes=AXES, stages=stages, expected=EXPECTED.model_dump(), what_if=True)
+    answer = outsize("explain-plan", "plan.json")
+    assert (answer.code, answer.err) == (0, "")
+    for words in ("WHAT-IF, to read and not to run: pp 2, dp_shard 4, tp 2", "cuda:8-15", "within 1.3 % of"):
+        assert words in answer.out
+    assert "limited by  the loss on stage 1" in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_figures_of_other_stages_are_no_answer(edit: Edit, outsize: Outsize) -> None:
+    edit(expected=EXPECTED.model_copy(update={"stages": (FIGURES,)}).model_dump())
+    answer = outsize("explain-plan", "plan.json")
+    assert (answer.code, answer.out) == (3, "")
+    assert answer.err.startswith("BadPlan [E205]: ")
+    assert "2 stages, figures of 1" in answer.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outsize.ir.cluster import Link
 from outsize.ir.graph import ModelGraph, Parameter, Unit
-from outsize.ir.plan import Axes, Expected, Plan, Stage, StageFigures
+from outsize.ir.plan import Alternative, Axes, Expected, Plan, Stage, StageFigures
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.timeline import Sample, Span, Timeline
 from outsize.ir.verdict import Verdict
@@ -103,6 +103,71 @@ def plan() -> Plan:
             "fullest stage",
             "not naive with 6 microbatches: 1.24 s a step against 578 ms, 115 % slower",
         ),
+    )
+
+
+def interleaved_step() -> Timeline:
+    """Four stages on two ranks, four microbatches."""
+    chain = frozenset((s, s + 1) for s in range(3))
+    back = frozenset((b, a) for a, b in chain)
+    schedule = lower(build("interleaved", 4, 4, 2), chain, back, frozenset())
+    link = Link(name="wire", latency_s=1e-4, bytes_per_s=1e9)
+    sizes = dict.fromkeys(chain | back, 2_000_000)
+    return simulate(schedule, [StageCost(0.02, 0.04)] * 4, sizes, sizes, lambda a, b: link)
+
+
+def interleaved() -> Plan:
+    """Two stages on each of two devices; the later ones are recomputed."""
+    step, names = interleaved_step(), ("wte", "h.0-2", "h.3-7", "ln_f")
+    figures = [_figures(min(s, 2)).model_copy(update={"busy": step.utilisation(s % 2)}) for s in range(4)]
+    return plan().model_copy(
+        update={
+            "cluster": "2xcpu",
+            "axes": Axes(pp=2),
+            "microbatches": 4,
+            "schedule": "interleaved",
+            "stages": tuple(
+                Stage(units=(name,), device=f"cpu:{s % 2}", recompute="full" if s > 1 else None)
+                for s, name in enumerate(names)
+            ),
+            "expected": expected().model_copy(
+                update={
+                    "step_s": step.duration_s,
+                    "bubble": step.bubble,
+                    "stages": tuple(figures),
+                    "gap": 0.0223,
+                    "limited_by": "limited by h.3-7 on stage 2: 60.0 ms of a turn of 120 ms",
+                }
+            ),
+        }
+    )
+
+
+def what_if() -> Plan:
+    """Three stages of eight devices each, two replicas, weights sharded, beside a plan that runs."""
+    other = Alternative(
+        schedule="zero-bubble",
+        microbatches=6,
+        axes=Axes(pp=12, tp=2),
+        step_s=0.7,
+        samples_per_s=34.3,
+        peak_bytes=40 * GIB,
+        what_if=True,
+    )
+    runs = other.model_copy(update={"axes": Axes(pp=24), "schedule": "1f1b", "what_if": False})
+    stages = tuple(s.model_copy(update={"device": f"cuda:{8 * n}"}) for n, s in enumerate(plan().stages))
+    return plan().model_copy(
+        update={
+            "cluster": "3x8xh100-80gb",
+            "axes": Axes(pp=3, dp_shard=2, tp=4),
+            "batch_size": 48,
+            "precision": "bf16-mixed",
+            "weights": "sharded",
+            "stages": stages,
+            "expected": expected().model_copy(update={"gap": 0.0}),
+            "alternatives": (other, runs),
+            "what_if": True,
+        }
     )
 
 

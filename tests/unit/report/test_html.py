@@ -213,3 +213,45 @@ def test_headline_figures_say_whose_they_are(tmp_path: Path, given: set[str], no
     found = re.findall(r'<span class="note">(.*?)</span>', page)
     assert [found[0], found[2]] == notes
     assert found[1] == "batch 24"
+
+
+def test_an_interleaved_plan_is_drawn_by_device(tmp_path: Path) -> None:
+    page = page_of(tmp_path, plan=samples.interleaved(), predicted=samples.interleaved_step())
+    timeline, memory = figures_of(page)
+    strong = [
+        [t.text for t in f.iter("text") if "strong" in (t.get("class") or "")] for f in (timeline, memory)
+    ]
+    assert strong == [
+        ["rank 0 · cpu:0", "rank 1 · cpu:1"],
+        ["cpu:0 · stages 0, 2", "cpu:1 · stages 1, 3"],
+    ]
+    expected = samples.interleaved().expected
+    assert expected is not None
+    peaks = [sum(f.peak_bytes for f in expected.stages[rank::2]) for rank in range(2)]
+    stacks = [float((r.get("width") or "").removesuffix("%")) for r in memory.iter("rect")]
+    sums = [sum(stacks[:5]), sum(stacks[5:])]
+    assert sums[1] / sums[0] == pytest.approx(peaks[1] / peaks[0], rel=1e-3)
+    cells = {t.text: t.get("fill") for t in timeline.iter("text") if t.get("class") == "cell-label"}
+    assert {"0F0", "2F0", "1B3", "3B3"} <= set(cells)
+    fills = {r[0].text.split()[0]: r.get("fill") for r in timeline.iter("rect") if len(r) and r[0].text}
+    assert fills["0F0"] == fills["0F1"] != fills["2F0"]
+    assert "--nproc-per-node 2 " in page
+    assert ">recompute</th>" in page
+
+
+def test_a_what_if_is_marked_and_not_run(tmp_path: Path) -> None:
+    page = page_of(tmp_path, plan=samples.what_if(), predicted=samples.predicted())
+    assert ">WHAT-IF, to read and not to run: pp 3, dp_shard 2, tp 4, weights sharded; 24 devices<" in page
+    assert "rank 1 · cuda:8-15" in page
+    assert "zero-bubble, 6 microbatches, pp 12, tp 2, WHAT-IF" in page
+    assert "optimal (of what was searched)" in page
+    assert "--what-if --out plan.json" in page
+    assert "outsize run" not in page
+
+
+def test_weight_gradients_are_in_the_legend_where_there_are_any(tmp_path: Path) -> None:
+    assert "gradient of weights" not in page_of(tmp_path, **BARE, predicted=samples.predicted())
+    step = samples.predicted()
+    spans = tuple(s.model_copy(update={"action": s.action.replace("B", "W")}) for s in step.spans[:1])
+    split = step.model_copy(update={"spans": (*spans, spans[0].model_copy(update={"action": "0W0"}))})
+    assert "gradient of weights" in page_of(tmp_path, **BARE, predicted=split)

@@ -1,0 +1,60 @@
+"""Where the stages of a plan lie: the devices of each stage, and what each device holds of its stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from outsize.ir.plan import Expected, Plan, StageFigures
+
+BYTES = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The stages of one device, or of devices that do the same, and their bytes together, on each device."""
+
+    device: str
+    stages: tuple[int, ...]
+    figures: StageFigures
+
+    @property
+    def name(self) -> str:
+        """`cuda:0`, or `cuda:0 · stages 0, 2` where there are several."""
+        several = f" · stages {', '.join(map(str, self.stages))}" if len(self.stages) > 1 else ""
+        return self.device + several
+
+
+def device_text(plan: Plan, stage: int) -> str:
+    """`cuda:3`; a stage of a what-if plan covers several devices from its first one on, `cuda:8-15`."""
+    first, more = plan.stages[stage].device, plan.axes.group_size - 1
+    family, _, number = first.rpartition(":")
+    if not more:
+        return first
+    return f"{first}-{int(number) + more}" if family and number.isdecimal() else f"{first} and {more} more"
+
+
+def lanes(plan: Plan) -> list[str]:
+    """The devices of each rank of the pipeline: stage s is on rank s mod pp."""
+    return [device_text(plan, rank) for rank in range(min(plan.axes.pp, len(plan.stages)))]
+
+
+def holdings(plan: Plan, expected: Expected) -> list[Holding]:
+    """What each device holds, in the order of their first stages."""
+    stages: dict[str, list[int]] = {}
+    for number in range(len(plan.stages)):
+        stages.setdefault(device_text(plan, number), []).append(number)
+    return [
+        Holding(device, tuple(own), _together([expected.stages[s] for s in own]))
+        for device, own in stages.items()
+    ]
+
+
+def _together(figures: list[StageFigures]) -> StageFigures:
+    return figures[0].model_copy(update={name: sum(getattr(f, name) for f in figures) for name in BYTES})
+
+
+def recompute_varies(plan: Plan) -> bool:
+    """Whether the stages differ in what they recompute."""
+    return len({plan.recompute_of(stage) for stage in range(len(plan.stages))}) > 1
