@@ -106,19 +106,29 @@ Microbatches = Annotated[
     int | None, typer.Option("--microbatches", min=1, help="Parts that a batch is split into.")
 ]
 Stages = Annotated[
-    int | None, typer.Option("--stages", min=1, help="Stages of the pipeline (default: one per device).")
+    int | None,
+    typer.Option("--stages", min=1, help="Stages of the pipeline (default: one per device)."),
 ]
 Schedule = Annotated[
     ScheduleOption | None, typer.Option("--schedule", help="Order of forwards and backwards.")
 ]
 Recompute = Annotated[
     RecomputeOption | None,
-    typer.Option("--recompute", help="full: activations are computed anew in the backward."),
+    typer.Option(
+        "--recompute",
+        help="full: all activations are computed anew in the backward (plan: else where memory wants it).",
+    ),
 ]
 BatchNorm = Annotated[
     BatchNormOption | None,
     typer.Option(
         "--bn", help="BatchNorm's statistics: by microbatch, running ones once per batch, whole batch."
+    ),
+]
+WhatIf = Annotated[
+    bool,
+    typer.Option(
+        "--what-if", help="Also look at what this version only plans: tp, replicas, sharded states (FSDP)."
     ),
 ]
 PlanFile = Annotated[
@@ -151,9 +161,10 @@ def refuse_beside(plan: object | None, source: str, **wishes: object | None) -> 
     """Raise BadOption for an option that the plan (given by the option `source`) has already decided."""
     given = [name for name, value in wishes.items() if value is not None]
     if plan is not None and given:
+        option = f"--{given[0].replace('_', '-')}"
         raise BadOption(
-            f"--{given[0]} beside {source}: the plan has decided that",
-            next_step=f"leave --{given[0]} away, or edit the plan",
+            f"{option} beside {source}: the plan has decided that",
+            next_step=f"leave {option} away, or edit the plan",
         )
 
 

@@ -60,6 +60,7 @@ def plan(
     precision: options.Precision = options.PrecisionOption.fp32,
     recompute: options.Recompute = None,
     bn: options.BatchNorm = None,
+    what_if: options.WhatIf = False,
     measure: options.Measure = False,
     profile: Profile = None,
     out: Out = None,
@@ -73,7 +74,7 @@ def plan(
     """Split MODEL over the devices: stages, memory, busy time, bubble, and why."""
     screen, edited = Screen(json), load_plan(check)
     asked = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
-    asked |= {"recompute": recompute, "bn": bn}
+    asked |= {"recompute": recompute, "bn": bn, "what_if": what_if or None}
     options.refuse_beside(edited, "--check", **asked)
     measured = load_profile(profile) or measure
     with screen.working(f"building {model}"):

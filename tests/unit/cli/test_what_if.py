@@ -119,3 +119,10 @@ def test_figures_of_other_stages_are_no_answer(edit: Edit, outsize: Outsize) -> 
     assert (answer.code, answer.out) == (3, "")
     assert answer.err.startswith("BadPlan [E205]: ")
     assert "2 stages, figures of 1" in answer.err
+
+
+def test_a_given_plan_has_decided(edit: Edit, outsize: Outsize) -> None:
+    edit()
+    answer = outsize("plan", "toy:build", "--check", "plan.json", "--what-if")
+    assert (answer.code, answer.out) == (2, "")
+    assert "--what-if beside --check: the plan has decided that" in answer.err
