@@ -7,7 +7,8 @@ copied into a buffer of the receiver, made when the receive is posted, as betwee
     forward, backward    each action of a stage's row
     optimizer            one optimizer for each stage, as each process would have
 
-A sent tensor is the sender's until its next compute action is over, as if it then had left.
+A sent tensor is the sender's until its next compute action is over, as if it then had left. As between
+processes, a view with holes is copied to be sent, and what it was a view of need not stay.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from outsize.run import transport
 from outsize.run.interpreter import Interpreter
+from outsize.run.layout import pack
 
 Place = tuple[int, int, int, int]
 
@@ -120,10 +122,11 @@ def metered(meter: Meter) -> Iterator[None]:
 
     def send(self: Any, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
         key, stage = (self._rank, peer, channel, microbatch), meter.stage
+        if tensor is not None:  # what leaves a process: the tensor's memory, or a copy where that has holes
+            leaving.setdefault(self._rank, []).append(pack(tensor))
         meter.stage = None  # what is on the wire is nobody's
         self._boxes[key] = tensor.detach().clone() if tensor is not None else None
         if tensor is not None:
-            leaving.setdefault(self._rank, []).append(tensor)
             layouts[key] = torch.empty_like(tensor, device="meta")
         meter.stage = stage
 

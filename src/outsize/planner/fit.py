@@ -4,8 +4,8 @@
     YES IF   there is one after a change that needs no other device; the cheapest comes first
     NO       none of these changes suffices; how many such devices would is said
 
-A device holds a stage when its P95 does: peak x (1 + SPREAD) + context <= memory. The spread covers what the
-account cannot know, such as fragments in the allocator and libraries' workspaces.
+A device holds a stage when it has its P95 (margin.py): the peak with what the account leaves out, the
+allocator's segments, and the context.
 
 A way to run fits if any cut does (extents.py), so the answer does not depend on which cut is the fastest:
 that is the business of `outsize plan`. The cut shown is one whose fullest device is nearly least full.
@@ -29,19 +29,20 @@ from typing import final
 
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.base import Record
-from outsize.ir.cluster import Cluster, Device
+from outsize.ir.cluster import Cluster
 from outsize.ir.fit import Answer, Change, Contributor, DeviceFit, Fit
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import compress
 from outsize.ir.plan import Count, Precision, Recompute, ScheduleName
 from outsize.ir.profile import Profile
-from outsize.ir.text import bytes_text, percent_text
+from outsize.ir.text import percent_text
 from outsize.planner.edges import edges_between
+from outsize.planner.estimate import check_enough, lower_along
 from outsize.planner.extents import Extents
 from outsize.planner.infeasible import device_part, widened
+from outsize.planner.margin import margin_text, p50_bytes, p95_bytes, rooms
 from outsize.planner.memory import StageMemory, account_ranges
 from outsize.planner.optimizer import optimizer_bytes
-from outsize.planner.price import check_enough, lower_along
 from outsize.planner.reasons import microbatches_text
 from outsize.planner.split import Case
 from outsize.schedules.builders import build
@@ -52,8 +53,6 @@ At = Callable[[int, Precision], Found | None]
 
 # Microbatches per stage that keep the bubble small (GPipe, arXiv 1811.06965, sec. 2.3).
 PER_STAGE = 4
-# From the peak of the account to what one step in twenty exceeds.
-SPREAD = 0.05
 CHANGES_SHOWN = 3
 LARGEST_SHOWN = 6
 MOST_DEVICES = 1024
@@ -178,20 +177,6 @@ def state_bytes(graph: ModelGraph, optimizer: str) -> int:
     return sum(h.weight + h.master + h.state for h in held) + sum(u.buffer_bytes for u in graph.units)
 
 
-def p95_bytes(memory: StageMemory, device: Device) -> int:
-    """What has to fit on a device."""
-    return round(memory.peak_bytes * (1 + SPREAD)) + device.context_bytes
-
-
-def rooms(cluster: Cluster) -> Cluster:
-    """The cluster with the memory that a peak may take: what is over P95 is gone."""
-    rooms = [max(1, int((d.memory_bytes - d.context_bytes) / (1 + SPREAD))) for d in cluster.devices]
-    devices = (
-        d.model_copy(update={"memory_bytes": room}) for d, room in zip(cluster.devices, rooms, strict=True)
-    )
-    return cluster.model_copy(update={"devices": tuple(devices)})
-
-
 # -- what is asked, and what could be changed -----------------------------------------------------------
 
 
@@ -300,14 +285,12 @@ def _told(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
 
 def _sure(graph: ModelGraph, cluster: Cluster) -> tuple[str, ...]:
     """Where the figures are from, and what they leave open."""
-    context = max(d.context_bytes for d in cluster.devices)
-    room = f", and {bytes_text(context)} of context on each device" if context else ""
     seen = "its modules alone: activations are not known without weights"
     if graph.form == "tape":
         seen = "the model's own forward, op by op, and the actions of the schedule"
     return (
         f"bytes are counted from {seen}",
-        f"P95 adds {percent_text(SPREAD)} for the allocator and for libraries{room}",
+        *dict.fromkeys(margin_text(device) for device in cluster.devices),
         *(graph.notes if graph.form == "modules" else ()),
     )
 
@@ -330,8 +313,8 @@ def _device(
         context_bytes=device.context_bytes,
         in_flight=memory.in_flight,
         phase=memory.phase,
-        p50_bytes=memory.peak_bytes + device.context_bytes,
-        p95_bytes=p95_bytes(memory, device),
+        p50_bytes=p50_bytes(memory.peak_bytes, device),
+        p95_bytes=p95_bytes(memory.peak_bytes, device),
         memory_bytes=device.memory_bytes,
     )
 
@@ -357,7 +340,7 @@ def _largest(
 
 def _change(asked: Setting, setting: Setting, judge: _Judge) -> Change:
     case, _, memories = judge.lean(setting)
-    needs = [(p95_bytes(m, d), d) for m, d in zip(memories, judge.cluster.devices, strict=False)]
+    needs = [(p95_bytes(m.peak_bytes, d), d) for m, d in zip(memories, judge.cluster.devices, strict=False)]
     fullest, device = max(needs, key=lambda pair: pair[0] / pair[1].memory_bytes)
     new = setting.changed_from(asked)
     if setting.batch_size != asked.batch_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from small_models import two
 from splits import captured, named
@@ -52,3 +53,11 @@ def test_the_backward_of_a_chain_holds_two_gradients_beside_what_is_saved() -> N
     found = captured(two(lambda m, x: m.a(x).exp()), torch.randn(256, 4))
     cost = named(found, "exp").cost
     assert (cost.saved_bytes, cost.backward_workspace_bytes) == (4 * KIB, 8 * KIB)
+
+
+def test_the_backward_of_cross_entropy_holds_the_log_probabilities_and_two_gradients() -> None:
+    """The result of log_softmax is kept for its own derivative, beside its gradient and the scores'."""
+    targets = torch.zeros(256, dtype=torch.long)
+    found = captured(two(lambda m, x: nn.functional.cross_entropy(m.a(x), targets)), torch.randn(256, 4))
+    cost = named(found, "cross_entropy").cost
+    assert cost.saved_bytes + cost.backward_workspace_bytes == pytest.approx(3 * 4 * KIB, abs=2 * KIB + 16)

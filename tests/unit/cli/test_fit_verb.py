@@ -32,15 +32,15 @@ def test_yes(outsize: Outsize) -> None:
 
 
 def test_yes_if_names_what_to_type(outsize: Outsize) -> None:
-    answer = outsize("fit", WIDE, "--cluster", "2x0.379GB")
+    answer = outsize("fit", WIDE, "--cluster", "2x0.403GB")
     assert answer.code == 1
     assert answer.out.startswith("YES IF")
     assert "--optimizer sgd" in answer.out
-    assert outsize("fit", WIDE, "--cluster", "2x0.379GB", "--optimizer", "sgd").code == 0
+    assert outsize("fit", WIDE, "--cluster", "2x0.403GB", "--optimizer", "sgd").code == 0
 
 
 def test_no_says_how_many_would_do(outsize: Outsize) -> None:
-    answer = outsize("fit", WIDE, "--cluster", "2x0.368GB", "--json")
+    answer = outsize("fit", WIDE, "--cluster", "2x0.391GB", "--json")
     assert answer.code == 1
     assert document(answer)["answer"] == "NO"
 
