@@ -102,6 +102,7 @@ def render(
         "optimum": _optimum(plan),
         "stages": _stages(plan),
         "varies": recompute_varies(plan),
+        "each": plan.axes.group_size > 1,
         "devices": _devices(plan),
         "alternatives": _alternatives(plan),
         "causes": list(CAUSES.items()),
@@ -280,7 +281,7 @@ def _commands(plan: Plan) -> list[str]:
     for_what = f"--optimizer {plan.optimizer} --precision {plan.precision}"
     if plan.beyond:
         return [f"{make} {for_what} --what-if --out plan.json", "outsize explain-plan plan.json"]
-    how = f"--stages {len(plan.stages)} --microbatches {plan.microbatches} --schedule {plan.schedule}"
+    how = f"--stages {plan.axes.pp} --microbatches {plan.microbatches} --schedule {plan.schedule}"
     return [
         f"{make} {how} {for_what} --out plan.json",
         "outsize check MODEL --plan plan.json --processes",
