@@ -9,9 +9,12 @@ from outsize.ir.base import Record
 
 @final
 class Curve(Record):
-    """Samples per second by value of the choice; None where nothing fits. `chosen` is the plan's value."""
+    """Samples per second by value of the choice; None where nothing fits. `chosen` is the plan's value.
 
-    choice: Literal["microbatches", "devices"]
+    Of what-if plans, `pp`: how many stages follow each other, all devices used.
+    """
+
+    choice: Literal["microbatches", "devices", "pp"]
     values: tuple[int, ...]
     samples_per_s: tuple[float | None, ...]
     chosen: int

@@ -45,6 +45,11 @@ class Axes(Record):
         return self.dp_replicate * self.dp_shard * self.tp * self.cp
 
     @property
+    def replicas(self) -> int:
+        """Parts of the batch that are worked on at the same time."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
     def beyond_pp(self) -> str:
         """The axes besides pp that are used, `dp_shard 4, tp 2`; empty when there are none."""
         sizes = {name: size for name, size in self.model_dump().items() if name != "pp" and size > 1}
@@ -156,7 +161,7 @@ class Plan(Record):
     @property
     def microbatch_size(self) -> int:
         """Samples of the largest microbatch."""
-        return -(-self.batch_size // (self.microbatches * self.axes.dp_replicate * self.axes.dp_shard))
+        return -(-self.batch_size // (self.microbatches * self.axes.replicas))
 
     def recompute_of(self, stage: int) -> Recompute:
         """What the stage does: its own word, or else the plan's."""

@@ -144,7 +144,7 @@ def _plan_heading(plan: Plan, graph: ModelGraph | None) -> Text:
 
 def how_text(plan: Plan) -> str:
     """Schedule, batch and what the figures are of: `1f1b, batch 24 as 6 x 4, optimizer adamw, bf16`."""
-    replicas = plan.axes.dp_replicate * plan.axes.dp_shard
+    replicas = plan.axes.replicas
     most = "at most " if plan.batch_size % (plan.microbatches * replicas) else ""
     shared = f"{replicas} replicas x " if replicas > 1 else ""
     batch = f"batch {plan.batch_size} as {shared}{plan.microbatches} x {most}{plan.microbatch_size}"
