@@ -26,7 +26,7 @@ from outsize.api import price
 from outsize.planner.allocator import replay
 from outsize.planner.edges import edges_between
 from outsize.planner.memory import StageMemory, account
-from outsize.planner.price import lower_along
+from outsize.planner.estimate import lower_along
 from outsize.schedules.builders import build
 
 Schedule = Literal["gpipe", "1f1b"]

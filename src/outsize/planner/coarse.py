@@ -4,10 +4,11 @@ Neighbouring units are merged into pieces of about equal work, and pieces end wh
 between two pieces is a cut of the model, so what is found for the pieces holds for the model; what is lost
 is a cut within a piece, which the floor (floor.py), taken on the units themselves, does not forgive.
 
-What a piece of units u..v costs: sums of seconds, weights and saved bytes, the largest workspace. Values that
-stay inside are dropped; those that cross keep their producer's and users' pieces. Coarsening as in multilevel
-partitioning (Karypis and Kumar, SIAM J. Sci. Comput. 20(1), 1998), here along the chain. Complexity: O(units
-+ users of all values). Oracle: tests/unit/planner/test_coarse.py, where a run of pieces costs what its units do.
+What a piece of units u..v costs: sums of seconds, weights and saved bytes, the largest workspace. Values
+that stay inside are dropped; those that cross keep their producer's and users' pieces. Coarsening as in
+multilevel partitioning (Karypis and Kumar, SIAM J. Sci. Comput. 20(1), 1998), here along the chain.
+Complexity: O(units + users of all values). Oracle: tests/unit/planner/test_coarse.py, where a run of pieces
+costs what its units do.
 """
 
 from __future__ import annotations

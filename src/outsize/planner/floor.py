@@ -1,29 +1,33 @@
 """Problem: how fast can a step of this schedule be at best, whatever the cuts are and if links cost nothing?
 
 Stage s with units first..end-1 computes f_s + b_s for each of m microbatches. Before its first forward all
-that it hangs on has to be computed, and all that hangs on it comes after: `before` is the work of the units in
-an unbroken row that ends at `first` (each uses what the one before it made, and gives a gradient back),
+that it hangs on has to be computed, and all that hangs on it comes after: `before` is the work of the units
+in an unbroken row that ends at `first` (each uses what the one before it made, and gives a gradient back),
 `behind` of those from `end` on. Then a step lasts at least the largest over the stages of
 
     any schedule   before + m (f + b)
     gpipe          before + m (f + b) + behind          all forwards are done before a backward
-    1f1b           before + (f + b) + behind + (m - 1) b + (m - w) f      w = min(p - s, m) forwards, then a backward
+    1f1b           before + (f + b) + behind + (m - 1) b + (m - w) f      w = min(p - s, m)
     naive          m (before + (f + b) + behind)        one microbatch after the other
     zero-bubble    before, without the weights' gradients, + m (f + b)
     interleaved    m max(total / p, heaviest unit)      on p ranks
 
-For a chain of equal stages these are (m + p - 1)(f + b) for gpipe and 1f1b, and what they last (builders.py).
-The least over all cuts of the largest over the stages is a bottleneck problem, solved exactly (partition.py).
+For a chain of equal stages these are (m + p - 1)(f + b) for gpipe and 1f1b, and what they last
+(builders.py). What is asked for is the least over all cuts of the largest over the stages. For a limit T
+each stage takes as many units as T allows, since who begins later is never worse off; whether the end is
+reached says if T can be met (Pinar and Aykanat, JPDC 64(8), 2004), and bisection finds the least T. Memory
+is not looked at: split.py has the same with memory, for cuts it has tables of.
 
-Source: the critical paths of GPipe (arXiv 1811.06965, sec. 2.3) and PipeDream-flush (arXiv 2104.04473, sec. 2.2),
-for unequal stages. Symbols: p -> stages, m -> microbatches, f, b, w -> forward_s, backward_s, ahead. Complexity:
-O(n^2) for a table. Oracle: tests/unit/planner/test_floor.py simulates every cut of small models.
+Source: the critical paths of GPipe (arXiv 1811.06965, sec. 2.3) and PipeDream-flush (arXiv 2104.04473, sec.
+2.2), for unequal stages. Symbols: p -> stages, m -> microbatches, f, b, w -> forward_s, backward_s, ahead.
+Complexity: O(p n) for each T. Oracle: tests/unit/planner/test_floor.py simulates every cut of small models.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self, final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +37,9 @@ from outsize.ir.plan import ScheduleName
 from outsize.ir.profile import Profile
 
 Seconds = NDArray[np.float64]
+Index = np.intp | NDArray[np.intp]
+# Where bisection stops, relatively: far below what a prediction can tell apart.
+PRECISE: Final = 1e-6
 
 
 @final
@@ -76,20 +83,61 @@ class Work:
         """Below every cut into so many stages under any schedule: no table needed."""
         return microbatches * max(self.total_s / stages, self.heaviest_s)
 
-    def table(self, schedule: ScheduleName, stage: int, stages: int, microbatches: int) -> Seconds:
-        """`[first, end]`: the least seconds of a step with this stage made of the units first..end-1."""
-        m, before, behind = microbatches, self.before[:, None], self.behind[None, :]
-        forward, backward = _spans(self.forward), _spans(self.backward)
+    def costing(self, profile: Profile) -> Self:
+        """The same rows around a stage that runs at other costs, such as with recompute."""
+        forward = _prefix([c.forward_s for c in profile.units])
+        return replace(self, forward=forward, backward=_prefix([c.backward_s for c in profile.units]))
+
+    def stage_s(
+        self, schedule: ScheduleName, first: Index, end: Index, ahead: int, microbatches: int
+    ) -> Seconds:
+        """The least seconds of a step with a stage made of the units first..end-1; the two are broadcast.
+
+        `ahead`: forwards that 1f1b runs before the stage's first backward.
+        """
+        m, before, behind = microbatches, self.before[first], self.behind[end]
+        forward, backward = self.forward[end] - self.forward[first], self.backward[end] - self.backward[first]
         once = forward + backward
         if schedule == "naive":
             return m * (before + once + behind)
         if schedule == "gpipe":
             return before + m * once + behind
         if schedule == "1f1b":
-            ahead = min(stages - stage, m)
-            paced = before + once + behind + (m - 1) * backward + (m - ahead) * forward
-            return np.maximum(before + m * once, paced)
-        return (self.before_input[:, None] if schedule == "zero-bubble" else 0.0) + m * once
+            paced = once + behind + (m - 1) * backward + (m - ahead) * forward
+            return before + np.maximum(m * once, paced)
+        return (self.before_input[first] if schedule == "zero-bubble" else 0.0) + m * once
+
+    def floor_s(self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int) -> float:
+        """No cut into `stages` on `ranks` makes a shorter step."""
+        low = self.least_s(ranks, microbatches)
+        if schedule == "interleaved":
+            return low
+        high = microbatches * self.total_s
+        while high > low * (1 + PRECISE):
+            middle = (low + high) / 2
+            met = self._reaches(schedule, stages, microbatches, middle)
+            low, high = (low, middle) if met else (middle, high)
+        return low
+
+    def _reaches(self, schedule: ScheduleName, stages: int, microbatches: int, limit_s: float) -> bool:
+        """Whether so many stages get to the end, none of them above the limit."""
+        first, ends = 0, np.arange(len(self.forward))
+        for stage in range(stages):
+            ahead = min(stages - stage, microbatches)
+            taken = self.stage_s(schedule, np.intp(first), ends[first:], ahead, microbatches)
+            within = np.flatnonzero(taken <= limit_s)
+            first += int(within[-1]) if len(within) else 0
+        return first == len(ends) - 1
+
+
+def fastest(profiles: Sequence[Profile]) -> Profile:
+    """For each unit the costs of the profile that is fastest there."""
+    first, *others = profiles
+    if not others:
+        return first
+    columns = zip(*(p.units for p in profiles), strict=True)
+    units = tuple(min(costs, key=lambda c: c.forward_s + c.backward_s) for costs in columns)
+    return first.model_copy(update={"units": units})
 
 
 def _linked(graph: ModelGraph) -> NDArray[np.bool_]:
@@ -117,7 +165,3 @@ def _row_behind(total: Seconds, linked: NDArray[np.bool_]) -> Seconds:
 
 def _prefix(seconds: list[float]) -> Seconds:
     return np.concatenate(([0.0], np.cumsum(seconds)))
-
-
-def _spans(prefix: Seconds) -> Seconds:
-    return np.subtract(prefix, prefix[:, None])

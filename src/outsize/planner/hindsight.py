@@ -14,7 +14,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.schedule import COMPUTE, Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.edges import edges_between
-from outsize.planner.price import forward_bytes, lower_along
+from outsize.planner.estimate import forward_bytes, lower_along
 from outsize.planner.simulate import StageCost, critical_path_s, simulate
 from outsize.schedules.builders import build
 

@@ -13,10 +13,10 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.plan import ScheduleName
 from outsize.ir.text import bytes_text
 from outsize.planner.edges import edges_between
+from outsize.planner.estimate import lower_along
 from outsize.planner.memory import Alive, StageMemory, account_ranges, peak_table
-from outsize.planner.price import lower_along
-from outsize.planner.reasons import fullest, microbatches_text, needs_text, parts_text
-from outsize.planner.split import Case, fits, leanest
+from outsize.planner.reasons import axes_text, fullest, microbatches_text, needs_text, parts_text
+from outsize.planner.split import Case, Pipeline, fits, leanest
 from outsize.schedules.builders import build
 
 MORE_STAGES = 8
@@ -37,11 +37,15 @@ class Lean:
     share: float
 
 
-def rejection(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> str:
-    """Why an attempt does not fit, in a sentence."""
-    lean = _lean(case, schedule, stages, cluster)
-    needs = needs_text(lean.stage, lean.memory, cluster.devices[lean.stage])
-    return f"not {schedule} with {microbatches_text(case.microbatches)}: at best {needs}"
+def rejection(tried: Pipeline) -> str:
+    """Why an attempt does not fit, in a sentence; of stages that share a device no cut is shown."""
+    layout = tried.layout
+    name = f"not {layout.schedule} with {microbatches_text(layout.microbatches)}"
+    name += f" on {axes_text(layout.axes)}" if layout.group > 1 else ""
+    if layout.chunks > 1:
+        return f"{name} and {layout.chunks} stages a device: no balanced cut fits"
+    lean = _lean(tried.ways[0][-1], layout.schedule, layout.stages, tried.room)
+    return f"{name}: at best {needs_text(lean.stage, lean.memory, tried.room.devices[lean.stage])}"
 
 
 def no_feasible_plan(

@@ -1,12 +1,13 @@
 """Problem: which ways are there to lay a model on N devices?
 
-A layout says everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x tp devices each, v stages
-on a rank, the schedule, the size and number of microbatches. Rank r of the pipeline is the devices
-[r k, (r + 1) k); within it tp is innermost, then dp_shard, then dp_replicate, so what talks most is nearest.
+A layout says everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x tp devices each, v
+stages on a rank, the schedule, the size and number of microbatches. Rank r of the pipeline is the devices
+[r k, (r + 1) k); within it tp is innermost, then dp_shard, then dp_replicate, so what talks most is
+nearest.
 
     runs today    pp alone, all devices, one rank each
-    what-if       every factorisation N = pp x dp_replicate x dp_shard x tp, tp within a node, dp_shard all of the
-                  replicas or those of a node, as ZeRO-1 (states) or as FSDP (weights too)
+    what-if       every factorisation N = pp x dp_replicate x dp_shard x tp, tp within a node, dp_shard all
+                  of the replicas or those of a node, as ZeRO-1 (states) or as FSDP (weights too)
 
 Symbols as in arXiv 2104.04473 (p, t, d) and torch's DeviceMesh. Complexity: O(divisors of N, cubed).
 Oracle: tests/unit/planner/test_layout.py counts the factorisations.
@@ -15,7 +16,8 @@ Oracle: tests/unit/planner/test_layout.py counts the factorisations.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Final, final
 
 from outsize.ir.cluster import Cluster
@@ -27,13 +29,16 @@ CHUNKS: Final = (2, 4)
 @final
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Everything but the cuts; `stages` in all, `microbatches` of each replica."""
+    """Everything but the cuts; `stages` in all, `microbatches` of each replica.
+
+    `captured`: under how many microbatches of the whole batch the model was captured at this size.
+    """
 
     axes: Axes
     stages: int
     schedule: ScheduleName
     microbatches: int
-    samples: int
+    captured: int
     weights: Weights = "resident"
 
     @property
@@ -64,36 +69,34 @@ class Layout:
     @classmethod
     def of_plan(cls, plan: Plan) -> Layout:
         """What the plan says."""
-        return cls(
-            plan.axes, len(plan.stages), plan.schedule, plan.microbatches, plan.microbatch_size, plan.weights
-        )
+        m = plan.microbatches
+        return cls(plan.axes, len(plan.stages), plan.schedule, m, m, plan.weights)
 
 
 def pipelines(
-    ranks: int, sizes: Iterable[tuple[int, int]], schedules: Sequence[ScheduleName], units: int, fixed: bool
+    axes: Axes, counts: Iterable[tuple[int, int]], schedules: Iterable[ScheduleName], units: int
 ) -> Iterator[Layout]:
-    """Pipelines over so many ranks; `sizes` are (microbatches, samples). `fixed`: that many stages, no more."""
-    for microbatches, samples in sizes:
-        for schedule in schedules:
-            for chunks in CHUNKS if schedule == "interleaved" and not fixed else (1,):
-                if ranks * chunks <= units and (chunks == 1 or 1 < ranks <= microbatches):
-                    yield Layout(Axes(pp=ranks), ranks * chunks, schedule, microbatches, samples)
+    """Pipelines over the ranks of these axes; `counts`: (microbatches, microbatches of the whole batch)."""
+    for (microbatches, captured), schedule in product(counts, schedules):
+        for chunks in _chunks(schedule, axes.pp, microbatches):
+            if axes.pp * chunks <= units:
+                yield Layout(axes, axes.pp * chunks, schedule, microbatches, captured)
 
 
 def everything(
-    cluster: Cluster, batch_size: int, sizes: Iterable[int], schedules: Sequence[ScheduleName], units: int
+    cluster: Cluster, captured: Iterable[int], schedules: Sequence[ScheduleName], units: int
 ) -> Iterator[Layout]:
-    """All layouts of all devices; `sizes` are samples of a microbatch."""
-    given, per_node = sorted(sizes), cluster.devices_per_node
-    for axes, weights in _meshes(len(cluster.devices), per_node):
-        parts = axes.dp_replicate * axes.dp_shard
-        rounds = [(batch_size // (parts * s), s) for s in given if batch_size % (parts * s) == 0]
-        for layout in pipelines(axes.pp, rounds, _worth(schedules, axes.pp), units, fixed=False):
-            yield Layout(axes, layout.stages, layout.schedule, layout.microbatches, layout.samples, weights)
+    """All layouts of all devices; `captured` are the microbatches of the whole batch there is a model for."""
+    given = sorted(captured)
+    for axes, weights in _meshes(len(cluster.devices), cluster.devices_per_node):
+        replicas = axes.dp_replicate * axes.dp_shard
+        counts = [(count // replicas, count) for count in given if count % replicas == 0]
+        for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
+            yield replace(layout, weights=weights)
 
 
 def grouped(cluster: Cluster, group: int) -> Cluster | None:
-    """The cluster as a pipeline sees it, one device for each group; None where groups would straddle nodes."""
+    """The cluster as a pipeline sees it, a device for each group; None where groups would straddle nodes."""
     per_node = cluster.devices_per_node
     if group == 1:
         return cluster
@@ -102,6 +105,13 @@ def grouped(cluster: Cluster, group: int) -> Cluster | None:
     return cluster.model_copy(
         update={"devices": cluster.devices[::group], "devices_per_node": max(1, per_node // group)}
     )
+
+
+def _chunks(schedule: ScheduleName, ranks: int, microbatches: int) -> tuple[int, ...]:
+    """Stages on a rank; several only help when all ranks are busy with the first ones."""
+    if schedule != "interleaved":
+        return (1,)
+    return CHUNKS if 1 < ranks <= microbatches else ()
 
 
 def _worth(schedules: Sequence[ScheduleName], ranks: int) -> Sequence[ScheduleName]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from outsize.ir.cluster import Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import compress
+from outsize.ir.plan import Axes
 from outsize.ir.text import byte_unit, bytes_text, percent_text, seconds_text
 from outsize.planner.memory import StageMemory
 from outsize.planner.simulate import StageCost
@@ -39,7 +40,7 @@ def fullest_reason(memories: Sequence[StageMemory], devices: Sequence[Device]) -
 
 
 def over_memory(memories: Sequence[StageMemory], devices: Sequence[Device]) -> tuple[str, ...]:
-    """One sentence for each stage that does not fit its device."""
+    """One sentence for each stage that does not fit its device, whose memory is what a peak may take."""
     return tuple(
         needs_text(stage, memory, device)
         for stage, (memory, device) in enumerate(zip(memories, devices, strict=True))
@@ -48,11 +49,14 @@ def over_memory(memories: Sequence[StageMemory], devices: Sequence[Device]) -> t
 
 
 def needs_text(stage: int, memory: StageMemory, device: Device) -> str:
-    """`stage 2 needs 31.4 GiB, cpu:1 has 24.0`; as many digits as it takes to tell the two apart."""
+    """`stage 2 needs 31.4 GiB, cpu:1 has room for 23.8`; as many digits as it takes to tell the two apart.
+
+    `device` has the memory that a peak may take (margin.py).
+    """
     name, unit = byte_unit(memory.peak_bytes)
     needs, has = memory.peak_bytes / unit, device.memory_bytes / unit
     digits = next((d for d in (1, 3, 6) if f"{needs:.{d}f}" != f"{has:.{d}f}"), 9)
-    return f"stage {stage} needs {needs:.{digits}f} {name}, {device.name} has {has:.{digits}f}"
+    return f"stage {stage} needs {needs:.{digits}f} {name}, {device.name} has room for {has:.{digits}f}"
 
 
 def parts_text(memory: StageMemory) -> str:
@@ -72,6 +76,12 @@ def fullest(memories: Sequence[StageMemory], devices: Sequence[Device]) -> int:
     """The stage with the largest peak relative to its device; the first of equals."""
     shares = [m.peak_bytes / d.memory_bytes for m, d in zip(memories, devices, strict=True)]
     return shares.index(max(shares))
+
+
+def axes_text(axes: Axes) -> str:
+    """`pp 4 x tp 2`; a single device is `one device`."""
+    sizes = ((name.replace("_", "-"), size) for name, size in axes.model_dump().items() if size > 1)
+    return " x ".join(f"{name} {size}" for name, size in sizes) or "one device"
 
 
 def microbatches_text(count: int) -> str:

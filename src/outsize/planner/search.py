@@ -1,19 +1,31 @@
-"""Problem: which schedule, how many microbatches and which cuts make a step on this cluster fastest?
+"""Problem: which layout and which cuts make a step on this cluster fastest?
 
-For each number of microbatches that was captured and each schedule: the exact partition (split.py), its
-memory account, its simulated step. The fastest that fits wins; among those within one percent of it, less
-than a prediction can tell apart, the one with least memory on its fullest stage, then fewer microbatches,
-then 1f1b before gpipe before naive. No randomness and no clock: equal input, equal plan.
+For every layout (layout.py: schedule, microbatches, stages on a rank; with `what_if` every mesh of pp,
+dp_replicate, dp_shard and tp): the exact partition (split.py), its memory account, its simulated step.
+Layouts are tried best first, by a floor that no cut of them can beat (floor.py), until the next floor is
+above what was found. The fastest that fits wins; among those within one percent of it, less than a
+prediction can tell apart, one that runs today before a what-if, then the one with least memory on its
+fullest device, then fewer microbatches, then 1f1b before gpipe before naive. A stage that does not fit
+recomputes, if that was left open.
 
-Plan enumeration with a cost model as in PipeDream (arXiv 1806.03377, sec. 3.1) and Alpa's outer loop
-(arXiv 2201.12023, sec. 5), here small enough to try everything. Complexity: counts x schedules x O(p n^2).
-Oracle: tests/unit/planner/test_search.py prices every cut of small models.
+The gap says how far the plan is from the least floor: no layout and no cut that was allowed makes a step
+shorter by more than that. It counts what the floors leave out: links, and memory where a layout was not
+tried. No randomness and no clock: equal input, equal plan.
+
+Plan enumeration with a cost model as in PipeDream (arXiv 1806.03377, sec. 3.1) and Alpa (arXiv 2201.12023,
+sec. 5), best first with a bound (Land and Doig 1960). Complexity: layouts x O(p n^2), for those that are
+tried. Oracles: tests/unit/planner/test_search.py prices every cut of small models, test_joint.py every
+layout as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import final
+from dataclasses import dataclass, replace
+from functools import partial
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Final, final
 
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.base import Record
@@ -24,6 +36,7 @@ from outsize.ir.plan import (
     Axes,
     BatchNormMode,
     Count,
+    Expected,
     Plan,
     Precision,
     Recompute,
@@ -32,21 +45,37 @@ from outsize.ir.plan import (
 )
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, percent_text, seconds_text
+from outsize.planner.estimate import Estimate, check_enough, estimate, expected, reasons
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejection
-from outsize.planner.price import Estimate, check_enough, estimate, expected
-from outsize.planner.reasons import fullest_reason, microbatches_text, pace_reason
-from outsize.planner.split import Case, split
+from outsize.planner.layout import Layout, everything, pipelines
+from outsize.planner.limits import limited_by
+from outsize.planner.margin import rooms
+from outsize.planner.menu import Menu
+from outsize.planner.polish import polish
+from outsize.planner.reasons import axes_text, microbatches_text
+from outsize.planner.split import Pipeline, split
 
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "naive")
-# Only where it is asked for: what splitting a backward costs in Python, no roofline knows.
-ASKED: tuple[ScheduleName, ...] = ("zero-bubble", "interleaved")
-CLOSE = 1.01
-ALTERNATIVES = 3
+SCHEDULES: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved")
+# Only where it is asked for: gradients wait for their weights' turn, and no account counts them yet.
+ASKED: Final[tuple[ScheduleName, ...]] = ("zero-bubble",)
+# gpipe and naive never beat these two, and what they hold or lose at scale takes long to play.
+AT_SCALE: Final[tuple[ScheduleName, ...]] = ("1f1b", "interleaved")
+CLOSE: Final = 1.01
+ALTERNATIVES: Final = 3
+# Layouts that are priced in one search; what is left then counts in the gap.
+MOST_TRIED: Final = 64
+FEW: Final = 24
+REJECTIONS: Final = 6
+# A gap that no prediction could see.
+OPTIMAL: Final = 1e-4
 
 
 @final
 class Request(Record):
-    """What is asked for; None leaves the choice to the search (stages: one per device)."""
+    """What is asked for; None leaves the choice to the search (stages: one per device).
+
+    `what_if`: also layouts that nothing runs yet.
+    """
 
     batch_size: Count
     microbatches: Count | None = None
@@ -54,8 +83,9 @@ class Request(Record):
     schedule: ScheduleName | None = None
     optimizer: str = "adamw"
     precision: Precision = "fp32"
-    recompute: Recompute = "none"
+    recompute: Recompute | None = None
     bn: BatchNormMode = "micro"
+    what_if: bool = False
 
 
 def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster) -> Plan:
@@ -64,36 +94,27 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
     than stages, or when nothing was captured for the microbatches asked for.
     """
-    stages = request.stages or len(cluster.devices)
-    asked = _asked(request, candidates)
+    asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:
         check_enough(request.batch_size, count)
-    _check_stages(stages, min(len(candidates[c][0].units) for c in asked), cluster)
-    cases = _cases(request, candidates, asked, request.recompute)
-    schedules = (request.schedule,) if request.schedule else SCHEDULES
-    if any(case.graph.form == "modules" for case in cases.values()):
-        schedules = ("naive",)  # its modules wait for each other
-    found, rejected = _try_all(cases.values(), schedules, stages, cluster)
-    if not found:
-        others = sorted(set(candidates) - set(asked))
-        spare = [*_cases(request, candidates, others, request.recompute).values()]
-        spare += _cases(request, candidates, sorted(candidates), "full").values()
-        raise no_feasible_plan(tuple(cases.values()), spare, schedules, stages, cluster)
-    best = _choose(found)
-    return _plan(request, best, cluster, found, (*_alternatives(best, found), *rejected))
+    layouts = tuple(_layouts(request, asked, cluster))
+    menu = Menu(candidates, cluster, request.optimizer)
+    found = _Hunt(menu, _recompute(request)).run(layouts)
+    if not found.estimates:
+        raise _nothing_fits(request, candidates, layouts, menu, cluster)
+    return _plan(request, found, menu, cluster)
 
 
-def _cases(
-    request: Request,
-    candidates: Mapping[int, tuple[ModelGraph, Profile]],
-    counts: Iterable[int],
-    recompute: Recompute,
-) -> dict[int, Case]:
-    return {c: Case.of(*candidates[c], c, request.optimizer, recompute) for c in counts}
+def _recompute(request: Request) -> tuple[Recompute, ...]:
+    """The ways a stage may run, the one to be preferred first."""
+    return ("none", "full") if request.recompute is None else (request.recompute,)
+
+
+# -- what there is to try --------------------------------------------------------------------------------
 
 
 def _asked(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]]) -> list[int]:
-    if request.microbatches is None:
+    if request.microbatches is None or request.what_if:
         return sorted(candidates)
     check_enough(request.batch_size, request.microbatches)
     if request.microbatches not in candidates:
@@ -105,7 +126,32 @@ def _asked(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     return [request.microbatches]
 
 
-def _check_stages(stages: int, units: int, cluster: Cluster) -> None:
+def _layouts(
+    request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
+) -> Iterator[Layout]:
+    units = min(len(graph.units) for graph, _ in candidates.values())
+    schedules: tuple[ScheduleName, ...] = (request.schedule,) if request.schedule else SCHEDULES
+    if any(graph.form == "modules" for graph, _ in candidates.values()):
+        schedules = ("naive",)  # its modules wait for each other
+    if request.what_if:
+        wanted = (request.schedule,) if request.schedule else AT_SCALE
+        yield from filter(partial(_as_wished, request), everything(cluster, candidates, wanted, units))
+        return
+    ranks = _ranks(request, units, cluster)
+    if request.schedule is None and cluster.devices[0].kind == "cpu":
+        # What twice as many messages cost two CPU processes is not in the simulation.
+        schedules = tuple(name for name in schedules if name != "interleaved")
+    yield from pipelines(Axes(pp=ranks), [(c, c) for c in candidates], schedules, units)
+
+
+def _as_wished(request: Request, layout: Layout) -> bool:
+    """What was fixed stays fixed: stages are ranks of the pipeline, microbatches those of a replica."""
+    stages, count = request.stages, request.microbatches
+    return stages in (None, layout.axes.pp) and count in (None, layout.microbatches)
+
+
+def _ranks(request: Request, units: int, cluster: Cluster) -> int:
+    stages = request.stages or len(cluster.devices)
     devices = f"cluster {cluster.name!r} has {len(cluster.devices)} devices"
     if stages > units:
         raise TooManyStages(
@@ -119,23 +165,153 @@ def _check_stages(stages: int, units: int, cluster: Cluster) -> None:
             numbers=devices,
             next_step=f"--cluster {stages}x{device_part(cluster)}",
         )
+    return stages
 
 
-def _try_all(
-    cases: Iterable[Case], schedules: Iterable[ScheduleName], stages: int, cluster: Cluster
-) -> tuple[list[Estimate], list[str]]:
-    """All estimates that fit, and a sentence for each attempt that does not."""
-    names = tuple(schedules)
-    found: list[Estimate] = []
-    rejected: list[str] = []
-    for case in cases:
-        for name in names:
-            bounds = split(case, name, stages, cluster)
-            if bounds is None:
-                rejected.append(rejection(case, name, stages, cluster))
+# -- trying it -------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What was priced, what does not fit, and the least step that anything that was allowed could take."""
+
+    estimates: tuple[Estimate, ...]
+    rejected: tuple[Pipeline, ...]
+    floor_s: float
+
+
+@final
+class _Hunt:
+    """Layouts by ascending floor, priced until the next one cannot win."""
+
+    def __init__(self, menu: Menu, recompute: Sequence[Recompute]) -> None:
+        self._menu, self._recompute = menu, tuple(recompute)
+        self._found: list[Estimate] = []
+        self._rejected: list[Pipeline] = []
+        self._floors: list[float] = []
+
+    def run(self, layouts: Sequence[Layout]) -> _Found:
+        queue = [(self._least(layout), False, place) for place, layout in enumerate(layouts)]
+        heapify(queue)
+        while queue and not self._over(queue[0][0], len(queue)):
+            floor_s, sharp, place = heappop(queue)
+            if sharp:
+                self._try(layouts[place], floor_s)
             else:
-                found.append(estimate(case, name, bounds, cluster, range(stages)))
-    return found, rejected
+                heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
+        floors = (*self._floors, *(floor_s for floor_s, *_ in queue))
+        return _Found(tuple(self._found), tuple(self._rejected), min(floors, default=inf))
+
+    def _over(self, floor_s: float, left: int) -> bool:
+        """A few are always priced, so that there is something to compare with."""
+        tried = len(self._found) + len(self._rejected)
+        few = tried + left <= FEW
+        best_s = min((f.step_s for f in self._found), default=inf)
+        return not few and (tried >= MOST_TRIED or floor_s > CLOSE * best_s)
+
+    def _least(self, layout: Layout) -> float:
+        return self._menu.work(layout).least_s(layout.axes.pp, layout.microbatches)
+
+    def _floor(self, layout: Layout) -> float:
+        work = self._menu.work(layout)
+        return work.floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
+
+    def _try(self, layout: Layout, floor_s: float) -> None:
+        pipeline = self._menu.pipeline(layout, self._recompute)
+        if pipeline is None:
+            return
+        cut = split(pipeline)
+        if cut is None:
+            self._rejected.append(pipeline)
+            self._floors += [] if self._menu.exact(layout) and layout.chunks == 1 else [floor_s]
+            return
+        known_s = cut.floor_s if self._menu.exact(layout) else 0.0
+        priced = estimate(pipeline, cut.bounds, cut.ways, known_s)
+        self._floors.append(max(floor_s, known_s))
+        if priced.fits:
+            self._found.append(priced)
+        else:
+            self._rejected.append(pipeline)
+
+
+def _nothing_fits(
+    request: Request,
+    candidates: Mapping[int, tuple[ModelGraph, Profile]],
+    layouts: Sequence[Layout],
+    menu: Menu,
+    cluster: Cluster,
+) -> Exception:
+    """Who lacks how much, and what would fit, as a pipeline over all devices."""
+    plain = [layout for layout in layouts if layout.group == layout.chunks == 1]
+    plain = plain or [_over_all(cluster, count) for count in candidates]
+    schedules: list[ScheduleName] = list(dict.fromkeys(layout.schedule for layout in plain))
+    counts = {layout.captured: layout for layout in plain}
+    spare = {c: replace(plain[0], microbatches=c, captured=c) for c in candidates if c not in counts}
+    ways = _recompute(request)
+    device = cluster.devices[0]
+    asked = [menu.case(layout, device, way) for layout in counts.values() for way in ways]
+    more = [menu.case(layout, device, way) for layout in spare.values() for way in ways]
+    more += [menu.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
+    return no_feasible_plan(asked, more, schedules, plain[0].axes.pp, rooms(cluster))
+
+
+def _over_all(cluster: Cluster, count: int) -> Layout:
+    return Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), "1f1b", count, count)
+
+
+# -- what comes out --------------------------------------------------------------------------------------
+
+
+def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan:
+    best = polish(_choose(found.estimates))
+    layout, ends = best.layout, menu.ends(best.layout)
+    bounds = tuple(ends[b] for b in best.bounds)
+    graph = menu.graph(layout)
+    again = tuple(case.recompute for case in best.cases)
+    overall: Recompute = "full" if all(a == "full" for a in again) else "none"
+    stages = stages_from_bounds(graph, bounds, tuple(device.name for device in best.devices))
+    rivals = _rivals(layout, found.estimates)
+    return Plan(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        form=graph.form,
+        cluster=cluster.name,
+        axes=layout.axes,
+        batch_size=request.batch_size,
+        microbatches=layout.microbatches,
+        schedule=layout.schedule,
+        stages=tuple(
+            stage.model_copy(update={"recompute": None if a == overall else a})
+            for stage, a in zip(stages, again, strict=True)
+        ),
+        optimizer=request.optimizer,
+        precision=request.precision,
+        weights=layout.weights,
+        recompute=overall,
+        bn=request.bn,
+        what_if=layout.what_if,
+        expected=_expected(request, best, found, bounds, menu),
+        alternatives=tuple(_alternative(request, rival) for rival in rivals[:ALTERNATIVES]),
+        why=(
+            *(graph.notes if graph.form == "modules" else ()),
+            *reasons(best, graph, bounds),
+            *_costly(request, best),
+            *_compared_with(best, rivals),
+            *map(rejection, found.rejected[:REJECTIONS]),
+        ),
+    )
+
+
+def _expected(request: Request, best: Estimate, found: _Found, bounds: Sequence[int], menu: Menu) -> Expected:
+    figures = expected(best, request.batch_size, bounds)
+    gap = max(0.0, best.step_s / found.floor_s - 1) if found.floor_s > 0 else None
+    return figures.model_copy(
+        update={
+            "gap": 0.0 if gap is not None and gap < OPTIMAL else gap,
+            "limited_by": limited_by(best, menu.work(best.layout), menu.graph(best.layout), bounds),
+        }
+    )
 
 
 def _choose(found: Sequence[Estimate]) -> Estimate:
@@ -143,79 +319,67 @@ def _choose(found: Sequence[Estimate]) -> Estimate:
     return min((f for f in found if f.step_s <= close_s), key=_thrift)
 
 
-def _thrift(found: Estimate) -> tuple[int, int, int]:
-    return found.peak_bytes, found.case.microbatches, (*SCHEDULES, *ASKED).index(found.schedule)
+def _thrift(found: Estimate) -> tuple[object, ...]:
+    """Among equals: what runs today, least memory, fewest microbatches, the schedule that is known best."""
+    layout = found.layout
+    order = (*SCHEDULES, *ASKED).index(layout.schedule)
+    axes = tuple(layout.axes.model_dump().values())
+    return layout.what_if, found.peak_bytes, layout.microbatches, order, layout.weights, layout.stages, axes
 
 
-def _plan(
-    request: Request, best: Estimate, cluster: Cluster, found: Iterable[Estimate], others: Iterable[str]
-) -> Plan:
-    graph, stages = best.case.graph, len(best.costs)
-    return Plan(
-        model=graph.model,
-        fingerprint=graph.fingerprint,
-        form=graph.form,
-        cluster=cluster.name,
-        axes=Axes(pp=stages),
-        batch_size=request.batch_size,
-        microbatches=best.case.microbatches,
-        schedule=best.schedule,
-        stages=stages_from_bounds(graph, best.bounds, tuple(d.name for d in best.devices)),
-        optimizer=request.optimizer,
-        precision=request.precision,
-        recompute=request.recompute,
-        bn=request.bn,
-        expected=expected(best, request.batch_size),
-        alternatives=_others(request, best, found),
-        why=(
-            *(graph.notes if graph.form == "modules" else ()),
-            pace_reason(graph, best.bounds, best.costs),
-            fullest_reason(best.memories, best.devices),
-            *_costly(request),
-            *others,
-        ),
+def _rivals(best: Layout, found: Iterable[Estimate]) -> list[Estimate]:
+    """Those not chosen, the fastest first."""
+    return sorted((f for f in found if f.layout is not best), key=lambda f: (f.step_s, *_thrift(f)))
+
+
+def _alternative(request: Request, rival: Estimate) -> Alternative:
+    layout = rival.layout
+    return Alternative(
+        schedule=layout.schedule,
+        microbatches=layout.microbatches,
+        axes=layout.axes,
+        recompute="full" if any(case.recompute == "full" for case in rival.cases) else "none",
+        step_s=rival.step_s,
+        samples_per_s=request.batch_size / rival.step_s if rival.step_s else 0.0,
+        peak_bytes=rival.peak_bytes,
+        what_if=layout.what_if,
     )
 
 
-def _others(request: Request, best: Estimate, found: Iterable[Estimate]) -> tuple[Alternative, ...]:
-    """The fastest of those not chosen."""
-    ranked = sorted((f for f in found if f is not best), key=lambda f: (f.step_s, *_thrift(f)))
-    return tuple(
-        Alternative(
-            schedule=f.schedule,
-            microbatches=f.case.microbatches,
-            axes=Axes(pp=len(f.costs)),
-            recompute=request.recompute,
-            step_s=f.step_s,
-            samples_per_s=request.batch_size / f.step_s if f.step_s else 0.0,
-            peak_bytes=f.peak_bytes,
-        )
-        for f in ranked[:ALTERNATIVES]
-    )
-
-
-def _costly(request: Request) -> Iterator[str]:
-    """What was asked for, and what it takes."""
-    if request.recompute == "full":
+def _costly(request: Request, best: Estimate) -> Iterator[str]:
+    """What was asked for or had to be, and what it takes."""
+    again = [stage for stage, case in enumerate(best.cases) if case.recompute == "full"]
+    if len(again) == len(best.cases):
         yield "everything is recomputed: a backward takes a forward more, and stages keep what they receive"
+    elif again:
+        named = ", ".join(map(str, again))
+        yield f"stages {named} recompute: their activations do not fit, and a backward takes a forward more"
     if request.bn == "sync":
         yield "BatchNorm of the whole batch: it runs as one microbatch, so stages do not overlap"
+    if best.layout.ranks != best.pipeline.ranks:
+        order = ", ".join(device.name for device in best.devices)
+        yield f"devices differ, and this order is the fastest: start the ranks as {order}"
 
 
-def _alternatives(best: Estimate, found: Iterable[Estimate]) -> list[str]:
+def _compared_with(best: Estimate, rivals: Sequence[Estimate]) -> list[str]:
     """The same microbatches under the other schedules, and the fastest other number of microbatches."""
-    ranked = sorted(found, key=lambda f: (f.step_s, *_thrift(f)))
-    same_count = [f for f in ranked if f.case is best.case and f is not best]
-    other_count = [f for f in ranked if f.case is not best.case and f.schedule == best.schedule]
-    return [_compared(best, other) for other in (*same_count, *other_count[:1])]
+    mine = best.layout
+    same = [r for r in rivals if r.layout.captured == mine.captured and r.layout.axes == mine.axes]
+    other = [r for r in rivals if r.layout.captured != mine.captured and r.layout.schedule == mine.schedule]
+    meshes = [r for r in rivals if r.layout.axes != mine.axes]
+    shown = dict.fromkeys((*same, *other[:1], *meshes[:1]))
+    return [_compared(best, rival) for rival in shown]
 
 
 def _compared(best: Estimate, other: Estimate) -> str:
-    name = f"not {other.schedule} with {microbatches_text(other.case.microbatches)}"
+    layout = other.layout
+    axes = "" if layout.axes == best.layout.axes else f" on {axes_text(layout.axes)}"
+    chunks = f" ({layout.chunks} stages a device)" if layout.chunks > 1 else ""
+    name = f"not {layout.schedule}{chunks} with {microbatches_text(layout.microbatches)}{axes}"
     if other.step_s > CLOSE * best.step_s > 0:
         slower = percent_text(other.step_s / best.step_s - 1)
         times = f"{seconds_text(other.step_s)} a step against {seconds_text(best.step_s)}"
         return f"{name}: {times}, {slower} slower"
     more = other.peak_bytes - best.peak_bytes
-    memory = f"{bytes_text(more)} more on its fullest stage" if more > 0 else "no less memory"
+    memory = f"{bytes_text(more)} more on its fullest device" if more > 0 else "no less memory"
     return f"{name}: as fast within a percent, and {memory}"

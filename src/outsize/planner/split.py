@@ -1,31 +1,39 @@
-"""Where to cut for one schedule and one number of stages: the partition's price, from tables and a cluster.
+"""Where to cut for one layout: the partition's price, from tables, a schedule and a cluster.
 
-The price of a run of units on stage s is the time for which the stage is taken by one microbatch:
+What a run of units on stage s adds to the step is floor.py's critical path through that stage, and on top for
+each of the m microbatches the transfers it waits for:
 
-    forward + backward of its units
-    + link(s - 1, s): latency + received bytes / bandwidth       (step edges: a share of 1 / m)
-    + link(s + 1, s): latency + gradient bytes / bandwidth
+    link(s - 1, s): latency + received bytes / bandwidth       (step edges: a share of 1 / m)
+    link(s + 1, s): latency + gradient bytes / bandwidth
 
-and infinite where the stage's peak (memory.py) is more than its device has. Each message is priced once,
-where it is awaited. Exact as far as (first, end, s) can say it: a skip edge is priced with the neighbour's
-link (the same one unless the edge leaves the node), and messages to one stage as one. The simulator, which
-ranks what comes out of here, knows every edge.
+It is infinite where the stage's peak (memory.py) is more than its device has. A stage may run in several
+ways (as it is, or recomputed): each run takes the first one that fits. The cut of the least largest price
+is exact (partition.py), and so is `floor_s`, the same without links: no cut that fits makes a shorter step.
+Each message is priced once, where it is awaited: a skip edge with the neighbour's link (the same one unless
+the edge leaves the node), and messages to one stage as one. The simulator, which ranks what comes out of
+here, knows every edge. Under interleaved the price is that of one chunk, and its device's memory is shared
+out evenly to its chunks.
+
+Complexity: O(p n^2). Oracle: tests/unit/planner/test_split.py and test_search.py price every cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Self, final
+from typing import Final, Self, TypeVar, final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from outsize.ir.cluster import Cluster
+from outsize.ir.cluster import Cluster, Device, Link
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute, ScheduleName
 from outsize.ir.profile import Profile
+from outsize.planner.floor import Work, fastest
+from outsize.planner.layout import Layout
 from outsize.planner.memory import Alive, moments, peak_table
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.partition import Price, bottleneck, partition
@@ -35,6 +43,13 @@ from outsize.schedules.lower import lower
 
 Wire = tuple[float, float]
 """A link's (latency_s, bytes_per_s)."""
+Key = TypeVar("Key")
+Table = TypeVar("Table", Bytes, Seconds)
+# Schedules that do the same over and over once the first forwards are out.
+STEADY: Final = frozenset({"1f1b", "zero-bubble", "naive", "interleaved"})
+PLENTY: Final = 4
+# Under these the best balance is as good a cut as any other: no critical path tells them apart.
+EVEN: Final = frozenset({"naive", "interleaved"})
 
 
 @final
@@ -58,11 +73,14 @@ class Case:
         recompute: Recompute = "none",
     ) -> Self:
         """Build the tables; BadOption for an unknown optimizer, ModelMismatch for a foreign profile."""
-        if recompute == "none":
-            return cls(graph, profile, Ranges.of(graph, profile, optimizer_bytes(optimizer)), microbatches)
-        again = profile.recomputed()
-        ranges = Ranges.of(graph, again, optimizer_bytes(optimizer)).recomputed()
-        return cls(graph, again, ranges, microbatches, recompute)
+        kept = cls(graph, profile, Ranges.of(graph, profile, optimizer_bytes(optimizer)), microbatches)
+        return kept if recompute == "none" else kept.anew()
+
+    def anew(self) -> Self:
+        """The same when everything is recomputed in the backward."""
+        profile = self.profile.recomputed()
+        ranges = replace(self.ranges.recomputed(), compute_s=_compute_s(profile))
+        return replace(self, profile=profile, ranges=ranges, recompute="full")
 
     @property
     def units(self) -> int:
@@ -70,15 +88,62 @@ class Case:
         return len(self.graph.units)
 
 
-def split(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> tuple[int, ...] | None:
-    """The fastest cut into exactly `stages` that fits the cluster's first devices; None when none fits."""
-    peak, taken = _peaks(case, schedule, stages), _taken(case, stages, cluster)
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """A layout on devices, all but the cuts: stage s is on `ranks[s]` of `room`, in one of `ways[s]`.
 
-    def price(stage: int) -> Seconds:
-        enough = peak(stage) <= cluster.devices[stage].memory_bytes
-        return np.where(enough, taken(stage), np.inf)
+    `whole` is the cluster as it is; `room` has a device for each group of the layout, with the memory that
+    a peak may take.
+    """
 
-    return partition(stages, price, _traffic(case))
+    layout: Layout
+    whole: Cluster
+    room: Cluster
+    ranks: tuple[int, ...]
+    ways: tuple[tuple[Case, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """In all."""
+        return len(self.ranks)
+
+    @property
+    def case(self) -> Case:
+        """The first way of the first stage."""
+        return self.ways[0][0]
+
+    def device(self, stage: int) -> Device:
+        """The first device of the stage's group, as it is."""
+        return self.whole.devices[self.ranks[stage] * self.layout.group]
+
+    def room_bytes(self, stage: int) -> int:
+        """What the peak of this stage may take of its device."""
+        return self.room.devices[self.ranks[stage]].memory_bytes // self.layout.chunks
+
+    def link(self, source: int, destination: int) -> Link:
+        """Between the devices of two stages."""
+        return self.room.link(self.ranks[source], self.ranks[destination])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Split:
+    """First unit of each stage, then n; the way of each stage; no cut that fits makes a shorter step."""
+
+    bounds: tuple[int, ...]
+    ways: tuple[int, ...]
+    floor_s: float
+
+
+def split(pipeline: Pipeline) -> Split | None:
+    """The cut with the least largest price that fits; None when none fits."""
+    tables = _Tables(pipeline)
+    bounds = partition(pipeline.stages, tables.price, _traffic(pipeline.case))
+    if bounds is None:
+        return None
+    ways = tuple(tables.way(stage, *run) for stage, run in enumerate(pairwise(bounds)))
+    return Split(bounds, ways, tables.floor_s())
 
 
 def leanest(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> tuple[int, ...]:
@@ -94,52 +159,127 @@ def fits(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> b
 
 
 def _fullness(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> Price:
-    peak = _peaks(case, schedule, stages)
-    return lambda stage: peak(stage) / cluster.devices[stage].memory_bytes
+    worst = moments_by_stage(schedule, stages, case.microbatches, stages)
+    peak = _shared(_peak_of(case))
+    return lambda stage: peak(worst[stage]) / cluster.devices[stage].memory_bytes
 
 
-def _peaks(case: Case, schedule: ScheduleName, stages: int) -> Callable[[int], Bytes]:
-    """Stage -> its peak table; stages in the same situation share one."""
-    worst = _moments_by_stage(schedule, stages, case.microbatches)
+@final
+class _Tables:
+    """Prices of all runs for each stage of a pipeline; stages in the same situation share them."""
 
-    @lru_cache(maxsize=3)
-    def table(moments: tuple[Alive, ...]) -> Bytes:
-        return peak_table(case.ranges, moments)
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline, self._m = pipeline, pipeline.case.microbatches
+        layout = pipeline.layout
+        self._worst = moments_by_stage(layout.schedule, layout.stages, self._m, layout.axes.pp)
+        cases = {id(case): case for ways in pipeline.ways for case in ways}
+        chain = Work.of(pipeline.case.graph, fastest([case.profile for case in cases.values()]))
+        self._works = {key: chain.costing(case.profile) for key, case in cases.items()}
+        self._peaks = {key: _shared(_peak_of(case)) for key, case in cases.items()}
+        self._waits = {key: _shared(_wait_of(case)) for key, case in cases.items()}
 
-    return lambda stage: table(worst[stage])
+    def price(self, stage: int) -> Seconds:
+        """Seconds of a step through this stage, with the transfers it waits for."""
+        return self._first_fitting(stage, [self._with_links(case, stage) for case in self._ways(stage)])
+
+    def floor_s(self) -> float:
+        """The least step of all cuts that fit, if links cost nothing."""
+        layout = self._pipeline.layout
+        if layout.schedule == "interleaved":
+            return min(work.least_s(layout.axes.pp, self._m) for work in self._works.values())
+        return bottleneck(self._pipeline.stages, self._floor, self._pipeline.case.units)
+
+    def way(self, stage: int, first: int, end: int) -> int:
+        """The first way that fits this run."""
+        return next(w for w, fit in enumerate(self._fitting(stage)) if fit[first, end])
+
+    def _floor(self, stage: int) -> Seconds:
+        return self._first_fitting(stage, [self._compute(case, stage) for case in self._ways(stage)])
+
+    def _ways(self, stage: int) -> Sequence[Case]:
+        return self._pipeline.ways[stage]
+
+    def _first_fitting(self, stage: int, prices: Sequence[Seconds]) -> Seconds:
+        pairs = zip(reversed(self._fitting(stage)), reversed(prices), strict=True)
+        found = np.full_like(prices[0], np.inf)
+        for fit, price in pairs:
+            found = np.where(fit, price, found)
+        return found
+
+    def _fitting(self, stage: int) -> list[NDArray[np.bool_]]:
+        room, worst = self._pipeline.room_bytes(stage), self._worst[stage]
+        return [self._peaks[id(case)](worst) <= room for case in self._ways(stage)]
+
+    def _with_links(self, case: Case, stage: int) -> Seconds:
+        wires = self._wire(stage - 1, stage), self._wire(stage + 1, stage)
+        waits = self._m * self._waits[id(case)](wires)
+        if self._pipeline.layout.schedule in EVEN:
+            return self._m * case.ranges.compute_s + waits
+        return self._compute(case, stage) + waits
+
+    def _compute(self, case: Case, stage: int) -> Seconds:
+        cuts = np.arange(case.units + 1)
+        ahead = min(self._pipeline.stages - stage, self._m)
+        work, schedule = self._works[id(case)], self._pipeline.layout.schedule
+        return work.stage_s(schedule, cuts[:, None], cuts[None, :], ahead, self._m)
+
+    def _wire(self, source: int, stage: int) -> Wire | None:
+        if not 0 <= source < self._pipeline.stages:
+            return None
+        link = self._pipeline.link(source, stage)
+        return link.latency_s, link.bytes_per_s
 
 
 @lru_cache(maxsize=256)
-def _moments_by_stage(
-    schedule: ScheduleName, stages: int, microbatches: int
+def moments_by_stage(
+    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
 ) -> tuple[tuple[Alive, ...], ...]:
     """Moments of each stage in a chain: receives sit at the same places whatever the real edges are."""
+    played = held_in(schedule, stages, microbatches)
     chain = range(stages)
     forward, backward = frozenset(pairwise(chain)), frozenset(pairwise(reversed(chain)))
-    lowered = lower(build(schedule, stages, microbatches), forward, backward)
-    return tuple(moments(lowered, stage) for stage in chain)
+    lowered = lower(build(schedule, stages, played, ranks), forward, backward)
+    found = (moments(lowered, stage) for stage in chain)
+    return tuple(tuple(replace(alive, batch=microbatches) for alive in worst) for worst in found)
 
 
-def _taken(case: Case, stages: int, cluster: Cluster) -> Callable[[int], Seconds]:
-    """Stage -> seconds for which a run is taken by one microbatch; stages with equal links share a table."""
+def held_in(schedule: ScheduleName, stages: int, microbatches: int) -> int:
+    """Microbatches that have to be played to see all that is held: behind the first few nothing new is."""
+    return min(microbatches, PLENTY * stages) if schedule in STEADY else microbatches
 
-    @lru_cache(maxsize=3)
-    def table(before: Wire | None, behind: Wire | None) -> Seconds:
-        seconds = case.ranges.compute_s.copy()
+
+def _peak_of(case: Case) -> Callable[[tuple[Alive, ...]], Bytes]:
+    """The moments of a stage -> peak bytes of each run."""
+
+    def table(worst: tuple[Alive, ...]) -> Bytes:
+        return peak_table(case.ranges, worst)
+
+    return table
+
+
+def _wait_of(case: Case) -> Callable[[tuple[Wire | None, Wire | None]], Seconds]:
+    """(wire before, wire behind) -> seconds a run waits for the messages of one microbatch."""
+
+    def table(wires: tuple[Wire | None, Wire | None]) -> Seconds:
+        (before, behind), ranges = wires, case.ranges
+        seconds = np.zeros_like(ranges.compute_s)
         if before is not None:
-            seconds += _transfer(before, case.ranges.received)
-            seconds += _transfer(before, case.ranges.replicas) / case.microbatches
+            seconds += _transfer(before, ranges.received)
+            seconds += _transfer(before, ranges.replicas) / case.microbatches
         if behind is not None:
-            seconds += _transfer(behind, case.ranges.gradient_in)
+            seconds += _transfer(behind, ranges.gradient_in)
         return seconds
 
-    def wire(source: int, stage: int) -> Wire | None:
-        if not 0 <= source < stages:
-            return None
-        link = cluster.link(source, stage)
-        return link.latency_s, link.bytes_per_s
+    return table
 
-    return lambda stage: table(wire(stage - 1, stage), wire(stage + 1, stage))
+
+def _shared(table: Callable[[Key], Table]) -> Callable[[Key], Table]:
+    return lru_cache(maxsize=3)(table)
+
+
+def _compute_s(profile: Profile) -> Seconds:
+    prefix = np.concatenate(([0.0], np.cumsum([c.forward_s + c.backward_s for c in profile.units])))
+    return np.subtract(prefix, prefix[:, None])
 
 
 def _transfer(wire: Wire, size: Bytes) -> Seconds:

@@ -1,21 +1,22 @@
 """Problem: what does a unit cost one device when the devices of a group share the work of a stage?
 
-    tp          products are split in pairs, by columns and then by rows; all between them is split as well, and
-                by sequence what is outside (arXiv 2205.05198, sec. 4.2): every pass takes 1 / tp of the flops and
-                bytes, at the efficiency of so small an operator, and after each second product of a pair the
-                group reduces and gathers its result: one all-reduce's bytes in the forward and one in the backward
-    sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters its
-                gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of compute and
-                links, taken in the mean over the model (arXiv 2304.11277, sec. 3.3)
-    replicas    one all-reduce of a stage's gradients for a step (or its two halves around a sharded optimizer's
-                step), of which the last backward hides what it lasts (arXiv 2006.15704, sec. 3.2)
+    tp          products are split in pairs, by columns and then by rows; all between them is split as well,
+                and by sequence what is outside (arXiv 2205.05198, sec. 4.2): every pass takes 1 / tp of the
+                flops and bytes, at the efficiency of so small an operator, and after the second product of
+                a pair the group adds up: the bytes of one all-reduce in the forward, one in the backward
+    sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters
+                its gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of
+                compute and links, taken in the mean over the model (arXiv 2304.11277, sec. 3.3)
+    replicas    one all-reduce of a stage's gradients for a step (or its two halves around a sharded
+                optimizer's step), of which the last backward hides what it lasts (arXiv 2006.15704, sec. 3.2)
 
-A product is a unit with a weight of two dims or more that computes a matmul or a convolution. Which product of
-a pair one is follows from the values: what a product by columns made is split, and stays so until a product by
-rows has used it.
+A product is a unit with a weight of two dims or more that computes a matmul or a convolution. Which product
+of a pair one is follows from the values: what a product by columns made is split, and stays so until a
+product by rows has used it.
 
-Deviations: the collectives of tp are not overlapped with compute; a replica's stages synchronise one after the
-other. Complexity: O(units + users of all values). Oracle: tests/unit/planner/test_spread.py, figures by hand.
+Deviations: the collectives of tp are not overlapped with compute; a replica's stages synchronise one after
+the other. Complexity: O(units + users of all values). Oracle: tests/unit/planner/test_spread.py, figures by
+hand.
 """
 
 from __future__ import annotations
@@ -45,13 +46,10 @@ def spread_profile(graph: ModelGraph, profile: Profile, layout: Layout, cluster:
 def sync_s(gradient_bytes: int, backward_s: float, layout: Layout, cluster: Cluster) -> float:
     """Seconds for which replicas wait for each other's gradients of a stage, at the end of a step.
 
-    `gradient_bytes` of the stage on one device; `backward_s` of its last microbatch runs beside it.
+    `gradient_bytes` that one device holds of the stage; `backward_s` of its last microbatch runs beside it.
     """
-    if layout.weights == "sharded":
-        gradient_bytes = -(-gradient_bytes // layout.axes.dp_shard)
-        ranks = _along(layout.axes.dp_shard * layout.axes.tp, layout.group)
-    else:
-        ranks = _along(layout.axes.tp, layout.group)
+    scattered = layout.axes.dp_shard if layout.weights == "sharded" else 1
+    ranks = _along(scattered * layout.axes.tp, layout.group)
     return max(0.0, collective_s("all_reduce", gradient_bytes, ranks, cluster) - backward_s)
 
 

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, str]] = {
     "plan-uncovered": (3, "check toy:build --plan uncovered.json"),
     "stages": (3, "plan toy:pair --stages 9 --cluster 9xcpu"),
     "stages-of-a-check": (3, "check toy:pair --stages 9"),
-    "fits-nowhere": (3, "plan toy:build?width=512 --cluster 2x0.01GB"),
+    "fits-nowhere": (3, "plan toy:build?width=8192 --cluster 2x2GB"),
     "example-rejected": (2, "plan toy:build --input 5"),
     "example-no-shape": (2, "plan toy:build --input 3x"),
     "loss": (2, "plan toy:Mute"),

@@ -13,9 +13,9 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.edges import edges_between
+from outsize.planner.estimate import lower_along
 from outsize.planner.extents import Extents
 from outsize.planner.memory import account_ranges
-from outsize.planner.price import lower_along
 from outsize.planner.split import Case
 from outsize.schedules.builders import build
 

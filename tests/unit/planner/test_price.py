@@ -20,7 +20,8 @@ MOVED = PLAN.model_copy(
 
 
 def test_an_untouched_plan_keeps_its_figures() -> None:
-    assert price(PLAN, *MODEL, TWO).expected == PLAN.expected
+    assert PLAN.expected is not None
+    assert price(PLAN, *MODEL, TWO).expected == PLAN.expected.model_copy(update={"gap": None})
 
 
 def test_an_edited_plan_keeps_its_cuts_and_gets_new_figures() -> None:
@@ -37,7 +38,7 @@ def test_an_edited_plan_that_does_not_fit_says_so_and_stays() -> None:
     graph, profile = chain([0.1] * 6, saved_bytes=MIB)
     priced = price(MOVED, graph, profile, make_cluster("2xcpu", "cpu", 1, 2, 4 * MIB + 4096))
     assert priced.stages == MOVED.stages
-    assert priced.why[0] == "stage 1 needs 5.0 MiB, cpu:1 has 4.0"
+    assert priced.why[0] == "stage 1 needs 5.0 MiB, cpu:1 has room for 4.0"
 
 
 def test_stages_on_swapped_devices_use_the_links_between_them() -> None:
@@ -57,7 +58,8 @@ def test_the_timeline_is_the_one_the_figures_are_from() -> None:
     assert PLAN.expected is not None
     assert predicted.source == "predicted"
     assert predicted.duration_s == PLAN.expected.step_s
-    assert [predicted.utilisation(r) for r in range(2)] == [f.busy for f in PLAN.expected.stages]
+    busy = [predicted.utilisation(r) for r in range(2)]
+    assert busy == pytest.approx([f.busy for f in PLAN.expected.stages])
     assert [f.device_bytes for f in PLAN.expected.stages] == [d.memory_bytes for d in TWO.devices]
 
 

@@ -1,0 +1,267 @@
+"""What a given cut costs: seconds by simulating its schedule, bytes by executing it. Cuts are not moved.
+
+`price` is for plans that a person has edited; the search uses the same `estimate` for its own. A step of
+very many microbatches is played in part: once the pipeline is full, each further round of p microbatches
+takes as long as the one before (a max-plus system is periodic), so the rest follows from the last round
+that was played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, final
+
+from outsize.errors import TooFewSamples
+from outsize.ir.cluster import Device
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Expected, StageFigures
+from outsize.ir.profile import UnitCost
+from outsize.ir.schedule import Schedule
+from outsize.ir.timeline import Timeline
+from outsize.planner.edges import Edge, Edges, edges_between
+from outsize.planner.layout import Layout
+from outsize.planner.memory import StageMemory, account_ranges
+from outsize.planner.ranges import Ranges
+from outsize.planner.reasons import fullest_reason, pace_reason
+from outsize.planner.simulate import StageCost, simulate
+from outsize.planner.split import Case, Pipeline, held_in
+from outsize.planner.spread import sync_s
+from outsize.schedules.builders import build
+from outsize.schedules.lower import lower
+
+# Forwards that are played of one step, over all stages.
+PLAYED: Final = 4096
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    """One way to run a model, with what it is expected to cost.
+
+    `timeline` has all microbatches, or the first ones of very many: then `rest_s` is what the others take.
+    `sync_s`: replicas wait for each other's gradients. `floor_s`: no cut of this layout that fits makes a
+    shorter step; 0 where nobody knows.
+    """
+
+    pipeline: Pipeline
+    bounds: tuple[int, ...]
+    cases: tuple[Case, ...]
+    costs: tuple[StageCost, ...]
+    memories: tuple[StageMemory, ...]
+    timeline: Timeline
+    rest_s: float
+    sync_s: float
+    floor_s: float = 0.0
+
+    @property
+    def layout(self) -> Layout:
+        """All but the cuts."""
+        return self.pipeline.layout
+
+    @property
+    def graph(self) -> ModelGraph:
+        """Of one microbatch."""
+        return self.pipeline.case.graph
+
+    @property
+    def ways(self) -> tuple[int, ...]:
+        """The place of each stage's case among those it could have."""
+        pairs = zip(self.pipeline.ways, self.cases, strict=True)
+        return tuple(options.index(case) for options, case in pairs)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The first device of each stage."""
+        return tuple(map(self.pipeline.device, range(self.pipeline.stages)))
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step without the optimizer's."""
+        return self.timeline.duration_s + self.rest_s + self.sync_s
+
+    @property
+    def bubble(self) -> float:
+        """Share of all device-seconds in which nobody computes."""
+        pp = self.layout.axes.pp
+        return 1.0 - sum(map(self.busy, range(pp))) / pp if self.step_s else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the fullest device."""
+        return max(self.held_bytes(rank) for rank in range(self.layout.axes.pp))
+
+    def busy(self, stage: int) -> float:
+        """Share of the step in which the stage's device computes."""
+        rank, pp = stage % self.layout.axes.pp, self.layout.axes.pp
+        computed = sum(c.forward_s + c.backward_s for s, c in enumerate(self.costs) if s % pp == rank)
+        return self.layout.microbatches * computed / self.step_s if self.step_s else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device holds all its stages."""
+        rooms = (self.pipeline.room.devices[rank].memory_bytes for rank in self.pipeline.ranks)
+        held = map(self.held_bytes, range(self.layout.axes.pp))
+        return all(size <= room for size, room in zip(held, rooms, strict=False))
+
+    def held_bytes(self, rank: int) -> int:
+        """Peaks of all stages of a rank."""
+        return sum(m.peak_bytes for s, m in enumerate(self.memories) if s % self.layout.axes.pp == rank)
+
+
+def estimate(
+    pipeline: Pipeline, bounds: Sequence[int], ways: Sequence[int], floor_s: float = 0.0
+) -> Estimate:
+    """Simulate and account one cut; `ways[stage]` is the place of the stage's case."""
+    edges = edges_between(pipeline.case.graph, bounds)
+    cases = tuple(pipeline.ways[stage][way] for stage, way in enumerate(ways))
+    costs = tuple(
+        _stage_cost(case.profile.units[a:b]) for case, (a, b) in zip(cases, pairwise(bounds), strict=True)
+    )
+    played, rest_s = _played(pipeline, edges, costs)
+    return Estimate(
+        pipeline,
+        tuple(bounds),
+        cases,
+        costs,
+        _memories(pipeline, edges, bounds, cases),
+        played,
+        rest_s,
+        max(_sync_s(pipeline, *of) for of in zip(cases, pairwise(bounds), costs, strict=True)),
+        floor_s,
+    )
+
+
+def waits_s(found: Estimate) -> float:
+    """Seconds of the step that are the links': what it would be shorter if they cost nothing."""
+    edges = edges_between(found.graph, found.bounds)
+    free = Edges(*(dict.fromkeys(sizes, 0) for sizes in (edges.forward, edges.backward, edges.step)))
+    timeline, rest_s = _played(found.pipeline, free, found.costs)
+    return found.timeline.duration_s + found.rest_s - timeline.duration_s - rest_s
+
+
+def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
+    """The compute-only schedule with the transfers of these edges."""
+    return lower(schedule, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
+
+
+def _played(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> tuple[Timeline, float]:
+    """The step, or its first microbatches and the seconds of the others."""
+    layout = pipeline.layout
+    m, p = layout.microbatches, layout.axes.pp
+    enough = max(PLAYED // layout.stages, 3 * p)
+    skipped = max(0, m - enough) // p * p
+    timeline = _simulated(pipeline, edges, costs, m - skipped)
+    if not skipped:
+        return timeline, 0.0
+    shorter = _simulated(pipeline, edges, costs, m - skipped - p)
+    return timeline, (timeline.duration_s - shorter.duration_s) * (skipped // p)
+
+
+def _simulated(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost], microbatches: int) -> Timeline:
+    layout = pipeline.layout
+    lowered = lower_along(edges, build(layout.schedule, layout.stages, microbatches, layout.axes.pp))
+    values = _shares(forward_bytes(edges, microbatches), layout.axes.tp)
+    first_of = {rank: stage for stage, rank in reversed(tuple(enumerate(layout.ranks)))}
+    return simulate(
+        lowered,
+        costs,
+        values,
+        _shares(edges.backward, layout.axes.tp),
+        lambda a, b: pipeline.link(first_of[a], first_of[b]),
+    )
+
+
+def _shares(sizes: Mapping[Edge, int], ways: int) -> Mapping[Edge, int]:
+    """Each device of a group sends its part to its like."""
+    return {edge: -(-size // ways) for edge, size in sizes.items()}
+
+
+def _memories(
+    pipeline: Pipeline, edges: Edges, bounds: Sequence[int], cases: Sequence[Case]
+) -> tuple[StageMemory, ...]:
+    """Of each stage, in the way it runs."""
+    layout = pipeline.layout
+    count = held_in(layout.schedule, layout.stages, layout.microbatches)
+    lowered = lower_along(edges, build(layout.schedule, layout.stages, count, layout.axes.pp))
+    of = {id(case): account_ranges(_batch(case, count), case.graph, bounds, lowered) for case in cases}
+    return tuple(of[id(case)][stage] for stage, case in enumerate(cases))
+
+
+def _batch(case: Case, count: int) -> Ranges:
+    """The batch is there as a whole, however few of its microbatches are played."""
+    if count == case.microbatches:
+        return case.ranges
+    return replace(case.ranges, inputs=case.ranges.inputs * case.microbatches // count)
+
+
+def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost) -> float:
+    layout = pipeline.layout
+    if layout.replicas == 1:
+        return 0.0
+    return sync_s(int(case.ranges.gradients[run]), cost.backward_s, layout, pipeline.whole)
+
+
+def _stage_cost(run: Sequence[UnitCost]) -> StageCost:
+    return StageCost(
+        sum(c.forward_s for c in run),
+        sum(c.backward_s for c in run),
+        sum(c.backward_weight_s for c in run),
+    )
+
+
+def expected(found: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:
+    """The figures that a plan shows; `bounds` are those of the graph's units."""
+    measured = all(c.source == "measured" for c in found.pipeline.case.profile.units)
+    return Expected(
+        step_s=found.step_s,
+        bubble=found.bubble,
+        samples_per_s=batch_size / found.step_s if found.step_s else 0.0,
+        stages=tuple(_figures(found, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
+        source="measured" if measured else "roofline",
+    )
+
+
+def reasons(found: Estimate, graph: ModelGraph, bounds: Sequence[int]) -> tuple[str, str]:
+    """What sets the pace, and which device is fullest; `bounds` are those of the graph's units."""
+    return (
+        pace_reason(graph, bounds, found.costs),
+        fullest_reason(found.memories, found.devices),
+    )
+
+
+def check_enough(batch_size: int, microbatches: int) -> None:
+    """Raise TooFewSamples when a microbatch would be empty."""
+    if microbatches > batch_size:
+        raise TooFewSamples(
+            f"a batch of {batch_size} cannot be cut into {microbatches} microbatches",
+            numbers=f"{microbatches - batch_size} would be empty",
+            next_step=f"--microbatches {batch_size}, or a larger --batch",
+        )
+
+
+def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
+    """Bytes per forward message. A step edge beside a forward one is spread over the step's messages."""
+    merged = dict(edges.step)
+    for edge, size in edges.forward.items():
+        merged[edge] = size + edges.step.get(edge, 0) // microbatches
+    return merged
+
+
+def _figures(found: Estimate, stage: int, units: int) -> StageFigures:
+    first, end = found.bounds[stage], found.bounds[stage + 1]
+    memory, cost = found.memories[stage], found.costs[stage]
+    return StageFigures(
+        units=units,
+        parameters=sum(p.numel for p in found.graph.owned_parameters(first, end - 1)),
+        forward_s=cost.forward_s,
+        backward_s=cost.backward_s,
+        weights_bytes=memory.weights_bytes,
+        gradients_bytes=memory.gradients_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        activations_bytes=memory.activations_bytes,
+        boundary_bytes=memory.boundary_bytes,
+        busy=found.busy(stage),
+        device_bytes=found.devices[stage].memory_bytes,
+    )

@@ -1,0 +1,144 @@
+"""A model's tables for every layout that is asked for: each is built once, and only when it is wanted.
+
+A layout that shares work between devices has seconds and bytes of its own (spread.py, sharding.py). A
+device of another kind than the one the model was timed on has the seconds of that one, times what the
+roofline says the two kinds differ by, unit by unit. Models of very many units are looked at in pieces
+(coarse.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final, final
+
+from outsize.ir.cluster import Cluster, Device
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Recompute
+from outsize.ir.profile import Profile, UnitCost
+from outsize.planner.coarse import coarse_graph, coarse_profile, pieces
+from outsize.planner.floor import Work, fastest
+from outsize.planner.layout import Layout, grouped
+from outsize.planner.margin import rooms
+from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.ranges import Ranges
+from outsize.planner.roofline import roofline
+from outsize.planner.sharding import sharded, tensor_parallel
+from outsize.planner.split import Case, Pipeline
+from outsize.planner.spread import spread_profile
+
+Candidates = Mapping[int, tuple[ModelGraph, Profile]]
+"""Microbatches of the whole batch -> the model at that size, with its costs."""
+Key = tuple[object, ...]
+# Units up to which every cut is looked at; beyond, so many pieces of them.
+PIECES: Final = 512
+
+
+@final
+class Menu:
+    """Cases and pipelines of one model on one cluster."""
+
+    def __init__(self, candidates: Candidates, cluster: Cluster, optimizer: str, most: int = PIECES) -> None:
+        self._candidates, self._cluster, self._optimizer = candidates, cluster, optimizer
+        self._rooms, self._most = rooms(cluster), most
+        self._ends: dict[int, tuple[int, ...]] = {}
+        self._profiles: dict[Key, Profile] = {}
+        self._works: dict[Key, Work] = {}
+        self._cases: dict[Key, Case] = {}
+
+    def pipeline(
+        self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
+    ) -> Pipeline | None:
+        """The layout with its tables; `places[stage]` is its rank among the groups, given or in order.
+
+        None where the cluster cannot be laid out so.
+        """
+        room = grouped(self._rooms, layout.group)
+        if room is None:
+            return None
+        ranks = layout.ranks if places is None else tuple(places)
+        devices = (self._cluster.devices[rank * layout.group] for rank in ranks)
+        ways = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
+        return Pipeline(layout, self._cluster, room, ranks, ways)
+
+    def graph(self, layout: Layout) -> ModelGraph:
+        """The model at the layout's microbatch size, unit by unit."""
+        return self._candidates[layout.captured][0]
+
+    def exact(self, layout: Layout) -> bool:
+        """Whether every cut of the model is looked at."""
+        return len(self.ends(layout)) == len(self.graph(layout).units) + 1
+
+    def ends(self, layout: Layout) -> tuple[int, ...]:
+        """First unit of each piece, then the number of units."""
+        key = layout.captured
+        if key not in self._ends:
+            self._ends[key] = pieces(*self._candidates[key], self._most)
+        return self._ends[key]
+
+    def work(self, layout: Layout) -> Work:
+        """Seconds of all units, not of pieces, on the fastest devices."""
+        key = _spread_key(layout)
+        if key not in self._works:
+            graph = self._candidates[layout.captured][0]
+            kinds = {device.kind: device for device in self._cluster.devices}
+            profiles = [self._profile(layout, device) for device in kinds.values()]
+            self._works[key] = Work.of(graph, fastest(profiles))
+        return self._works[key]
+
+    def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
+        """Tables of the layout's units on such a device."""
+        key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
+        if key not in self._cases:
+            if recompute == "full":
+                self._cases[key] = self.case(layout, device, "none").anew()
+            else:
+                self._cases[key] = self._built(layout, device)
+        return self._cases[key]
+
+    def _built(self, layout: Layout, device: Device) -> Case:
+        base = (*_spread_key(layout), layout.axes.dp_shard, device.kind)
+        if base not in self._cases:
+            ends, profile = self.ends(layout), self._profile(layout, device)
+            graph = coarse_graph(self._candidates[layout.captured][0], ends)
+            costs = coarse_profile(profile, ends)
+            ranges = Ranges.of(graph, costs, optimizer_bytes(self._optimizer))
+            self._cases[base] = Case(graph, costs, _shared(ranges, layout), layout.microbatches)
+        return replace(self._cases[base], microbatches=layout.microbatches)
+
+    def _profile(self, layout: Layout, device: Device) -> Profile:
+        key = (*_spread_key(layout), device.kind)
+        if key not in self._profiles:
+            graph, profile = self._candidates[layout.captured]
+            there = _on(graph, profile, self._cluster.devices[0], device)
+            self._profiles[key] = spread_profile(graph, there, layout, self._cluster)
+        return self._profiles[key]
+
+
+def _spread_key(layout: Layout) -> Key:
+    """What changes the seconds of a unit."""
+    sharded_ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
+    return layout.captured, layout.axes.tp, layout.weights, sharded_ways
+
+
+def _shared(ranges: Ranges, layout: Layout) -> Ranges:
+    level = "all" if layout.weights == "sharded" else "states"
+    return sharded(tensor_parallel(ranges, layout.axes.tp), layout.axes.dp_shard, level)
+
+
+def _on(graph: ModelGraph, profile: Profile, timed: Device, device: Device) -> Profile:
+    """The costs on another kind of device than the one that was timed."""
+    if device.kind == timed.kind:
+        return profile
+    here, there = roofline(graph, timed), roofline(graph, device)
+    rows = zip(profile.units, here.units, there.units, strict=True)
+    return profile.model_copy(update={"device": device.kind, "units": tuple(_times(*row) for row in rows)})
+
+
+def _times(cost: UnitCost, here: UnitCost, there: UnitCost) -> UnitCost:
+    def times(name: str) -> float:
+        base: float = getattr(here, name)
+        return getattr(cost, name) * getattr(there, name) / base if base else getattr(there, name)
+
+    names = ("forward_s", "backward_input_s", "backward_weight_s")
+    return cost.model_copy(update={name: times(name) for name in names})

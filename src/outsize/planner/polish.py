@@ -1,0 +1,53 @@
+"""Problem: the cut of the least largest price is not always the shortest step, for a price knows one stage
+at a time.
+
+From that cut, the bounds are moved by one unit and stages change their way to run, one at a time, as long
+as the simulated step gets shorter and everything fits: steepest descent over neighbouring cuts (Kernighan
+and Lin, BSTJ 49(2), 1970, along a chain). Deterministic; at most MOST cuts are simulated. What is left to
+the optimum is in the plan's gap. Complexity: MOST simulations. Oracle: tests/unit/planner/test_joint.py
+knows the best of all plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from outsize.planner.estimate import Estimate, estimate
+
+MOST: Final = 48
+# Less than this share of a step is no reason to leave the better balanced cut.
+WORTH: Final = 1e-3
+
+
+def polish(start: Estimate) -> Estimate:
+    """The start, or a neighbour's neighbour with a shorter step."""
+    best, left = start, MOST
+    while left > 0:
+        tried = [_at(best, *place) for place, _ in zip(_neighbours(best), range(left), strict=False)]
+        left -= len(tried)
+        shorter = min((e for e in tried if e.fits), key=lambda e: e.step_s, default=best)
+        if shorter.step_s >= best.step_s * (1 - WORTH):
+            break
+        best = shorter
+    return best
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _at(here: Estimate, bounds: tuple[int, ...], ways: tuple[int, ...]) -> Estimate:
+    return estimate(here.pipeline, bounds, ways, here.floor_s)
+
+
+def _neighbours(here: Estimate) -> Iterator[Place]:
+    """Bounds and ways that differ in one place."""
+    bounds, ways = here.bounds, here.ways
+    for place in range(1, len(bounds) - 1):
+        for moved in (bounds[place] - 1, bounds[place] + 1):
+            if bounds[place - 1] < moved < bounds[place + 1]:
+                yield (*bounds[:place], moved, *bounds[place + 1 :]), ways
+    for stage, options in enumerate(here.pipeline.ways):
+        for way in range(len(options)):
+            if way != ways[stage]:
+                yield bounds, (*ways[:stage], way, *ways[stage + 1 :])
