@@ -89,8 +89,9 @@ def plan(
     schedule: ScheduleName | None = None,
     optimizer: str = "adamw",
     precision: Precision = "fp32",
-    recompute: Recompute = "none",
+    recompute: Recompute | None = None,
     bn: BatchNormMode = "micro",
+    what_if: bool = False,
     loss_fn: LossFn | None = None,
     target: Any = None,
     batch_dims: Asked | None = None,
@@ -103,10 +104,11 @@ def plan(
     times the units on this machine instead of estimating them, or is what `measure` found; then only the
     microbatch sizes that it covers are looked at. `precision` is that of training ("mixed": autocast);
     weights are left as they are, so a model that is bf16 by itself needs none. `recompute="full"` trades
-    time for memory; `bn` is how BatchNorm keeps its running statistics (see Plan). `batch_dims` maps an
-    argument's name or position, or "target", to the dim along which its samples lie (None: it holds
-    none); what is not given follows from the shapes, and where these leave it open from a trial with one
-    sample more.
+    time for memory on every stage; not given, on those that would not fit. `bn` is how BatchNorm keeps its
+    running statistics (see Plan). `what_if` also looks at meshes that this version only plans; a plan that
+    has one says so (`Plan.beyond`). `batch_dims` maps an argument's name or position, or "target", to the
+    dim along which its samples lie (None: it holds none); what is not given follows from the shapes, and
+    where these leave it open from a trial with one sample more.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
     """
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
@@ -123,6 +125,7 @@ def plan(
         precision=precision,
         recompute=recompute,
         bn=bn,
+        what_if=what_if,
     )
     return search(question.request, question.candidates, question.cluster)
 
@@ -152,7 +155,8 @@ def outlook(
         return _priced(plan, found, measured)
     asked = ask(found, cluster_of(cluster), measured=measured, progress=progress, **wishes)
     made = search(asked.request, asked.candidates, asked.cluster)
-    seen = outlooking.outlook(made, *asked.candidates[made.microbatches], asked.cluster)
+    taken = asked.candidates[made.microbatches * made.axes.replicas]
+    seen = outlooking.outlook(made, *taken, asked.cluster)
     return outlooking.with_curves(seen, asked.request, asked.candidates, asked.cluster) if curves else seen
 
 

@@ -47,24 +47,26 @@ def outlook(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -
 def with_curves(found: Outlook, request: Request, candidates: Candidates, cluster: Cluster) -> Outlook:
     """The same with what-if curves for the choices that were left open."""
     counts = sorted(candidates) if request.microbatches is None else []
-    devices = _doubled(len(cluster.devices)) if request.stages is None else []
+    stages = _doubled(len(cluster.devices)) if request.stages is None else []
+    if request.what_if:
+        stages = [pp for pp in stages if len(cluster.devices) % pp == 0]
     plan = found.plan
     made = (
         _curve("microbatches", counts, plan.microbatches, request, candidates, cluster),
-        _curve("devices", devices, plan.axes.world_size, request, candidates, cluster),
+        _curve("pp" if request.what_if else "devices", stages, plan.axes.pp, request, candidates, cluster),
     )
     return replace(found, curves=tuple(curve for curve in made if len(curve.values) > 1))
 
 
 def _curve(
-    choice: Literal["microbatches", "devices"],
+    choice: Literal["microbatches", "devices", "pp"],
     values: Iterable[int],
     chosen: int,
     request: Request,
     candidates: Candidates,
     cluster: Cluster,
 ) -> Curve:
-    field = {"microbatches": "microbatches", "devices": "stages"}[choice]
+    field = "microbatches" if choice == "microbatches" else "stages"
     tried = {v: _rate(request.model_copy(update={field: v}), candidates, cluster) for v in values}
     return Curve(choice=choice, values=tuple(tried), samples_per_s=tuple(tried.values()), chosen=chosen)
 

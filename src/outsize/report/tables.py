@@ -29,9 +29,11 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
 from outsize.report import pieces
 from outsize.report.placement import device_text, holdings, lanes, recompute_varies
-from outsize.report.units import short_units
+from outsize.report.units import MOST_SHOWN, short_units
 
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+# With more stages than this, fewer of each one's units are named.
+FEW = 4
 SOURCES = {"measured": "from measured unit times", "roofline": "from estimated unit times (roofline)"}
 
 
@@ -169,10 +171,10 @@ def _size_text(graph: ModelGraph) -> str:
 def _stage_table(plan: Plan) -> Table:
     names = ("params", "forward", "backward", "busy", "bubble") if plan.expected else ()
     table = pieces.table(("stage", "right"), ("device", "left"), ("units", "left"), *pieces.rights(*names))
-    varies = recompute_varies(plan)
+    varies, most = recompute_varies(plan), MOST_SHOWN if len(plan.stages) <= FEW else MOST_SHOWN // 2
     for number, stage in enumerate(plan.stages):
         again = " (recomputed)" if varies and plan.recompute_of(number) == "full" else ""
-        cells = (str(number), device_text(plan, number), short_units(stage.units) + again)
+        cells = (str(number), device_text(plan, number), short_units(stage.units, most) + again)
         table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
     return table
 
