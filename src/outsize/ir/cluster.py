@@ -115,7 +115,7 @@ class Cluster(Record):
 # -- by name ---------------------------------------------------------------------------------------------
 
 _PART = re.compile(r"^(?:(\d+)x)?(\d+)x([a-z0-9.\-]+)$")
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)gb$")
+_SIZE = re.compile(r"^(-?\d+(?:\.\d+)?)gb$")
 _NETWORK = re.compile(r"^(?:(\d+)x)?([a-z]+\d*)$")
 
 
@@ -197,7 +197,8 @@ def _spec(part: str, text: str) -> _Spec:
 def _memory(gigabytes: str, text: str) -> int:
     memory = int(float(gigabytes) * 1e9)
     if memory < 1:
-        raise BadOption(f"cluster {text!r} has devices without memory", next_step="--cluster 2x12GB")
+        what = f"cluster {text!r} has devices without memory"
+        raise BadOption(what, numbers=f"{gigabytes} GB", next_step="--cluster 2x12GB")
     return memory
 
 

@@ -49,6 +49,11 @@ CASES: dict[str, tuple[int, str]] = {
     "fit-optimizer": (2, "fit toy:build --optimizer adamx"),
     "fit-precision": (2, "fit toy:build --precision fp8"),
     "fit-stages": (3, "fit toy:pair --stages 9 --cluster 9xcpu"),
+    "plan-negative-memory": (2, "plan toy:build --cluster 2x-12GB"),
+    "plan-what-if": (3, "run toy:build --plan whatif.json"),
+    "plan-what-if-beside-check": (2, "plan toy:build --check plan.json --what-if"),
+    "plan-what-if-fits-nowhere": (3, "plan toy:build?width=512 --cluster 2x0.01GB --what-if"),
+    "explain-plan-no-json": (3, "explain-plan toy.py"),
     "explain-plan-of-another-model": (3, "explain-plan plan.json toy:pair"),
     "option": (2, "plan toy:build --stagse 2"),
     "value": (2, "plan toy:build --batch many"),
@@ -61,8 +66,9 @@ def plans(outsize: Outsize, folder: Path) -> None:
     """plan.json of toy:build over two processes, and copies of it with a mistake."""
     assert outsize("plan", "toy:build", "--cluster", "2xcpu", "--out", "plan.json").code == 0
     text = (folder / "plan.json").read_text()
+    (folder / "whatif.json").write_text(re.sub('"tp": 1', '"tp": 4', text))
     (folder / "moved.json").write_text(text.replace('"device": "cpu:1"', '"device": "cpu:7"'))
-    (folder / "field.json").write_text(text.replace('"schedule": "1f1b"', '"schedule": "2f2b"'))
+    (folder / "field.json").write_text(re.sub('"schedule": "[^"]*"', '"schedule": "2f2b"', text, count=1))
     assert '"0-' in text
     (folder / "uncovered.json").write_text(re.sub('"0-', '"1-', text, count=1))
 
