@@ -118,6 +118,7 @@ class Alternative(Record):
     schedule: ScheduleName
     microbatches: Count
     axes: Axes
+    weights: Weights = "resident"
     recompute: Recompute = "none"
     step_s: float
     samples_per_s: float

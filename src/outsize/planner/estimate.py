@@ -9,7 +9,8 @@ that was played.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final, final
 
@@ -18,15 +19,15 @@ from outsize.ir.cluster import Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, StageFigures
 from outsize.ir.profile import UnitCost
-from outsize.ir.schedule import Schedule
+from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.edges import Edge, Edges, edges_between
 from outsize.planner.layout import Layout
-from outsize.planner.memory import StageMemory, account_ranges
-from outsize.planner.ranges import Ranges
+from outsize.planner.longest import Cost, Network
+from outsize.planner.memory import StageMemory, account_moments
 from outsize.planner.reasons import fullest_reason, pace_reason
 from outsize.planner.simulate import StageCost, simulate
-from outsize.planner.split import Case, Pipeline, held_in
+from outsize.planner.split import Case, Pipeline, moments_by_stage
 from outsize.planner.spread import sync_s
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
@@ -40,9 +41,8 @@ PLAYED: Final = 4096
 class Estimate:
     """One way to run a model, with what it is expected to cost.
 
-    `timeline` has all microbatches, or the first ones of very many: then `rest_s` is what the others take.
-    `sync_s`: replicas wait for each other's gradients. `floor_s`: no cut of this layout that fits makes a
-    shorter step; 0 where nobody knows.
+    `pipeline_s` of all microbatches; `sync_s`: replicas wait for each other's gradients. `floor_s`: no cut of
+    this layout that fits makes a shorter step; 0 where nobody knows.
     """
 
     pipeline: Pipeline
@@ -50,8 +50,7 @@ class Estimate:
     cases: tuple[Case, ...]
     costs: tuple[StageCost, ...]
     memories: tuple[StageMemory, ...]
-    timeline: Timeline
-    rest_s: float
+    pipeline_s: float
     sync_s: float
     floor_s: float = 0.0
 
@@ -79,7 +78,7 @@ class Estimate:
     @property
     def step_s(self) -> float:
         """Predicted seconds of a step without the optimizer's."""
-        return self.timeline.duration_s + self.rest_s + self.sync_s
+        return self.pipeline_s + self.sync_s
 
     @property
     def bubble(self) -> float:
@@ -119,15 +118,13 @@ def estimate(
     costs = tuple(
         _stage_cost(case.profile.units[a:b]) for case, (a, b) in zip(cases, pairwise(bounds), strict=True)
     )
-    played, rest_s = _played(pipeline, edges, costs)
     return Estimate(
         pipeline,
         tuple(bounds),
         cases,
         costs,
-        _memories(pipeline, edges, bounds, cases),
-        played,
-        rest_s,
+        _memories(pipeline, bounds, cases),
+        _step_s(pipeline, edges, costs),
         max(_sync_s(pipeline, *of) for of in zip(cases, pairwise(bounds), costs, strict=True)),
         floor_s,
     )
@@ -135,10 +132,12 @@ def estimate(
 
 def waits_s(found: Estimate) -> float:
     """Seconds of the step that are the links': what it would be shorter if they cost nothing."""
-    edges = edges_between(found.graph, found.bounds)
-    free = Edges(*(dict.fromkeys(sizes, 0) for sizes in (edges.forward, edges.backward, edges.step)))
-    timeline, rest_s = _played(found.pipeline, free, found.costs)
-    return found.timeline.duration_s + found.rest_s - timeline.duration_s - rest_s
+    edges, layout = edges_between(found.graph, found.bounds), found.layout
+    played = played_microbatches(layout)
+    seconds = _seconds(found.pipeline, edges, found.costs, played)
+    free = {cost: 0.0 if cost[-1] >= 0 else each for cost, each in seconds.items()}
+    network = _network(layout, played, *_keys(edges))
+    return (network.step_s(seconds) - network.step_s(free)) * layout.microbatches / played
 
 
 def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
@@ -146,28 +145,67 @@ def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
     return lower(schedule, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
 
 
-def _played(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> tuple[Timeline, float]:
-    """The step, or its first microbatches and the seconds of the others."""
-    layout = pipeline.layout
-    m, p = layout.microbatches, layout.axes.pp
-    enough = max(PLAYED // layout.stages, 3 * p)
-    skipped = max(0, m - enough) // p * p
-    timeline = _simulated(pipeline, edges, costs, m - skipped)
-    if not skipped:
-        return timeline, 0.0
-    shorter = _simulated(pipeline, edges, costs, m - skipped - p)
-    return timeline, (timeline.duration_s - shorter.duration_s) * (skipped // p)
+def played_microbatches(layout: Layout) -> int:
+    """All of them, or enough for the others to follow from them."""
+    enough = max(PLAYED // layout.stages, 3 * layout.axes.pp)
+    return layout.microbatches - max(0, layout.microbatches - enough) // layout.axes.pp * layout.axes.pp
 
 
-def _simulated(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost], microbatches: int) -> Timeline:
+def _step_s(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> float:
+    """Seconds of all microbatches, of which the last ones may not have been played."""
     layout = pipeline.layout
-    lowered = lower_along(edges, build(layout.schedule, layout.stages, microbatches, layout.axes.pp))
-    values = _shares(forward_bytes(edges, microbatches), layout.axes.tp)
+    played = played_microbatches(layout)
+    seconds = _seconds(pipeline, edges, costs, played)
+    step_s = _network(layout, played, *_keys(edges)).step_s(seconds)
+    rounds = (layout.microbatches - played) // layout.axes.pp
+    if not rounds:
+        return step_s
+    shorter = _network(layout, played - layout.axes.pp, *_keys(edges)).step_s(seconds)
+    return step_s + rounds * (step_s - shorter)
+
+
+@lru_cache(maxsize=64)
+def _network(
+    layout: Layout,
+    microbatches: int,
+    forward: frozenset[Edge],
+    backward: frozenset[Edge],
+    step: frozenset[Edge],
+) -> Network:
+    """The events of one step; the same for all cuts that send along the same edges."""
+    built = build(layout.schedule, layout.stages, microbatches, layout.axes.pp)
+    return Network.of(lower(built, forward, backward, step))
+
+
+def _keys(edges: Edges) -> tuple[Along, Along, Along]:
+    return frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step)
+
+
+def _seconds(
+    pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost], microbatches: int
+) -> dict[Cost, float]:
+    """Of every kind of node."""
+    ways, found = pipeline.layout.axes.tp, dict[Cost, float]()
+    for stage, cost in enumerate(costs):
+        found[Kind.I, stage, -1] = cost.backward_s - cost.weight_s
+        found[Kind.W, stage, -1] = cost.weight_s
+        found |= {(Kind.F, stage, -1): cost.forward_s, (Kind.B, stage, -1): cost.backward_s}
+    for kind, sizes in ((Kind.F, forward_bytes(edges, microbatches)), (Kind.B, edges.backward)):
+        for (source, destination), size in _shares(sizes, ways).items():
+            found[kind, source, destination] = pipeline.link(source, destination).seconds(size)
+    return found
+
+
+def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) -> Timeline:
+    """The predicted Timeline, of the microbatches that are played."""
+    layout, edges = pipeline.layout, edges_between(pipeline.case.graph, bounds)
+    played = played_microbatches(layout)
+    lowered = lower_along(edges, build(layout.schedule, layout.stages, played, layout.axes.pp))
     first_of = {rank: stage for stage, rank in reversed(tuple(enumerate(layout.ranks)))}
     return simulate(
         lowered,
         costs,
-        values,
+        _shares(forward_bytes(edges, played), layout.axes.tp),
         _shares(edges.backward, layout.axes.tp),
         lambda a, b: pipeline.link(first_of[a], first_of[b]),
     )
@@ -178,22 +216,13 @@ def _shares(sizes: Mapping[Edge, int], ways: int) -> Mapping[Edge, int]:
     return {edge: -(-size // ways) for edge, size in sizes.items()}
 
 
-def _memories(
-    pipeline: Pipeline, edges: Edges, bounds: Sequence[int], cases: Sequence[Case]
-) -> tuple[StageMemory, ...]:
+def _memories(pipeline: Pipeline, bounds: Sequence[int], cases: Sequence[Case]) -> tuple[StageMemory, ...]:
     """Of each stage, in the way it runs."""
     layout = pipeline.layout
-    count = held_in(layout.schedule, layout.stages, layout.microbatches)
-    lowered = lower_along(edges, build(layout.schedule, layout.stages, count, layout.axes.pp))
-    of = {id(case): account_ranges(_batch(case, count), case.graph, bounds, lowered) for case in cases}
+    worst = moments_by_stage(layout.schedule, layout.stages, layout.microbatches, layout.axes.pp)
+    different = {id(case): case for case in cases}
+    of = {key: account_moments(c.ranges, c.graph, bounds, worst) for key, c in different.items()}
     return tuple(of[id(case)][stage] for stage, case in enumerate(cases))
-
-
-def _batch(case: Case, count: int) -> Ranges:
-    """The batch is there as a whole, however few of its microbatches are played."""
-    if count == case.microbatches:
-        return case.ranges
-    return replace(case.ranges, inputs=case.ranges.inputs * case.microbatches // count)
 
 
 def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost) -> float:

@@ -125,11 +125,17 @@ def account_ranges(
     ranges: Ranges, graph: ModelGraph, bounds: Sequence[int], schedule: Schedule
 ) -> tuple[StageMemory, ...]:
     """`account` on tables that are there already."""
+    stages = range(len(bounds) - 1)
+    return account_moments(ranges, graph, bounds, [moments(schedule, stage) for stage in stages])
+
+
+def account_moments(
+    ranges: Ranges, graph: ModelGraph, bounds: Sequence[int], worst: Sequence[Sequence[Alive]]
+) -> tuple[StageMemory, ...]:
+    """The same with the `moments` of each stage."""
     names = [u.name for u in graph.units]
-    return tuple(
-        _stage_memory(ranges, names, run, moments(schedule, stage))
-        for stage, run in enumerate(pairwise(bounds))
-    )
+    runs = zip(pairwise(bounds), worst, strict=True)
+    return tuple(_stage_memory(ranges, names, run, alive) for run, alive in runs)
 
 
 def peak_table(ranges: Ranges, worst: Sequence[Alive]) -> Bytes:

@@ -11,7 +11,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
-from outsize.planner.estimate import Estimate, check_enough, estimate, expected, reasons
+from outsize.planner.estimate import Estimate, check_enough, estimate, expected, play, reasons
 from outsize.planner.floor import Work, fastest
 from outsize.planner.layout import Layout
 from outsize.planner.limits import limited_by
@@ -35,8 +35,9 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
-    """The predicted Timeline of one step of the plan; raises as `price` does."""
-    return _of_plan(plan, graph, profile, cluster).timeline
+    """The predicted Timeline of one step of the plan, or of its first microbatches; raises as `price`."""
+    found = _of_plan(plan, graph, profile, cluster)
+    return play(found.pipeline, found.bounds, found.costs)
 
 
 def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Estimate:

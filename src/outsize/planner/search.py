@@ -224,11 +224,11 @@ class _Hunt:
         cut = split(pipeline)
         if cut is None:
             self._rejected.append(pipeline)
-            self._floors += [] if self._menu.exact(layout) and layout.chunks == 1 else [floor_s]
+            self._floors += [] if self._menu.exact(layout) else [floor_s]
             return
         known_s = cut.floor_s if self._menu.exact(layout) else 0.0
         priced = estimate(pipeline, cut.bounds, cut.ways, known_s)
-        self._floors.append(max(floor_s, known_s))
+        self._floors.append(priced.step_s if layout.chunks > 1 else max(floor_s, known_s))
         if priced.fits:
             self._found.append(priced)
         else:

@@ -129,7 +129,10 @@ class Pipeline:
 @final
 @dataclass(frozen=True, slots=True)
 class Split:
-    """First unit of each stage, then n; the way of each stage; no cut that fits makes a shorter step."""
+    """First unit of each stage, then n; the way of each stage; no cut that fits makes a shorter step.
+
+    `floor_s` is 0 where stages share a device: their cuts are balanced, and nobody knows the best.
+    """
 
     bounds: tuple[int, ...]
     ways: tuple[int, ...]
@@ -184,9 +187,8 @@ class _Tables:
 
     def floor_s(self) -> float:
         """The least step of all cuts that fit, if links cost nothing."""
-        layout = self._pipeline.layout
-        if layout.schedule == "interleaved":
-            return min(work.least_s(layout.axes.pp, self._m) for work in self._works.values())
+        if self._pipeline.layout.chunks > 1:
+            return 0.0
         return bottleneck(self._pipeline.stages, self._floor, self._pipeline.case.units)
 
     def way(self, stage: int, first: int, end: int) -> int:
