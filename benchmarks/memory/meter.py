@@ -46,7 +46,7 @@ class Meter(TorchDispatchMode):
         self.events: list[tuple[int, int, int]] = []  # stage, storage, its bytes; 0 at its end
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = op(*args, **(kwargs or {}))
+        result = args[0].add_(args[1]) if _adds_up(op, args) else op(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._meet(leaf.untyped_storage())
@@ -87,6 +87,23 @@ class Meter(TorchDispatchMode):
         self.live_bytes[stage] += size
         if self.live_bytes[stage] > self.peaks[stage]:
             self.peaks[stage], self.moments[stage] = self.live_bytes[stage], self.doing
+
+
+def _adds_up(op: Any, args: Any) -> bool:
+    """Whether autograd adds a part of a gradient to the sum so far, whose memory is nobody else's.
+
+    It does so in place, but not while somebody watches (`can_accumulate_inplace` in input_buffer.cpp).
+    """
+    if op is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or len(args) != 2:
+        return False
+    total, part = args
+    alike = isinstance(part, Tensor) and part.shape == total.shape and part.dtype == total.dtype
+    return alike and total.is_contiguous() and _owners(total.untyped_storage()) == 1
+
+
+def _owners(storage: torch.UntypedStorage) -> int:
+    """Tensors that live in it: without the handle of Python that asks."""
+    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 @final

@@ -61,6 +61,7 @@ class Ranges:
     inputs: Bytes
     saved: Bytes
     twice: Bytes
+    again: Bytes
     forward: Bytes
     backward: Bytes
     first_backward: Bytes
@@ -98,6 +99,7 @@ class Ranges:
             inputs=np.full((n + 1, n + 1), graph.input_bytes, np.int64),
             saved=_spans(units.saved),
             twice=walk.twice,
+            again=walk.again,
             forward=walk.forward,
             backward=walk.backward,
             first_backward=walk.first_backward,
@@ -108,9 +110,20 @@ class Ranges:
         )
 
     def recomputed(self) -> Self:
-        """What units save is there for one microbatch at a time, while its backward computes it anew."""
+        """What units save is there for one microbatch at a time, while its backward computes it anew.
+
+        That includes the values sent, which are there from its forward: exact while the last unit goes back,
+        an upper bound before.
+        """
         nothing = np.zeros_like(self.saved)
-        return replace(self, saved=nothing, twice=nothing)
+        return replace(
+            self,
+            saved=nothing,
+            twice=nothing,
+            again=nothing,
+            backward=self.backward + self.again,
+            first_backward=self.first_backward + self.again,
+        )
 
     def bare(self) -> Self:
         """Never more than these, and never less for more units: without what crosses the ends of a run."""

@@ -74,7 +74,7 @@ def tensor_parallel(ranges: Ranges, ways: int) -> Ranges:
 
 _DIVIDED = (
     *("weights", "replicas", "gradients", "optimizer", "master", "update"),
-    *("saved", "twice", "forward", "backward", "first_backward"),
+    *("saved", "twice", "again", "forward", "backward", "first_backward"),
     *("received", "sent", "gradient_in", "gradient_out"),
 )
 

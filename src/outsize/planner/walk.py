@@ -74,12 +74,14 @@ class Walk:
     """Tables over (first, end) of shape (n + 1, n + 1).
 
     twice            bytes of received and sent values that are among the saved ones, per microbatch
+    again            the sent ones of them, of which a recompute makes a second copy in the backward
     forward          beside the received values: what the microbatch that acts holds in its forward
     backward         beside received and sent values and the gradients that came in; `weights`' gradients too
     first_backward   the same where no gradients of weights are there yet
     """
 
     twice: Bytes
+    again: Bytes
     forward: Bytes
     backward: Bytes
     first_backward: Bytes
@@ -93,12 +95,13 @@ class Walk:
         crossing_kept = _kept_beyond(n, values)
         before = np.zeros_like(crossing_kept)
         before[1:] = crossing_kept[:-1]
-        received_kept = _kept_inside(n, values)
+        received_kept, sent_kept = _kept_inside(n, values), _at_end(crossing_kept) - before
         held = _held_backward(n, memories, units, saved) - crossing_kept
         fixed = before - received_kept - saved[:, None]
         after = np.append(gradients[1:], gradients[-1])
         return cls(
-            twice=_at_end(crossing_kept) - before + received_kept,
+            twice=sent_kept + received_kept,
+            again=sent_kept,
             forward=_worst_forward(_held_forward(n, memories, values, units, saved)) - saved[:, None],
             backward=_worst_backward(held) + fixed + gradients - gradients[:, None],
             first_backward=_worst_backward(held - after[:, None]) + fixed + gradients,
@@ -200,7 +203,10 @@ def _held_forward(
 
 
 def _held_backward(n: int, memories: Iterable[Memory], units: UnitBytes, saved: Bytes) -> Bytes:
-    """[k, end]: saved by units up to k, gradients on their way, new ones of the weights of k."""
+    """[k, end]: saved by units up to k, gradients on their way past k, what k's backward holds beside them.
+
+    Of a unit that does not tell (it has no costs): the gradients into it, out of it, and its weights'.
+    """
     own, past = _square(n), _square(n)
     for m in (m for m in memories if m.gradient):
         for last, after in pairwise((*m.used, n + 1)):
@@ -212,7 +218,8 @@ def _held_backward(n: int, memories: Iterable[Memory], units: UnitBytes, saved: 
     held, inside = _filled(own), _filled(past)
     held[:-1] += units.gradients[:, None]
     inside[:-1] += units.rising[:, None]
-    held = np.maximum(held, inside, out=held)
+    told = np.append(units.rising > 0, False)
+    held[told] = np.maximum(inside[told], 0)
     held[:-1] += saved[1:, None]
     return held
 

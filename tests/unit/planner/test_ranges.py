@@ -67,3 +67,13 @@ def test_a_profile_of_another_graph_is_refused() -> None:
     with pytest.raises(ModelMismatch, match=r"3 units, fingerprint f0, against 2 units"):
         Ranges.of(graph, other_profile, ADAMW)
     assert Ranges.of(other, profile_of(other, [1.0] * 3), ADAMW).units == 3
+
+
+def test_a_recompute_makes_a_second_copy_of_what_was_sent() -> None:
+    """Each value is kept by the unit that makes it; the last one of a stage is sent, too."""
+    graph, profile = chain([1.0] * 3, value_bytes=8, saved_bytes=10)
+    kept = [v.model_copy(update={"saved_by": v.producer}) for v in graph.values]
+    ranges = Ranges.of(graph.model_copy(update={"values": tuple(kept)}), profile, ADAMW)
+    sends, last = ranges.only(0, 2), ranges.only(2, 3)
+    assert ranges.recomputed().only(0, 2).backward == sends.backward + 8
+    assert ranges.recomputed().only(2, 3).backward == last.backward

@@ -58,7 +58,8 @@ def backward(graph: ModelGraph, units: UnitBytes, first: int, end: int, again: b
         if units.alone[k]:
             gone = [v for v in graph.values if v.requires_grad and v.producer == k and v.consumers[0] >= end]
             past -= sum(v.size_bytes for v in gone)
-        return int(units.saved[first : k + 1].sum() - twice + weights + max(own, past))
+        inside = max(past, 0) if units.rising[k] else own
+        return int(units.saved[first : k + 1].sum() - twice + weights + inside)
 
     return max(map(at, range(first, end)))
 
