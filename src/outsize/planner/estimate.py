@@ -164,14 +164,11 @@ def _step_s(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> flo
     return step_s + rounds * (step_s - shorter)
 
 
+Along = frozenset[Edge]
+
+
 @lru_cache(maxsize=64)
-def _network(
-    layout: Layout,
-    microbatches: int,
-    forward: frozenset[Edge],
-    backward: frozenset[Edge],
-    step: frozenset[Edge],
-) -> Network:
+def _network(layout: Layout, microbatches: int, forward: Along, backward: Along, step: Along) -> Network:
     """The events of one step; the same for all cuts that send along the same edges."""
     built = build(layout.schedule, layout.stages, microbatches, layout.axes.pp)
     return Network.of(lower(built, forward, backward, step))

@@ -1,12 +1,13 @@
 """Problem: the seconds of a step, for very many cuts of one schedule, without the spans of each.
 
 Which action waits for which is the schedule's alone, so the simulator's network of events (simulate.py) is
-written down once: compute actions wait for the one before on their rank and for the messages that are received
-for them, transfers for their send, their receive and the one before on their wire. For a cut only the durations
-differ, and the step is the longest path: each node starts when the last it waits for has ended.
+written down once: compute actions wait for the one before on their rank and for the messages that are
+received for them, transfers for their send, their receive and the one before on their wire. For a cut only
+the durations differ, and the step is the longest path: each node starts when the last it waits for has
+ended.
 
-The same maxima and sums as in the simulator, so the same seconds, bit by bit. A critical path (Kelley 1961) in
-topological order, by graphlib. Complexity: O(actions), after O(actions) once. Oracle:
+The same maxima and sums as in the simulator, so the same seconds, bit by bit. A critical path (Kelley 1961)
+in topological order, by graphlib. Complexity: O(actions), after O(actions) once. Oracle:
 tests/unit/planner/test_longest.py compares with `simulate` for all schedules, skips and tied weights.
 """
 
