@@ -14,6 +14,7 @@ from outsize.ir.curve import Curve
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
+from outsize.ir.schedule import Action
 from outsize.ir.text import bytes_text, count_text, percent_text, rate_text, seconds_text
 from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
@@ -184,26 +185,30 @@ def _step_tiles(plan: Plan, predicted: Timeline | None, measured: Timeline | Non
     shown = measured or predicted
     if shown is None or not shown.duration_s:
         return []
-    step, busy = seconds_text(shown.duration_s), percent_text(1 - shown.bubble)
-    step_note, busy_note = _step_notes(predicted, measured)
-    rate = rate_text(plan.batch_size / shown.duration_s)
+    step_s, bubble = _step(plan, shown)
+    step_note, busy_note = _step_notes(plan, predicted, measured)
     return [
-        Tile("step time", step, step_note),
-        Tile("samples per second", rate, f"batch {plan.batch_size}"),
-        Tile("devices busy", busy, busy_note),
+        Tile("step time", seconds_text(step_s), step_note),
+        Tile("samples per second", rate_text(plan.batch_size / step_s), f"batch {plan.batch_size}"),
+        Tile("devices busy", percent_text(1 - bubble), busy_note),
     ]
 
 
-def _step_notes(predicted: Timeline | None, measured: Timeline | None) -> tuple[str, str]:
+def _step(plan: Plan, timeline: Timeline) -> tuple[float, float]:
+    """Seconds and bubble. What is drawn of a prediction may be its first microbatches; the plan has all."""
+    if timeline.source == "predicted" and plan.expected is not None and plan.expected.step_s:
+        return plan.expected.step_s, plan.expected.bubble
+    return timeline.duration_s, timeline.bubble
+
+
+def _step_notes(plan: Plan, predicted: Timeline | None, measured: Timeline | None) -> tuple[str, str]:
     """Under measured figures the predicted ones; predicted figures say that they are."""
     if measured is None:
         return "predicted", "predicted"
     if predicted is None:
         return "measured", "measured"
-    return (
-        f"{seconds_text(predicted.duration_s)} predicted",
-        f"{percent_text(1 - predicted.bubble)} predicted",
-    )
+    step_s, bubble = _step(plan, predicted)
+    return f"{seconds_text(step_s)} predicted", f"{percent_text(1 - bubble)} predicted"
 
 
 def _stages(plan: Plan) -> list[dict[str, Any]]:
@@ -261,12 +266,19 @@ def _timelines(plan: Plan, found: Sequence[Timeline]) -> list[dict[str, str]]:
     return [
         {
             "name": timeline.source,
-            "step": seconds_text(timeline.duration_s),
-            "bubble": percent_text(timeline.bubble),
+            "step": seconds_text(_step(plan, timeline)[0]),
+            "bubble": percent_text(_step(plan, timeline)[1]),
+            "part": _part(plan, timeline),
             "svg": timeline_svg(timeline.source, timeline, end_s, devices),
         }
         for timeline in found
     ]
+
+
+def _part(plan: Plan, timeline: Timeline) -> str:
+    """How much of the step is drawn, when it is not all of it."""
+    last = max((Action.parse(s.action).microbatch for s in timeline.spans), default=0)
+    return f", its first {last + 1} microbatches" if last + 1 < plan.microbatches else ""
 
 
 def _differences(verdict: Verdict | None) -> list[tuple[str, str, bool]]:

@@ -255,3 +255,12 @@ def test_weight_gradients_are_in_the_legend_where_there_are_any(tmp_path: Path) 
     spans = tuple(s.model_copy(update={"action": s.action.replace("B", "W")}) for s in step.spans[:1])
     split = step.model_copy(update={"spans": (*spans, spans[0].model_copy(update={"action": "0W0"}))})
     assert "gradient of weights" in page_of(tmp_path, **BARE, predicted=split)
+
+
+def test_a_step_of_which_only_a_part_is_drawn(tmp_path: Path) -> None:
+    plan = samples.plan().model_copy(update={"batch_size": 48, "microbatches": 12})
+    assert plan.expected is not None
+    twice = plan.expected.model_copy(update={"step_s": 2.0, "bubble": 0.1})
+    page = page_of(tmp_path, plan=plan.model_copy(update={"expected": twice}), predicted=samples.predicted())
+    assert "2.00 s, bubble 10 %, its first 6 microbatches" in page
+    assert '<span class="value">2.00 s</span>' in page
