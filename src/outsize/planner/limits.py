@@ -47,5 +47,7 @@ def limited_by(found: Estimate, work: Work, graph: ModelGraph, bounds: Sequence[
 def _less(work: Work, found: Estimate) -> float:
     """Seconds between the least step within this memory and the least one without limits."""
     layout = found.layout
+    if not found.floor_s:
+        return 0.0
     floor_s = work.floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
     return found.floor_s - floor_s

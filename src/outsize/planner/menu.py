@@ -8,7 +8,7 @@ roofline says the two kinds differ by, unit by unit. Models of very many units a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, final
 
@@ -21,6 +21,7 @@ from outsize.planner.floor import Work, fastest
 from outsize.planner.layout import Layout, grouped
 from outsize.planner.margin import rooms
 from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.order import first_of, least_pace_s, ordered
 from outsize.planner.ranges import Ranges
 from outsize.planner.roofline import roofline
 from outsize.planner.sharding import sharded, tensor_parallel
@@ -45,6 +46,7 @@ class Menu:
         self._profiles: dict[Key, Profile] = {}
         self._works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
+        self._paces: dict[Key, float] = {}
 
     def pipeline(
         self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
@@ -60,6 +62,23 @@ class Menu:
         devices = (self._cluster.devices[rank * layout.group] for rank in ranks)
         ways = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
         return Pipeline(layout, self._cluster, room, ranks, ways)
+
+    @property
+    def unequal(self) -> bool:
+        """Whether the order of the devices matters."""
+        return self._cluster.unequal
+
+    def pipelines(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
+        """In rank order, and where devices differ in the order that is best balanced."""
+        given = self.pipeline(layout, recompute)
+        if given is None:
+            return
+        yield given
+        if self.unequal and layout.group == layout.chunks == 1:
+            cases = [self.case(layout, device, recompute[-1]) for device in first_of(self._cluster)]
+            places = ordered(layout, self._cluster, cases)
+            better = self.pipeline(layout, recompute, places) if places else None
+            yield from [better] if better is not None else []
 
     def graph(self, layout: Layout) -> ModelGraph:
         """The model at the layout's microbatch size, unit by unit."""
@@ -85,6 +104,16 @@ class Menu:
             profiles = [self._profile(layout, device) for device in kinds.values()]
             self._works[key] = Work.of(graph, fastest(profiles))
         return self._works[key]
+
+    def pace_s(self, layout: Layout) -> float:
+        """No arrangement of unequal devices has a faster slowest stage; 0 where all are alike."""
+        if not self.unequal or layout.group > 1:
+            return 0.0
+        key = ("pace", *_spread_key(layout))
+        if key not in self._paces:
+            profiles = [self._profile(layout, device) for device in first_of(self._cluster)]
+            self._paces[key] = least_pace_s(profiles, self._cluster)
+        return self._paces[key]
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
         """Tables of the layout's units on such a device."""

@@ -211,28 +211,38 @@ class _Hunt:
         return not few and (tried >= MOST_TRIED or floor_s > CLOSE * best_s)
 
     def _least(self, layout: Layout) -> float:
-        return self._menu.work(layout).least_s(layout.axes.pp, layout.microbatches)
+        least_s = self._menu.work(layout).least_s(layout.axes.pp, layout.microbatches)
+        return max(least_s, layout.microbatches * self._menu.pace_s(layout))
 
     def _floor(self, layout: Layout) -> float:
         work = self._menu.work(layout)
         return work.floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
 
     def _try(self, layout: Layout, floor_s: float) -> None:
-        pipeline = self._menu.pipeline(layout, self._recompute)
-        if pipeline is None:
+        pipelines = list(self._menu.pipelines(layout, self._recompute))
+        if not pipelines:
             return
-        cut = split(pipeline)
-        if cut is None:
-            self._rejected.append(pipeline)
-            self._floors += [] if self._menu.exact(layout) else [floor_s]
-            return
-        known_s = cut.floor_s if self._menu.exact(layout) else 0.0
-        priced = estimate(pipeline, cut.bounds, cut.ways, known_s)
-        self._floors.append(priced.step_s if layout.chunks > 1 else max(floor_s, known_s))
-        if priced.fits:
-            self._found.append(priced)
+        priced = [each for each in map(self._priced, pipelines) if each is not None]
+        self._floors.append(self._known_s(layout, floor_s, priced))
+        if any(each.fits for each in priced):
+            self._found.append(min((e for e in priced if e.fits), key=lambda e: e.step_s))
         else:
-            self._rejected.append(pipeline)
+            self._rejected.append(pipelines[0])
+
+    def _priced(self, pipeline: Pipeline) -> Estimate | None:
+        """With the best cut; None where none fits."""
+        cut = split(pipeline)
+        exact = self._menu.exact(pipeline.layout) and not self._menu.unequal
+        known_s = cut.floor_s if cut and exact else 0.0
+        return estimate(pipeline, cut.bounds, cut.ways, known_s) if cut else None
+
+    def _known_s(self, layout: Layout, floor_s: float, priced: Sequence[Estimate]) -> float:
+        """What no cut of the layout beats, now that its tables are there."""
+        if layout.chunks > 1:
+            return min((each.step_s for each in priced), default=inf)
+        if self._menu.unequal or not self._menu.exact(layout):
+            return floor_s
+        return max(floor_s, *(each.floor_s for each in priced)) if priced else inf
 
 
 def _nothing_fits(

@@ -45,9 +45,8 @@ Wire = tuple[float, float]
 """A link's (latency_s, bytes_per_s)."""
 Key = TypeVar("Key")
 Table = TypeVar("Table", Bytes, Seconds)
-# Schedules that do the same over and over once the first forwards are out.
-STEADY: Final = frozenset({"1f1b", "zero-bubble", "naive", "interleaved"})
-PLENTY: Final = 4
+# Schedules that do the same over and over once they have had so many microbatches for each stage.
+ENOUGH: Final[dict[str, int]] = {"naive": 1, "1f1b": 1, "zero-bubble": 2, "interleaved": 3}
 # Under these the best balance is as good a cut as any other: no critical path tells them apart.
 EVEN: Final = frozenset({"naive", "interleaved"})
 
@@ -237,7 +236,7 @@ def moments_by_stage(
     schedule: ScheduleName, stages: int, microbatches: int, ranks: int
 ) -> tuple[tuple[Alive, ...], ...]:
     """Moments of each stage in a chain: receives sit at the same places whatever the real edges are."""
-    played = held_in(schedule, stages, microbatches)
+    played = held_in(schedule, stages, microbatches, ranks)
     chain = range(stages)
     forward, backward = frozenset(pairwise(chain)), frozenset(pairwise(reversed(chain)))
     lowered = lower(build(schedule, stages, played, ranks), forward, backward)
@@ -245,9 +244,12 @@ def moments_by_stage(
     return tuple(tuple(replace(alive, batch=microbatches) for alive in worst) for worst in found)
 
 
-def held_in(schedule: ScheduleName, stages: int, microbatches: int) -> int:
+def held_in(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> int:
     """Microbatches that have to be played to see all that is held: behind the first few nothing new is."""
-    return min(microbatches, PLENTY * stages) if schedule in STEADY else microbatches
+    if schedule not in ENOUGH or (schedule == "interleaved" and microbatches % ranks):
+        return microbatches  # groups have other sizes when p does not divide m
+    enough = -(-(ENOUGH[schedule] * stages + 2) // ranks) * ranks
+    return min(microbatches, enough)
 
 
 def _peak_of(case: Case) -> Callable[[tuple[Alive, ...]], Bytes]:
