@@ -44,6 +44,15 @@ def pieces(graph: ModelGraph, profile: Profile, most: int) -> tuple[int, ...]:
     return tuple(ends)
 
 
+def around(ends: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...]:
+    """The pieces again, but unit by unit within one piece of each of the bounds."""
+    fine = {0, ends[-1]}
+    for bound in bounds[1:-1]:
+        place = bisect_right(ends, bound) - 1
+        fine |= set(range(ends[max(0, place - 1)], ends[min(len(ends) - 1, place + 1)] + 1))
+    return tuple(sorted({*ends, *fine}))
+
+
 def coarse_graph(graph: ModelGraph, ends: Sequence[int]) -> ModelGraph:
     """The model with its pieces as units; the fingerprint stays the model's."""
     units = (_merged(index, graph.units[a:b]) for index, (a, b) in enumerate(pairwise(ends)))

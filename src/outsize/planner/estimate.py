@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Final, final
 
@@ -37,7 +37,7 @@ PLAYED: Final = 4096
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Estimate:
     """One way to run a model, with what it is expected to cost.
 
@@ -49,7 +49,6 @@ class Estimate:
     bounds: tuple[int, ...]
     cases: tuple[Case, ...]
     costs: tuple[StageCost, ...]
-    memories: tuple[StageMemory, ...]
     pipeline_s: float
     sync_s: float
     floor_s: float = 0.0
@@ -63,6 +62,11 @@ class Estimate:
     def graph(self) -> ModelGraph:
         """Of one microbatch."""
         return self.pipeline.case.graph
+
+    @cached_property
+    def memories(self) -> tuple[StageMemory, ...]:
+        """Of each stage at its peak."""
+        return _memories(self.pipeline, self.bounds, self.cases)
 
     @property
     def ways(self) -> tuple[int, ...]:
@@ -123,7 +127,6 @@ def estimate(
         tuple(bounds),
         cases,
         costs,
-        _memories(pipeline, bounds, cases),
         _step_s(pipeline, edges, costs),
         max(_sync_s(pipeline, *of) for of in zip(cases, pairwise(bounds), costs, strict=True)),
         floor_s,

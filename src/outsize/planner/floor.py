@@ -1,15 +1,18 @@
 """Problem: how fast can a step of this schedule be at best, whatever the cuts are and if links cost nothing?
 
-Stage s with units first..end-1 computes f_s + b_s for each of m microbatches. Before its first forward all
-that it hangs on has to be computed, and all that hangs on it comes after: `before` is the work of the units
-in an unbroken row that ends at `first` (each uses what the one before it made, and gives a gradient back),
-`behind` of those from `end` on. Then a step lasts at least the largest over the stages of
+Stage s with units first..end-1 computes f_s + b_s for each of m microbatches. What it hangs on has to be
+computed before its first forward, and what hangs on it after: `before` is the work of the units in a row
+that ends at `first`, `behind` of those from `end` on. A stage that begins with unit k hangs on the stage of
+the last unit that made something for k (with a gradient); what lies between the two, such as a query's
+projection before a key's, may be a stage of its own at the same time. So each cut of a row may cost that
+much, at most `slack`; where it is more than BRANCH of the model, the row is broken. A step lasts at least
+the largest over the stages of
 
     any schedule   before + m (f + b)
     gpipe          before + m (f + b) + behind          all forwards are done before a backward
     1f1b           before + (f + b) + behind + (m - 1) b + (m - w) f      w = min(p - s, m)
     naive          m (before + (f + b) + behind)        one microbatch after the other
-    zero-bubble    before, without the weights' gradients, + m (f + b)
+    zero-bubble    the forwards of before, + m (f + b)      weights' gradients run beside what is before
     interleaved    m total / p + (p - 1) total / S      on p ranks, if its S chunks have equal shares
 
 For a chain of equal stages these are (m + p - 1)(f + b) for gpipe and 1f1b, and what they last
@@ -40,37 +43,42 @@ Seconds = NDArray[np.float64]
 Index = np.intp | NDArray[np.intp]
 # Where bisection stops, relatively: far below what a prediction can tell apart.
 PRECISE: Final = 1e-6
+# Of all work: more than this between a unit and what it hangs on is a branch, not a detail.
+BRANCH: Final = 0.02
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """Seconds per microbatch, summed over units: of shape (n + 1,), `chain_*` over the row that is unbroken.
+    """Seconds per microbatch, summed over units: of shape (n + 1,).
 
-    `before[k]` ends at unit k, `behind[k]` begins there; `before_input` leaves out the weights' gradients.
+    `before[k]`: of the row that ends at cut k, `before_forward` its forwards; `behind[k]`: of the row that
+    begins there. Each cut within a row may take `slack_s` from it.
     """
 
     forward: Seconds
     backward: Seconds
     before: Seconds
-    before_input: Seconds
+    before_forward: Seconds
     behind: Seconds
+    slack_s: float
     heaviest_s: float
 
     @classmethod
     def of(cls, graph: ModelGraph, profile: Profile) -> Self:
         """Of a model with its costs."""
-        linked = _linked(graph)
         forward = _prefix([c.forward_s for c in profile.units])
         backward = _prefix([c.backward_s for c in profile.units])
-        weights = _prefix([c.backward_weight_s for c in profile.units])
         total = forward + backward
+        losses = _losses(graph, total)
+        linked = losses <= BRANCH * total[-1]
         return cls(
             forward=forward,
             backward=backward,
             before=_row_before(total, linked),
-            before_input=_row_before(total - weights, linked),
+            before_forward=_row_before(forward, linked),
             behind=_row_behind(total, linked),
+            slack_s=float(losses[linked].max(initial=0.0)),
             heaviest_s=float(np.diff(total).max()),
         )
 
@@ -89,23 +97,29 @@ class Work:
         return replace(self, forward=forward, backward=_prefix([c.backward_s for c in profile.units]))
 
     def stage_s(
-        self, schedule: ScheduleName, first: Index, end: Index, ahead: int, microbatches: int
+        self, schedule: ScheduleName, first: Index, end: Index, place: tuple[int, int], microbatches: int
     ) -> Seconds:
         """The least seconds of a step with a stage made of the units first..end-1; the two are broadcast.
 
-        `ahead`: forwards that 1f1b runs before the stage's first backward.
+        `place`: how many stages are before it, and how many after it.
         """
-        m, before, behind = microbatches, self.before[first], self.behind[end]
+        m, (earlier, later) = microbatches, place
+        before = np.maximum(0.0, self.before[first] - earlier * self.slack_s)
+        behind = np.maximum(0.0, self.behind[end] - later * self.slack_s)
         forward, backward = self.forward[end] - self.forward[first], self.backward[end] - self.backward[first]
         once = forward + backward
+        # A stage that lies between a unit and what it hangs on may have nothing behind it.
+        behind = np.where(once > self.slack_s, behind, 0.0)
         if schedule == "naive":
             return m * (before + once + behind)
         if schedule == "gpipe":
             return before + m * once + behind
         if schedule == "1f1b":
-            paced = once + behind + (m - 1) * backward + (m - ahead) * forward
-            return before + np.maximum(m * once, paced)
-        return (self.before_input[first] if schedule == "zero-bubble" else 0.0) + m * once
+            paced = once + behind + (m - 1) * backward + (m - min(later + 1, m)) * forward
+            return before + np.maximum(m * once, np.where(once > self.slack_s, paced, 0.0))
+        if schedule == "zero-bubble":
+            return np.maximum(0.0, self.before_forward[first] - earlier * self.slack_s) + m * once
+        return m * once
 
     def floor_s(self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int) -> float:
         """No cut into `stages` on `ranks` makes a shorter step; of interleaved ones, no balanced cut does."""
@@ -123,8 +137,8 @@ class Work:
         """Whether so many stages get to the end, none of them above the limit."""
         first, ends = 0, np.arange(len(self.forward))
         for stage in range(stages):
-            ahead = min(stages - stage, microbatches)
-            taken = self.stage_s(schedule, np.intp(first), ends[first:], ahead, microbatches)
+            place = stage, stages - 1 - stage
+            taken = self.stage_s(schedule, np.intp(first), ends[first:], place, microbatches)
             within = np.flatnonzero(taken <= limit_s)
             first += int(within[-1]) if len(within) else 0
         return first == len(ends) - 1
@@ -140,12 +154,14 @@ def fastest(profiles: Sequence[Profile]) -> Profile:
     return first.model_copy(update={"units": units})
 
 
-def _linked(graph: ModelGraph) -> NDArray[np.bool_]:
-    """Cut k of 0..n: unit k uses what unit k - 1 made, and gives a gradient back."""
-    found = np.zeros(len(graph.units) + 1, np.bool_)
+def _losses(graph: ModelGraph, total: Seconds) -> Seconds:
+    """For each cut k the work between the last unit that made something for unit k, and k."""
+    made_for = np.full(len(graph.units) + 1, -1)
     for value in graph.values:
-        if value.requires_grad and value.producer + 1 in value.consumers:
-            found[value.producer + 1] = True
+        for unit in value.consumers if value.requires_grad else ():
+            made_for[unit] = max(made_for[unit], value.producer if value.producer < unit else -1)
+    found = total - total[made_for + 1]
+    found[0] = found[-1] = np.inf
     return found
 
 

@@ -280,6 +280,10 @@ def _largest(
 ) -> tuple[tuple[str, int], ...]:
     """The units that hold most: their weights, states and what the microbatches in flight save in them."""
     units = range(*run)
-    each = ranges.weights + ranges.gradients + ranges.optimizer + alive.in_flight * ranges.saved
-    ranked = sorted(units, key=lambda u: (-int(each[u, u + 1]), u))
-    return tuple((names[u], int(each[u, u + 1])) for u in ranked[:LARGEST])
+    weights, gradients, optimizer, saved = (
+        np.diagonal(table, offset=1)[run[0] : run[1]]
+        for table in (ranges.weights, ranges.gradients, ranges.optimizer, ranges.saved)
+    )
+    each = dict(zip(units, (weights + gradients + optimizer + alive.in_flight * saved).tolist(), strict=True))
+    ranked = sorted(units, key=lambda u: (-each[u], u))
+    return tuple((names[u], each[u]) for u in ranked[:LARGEST])

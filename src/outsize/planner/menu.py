@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final, final
 
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile, UnitCost
-from outsize.planner.coarse import coarse_graph, coarse_profile, pieces
+from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
 from outsize.planner.floor import Work, fastest
 from outsize.planner.layout import Layout, grouped
 from outsize.planner.margin import rooms
@@ -32,17 +33,24 @@ Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Microbatches of the whole batch -> the model at that size, with its costs."""
 Key = tuple[object, ...]
 # Units up to which every cut is looked at; beyond, so many pieces of them.
-PIECES: Final = 512
+PIECES: Final = 256
 
 
 @final
 class Menu:
     """Cases and pipelines of one model on one cluster."""
 
-    def __init__(self, candidates: Candidates, cluster: Cluster, optimizer: str, most: int = PIECES) -> None:
+    def __init__(
+        self,
+        candidates: Candidates,
+        cluster: Cluster,
+        optimizer: str,
+        most: int = PIECES,
+        ends: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
         self._candidates, self._cluster, self._optimizer = candidates, cluster, optimizer
         self._rooms, self._most = rooms(cluster), most
-        self._ends: dict[int, tuple[int, ...]] = {}
+        self._ends = dict(ends)
         self._profiles: dict[Key, Profile] = {}
         self._works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
@@ -74,11 +82,18 @@ class Menu:
         if given is None:
             return
         yield given
+        if layout.chunks > 1:
+            yield replace(given, even=False)
         if self.unequal and layout.group == layout.chunks == 1:
             cases = [self.case(layout, device, recompute[-1]) for device in first_of(self._cluster)]
             places = ordered(layout, self._cluster, cases)
             better = self.pipeline(layout, recompute, places) if places else None
             yield from [better] if better is not None else []
+
+    def finer(self, layout: Layout, bounds: Sequence[int]) -> Menu:
+        """The same, unit by unit around the bounds that were found for a layout."""
+        ends = {layout.captured: around(self.ends(layout), bounds)}
+        return Menu(self._candidates, self._cluster, self._optimizer, self._most, ends)
 
     def graph(self, layout: Layout) -> ModelGraph:
         """The model at the layout's microbatch size, unit by unit."""

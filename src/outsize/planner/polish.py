@@ -26,10 +26,20 @@ def polish(start: Estimate) -> Estimate:
     while left > 0:
         tried = [_at(best, *place) for place, _ in zip(_neighbours(best), range(left), strict=False)]
         left -= len(tried)
-        shorter = min((e for e in tried if e.fits), key=lambda e: e.step_s, default=best)
-        if shorter.step_s >= best.step_s * (1 - WORTH):
+        worth = sorted((e for e in tried if e.step_s < best.step_s * (1 - WORTH)), key=lambda e: e.step_s)
+        shorter = next((e for e in worth if e.fits), None)
+        if shorter is None:
             break
         best = shorter
+    return _plain(best)
+
+
+def _plain(best: Estimate) -> Estimate:
+    """Each stage in its first way, where that fits and takes no longer."""
+    for stage in range(len(best.ways)):
+        plain = _at(best, best.bounds, (*best.ways[:stage], 0, *best.ways[stage + 1 :]))
+        if best.ways[stage] and plain.step_s <= best.step_s and plain.fits:
+            best = plain
     return best
 
 

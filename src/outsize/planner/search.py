@@ -239,7 +239,7 @@ class _Hunt:
     def _known_s(self, layout: Layout, floor_s: float, priced: Sequence[Estimate]) -> float:
         """What no cut of the layout beats, now that its tables are there."""
         if layout.chunks > 1:
-            return min((each.step_s for each in priced), default=inf)
+            return min((each.step_s for each in priced if each.fits), default=inf)
         if self._menu.unequal or not self._menu.exact(layout):
             return floor_s
         return max(floor_s, *(each.floor_s for each in priced)) if priced else inf
@@ -275,6 +275,8 @@ def _over_all(cluster: Cluster, count: int) -> Layout:
 
 def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan:
     best = polish(_choose(found.estimates))
+    if not menu.exact(best.layout):
+        menu, best = _refined(request, menu, best)
     layout, ends = best.layout, menu.ends(best.layout)
     bounds = tuple(ends[b] for b in best.bounds)
     graph = menu.graph(layout)
@@ -313,9 +315,25 @@ def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan
     )
 
 
+def _refined(request: Request, menu: Menu, best: Estimate) -> tuple[Menu, Estimate]:
+    """The winner again, with every cut near the ones that were found between pieces."""
+    ends = menu.ends(best.layout)
+    finer = menu.finer(best.layout, [ends[bound] for bound in best.bounds])
+    again = _Hunt(finer, _recompute(request)).run([best.layout]).estimates
+    better = polish(again[0]) if again else best
+    return (finer, better) if better.step_s < best.step_s else (menu, best)
+
+
 def _expected(request: Request, best: Estimate, found: _Found, bounds: Sequence[int], menu: Menu) -> Expected:
     figures = expected(best, request.batch_size, bounds)
-    gap = max(0.0, best.step_s / found.floor_s - 1) if found.floor_s > 0 else None
+    floor_s = found.floor_s
+    if best.layout.chunks > 1:  # its other cuts are not among those that were priced
+        layout = best.layout
+        floor_s = min(
+            floor_s,
+            menu.work(layout).floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches),
+        )
+    gap = max(0.0, best.step_s / floor_s - 1) if floor_s > 0 else None
     return figures.model_copy(
         update={
             "gap": 0.0 if gap is not None and gap < OPTIMAL else gap,

@@ -47,6 +47,8 @@ Key = TypeVar("Key")
 Table = TypeVar("Table", Bytes, Seconds)
 # Schedules that do the same over and over once they have had so many microbatches for each stage.
 ENOUGH: Final[dict[str, int]] = {"naive": 1, "1f1b": 1, "zero-bubble": 2, "interleaved": 3}
+# Of one kind of table, kept at a time.
+TABLES_BYTES: Final = 200_000_000
 # Under these the best balance is as good a cut as any other: no critical path tells them apart.
 EVEN: Final = frozenset({"naive", "interleaved"})
 
@@ -93,7 +95,8 @@ class Pipeline:
     """A layout on devices, all but the cuts: stage s is on `ranks[s]` of `room`, in one of `ways[s]`.
 
     `whole` is the cluster as it is; `room` has a device for each group of the layout, with the memory that
-    a peak may take.
+    a peak may take. `even`: stages of one device have equal shares of it; or else each may take it all, and
+    the account of the whole device decides.
     """
 
     layout: Layout
@@ -101,6 +104,7 @@ class Pipeline:
     room: Cluster
     ranks: tuple[int, ...]
     ways: tuple[tuple[Case, ...], ...]
+    even: bool = True
 
     @property
     def stages(self) -> int:
@@ -118,7 +122,7 @@ class Pipeline:
 
     def room_bytes(self, stage: int) -> int:
         """What the peak of this stage may take of its device."""
-        return self.room.devices[self.ranks[stage]].memory_bytes // self.layout.chunks
+        return self.room.devices[self.ranks[stage]].memory_bytes // (self.layout.chunks if self.even else 1)
 
     def link(self, source: int, destination: int) -> Link:
         """Between the devices of two stages."""
@@ -162,7 +166,7 @@ def fits(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> b
 
 def _fullness(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> Price:
     worst = moments_by_stage(schedule, stages, case.microbatches, stages)
-    peak = _shared(_peak_of(case))
+    peak = _shared(_peak_of(case), case.units)
     return lambda stage: peak(worst[stage]) / cluster.devices[stage].memory_bytes
 
 
@@ -177,8 +181,8 @@ class _Tables:
         cases = {id(case): case for ways in pipeline.ways for case in ways}
         chain = Work.of(pipeline.case.graph, fastest([case.profile for case in cases.values()]))
         self._works = {key: chain.costing(case.profile) for key, case in cases.items()}
-        self._peaks = {key: _shared(_peak_of(case)) for key, case in cases.items()}
-        self._waits = {key: _shared(_wait_of(case)) for key, case in cases.items()}
+        self._peaks = {key: _shared(_peak_of(case), case.units) for key, case in cases.items()}
+        self._waits = {key: _shared(_wait_of(case), case.units) for key, case in cases.items()}
 
     def price(self, stage: int) -> Seconds:
         """Seconds of a step through this stage, with the transfers it waits for."""
@@ -192,7 +196,9 @@ class _Tables:
 
     def way(self, stage: int, first: int, end: int) -> int:
         """The first way that fits this run."""
-        return next(w for w, fit in enumerate(self._fitting(stage)) if fit[first, end])
+        room, worst = self._pipeline.room_bytes(stage), self._worst[stage]
+        peaks = (self._peaks[id(case)](worst)[first, end] for case in self._ways(stage))
+        return next(way for way, peak in enumerate(peaks) if peak <= room)
 
     def _floor(self, stage: int) -> Seconds:
         return self._first_fitting(stage, [self._compute(case, stage) for case in self._ways(stage)])
@@ -220,9 +226,9 @@ class _Tables:
 
     def _compute(self, case: Case, stage: int) -> Seconds:
         cuts = np.arange(case.units + 1)
-        ahead = min(self._pipeline.stages - stage, self._m)
+        place = stage, self._pipeline.stages - 1 - stage
         work, schedule = self._works[id(case)], self._pipeline.layout.schedule
-        return work.stage_s(schedule, cuts[:, None], cuts[None, :], ahead, self._m)
+        return work.stage_s(schedule, cuts[:, None], cuts[None, :], place, self._m)
 
     def _wire(self, source: int, stage: int) -> Wire | None:
         if not 0 <= source < self._pipeline.stages:
@@ -277,8 +283,9 @@ def _wait_of(case: Case) -> Callable[[tuple[Wire | None, Wire | None]], Seconds]
     return table
 
 
-def _shared(table: Callable[[Key], Table]) -> Callable[[Key], Table]:
-    return lru_cache(maxsize=3)(table)
+def _shared(table: Callable[[Key], Table], units: int) -> Callable[[Key], Table]:
+    """Each is built once, as long as there is memory for so many."""
+    return lru_cache(maxsize=max(3, TABLES_BYTES // (8 * (units + 1) ** 2)))(table)
 
 
 def _compute_s(profile: Profile) -> Seconds:
