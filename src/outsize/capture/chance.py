@@ -25,6 +25,11 @@ class Chance:
     def __init__(self) -> None:
         self._state = _state()
 
+    @property
+    def state(self) -> State:
+        """Of the generators when last asked."""
+        return self._state
+
     def drawn(self) -> bool:
         """Has anybody drawn since the last question?"""
         before, self._state = self._state, _state()

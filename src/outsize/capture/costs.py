@@ -168,6 +168,25 @@ class CostMeter:
             if key in results:
                 self._last = (moment + size, results)
 
+    def mark_of(self, tensor: Tensor) -> tuple[Any, ...]:
+        """What earlier instructions have left of a tensor that later ones count by."""
+        key, used = storage_key(tensor), self._used.get(id(tensor))
+        known = (key in found for found in (self._weights, self._derived, self._seen))
+        return (*known, self._really.get(key), used is not None and used() is tensor)
+
+    def mark(self, tensor: Tensor, mark: tuple[Any, ...]) -> None:
+        """As if they had been counted."""
+        key, (weight, derived, seen, really, used) = storage_key(tensor), mark
+        if not weight:
+            self._storages.born([tensor], ())
+        self._derived |= {key} if derived else set()
+        self._seen |= {key} if seen else set()
+        if really is not None:
+            self._really[key] = really
+        self._used.pop(id(tensor), None)
+        if used:
+            self._used[id(tensor)] = weakref.ref(tensor)
+
     def _learn(self, op: Any) -> _Op:
         name, family = op_name(op), family_of(op)
         packet, view = getattr(op, "_overloadpacket", None), bool(getattr(op, "is_view", False))

@@ -83,6 +83,10 @@ class FakeModel:
         """Every weight with the fake that stands for it."""
         return [(self.weights[id(t)], t) for t in self._fake_of.values()]
 
+    def is_settled(self, fqn: str) -> bool:
+        """Is everything bound in the module's attributes as it was before the forward?"""
+        return fqn in self._own and self._planted[fqn] == _identities(self._own[fqn])
+
     def is_intact(self, fqn: str) -> bool:
         """Has the module its own parameters, or has torch.func.functional_call lent it others?"""
         own = [m for m in self.modules[fqn].modules() if id(m) in self._parameters]

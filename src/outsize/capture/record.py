@@ -26,6 +26,7 @@ from outsize.capture.intercept import Watcher, inside_transform, really
 from outsize.capture.leaves import LeafRule
 from outsize.capture.place import here
 from outsize.capture.probe import probe
+from outsize.capture.repeats import Repeats
 from outsize.capture.slots import Slots, UnknownTensor
 from outsize.capture.writes import version, written_by
 from outsize.program.checks import insist
@@ -79,6 +80,7 @@ class Recorder(Watcher):
         self._leaf_tensors: dict[str, list[tuple[Weight, Tensor]]] = {}
         self._lent: list[tuple[Any, Exception]] = []  # to leaves; the error if it gets filled
         self._weight_of_storage: dict[int, Weight] = {}
+        self._repeats = Repeats(fakes, rule, self.slots, self.meter, self.instructions)
 
     def define_inputs(self, tensors: list[Tensor]) -> list[int]:
         """Slots of the fake inputs, before anything runs."""
@@ -96,9 +98,15 @@ class Recorder(Watcher):
             with self._keeping(fqn):
                 return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
         with self._frame(self._frames[-1] if fqn is None else fqn):
-            out = fn(module, *args, **kwargs)
+            run = partial(fn, module, *args, **kwargs)
+            out = run() if fqn is None else self._repeats.run(fqn, run, args, kwargs, self._footprint)
             self._insist_on_no_chance()
         return out
+
+    def _footprint(self) -> Any:
+        """What the run of a block may leave beside instructions; then no other block is its copy."""
+        counts = map(len, (self.guards, self._decider.weights, self._lent, self._loose, self.slots.constants))
+        return *counts, dict(self._decided), dict(self._fakes.left), self._chance.state
 
     @contextmanager
     def _keeping(self, fqn: str) -> Iterator[None]:

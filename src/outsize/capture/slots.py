@@ -7,6 +7,7 @@ baked constant. A real tensor that existed before recording is a constant, by re
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, final
 
@@ -34,7 +35,8 @@ class Slots:
         self.weights, self._strays = weights, strays
         self.metas: list[Meta] = []
         self.constants: dict[int, Tensor] = {}
-        self.tensors: list[Tensor] = []  # by slot; also what keeps ids unique
+        self.storages = 0  # how many have a number
+        self._kept: list[Tensor] = []  # what keeps ids unique
         self._slot_of: dict[int, int] = {}
         self._by_layout: dict[Any, int] = {}
         self._storages: dict[int, int] = {}
@@ -43,10 +45,24 @@ class Slots:
         """A new slot for a tensor, also when the tensor has one already."""
         slot = len(self.metas)
         self.metas.append(self._meta(tensor))
-        self.tensors.append(tensor)
+        self.stand_for(slot, tensor)
+        return Ref(slot)
+
+    def stand_for(self, slot: int, tensor: Tensor) -> None:
+        """From now on the tensor is what this slot holds."""
+        self._kept.append(tensor)
         self._slot_of[id(tensor)] = slot
         self._by_layout[_layout(tensor)] = slot
-        return Ref(slot)
+        self.know(tensor, self.metas[slot].storage)
+
+    def extend(self, metas: Iterable[Meta], storages: int) -> None:
+        """Slots of tensors that were never made, and so many numbers of their memory."""
+        self.metas += metas
+        self.storages += storages
+
+    def slot_of(self, tensor: Tensor) -> int | None:
+        """Its slot, of a tensor that has one itself."""
+        return self._slot_of.get(id(tensor))
 
     def refer(self, tensor: Tensor) -> Ref | Weight:
         """The reference for an argument; raises UnknownTensor."""
@@ -67,7 +83,20 @@ class Slots:
         """Small number of the memory that a tensor lives in."""
         if tensor.layout is not torch.strided:
             return -id(tensor)
-        return self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
+        key = tensor.untyped_storage()._cdata
+        if key not in self._storages:
+            self._storages[key] = self.storages
+            self.storages += 1
+        return self._storages[key]
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The same where it has a number by now."""
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def know(self, tensor: Tensor, number: int | None) -> None:
+        """Its memory has this number."""
+        if number is not None and tensor.layout is torch.strided:
+            self._storages[tensor.untyped_storage()._cdata] = number
 
     def will_require_grad(self, slot: int) -> None:
         """Correct the meta of a floating tensor that autograd has not seen yet."""
