@@ -44,7 +44,8 @@ def ask(
     request = request_of(batch_size=size, **wishes)
     found = found.under(request.precision)
     candidates: dict[int, tuple[ModelGraph, Profile]] = {}
-    counts = counts_of(size, request.stages or len(cluster.devices), request.microbatches)
+    stages = request.stages or len(cluster.devices)
+    counts = all_counts(size, stages) if request.what_if else counts_of(size, stages, request.microbatches)
     for count in measured.counts(counts, size) if isinstance(measured, ProfileSet) else counts:
         captured = found.taken(-(-size // count), size // (request.microbatches or 1))
         if captured is not None:
@@ -101,6 +102,12 @@ def profile_of(
     if not measured or captured.graph.form == "modules":
         return roofline(captured.graph, cluster.devices[0])
     return measure_captured(found, captured, how_on(cluster), progress)
+
+
+def all_counts(batch_size: int, devices: int) -> list[int]:
+    """Microbatches of the whole batch worth a capture where replicas share it: also fewer than devices."""
+    fewer = (2**k for k in range(1, devices.bit_length()) if batch_size % 2**k == 0)
+    return sorted({*counts_of(batch_size, devices, None), *fewer})
 
 
 def counts_of(batch_size: int, stages: int, microbatches: int | None) -> list[int]:

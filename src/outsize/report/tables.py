@@ -32,8 +32,8 @@ from outsize.report.placement import device_text, holdings, lanes, recompute_var
 from outsize.report.units import MOST_SHOWN, short_units
 
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
-# With more stages than this, fewer of each one's units are named.
-FEW = 4
+# Characters of a stage's units, which have a third of a line: with more, fewer are named.
+NAMED = 72
 SOURCES = {"measured": "from measured unit times", "roofline": "from estimated unit times (roofline)"}
 
 
@@ -171,12 +171,18 @@ def _size_text(graph: ModelGraph) -> str:
 def _stage_table(plan: Plan) -> Table:
     names = ("params", "forward", "backward", "busy", "bubble") if plan.expected else ()
     table = pieces.table(("stage", "right"), ("device", "left"), ("units", "left"), *pieces.rights(*names))
-    varies, most = recompute_varies(plan), MOST_SHOWN if len(plan.stages) <= FEW else MOST_SHOWN // 2
+    varies = recompute_varies(plan)
     for number, stage in enumerate(plan.stages):
         again = " (recomputed)" if varies and plan.recompute_of(number) == "full" else ""
-        cells = (str(number), device_text(plan, number), short_units(stage.units, most) + again)
+        cells = (str(number), device_text(plan, number), _named(stage.units) + again)
         table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
     return table
+
+
+def _named(patterns: Sequence[str]) -> str:
+    """As many of a stage's units as have room."""
+    texts = (short_units(patterns, most) for most in range(MOST_SHOWN, 3, -1))
+    return next((text for text in texts if len(text) <= NAMED), short_units(patterns, 3))
 
 
 def _stage_cells(expected: Expected, number: int) -> tuple[str, ...]:

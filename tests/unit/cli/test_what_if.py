@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import outsize as package
+from outsize.api.asking import all_counts, counts_of
 from outsize.errors import WhatIfPlan
 from outsize.ir.plan import Axes, Expected, Plan, Stage, StageFigures
 from outsize.train.parallel import make_engine
@@ -126,3 +127,25 @@ def test_a_given_plan_has_decided(edit: Edit, outsize: Outsize) -> None:
     answer = outsize("plan", "toy:build", "--check", "plan.json", "--what-if")
     assert (answer.code, answer.out) == (2, "")
     assert "--what-if beside --check: the plan has decided that" in answer.err
+
+
+def test_replicas_want_fewer_microbatches_than_devices() -> None:
+    assert all_counts(64, 8) == [1, 2, 4, 8, 16, 32, 64]
+    assert all_counts(12, 8) == sorted({1, 2, 4, *counts_of(12, 8, None)})
+
+
+def test_a_small_model_is_planned_with_replicas_and_says_so(outsize: Outsize, folder: Path) -> None:
+    call = ("plan", "toy:build", "--cluster", "4xh100-80gb", "--batch", "8", "--what-if")
+    answer = outsize(*call, "--out", "plan.json", "--report", "plan.html")
+    assert (answer.code, answer.err) == (0, "")
+    plan = Plan.load(folder / "plan.json")
+    assert (plan.what_if, plan.axes.world_size, plan.axes.pp < 4) == (True, 4, True)
+    assert "WHAT-IF" in answer.out
+    assert "WHAT-IF" in (folder / "plan.html").read_text()
+    assert plan.expected is not None
+    priced = Plan.model_validate_json(outsize("plan", "toy:build", "--check", "plan.json", "--json").out)
+    assert priced.expected is not None
+    assert priced.expected.step_s == pytest.approx(plan.expected.step_s)
+    assert priced.beyond == plan.beyond
+    refused = outsize("check", "toy:build", "--plan", "plan.json")
+    assert (refused.code, "WhatIfPlan [E206]" in refused.err) == (3, True)
