@@ -38,11 +38,12 @@ from outsize.ir.profile import Profile
 from outsize.ir.text import percent_text
 from outsize.planner.edges import edges_between
 from outsize.planner.estimate import check_enough, lower_along
-from outsize.planner.extents import Extents
+from outsize.planner.extents import Extents, refuted
 from outsize.planner.infeasible import device_part, widened
 from outsize.planner.margin import margin_text, p50_bytes, p95_bytes, rooms
 from outsize.planner.memory import StageMemory, account_ranges
 from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.ranges import bare_rows
 from outsize.planner.reasons import microbatches_text
 from outsize.planner.split import Case
 from outsize.schedules.builders import build
@@ -131,6 +132,7 @@ class _Judge:
     def __init__(self, at: At, cluster: Cluster) -> None:
         self.at, self.cluster, self.room = at, cluster, rooms(cluster)
         self._cases: dict[tuple[object, ...], Case] = {}
+        self._bases: dict[tuple[int, Precision], Case] = {}
 
     def most_microbatches(self, batch: int, precision: Precision, most: int | None = None) -> int:
         """The largest divisor of a batch, at most `most`, whose microbatches the model takes; 1 if none."""
@@ -139,24 +141,43 @@ class _Judge:
 
     def graph(self, samples: int, precision: Precision) -> ModelGraph:
         """The model at so many samples, which it takes."""
-        found = self.at(samples, precision)
-        assert found is not None, "only settings are built whose microbatches the model takes"
-        return found[0]
+        return self._found(samples, precision)[0]
 
     def case(self, setting: Setting) -> Case:
         """The tables of a setting."""
         key = setting.samples, setting.optimizer, setting.precision, setting.recompute
         if key not in self._cases:
-            found = self.at(setting.samples, setting.precision)
-            assert found is not None, "only settings are built whose microbatches the model takes"
-            self._cases[key] = Case.of(*found, setting.microbatches, setting.optimizer, setting.recompute)
+            self._cases[key] = self._built(setting)
         return replace(self._cases[key], microbatches=setting.microbatches)
 
+    def _built(self, setting: Setting) -> Case:
+        """From tables that differ in the optimizer alone, or in the recompute, where there are such."""
+        if setting.recompute != "none":
+            return self.case(replace(setting, recompute="none")).anew()
+        key = setting.samples, setting.precision
+        if key not in self._bases:
+            found = self._found(*key)
+            self._bases[key] = Case.of(*found, setting.microbatches, setting.optimizer)
+            return self._bases[key]
+        base, kept = self._bases[key], optimizer_bytes(setting.optimizer)
+        return replace(base, ranges=base.ranges.under(base.graph, base.profile, kept))
+
+    def _found(self, samples: int, precision: Precision) -> Found:
+        found = self.at(samples, precision)
+        assert found is not None, "only settings are built whose microbatches the model takes"
+        return found
+
     def fits(self, setting: Setting, cluster: Cluster | None = None) -> bool:
-        """Whether any cut does; that weights and states alone are too much is cheap to see."""
-        where, graph = cluster or self.room, self.graph(setting.samples, setting.precision)
-        held = sum(d.memory_bytes for d in where.devices[: setting.stages])
-        return state_bytes(graph, setting.optimizer) <= held and self._extents(setting, where).fits()
+        """Whether any cut does; what sums alone refuse is cheap to see."""
+        where, (graph, profile) = cluster or self.room, self._found(setting.samples, setting.precision)
+        devices = where.devices[: setting.stages]
+        if state_bytes(graph, setting.optimizer) > sum(d.memory_bytes for d in devices):
+            return False
+        saves, kept = setting.recompute == "none", optimizer_bytes(setting.optimizer)
+        rows = bare_rows(graph, profile, kept, saves=saves)
+        if refuted(rows, setting.schedule, setting.microbatches, devices):
+            return False
+        return self._extents(setting, where).fits()
 
     def lean(self, setting: Setting) -> tuple[Case, tuple[int, ...], tuple[StageMemory, ...]]:
         """A cut that is nearly least full, with its account."""

@@ -22,7 +22,7 @@ Oracle: tests/unit/planner/test_ranges.py sums `edges_between` for every run of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Self, TypeVar, final
@@ -77,10 +77,9 @@ class Ranges:
         n, everything, costs = len(graph.units), flows(graph), profile.units
         values = [f for f in everything if not f.step]
         backward = [f for f in everything if f.gradient]
-        owned, style = _owned(graph, optimizer), style_of(profile.device)
-        buffers = np.array([u.buffer_bytes for u in graph.units], np.int64)
+        owned = _owned(graph, optimizer)
         units = UnitBytes(
-            saved=np.array([c.saved_bytes for c in costs], np.int64) - _inputs_among_saved(graph),
+            saved=_saved(graph, profile),
             workspace=np.array([c.workspace_bytes for c in costs], np.int64),
             gradients=owned.gradients,
             rising=np.array([u.backward_workspace_bytes for u in graph.units], np.int64),
@@ -89,13 +88,8 @@ class Ranges:
         walk = Walk.of(graph, units)
         return cls(
             compute_s=_spans(np.array([c.forward_s + c.backward_s for c in costs])),
-            weights=_spans(owned.weights + buffers),
-            buffers=_spans(buffers),
+            buffers=_spans(_buffers(graph)),
             replicas=_arriving(n, (f for f in everything if f.step)),
-            gradients=_spans(owned.gradients),
-            optimizer=_spans(owned.states + owned.masters),
-            master=_spans(owned.masters),
-            update=_update(graph, optimizer, style),
             inputs=np.full((n + 1, n + 1), graph.input_bytes, np.int64),
             saved=_spans(units.saved),
             twice=walk.twice,
@@ -107,7 +101,12 @@ class Ranges:
             sent=_leaving(n, values),
             gradient_in=_returning(n, backward),
             gradient_out=_arriving(n, backward),
+            **_kept_tables(graph, profile, optimizer),
         )
+
+    def under(self, graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes) -> Self:
+        """The same tables under another optimizer that keeps gradients as the first does."""
+        return replace(self, **_kept_tables(graph, profile, optimizer))
 
     def recomputed(self) -> Self:
         """What units save is there for one microbatch at a time, while its backward computes it anew.
@@ -145,6 +144,31 @@ class Ranges:
     def only(self, first: int, end: int) -> Ranges:
         """The same tables with this one run left, each of shape ()."""
         return replace(self, **{f.name: getattr(self, f.name)[first, end, ...] for f in fields(self)})
+
+
+def bare_rows(
+    graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes, *, saves: bool
+) -> Callable[[int], Ranges]:
+    """First unit -> that row of `Ranges.bare()`, in O(n); `saves` is off where all is recomputed."""
+    owned, buffers = _owned(graph, optimizer), _buffers(graph)
+    parts = {
+        "weights": owned.weights + buffers,
+        "buffers": buffers,
+        "gradients": owned.gradients,
+        "optimizer": owned.states + owned.masters,
+        "master": owned.masters,
+        "saved": _saved(graph, profile) * saves,
+    }
+    prefixes = {name: np.append(0, np.cumsum(part)) for name, part in parts.items()}
+    nothing = dict.fromkeys((f.name for f in fields(Ranges)), np.zeros(len(graph.units) + 1, np.int64))
+    nothing["inputs"] = np.full(len(graph.units) + 1, graph.input_bytes)
+
+    def row(first: int) -> Ranges:
+        held = {name: prefix - prefix[first] for name, prefix in prefixes.items()}
+        acting = {"forward": held["saved"], "first_backward": held["saved"]}
+        return Ranges(**{**nothing, **held, **acting, "backward": held["saved"] + held["gradients"]})
+
+    return row
 
 
 def check_profile(graph: ModelGraph, profile: Profile) -> None:
@@ -187,9 +211,26 @@ def _owners(graph: ModelGraph) -> Iterator[tuple[int, Parameter]]:
     return ((owners[p.name], p) for p in graph.parameters if p.name in owners)
 
 
-def _inputs_among_saved(graph: ModelGraph) -> Bytes:
-    """The batch is there for the whole step, whatever is saved of it."""
-    return np.array([u.saved_input_bytes for u in graph.units], np.int64)
+def _kept_tables(graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes) -> dict[str, Bytes]:
+    """What an optimizer decides."""
+    owned = _owned(graph, optimizer)
+    return {
+        "weights": _spans(owned.weights + _buffers(graph)),
+        "gradients": _spans(owned.gradients),
+        "optimizer": _spans(owned.states + owned.masters),
+        "master": _spans(owned.masters),
+        "update": _update(graph, optimizer, style_of(profile.device)),
+    }
+
+
+def _buffers(graph: ModelGraph) -> Bytes:
+    return np.array([u.buffer_bytes for u in graph.units], np.int64)
+
+
+def _saved(graph: ModelGraph, profile: Profile) -> Bytes:
+    """Without the batch, which is there for the whole step whatever is saved of it."""
+    inputs = np.array([u.saved_input_bytes for u in graph.units], np.int64)
+    return np.array([c.saved_bytes for c in profile.units], np.int64) - inputs
 
 
 def _update(graph: ModelGraph, optimizer: OptimizerBytes, style: Style) -> Bytes:

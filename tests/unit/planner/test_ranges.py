@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
-from planner_graphs import chain, cut_graphs, profile_of
+from hypothesis import strategies as st
+from planner_graphs import chain, cut_graphs, graphs, profile_of
 
 from outsize.errors import ModelMismatch
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
 from outsize.planner.edges import edges_between, flows
 from outsize.planner.optimizer import optimizer_bytes
-from outsize.planner.ranges import Ranges
+from outsize.planner.ranges import Ranges, bare_rows
 
 ADAMW = optimizer_bytes("adamw")
 
@@ -77,3 +80,37 @@ def test_a_recompute_makes_a_second_copy_of_what_was_sent() -> None:
     sends, last = ranges.only(0, 2), ranges.only(2, 3)
     assert ranges.recomputed().only(0, 2).backward == sends.backward + 8
     assert ranges.recomputed().only(2, 3).backward == last.backward
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(graphs(max_units=6), st.booleans())
+def test_bare_rows_are_those_of_the_bare_tables(model: tuple[ModelGraph, Profile], saves: bool) -> None:
+    kept = optimizer_bytes("adamw")
+    tables = Ranges.of(*model, kept)
+    bare = (tables if saves else tables.recomputed()).bare()
+    row = bare_rows(*model, kept, saves=saves)
+    seen = (
+        "weights",
+        "replicas",
+        "gradients",
+        "optimizer",
+        "inputs",
+        "saved",
+        "twice",
+        "forward",
+        "backward",
+    )
+    seen += ("first_backward", "received", "sent", "gradient_in", "gradient_out", "update")
+    for first in range(bare.units):
+        for name in seen:
+            assert np.array_equal(
+                getattr(row(first), name)[first + 1 :], getattr(bare, name)[first, first + 1 :]
+            ), name
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(graphs(max_units=6))
+def test_tables_of_another_optimizer_are_those_built_for_it(model: tuple[ModelGraph, Profile]) -> None:
+    other = optimizer_bytes("adafactor")
+    told, built = Ranges.of(*model, optimizer_bytes("adamw")).under(*model, other), Ranges.of(*model, other)
+    assert all(np.array_equal(getattr(told, f.name), getattr(built, f.name)) for f in fields(Ranges))
