@@ -234,8 +234,8 @@ class CostMeter:
             self._derived |= {storage_key(t) for t in results}
 
     def _remember_moment(self, op: _Op, call: Call, results: list[Tensor]) -> None:
-        """The backward of this op: what is saved so far, gradients out and in."""
-        if op.view:
+        """The backward of this op: what is saved so far, gradients out and in; parts are put into a whole."""
+        if op.view and op.rule(call, call.wanted[0]) is None:
             return
         self._worst_backward = max(self._worst_backward, self._last[0])
         moment = sum(self._fresh.values()) + call.out_bytes + sum(call.sizes[i] for i in call.wanted)

@@ -61,3 +61,14 @@ def test_the_backward_of_cross_entropy_holds_the_log_probabilities_and_two_gradi
     found = captured(two(lambda m, x: nn.functional.cross_entropy(m.a(x), targets)), torch.randn(256, 4))
     cost = named(found, "cross_entropy").cost
     assert cost.saved_bytes + cost.backward_workspace_bytes == pytest.approx(3 * 4 * KIB, abs=2 * KIB + 16)
+
+
+def test_the_gradients_of_parts_are_joined() -> None:
+    """The backward of a split: the gradients of its results beside the one that they make."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        left, right = m.a(x).chunk(2, -1)
+        return left * right
+
+    found = captured(two(run), torch.randn(256, 4))
+    assert named(found, "chunk").cost.backward_workspace_bytes == 2 * 4 * KIB
