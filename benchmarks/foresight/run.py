@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections import Counter
@@ -71,11 +72,22 @@ def memory_errors(path: Path) -> tuple[list[tuple[int, float]], Counter[str]]:
             continue
         try:
             predicted = golden.peak_bytes(golden.read(row))
+            error = abs(predicted / measured_bytes(row) - 1)
         except golden.Skip as reason:
             skipped[str(reason)] += 1
             continue
-        errors.append((runs.half_of(row), abs(predicted / float(row["mem_value"]) - 1)))
+        except (ValueError, ArithmeticError):
+            skipped["not a run that can be: a number is no number, or out of range"] += 1
+            continue
+        errors.append((runs.half_of([row["model"]]), error))
     return errors, skipped
+
+
+def measured_bytes(row: dict[str, str]) -> float:
+    """The peak. Raises golden.Skip for one that is none."""
+    if not 0 < float(row["mem_value"]) < math.inf:
+        raise golden.Skip("peak not positive")
+    return float(row["mem_value"])
 
 
 def by_system(timed: Sequence[steptime.Timed]) -> dict[str, list[steptime.Timed]]:

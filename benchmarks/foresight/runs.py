@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from outsize.errors import OutsizeError
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.planner.transformer import Recompute, Sharding, Transformer
 from outsize.planner.transformer_step import Job
@@ -32,7 +35,11 @@ NEEDED = (
     "micro_batch",
     "global_batch",
 )
+# A choice is between rows that agree in these, and halves are of all rows that agree in the first seven.
+CHOICE = ("system", "hardware", "model", "num_layers", "hidden", "n_gpus", "global_batch", "heads", "seq_len")
+HALVED_BY = CHOICE[:7]
 GPT2_VOCABULARY = 50257
+MOST_GPUS = 1 << 17
 # GPUs as tables of published runs call them, newest first: a GB200 is no H200.
 GPUS = {
     "gb200": "b200-180gb",
@@ -75,9 +82,12 @@ class Run:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """All rows of a CSV file."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    """All rows of a CSV file; a column that the file or the row does not have is empty."""
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        return [
+            defaultdict(str, {name: (value or "").strip() for name, value in row.items() if name is not None})
+            for row in csv.DictReader(file)
+        ]
 
 
 def read_all(path: Path) -> tuple[list[Run], Counter[str]]:
@@ -89,17 +99,18 @@ def read_all(path: Path) -> tuple[list[Run], Counter[str]]:
             found.append(read(row))
         except Skip as reason:
             skipped[str(reason)] += 1
+        except (OutsizeError, ValueError, ArithmeticError):
+            skipped["not a run that can be: a number is no number, or out of range"] += 1
     return found, skipped
 
 
-def half_of(row: dict[str, str]) -> int:
-    """0 or 1 by a hash of what a row says, not of its number: the halves for tuning and for reporting."""
-    text = "|".join(value for name, value in row.items() if name not in ("row_id", "id"))
-    return hashlib.sha256(text.encode()).digest()[0] % 2
+def half_of(words: Iterable[str], salt: str = "g") -> int:
+    """0 or 1, the half for tuning and the one for reporting, by a hash of what rows have in common."""
+    return hashlib.sha256("|".join((salt, *words)).encode()).digest()[0] % 2
 
 
 def read(row: dict[str, str]) -> Run:
-    """A row as a Run. Raises Skip."""
+    """A row as a Run. Raises Skip, and ValueError, ArithmeticError or OutsizeError for impossible numbers."""
     _refuse(row)
     job = Job(
         model=_model(row),
@@ -109,6 +120,8 @@ def read(row: dict[str, str]) -> Run:
         dp=int(row["dp"]),
         microbatches=_microbatches(row),
     )
+    if job.pp > job.model.layers:
+        raise Skip("more stages than layers")
     where = row["hardware"]
     return Run(
         system=row["system"],
@@ -116,22 +129,22 @@ def read(row: dict[str, str]) -> Run:
         job=job,
         cluster=_cluster(where, int(row["n_gpus"])),
         seconds=_seconds(row, job),
-        half=half_of(row),
+        half=half_of(row[c] for c in HALVED_BY),
         vtrain="vTrain" in row["source"],
         calculon="calculon" in row["source"],
         recompute_certain="config files" not in row["recompute"],
-        group=tuple(
-            row[c] for c in ("system", "hardware", "model", "num_layers", "hidden", "n_gpus", "global_batch")
-        ),
+        group=tuple(row[c] for c in CHOICE),
     )
 
 
 def _refuse(row: dict[str, str]) -> None:
     if not any(row[c] for c in ("iter_time_s", "samples_per_s", "tflops_per_gpu")):
         raise Skip("no step time (nor TFLOP/s or samples/s to get it from)")
-    missing = [c for c in NEEDED if not row[c].isdigit()]
+    missing = [c for c in NEEDED if not re.fullmatch("[0-9]+", row[c])]
     if missing:
         raise Skip(f"{missing[0]} not given")
+    if int(row["n_gpus"]) > MOST_GPUS:
+        raise Skip(f"more than {MOST_GPUS} GPUs")
     if not row["system"].startswith(("Megatron-DeepSpeed", "Megatron-LM")):
         raise Skip(f"system {re.split(r'[ (]', row['system'])[0]}: its step has parts that are not modelled")
     if row["shard"]:
@@ -180,7 +193,15 @@ def _microbatches(row: dict[str, str]) -> int:
 
 
 def _seconds(row: dict[str, str], job: Job) -> float:
-    """The step; TFLOP/s of Megatron-LM's papers count what recompute repeats (arXiv 2104.04473, eq. 3)."""
+    """The step as measured."""
+    seconds = _seconds_of(row, job)
+    if not 0 < seconds < math.inf:
+        raise Skip("step time not positive")
+    return seconds
+
+
+def _seconds_of(row: dict[str, str], job: Job) -> float:
+    """Given, or by a rate; TFLOP/s of Megatron-LM's papers count recompute too (arXiv 2104.04473, eq. 3)."""
     if row["iter_time_s"]:
         return float(row["iter_time_s"])
     batch = int(row["global_batch"])

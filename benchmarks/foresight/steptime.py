@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,51 +20,42 @@ NAMES = tuple(Multipliers.model_fields)
 PRIORS = {
     "megatron": Multipliers(
         matmul=1.16,
-        memory=0.836,
-        wide_matmul=0.36,
-        kernel_s=4.42e-05,
-        host_s=3e-05,
-        inner=1.03,
-        outer=0.952,
-        skew_s=2e-06,
-        optimizer=0.997,
-        fixed_s=0.0102,
+        memory=0.958,
+        wide_matmul=0.393,
+        kernel_s=1.99e-05,
+        host_s=4.93e-05,
+        inner=1.14,
+        outer=1.02,
+        skew_s=9.54e-06,
+        exposed=0.0941,
+        optimizer=0.977,
+        fixed_s=0.00539,
     ),
     "megatron 2022": Multipliers(
-        matmul=1.07,
-        memory=1.05,
+        matmul=1.03,
+        memory=1.06,
         wide_matmul=1,
-        kernel_s=9.44e-06,
-        host_s=3e-05,
-        inner=1.02,
+        kernel_s=1.01e-05,
+        host_s=5.02e-05,
+        inner=1.08,
         outer=1,
-        skew_s=2e-06,
-        optimizer=0.979,
-        fixed_s=0.00954,
-    ),
-    "deepspeed, many nodes": Multipliers(
-        matmul=1.17,
-        memory=0.772,
-        wide_matmul=0.411,
-        kernel_s=2.32e-05,
-        host_s=3e-05,
-        inner=0.806,
-        outer=1.05,
-        skew_s=2e-06,
-        optimizer=0.998,
-        fixed_s=0.01,
+        skew_s=1e-05,
+        exposed=0.1,
+        optimizer=0.996,
+        fixed_s=0.00498,
     ),
     "deepspeed, one node": Multipliers(
-        matmul=1.08,
-        memory=1.12,
-        wide_matmul=2.31,
-        kernel_s=3.17e-05,
-        host_s=8.21e-05,
-        inner=1.61,
+        matmul=1.09,
+        memory=0.794,
+        wide_matmul=2.7,
+        kernel_s=3.3e-05,
+        host_s=8.28e-05,
+        inner=1.16,
         outer=1,
-        skew_s=4.15e-06,
-        optimizer=1.03,
-        fixed_s=0.00125,
+        skew_s=0.000287,
+        exposed=0.144,
+        optimizer=0.941,
+        fixed_s=0.00141,
     ),
 }
 SPREAD = 0.1  # how far, as a logarithm, a site may well be from that
@@ -85,13 +76,13 @@ class Timed:
         return abs(self.predicted / self.run.seconds - 1)
 
 
-def time_all(runs: Sequence[Run], calibrate: int) -> list[Timed]:
+def time_all(runs: Sequence[Run], calibrate: int, priors: Mapping[str, Multipliers] = PRIORS) -> list[Timed]:
     """Every run predicted, after a look at no more than `calibrate` of them."""
     sites: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
     for run in runs:
         sites[run.site].append(run)
     shares = apportion([len(site) for site in sites.values()], calibrate)
-    return [t for site, share in zip(sites.values(), shares, strict=True) for t in _site(site, share)]
+    return [t for site, share in zip(sites.values(), shares, strict=True) for t in _site(site, share, priors)]
 
 
 def apportion(sizes: Sequence[int], total: int) -> list[int]:
@@ -127,21 +118,21 @@ def _regret(group: Sequence[Timed]) -> float:
     return chosen.run.seconds / min(t.run.seconds for t in group)
 
 
-def _site(runs: Sequence[Run], calibrate: int) -> list[Timed]:
+def _site(runs: Sequence[Run], calibrate: int, priors: Mapping[str, Multipliers]) -> list[Timed]:
     """The runs of one site, predicted after a fit on the few that stand best for all."""
     seen = set(medoids(np.log([_features(run) for run in runs]), calibrate))
-    by, read_as = calibrated([runs[i] for i in sorted(seen)], runs)
+    by, read_as = calibrated([runs[i] for i in sorted(seen)], runs, priors[kind(runs[0])])
     return [
         Timed(run, predict([run], by, read_as, simulated=True)[0], i in seen) for i, run in enumerate(runs)
     ]
 
 
-def calibrated(few: Sequence[Run], runs: Sequence[Run]) -> tuple[Vector, bool]:
+def calibrated(few: Sequence[Run], runs: Sequence[Run], believed: Multipliers) -> tuple[Vector, bool]:
     """Multipliers fitted on `few` runs, and whether the label of recompute is to be believed.
 
     Where it is not from the measurement itself but from files beside it, the rows decide.
     """
-    prior = _vector(PRIORS[kind(runs[0])])
+    prior = _vector(believed)
     spread = np.full(len(NAMES), SPREAD)
     measured = np.array([run.seconds for run in few])
     readings = (True,) if all(run.recompute_certain for run in runs) else (True, False)
@@ -155,9 +146,9 @@ def calibrated(few: Sequence[Run], runs: Sequence[Run]) -> tuple[Vector, bool]:
 
 def kind(run: Run) -> str:
     """The prior that holds for a run."""
-    if "DeepSpeed" not in run.system:
-        return "megatron 2022" if "2022" in run.system else "megatron"
-    return "deepspeed, many nodes" if run.nodes > 1 else "deepspeed, one node"
+    if "DeepSpeed" in run.system and run.nodes == 1:
+        return "deepspeed, one node"
+    return "megatron 2022" if "2022" in run.system else "megatron"
 
 
 def predict(runs: Sequence[Run], by: Vector, as_labelled: bool = True, simulated: bool = False) -> Vector:

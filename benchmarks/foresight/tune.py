@@ -1,4 +1,4 @@
-"""Where steptime.ONE_NODE and MANY_NODES are from: a fit on one half of the published rows.
+"""Where steptime.PRIORS are from: a fit on one half of the published rows.
 
 python benchmarks/foresight/tune.py --runs CSV
 """
@@ -13,21 +13,27 @@ import numpy as np
 import runs
 import steptime
 
-from outsize.planner.calibrate import fit
+from outsize.planner.calibrate import Fit, fit
 from outsize.planner.transformer_step import Multipliers
 
 TUNED_HALF = 0
-NEUTRAL = Multipliers(kernel_s=1e-5, host_s=3e-5, inner=1.1, fixed_s=0.01)
-SPREADS = {"kernel_s": 1.0, "host_s": 1.0, "fixed_s": 1.0, "wide_matmul": 1.0}
+NEUTRAL = Multipliers(kernel_s=1e-5, host_s=5e-5, inner=1.1, skew_s=1e-5, exposed=0.1, fixed_s=0.005)
+WIDE = ("kernel_s", "host_s", "fixed_s", "wide_matmul", "skew_s", "exposed")
 SPREAD = 0.3
+ROUNDS = 100
 
 
-def tune(rows: Sequence[runs.Run], as_labelled: bool) -> str:
-    """Multipliers of all these rows together, from a wide prior, and how well they do."""
+def tune(rows: Sequence[runs.Run], as_labelled: bool) -> Fit:
+    """Multipliers of all these rows together, from a wide prior."""
     measured = np.array([row.seconds for row in rows])
     prior = np.array([getattr(NEUTRAL, name) for name in steptime.NAMES])
-    spread = np.array([SPREADS.get(name, SPREAD) for name in steptime.NAMES])
-    found = fit(lambda x: steptime.predict(rows, x, as_labelled), measured, prior, spread)
+    spread = np.array([1.0 if name in WIDE else SPREAD for name in steptime.NAMES])
+    return fit(lambda x: steptime.predict(rows, x, as_labelled), measured, prior, spread, rounds=ROUNDS)
+
+
+def described(rows: Sequence[runs.Run], as_labelled: bool) -> str:
+    """What `tune` finds, and how well it does."""
+    found, measured = tune(rows, as_labelled), np.array([row.seconds for row in rows])
     errors = np.abs(steptime.predict(rows, found.multipliers, as_labelled) / measured - 1)
     values = ", ".join(f"{n}={v:.3g}" for n, v in zip(steptime.NAMES, found.multipliers, strict=True))
     return f"{len(rows)} rows, cost {found.cost:.0f}, mean error {errors.mean():.4f}: {values}"
@@ -41,7 +47,7 @@ def main() -> None:
     for kind in steptime.PRIORS:
         rows = [run for run in found if run.half == TUNED_HALF and steptime.kind(run) == kind]
         for as_labelled in (True,) if all(run.recompute_certain for run in rows) else (True, False):
-            print(f"{kind}, as labelled: {as_labelled}: {tune(rows, as_labelled)}")
+            print(f"{kind}, as labelled: {as_labelled}: {described(rows, as_labelled)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Problem: how long does a training step of a transformer take under tp x pp x dp, from dimensions alone?
 
     layer      max(device, host): the device's seconds of its passes (roofline of their Works, kernels,
-               collectives), or the host's for launching them: a device does not outrun its host
+               collectives), or the host's for launching them: a device does not outrun its host. Under
+               tp, + exposed x min(device, host): at a collective t ranks wait for the last, so neither
+               hides the other wholly
     stage      its layers, on the first the embedding, on the last the head and the loss
     pipeline   the simulator on the real schedule, 1F1B or interleaved; where p does not divide m, which
                the interleaved schedule here needs, m(f + b) + (p - 1)(f + b)/v, with f and b of a rank
@@ -50,6 +52,7 @@ from outsize.schedules.lower import lower
 
 WIDE = 1 << 15
 KNOWN = 3
+SOCKET = 4  # GPUs of one of the two CPUs of a DGX or HGX node
 ADAM_BYTES = 30  # read gradient (2), master, two moments (12); write them and the weight (14); clip (2)
 COMPUTE = ("matmul", "attention", "convolution")
 
@@ -62,7 +65,8 @@ class Multipliers(Record):
     wide_matmul             x, on top, for a matmul of more than 32,768 columns (the head without tp)
     kernel_s, host_s        seconds that each kernel costs the device beside its work, and its host
     inner, outer            x the seconds of collectives within a node, and between nodes
-    skew_s                  seconds that a collective waits for the slowest host, per pair of its ranks
+    skew_s                  seconds that a collective waits for hosts, per socket (4 GPUs) beyond the first
+    exposed                 share of the shorter of device and host that the longer does not hide, under tp
     optimizer, fixed_s      x the seconds of Adam's update; seconds of a step that nothing else explains
     """
 
@@ -73,7 +77,8 @@ class Multipliers(Record):
     host_s: float = 1e-5
     inner: float = 1.0
     outer: float = 1.0
-    skew_s: float = 2e-6
+    skew_s: float = 1e-4
+    exposed: float = 0.0
     optimizer: float = 1.0
     fixed_s: float = 1e-3
 
@@ -196,7 +201,8 @@ def _ends(job: Job, stage: int, by: Multipliers) -> Iterator[tuple[list[Op], Mul
 def _pair(job: Job, of: Passes, collectives: int, cluster: Cluster, by: Multipliers) -> tuple[float, float]:
     """Forward and backward seconds, with so many collectives of tp in each and again where it is repeated.
 
-    Launches run ahead: the host is waited for only where it needs longer than the device for both passes.
+    Launches run ahead: the host is waited for only where it needs longer than the device for both passes, but
+    for what collectives of tp expose.
     """
     again = collectives if of.recompute else 0
     back = (*of.backward_input, *of.backward_weight, *of.recompute)
@@ -204,17 +210,18 @@ def _pair(job: Job, of: Passes, collectives: int, cluster: Cluster, by: Multipli
     forward = _pass(of.forward, collectives, message, device, by)
     backward = _pass(back, collectives + again, message, device, by)
     busy_s, host_s = (sum(pair) for pair in zip(forward, backward, strict=True))
-    waiting = max(1.0, host_s / busy_s) if busy_s else 1.0
+    exposed_s = by.exposed * min(host_s, busy_s) if job.sharding.tp > 1 else 0.0
+    waiting = (max(busy_s, host_s) + exposed_s) / busy_s if busy_s else 1.0
     return forward[0] * waiting, backward[0] * waiting
 
 
 def _pass(
     works: Sequence[Work], collectives: int, message: tuple[float, float], device: Device, by: Multipliers
 ) -> tuple[float, float]:
-    """Seconds of the device, and of the host to launch it."""
-    launches = sum(work.launches for work in works) + (collectives if message[0] else 0)
+    """Seconds of the device, and of the host to launch it: a bare collective costs it next to nothing."""
+    launches = sum(work.launches for work in works)
     device_s = sum(_multiplier(work, by) * seconds((work,), device) for work in works)
-    device_s += launches * by.kernel_s + collectives * message[0]
+    device_s += (launches + (collectives if message[0] else 0)) * by.kernel_s + collectives * message[0]
     return device_s, launches * by.host_s + collectives * message[1]
 
 
@@ -231,7 +238,7 @@ def _tp_s(job: Job, cluster: Cluster, by: Multipliers) -> tuple[float, float]:
         return 0.0, 0.0
     size = _message_bytes(job)
     wire = by.inner if tp <= cluster.devices_per_node else by.outer
-    return wire * collective_s("all_reduce", size, tp_ranks(job), cluster), tp * (tp - 1) / 2 * by.skew_s
+    return wire * collective_s("all_reduce", size, tp_ranks(job), cluster), (tp - 1) // SOCKET * by.skew_s
 
 
 def _message_bytes(job: Job) -> int:

@@ -75,6 +75,13 @@ def test_a_row_becomes_a_job(bench: dict[str, ModuleType]) -> None:
         ({"ep": "8"}, "experts"),
         ({"pp_schedule": "ZB-2p"}, "ZB-2p"),
         ({"dp": "4"}, "tp x pp x dp"),
+        ({"iter_time_s": "0"}, "not positive"),
+        ({"iter_time_s": "nan"}, "not positive"),
+        ({"iter_time_s": "", "samples_per_s": "inf"}, "not positive"),
+        ({"num_layers": "²"}, "num_layers not given"),
+        ({"seq_len": "-1"}, "seq_len not given"),
+        ({"num_layers": "1"}, "more stages than layers"),
+        ({"n_gpus": "4000000", "dp": "2000000"}, "more than"),
     ],
 )
 def test_a_row_that_cannot_be_timed_says_why(
@@ -92,10 +99,12 @@ def test_a_step_time_may_be_given_as_rates(bench: dict[str, ModuleType]) -> None
     assert bench["runs"].read({**other, "tflops_per_gpu": "2"}).seconds == pytest.approx(flops / 8e12)
 
 
-def test_halves_are_of_what_a_row_says_not_of_its_number(bench: dict[str, ModuleType]) -> None:
-    half_of = bench["runs"].half_of
-    assert half_of(RUN) == half_of({**RUN, "row_id": "2"})
-    assert {half_of({**RUN, "iter_time_s": str(n)}) for n in range(9)} == {0, 1}
+def test_rows_of_one_choice_are_in_one_half(bench: dict[str, ModuleType]) -> None:
+    read, half_of = bench["runs"].read, bench["runs"].half_of
+    alike = ({"row_id": "2"}, {"iter_time_s": "9"}, {"micro_batch": "4"}, {"tp": "2", "pp": "1"})
+    assert {read({**RUN, **change}).half for change in alike} == {read(RUN).half}
+    assert {read({**RUN, "num_layers": str(n)}).half for n in range(4, 13)} == {0, 1}
+    assert {half_of(["model"], str(salt)) for salt in range(9)} == {0, 1}
 
 
 def test_rows_to_look_at_are_shared_by_the_logarithm_and_never_the_majority(
@@ -164,6 +173,64 @@ def test_the_whole_benchmark_on_small_files(bench: dict[str, ModuleType], tmp_pa
     text = launch("--runs", str(runs), "--memory", str(memory), "--calibrate", "2").stdout
     assert "step_time_mape_single" in text
     assert "tp not given" in text
+
+
+ODD = [
+    {**RUN, "iter_time_s": "soon"},
+    {**RUN, "tp": "0", "n_gpus": "0"},
+    {**RUN, "heads": "0"},
+    {**RUN, "micro_batch": "0"},
+    {**RUN, "samples_per_s": "0", "iter_time_s": ""},
+    {**RUN, "hardware": "", "model": "a model that nobody knows", "source": ""},
+    {**RUN, "hardware": "A100 of a cloud", "model": "a model that nobody knows", "source": "elsewhere"},
+    {**RUN, "vpp": "0"},
+]
+ODD_MEMORY = [
+    {**GOLDEN, "mem_value": "lots"},
+    {**GOLDEN, "mem_value": "0"},
+    {**GOLDEN, "parallelism": "TP0"},
+    {**GOLDEN, "batch_per_device": "mbs 0 gbs 0"},
+    {**GOLDEN, "precision": ""},
+    {**GOLDEN, "notes": GOLDEN["notes"].replace("num-layers=12", "num-layers=twelve")},
+]
+
+
+def told(runs: Path, memory: Path, calibrate: str = "2") -> dict[str, Any]:
+    """What the benchmark prints about the files, which must not be a traceback."""
+    done = launch("--runs", str(runs), "--memory", str(memory), "--calibrate", calibrate, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_odd_rows_are_left_out_with_a_reason(tmp_path: Path) -> None:
+    found = told(write(tmp_path / "r.csv", [RUN, *ODD]), write(tmp_path / "m.csv", [GOLDEN, *ODD_MEMORY]))
+    assert found["runs"]["used"] == 2  # the good one, and one of a model and a source that nobody knows
+    assert sum(found["runs"]["skipped"].values()) == len(ODD) - 1
+    assert found["choices"] == 0
+    assert found["choice_regret_mean"] is found["choice_regret_worst"] is None
+    assert found["memory"]["used"] + sum(found["memory"]["skipped"].values()) == 1 + len(ODD_MEMORY)
+    assert sum(found["memory"]["skipped"].values()) >= 4
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "row_id,system\n1,Megatron-LM\n",
+        "\ufeff"
+        + ",".join(RUN)
+        + "\n"
+        + ",".join(f'"{value}"' for value in RUN.values())
+        + ",too,many\n1,2\n\n",
+        "no,columns,that\nanyone,knows\n\udcff\n",
+    ],
+)
+def test_files_that_are_hardly_tables_are_read(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "odd.csv"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    found = told(path, path, "0")
+    assert found["runs"]["used"] == (1 if "row_id" in text and "too" in text else 0)
+    assert found["memory"]["used"] == 0
 
 
 def test_missing_files_end_with_a_clear_word(tmp_path: Path) -> None:

@@ -76,6 +76,23 @@ def test_a_slow_host_decides() -> None:
     assert step_s(job(), cluster(), slower) == pytest.approx(2 * step_s(job(), cluster(), slow))
 
 
+def test_under_tp_neither_device_nor_host_hides_the_other_wholly() -> None:
+    by = BY.model_copy(update={"host_s": 1e-3})
+    for asked, adds in ((job(tp=2), True), (job(), False)):
+        plain, half, slow = (
+            step_s(asked, cluster(), by.model_copy(update=change))
+            for change in ({}, {"exposed": 0.5}, {"host_s": 0.0})
+        )
+        assert half - plain == pytest.approx(0.5 * slow if adds else 0.0)  # the device's seconds are fewer
+
+
+def test_hosts_on_both_sockets_wait_at_each_collective() -> None:
+    waits = BY.model_copy(update={"skew_s": 1.0})
+    assert step_s(job(tp=4), cluster(), waits) == step_s(job(tp=4), cluster(), BY)
+    # 4 microbatches x (16 layers x 4 collectives + 2 of the embedding + 2 of the head), each 1 s
+    assert step_s(job(tp=8), cluster(), waits) == pytest.approx(4 * (16 * 4 + 2 + 2), rel=1e-3)
+
+
 def test_gradients_are_all_reduced_among_replicas() -> None:
     one, two = job(), job(dp=2)
     expected = collective_s("all_reduce", 2 * one.parameters(0), [0, 1], cluster())
