@@ -36,7 +36,7 @@ def pieces(graph: ModelGraph, profile: Profile, most: int) -> tuple[int, ...]:
     part, crossing = float(work[-1]) / most, _crossing_bytes(graph)
     ends, done = [0], 0.0
     while ends[-1] < n:
-        soonest = int(np.searchsorted(work, done + SOONEST * part)) + 1
+        soonest = max(int(np.searchsorted(work, done + SOONEST * part)), ends[-1]) + 1
         latest = max(int(np.searchsorted(work, done + part)), soonest)
         end = n if latest >= n else soonest + int(np.argmin(crossing[soonest : latest + 1]))
         ends.append(end)
