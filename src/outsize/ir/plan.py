@@ -113,11 +113,15 @@ class Expected(Record):
 
 @final
 class Alternative(Record):
-    """Another way that was priced; `what_if`: nothing runs it yet. `peak_bytes` of its fullest stage."""
+    """Another way that was priced; `what_if`: nothing runs it yet. `peak_bytes` of its fullest device.
+
+    `chunks` stages are on each device.
+    """
 
     schedule: ScheduleName
     microbatches: Count
     axes: Axes
+    chunks: Count = 1
     weights: Weights = "resident"
     recompute: Recompute = "none"
     step_s: float

@@ -261,9 +261,11 @@ def _alternatives(plan: Plan, expected: Expected) -> list[RenderableType]:
 
 
 def way_text(other: Alternative) -> str:
-    """`1f1b, 8 microbatches, pp 4`; further axes and recompute where they are used."""
+    """`1f1b, 8 microbatches, pp 4`; stages on a device, further axes and recompute where they are used."""
+    chunks = f" x {other.chunks}" if other.chunks > 1 else ""
     count = f"{other.microbatches} microbatch{'' if other.microbatches == 1 else 'es'}"
-    parts = [other.schedule, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else "", other.axes.beyond_pp]
+    parts = [other.schedule + chunks, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else ""]
+    parts += [other.axes.beyond_pp, "weights sharded" if other.weights == "sharded" else ""]
     parts += ["recompute"] if other.recompute != "none" else []
     parts += ["WHAT-IF"] if other.what_if or other.axes.beyond_pp else []
     return ", ".join(filter(None, parts))

@@ -154,6 +154,7 @@ def what_if() -> Plan:
         peak_bytes=40 * GIB,
         what_if=True,
     )
+    sharded = {"axes": Axes(pp=12, dp_shard=2), "schedule": "interleaved", "chunks": 4, "weights": "sharded"}
     runs = other.model_copy(update={"axes": Axes(pp=24), "schedule": "1f1b", "what_if": False})
     stages = tuple(s.model_copy(update={"device": f"cuda:{8 * n}"}) for n, s in enumerate(plan().stages))
     return plan().model_copy(
@@ -165,7 +166,7 @@ def what_if() -> Plan:
             "weights": "sharded",
             "stages": stages,
             "expected": expected().model_copy(update={"gap": 0.0}),
-            "alternatives": (other, runs),
+            "alternatives": (other, other.model_copy(update=sharded), runs),
             "what_if": True,
         }
     )
