@@ -65,6 +65,12 @@ class _View:
         """Forward and backward of each stage for one microbatch."""
         return tuple(f.forward_s + f.backward_s for f in self.expected.stages)
 
+    def link(self, source: int, destination: int) -> Link:
+        """Between the devices of two stages; one device, if they share it, counts as its node's link."""
+        axes = self.plan.axes
+        ranks = (stage % axes.pp * (axes.world_size // axes.pp) for stage in (source, destination))
+        return self.cluster.link(*ranks)
+
     def unit(self, index: int) -> str:
         return self.graph.units[index].name
 
@@ -203,7 +209,7 @@ def _fat(view: _View) -> Iterator[Advice]:
     for stage, cut in enumerate(view.bounds[1:-1]):
         crossing = view.graph.crossing(cut)
         size = sum(v.size_bytes * (2 if v.requires_grad else 1) for v in crossing)
-        link = view.cluster.link(stage, stage + 1)
+        link = view.link(stage, stage + 1)
         seconds = link.seconds(size)
         if slowest_s and seconds >= FAT * slowest_s:
             yield Advice(
@@ -255,12 +261,12 @@ def _idle(view: _View) -> Iterator[Advice]:
 
 def _more_microbatches(view: _View) -> Advice:
     count, bubble = view.plan.microbatches, view.expected.bubble
-    wanted = min(view.plan.batch_size, 4 * view.stages)
+    wanted = min(view.plan.batch_size, 4 * view.plan.axes.pp)
     more = f"--microbatches {wanted}" if count < wanted and not _others_tried(view.plan) else NO_MORE
     return Advice(
         code="idle-devices",
         sentence=f"devices are idle for {percent_text(bubble)} of the step with {microbatches_text(count)} "
-        f"over {view.stages} stages",
+        f"over {view.plan.axes.pp} devices in a row",
         numbers={"bubble": bubble, "microbatches": count, "stages": view.stages},
         next_step=more,
     )

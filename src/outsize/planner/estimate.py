@@ -256,7 +256,7 @@ def reasons(found: Estimate, graph: ModelGraph, bounds: Sequence[int]) -> tuple[
     """What sets the pace, and which device is fullest; `bounds` are those of the graph's units."""
     return (
         pace_reason(graph, bounds, found.costs),
-        fullest_reason(found.memories, found.devices),
+        fullest_reason(found.memories, found.devices, found.layout.axes.pp, found.layout.group),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import final
@@ -37,15 +37,26 @@ class Lean:
     share: float
 
 
-def rejection(tried: Pipeline) -> str:
-    """Why an attempt does not fit, in a sentence; of stages that share a device no cut is shown."""
+def rejections(tried: Iterable[Pipeline]) -> Iterator[str]:
+    """Why attempts do not fit, in a sentence for those that do not for the same reason."""
+    names: dict[str, list[str]] = {}
+    for pipeline in tried:
+        layout = pipeline.layout
+        chunks = f" ({layout.chunks} stages a device)" if layout.chunks > 1 else ""
+        where = f" on {axes_text(layout.axes)}" if layout.group > 1 else ""
+        why = f"with {microbatches_text(layout.microbatches)}{where}: {_lack(pipeline)}"
+        names.setdefault(why, []).append(layout.schedule + chunks)
+    for why, schedules in names.items():
+        yield f"not {', '.join(schedules)} {why}"
+
+
+def _lack(tried: Pipeline) -> str:
+    """What the least full cut lacks; of stages that share a device no cut is shown."""
     layout = tried.layout
-    name = f"not {layout.schedule} with {microbatches_text(layout.microbatches)}"
-    name += f" on {axes_text(layout.axes)}" if layout.group > 1 else ""
     if layout.chunks > 1:
-        return f"{name} and {layout.chunks} stages a device: no balanced cut fits"
+        return "no balanced cut fits"
     lean = _lean(tried.ways[0][-1], layout.schedule, layout.stages, tried.room)
-    return f"{name}: at best {needs_text(lean.stage, lean.memory, tried.room.devices[lean.stage])}"
+    return f"at best {needs_text(lean.stage, lean.memory, tried.room.devices[lean.stage])}"
 
 
 def no_feasible_plan(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 from typing import Final, final
 
 from outsize.ir.cluster import Cluster
@@ -88,7 +89,8 @@ def everything(
 ) -> Iterator[Layout]:
     """All layouts of all devices; `captured` are the microbatches of the whole batch there is a model for."""
     given = sorted(captured)
-    for axes, weights in _meshes(len(cluster.devices), cluster.devices_per_node):
+    per_node = gcd(*(part.devices_per_node for part in cluster.parts)) or cluster.devices_per_node
+    for axes, weights in _meshes(len(cluster.devices), per_node):
         replicas = axes.dp_replicate * axes.dp_shard
         counts = [(count // replicas, count) for count in given if count % replicas == 0]
         for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
@@ -97,13 +99,23 @@ def everything(
 
 def grouped(cluster: Cluster, group: int) -> Cluster | None:
     """The cluster as a pipeline sees it, a device for each group; None where groups would straddle nodes."""
-    per_node = cluster.devices_per_node
     if group == 1:
         return cluster
-    if len(cluster.devices) % group or (per_node % group and group % per_node):
+    sizes = [part.devices_per_node for part in cluster.parts] or [cluster.devices_per_node]
+    counts = [part.devices for part in cluster.parts] or [len(cluster.devices)]
+    straddling = any(size % group and group % size for size in sizes)
+    if straddling or any(count % group for count in counts):
         return None
+    parts = (
+        part.model_copy(update={"devices": part.devices // group, "devices_per_node": max(1, size // group)})
+        for part, size in zip(cluster.parts, sizes, strict=False)
+    )
     return cluster.model_copy(
-        update={"devices": cluster.devices[::group], "devices_per_node": max(1, per_node // group)}
+        update={
+            "devices": cluster.devices[::group],
+            "devices_per_node": max(1, sizes[0] // group),
+            "parts": tuple(parts),
+        }
     )
 
 

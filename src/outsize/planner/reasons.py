@@ -28,14 +28,25 @@ def pace_reason(graph: ModelGraph, bounds: Sequence[int], costs: Sequence[StageC
     )
 
 
-def fullest_reason(memories: Sequence[StageMemory], devices: Sequence[Device]) -> str:
-    """Which device is closest to its limit, and which units hold most there."""
-    stage = fullest(memories, devices)
-    memory, device = memories[stage], devices[stage]
-    units = ", ".join(f"{name} {bytes_text(size)}" for name, size in memory.largest)
+def fullest_reason(
+    memories: Sequence[StageMemory], devices: Sequence[Device], ranks: int | None = None, group: int = 1
+) -> str:
+    """Which device is closest to its limit, and which units hold most there.
+
+    Stage s is on rank s mod `ranks` (default: each on its own), a group of so many devices alike.
+    """
+    count = len(memories) if ranks is None else ranks
+    held = [sum(m.peak_bytes for m in memories[rank::count]) for rank in range(count)]
+    shares = [size / device.memory_bytes for size, device in zip(held, devices, strict=False)]
+    rank = shares.index(max(shares))
+    here, device = memories[rank::count], devices[rank]
+    flying = microbatches_text(sum(m.in_flight for m in here))
+    most = sorted((unit for m in here for unit in m.largest), key=lambda unit: -unit[1])[:NAMES_SHOWN]
+    units = ", ".join(f"{name} {bytes_text(size)}" for name, size in most)
+    alike = f" (and {group - 1} like it)" if group > 1 else ""
     return (
-        f"{device.name} is the fullest device: {bytes_text(memory.peak_bytes)} of "
-        f"{bytes_text(device.memory_bytes)} with {memory.in_flight} microbatches in flight; most in {units}"
+        f"{device.name}{alike} is the fullest device: {bytes_text(held[rank])} of "
+        f"{bytes_text(device.memory_bytes)} with {flying} in flight; most in {units}"
     )
 
 
@@ -80,10 +91,22 @@ def fullest(memories: Sequence[StageMemory], devices: Sequence[Device]) -> int:
 
 def axes_text(axes: Axes) -> str:
     """`pp 4 x tp 2`; a single device is `one device`."""
-    sizes = ((name.replace("_", "-"), size) for name, size in axes.model_dump().items() if size > 1)
+    sizes = ((name, size) for name, size in axes.model_dump().items() if size > 1)
     return " x ".join(f"{name} {size}" for name, size in sizes) or "one device"
 
 
 def microbatches_text(count: int) -> str:
     """`1 microbatch`, `8 microbatches`."""
     return f"{count} microbatch{'' if count == 1 else 'es'}"
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """`stage 3`, `stages 0-2, 5`; ascending."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and runs[-1][-1] == stage - 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"stage{'' if len(stages) == 1 else 's'} {named}"

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import inf
 from typing import Final, final
 
@@ -46,13 +47,13 @@ from outsize.ir.plan import (
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, reasons
-from outsize.planner.infeasible import device_part, no_feasible_plan, rejection
+from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
 from outsize.planner.layout import Layout, everything, pipelines
 from outsize.planner.limits import limited_by
 from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
-from outsize.planner.reasons import axes_text, microbatches_text
+from outsize.planner.reasons import axes_text, microbatches_text, stages_text
 from outsize.planner.split import Pipeline, split
 
 SCHEDULES: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved")
@@ -304,13 +305,13 @@ def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan
         bn=request.bn,
         what_if=layout.what_if,
         expected=_expected(request, best, found, bounds, menu),
-        alternatives=tuple(_alternative(request, rival) for rival in rivals[:ALTERNATIVES]),
+        alternatives=tuple(_alternative(request, rival) for rival in _shown(rivals)),
         why=(
             *(graph.notes if graph.form == "modules" else ()),
             *reasons(best, graph, bounds),
             *_costly(request, best),
             *_compared_with(best, rivals),
-            *map(rejection, found.rejected[:REJECTIONS]),
+            *islice(rejections(found.rejected), REJECTIONS),
         ),
     )
 
@@ -360,12 +361,21 @@ def _rivals(best: Layout, found: Iterable[Estimate]) -> list[Estimate]:
     return sorted((f for f in found if f.layout is not best), key=lambda f: (f.step_s, *_thrift(f)))
 
 
+def _shown(rivals: Sequence[Estimate]) -> list[Estimate]:
+    """The fastest ones; one of them runs today, if any does."""
+    first = list(rivals[:ALTERNATIVES])
+    today = next((r for r in rivals if not r.layout.what_if), None)
+    return first if today is None or today in first else [*first[: ALTERNATIVES - 1], today]
+
+
 def _alternative(request: Request, rival: Estimate) -> Alternative:
     layout = rival.layout
     return Alternative(
         schedule=layout.schedule,
         microbatches=layout.microbatches,
         axes=layout.axes,
+        chunks=layout.chunks,
+        weights=layout.weights,
         recompute="full" if any(case.recompute == "full" for case in rival.cases) else "none",
         step_s=rival.step_s,
         samples_per_s=request.batch_size / rival.step_s if rival.step_s else 0.0,
@@ -380,8 +390,7 @@ def _costly(request: Request, best: Estimate) -> Iterator[str]:
     if len(again) == len(best.cases):
         yield "everything is recomputed: a backward takes a forward more, and stages keep what they receive"
     elif again:
-        named = ", ".join(map(str, again))
-        yield f"stages {named} recompute: their activations do not fit, and a backward takes a forward more"
+        yield f"{stages_text(again)} recompute: what they keep does not fit; a backward takes a forward more"
     if request.bn == "sync":
         yield "BatchNorm of the whole batch: it runs as one microbatch, so stages do not overlap"
     if best.layout.ranks != best.pipeline.ranks:
@@ -401,7 +410,8 @@ def _compared_with(best: Estimate, rivals: Sequence[Estimate]) -> list[str]:
 
 def _compared(best: Estimate, other: Estimate) -> str:
     layout = other.layout
-    axes = "" if layout.axes == best.layout.axes else f" on {axes_text(layout.axes)}"
+    axes = f" on {axes_text(layout.axes)}" if layout.axes != best.layout.axes else ""
+    axes += f", weights {layout.weights}" if layout.weights != best.layout.weights else ""
     chunks = f" ({layout.chunks} stages a device)" if layout.chunks > 1 else ""
     name = f"not {layout.schedule}{chunks} with {microbatches_text(layout.microbatches)}{axes}"
     if other.step_s > CLOSE * best.step_s > 0:
