@@ -13,7 +13,7 @@ the largest over the stages of
     1f1b           before + (f + b) + behind + (m - 1) b + (m - w) f      w = min(p - s, m)
     naive          m (before + (f + b) + behind)        one microbatch after the other
     zero-bubble    the forwards of before, + m (f + b)      weights' gradients run beside what is before
-    interleaved    m total / p + (p - 1) total / S      on p ranks, if its S chunks have equal shares
+    interleaved    m max(total / p, heaviest unit)      on p ranks
 
 For a chain of equal stages these are (m + p - 1)(f + b) for gpipe and 1f1b, and what they last
 (builders.py). What is asked for is the least over all cuts of the largest over the stages. For a limit T
@@ -122,10 +122,10 @@ class Work:
         return m * once
 
     def floor_s(self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int) -> float:
-        """No cut into `stages` on `ranks` makes a shorter step; of interleaved ones, no balanced cut does."""
+        """No cut into `stages` on `ranks` makes a shorter step."""
         low = self.least_s(ranks, microbatches)
         if schedule == "interleaved":
-            return max(low, self.total_s * (microbatches / ranks + (ranks - 1) / stages))
+            return low
         high = microbatches * self.total_s
         while high > low * (1 + PRECISE):
             middle = (low + high) / 2
