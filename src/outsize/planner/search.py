@@ -9,8 +9,9 @@ fullest device, then fewer microbatches, then 1f1b before gpipe before naive. A 
 recomputes, if that was left open.
 
 The gap says how far the plan is from the least floor: no layout and no cut that was allowed makes a step
-shorter by more than that. It counts what the floors leave out: links, and memory where a layout was not
-tried. No randomness and no clock: equal input, equal plan.
+shorter by more than that, but for interleaved layouts that were not chosen, of which the balanced cut counts. It
+includes what the floors leave out: links, and memory where a layout was not tried. No randomness and no clock:
+equal input, equal plan.
 
 Plan enumeration with a cost model as in PipeDream (arXiv 1806.03377, sec. 3.1) and Alpa (arXiv 2201.12023,
 sec. 5), best first with a bound (Land and Doig 1960). Complexity: layouts x O(p n^2), for those that are
