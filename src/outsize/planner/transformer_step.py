@@ -65,6 +65,7 @@ class Multipliers(Record):
     wide_matmul             x, on top, for a matmul of more than 32,768 columns (the head without tp)
     kernel_s, host_s        seconds that each kernel costs the device beside its work, and its host
     inner, outer            x the seconds of collectives within a node, and between nodes
+    some                    x, on top, for gradients of replicas that have several but not all GPUs of a node
     skew_s                  seconds that a collective waits for hosts, per socket (4 GPUs) beyond the first
     exposed                 share of the shorter of device and host that the longer does not hide, under tp
     optimizer, fixed_s      x the seconds of Adam's update; seconds of a step that nothing else explains
@@ -77,6 +78,7 @@ class Multipliers(Record):
     host_s: float = 1e-5
     inner: float = 1.0
     outer: float = 1.0
+    some: float = 1.0
     skew_s: float = 1e-4
     exposed: float = 0.0
     optimizer: float = 1.0
@@ -251,5 +253,7 @@ def _gradients_s(job: Job, owned: int, cluster: Cluster, by: Multipliers) -> flo
     ranks = dp_ranks(job)
     if len(ranks) == 1:
         return 0.0
-    wire = by.inner if ranks[-1] < cluster.devices_per_node else by.outer
+    apart, per_node = ranks.step, cluster.devices_per_node
+    several = by.some if 1 < apart < per_node else 1.0
+    wire = by.inner if ranks[-1] < per_node else by.outer * several
     return wire * collective_s("all_reduce", owned * SIZES[job.sharding.dtype], ranks, cluster)

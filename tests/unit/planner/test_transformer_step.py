@@ -110,6 +110,17 @@ def test_replicas_in_several_nodes_pay_the_network() -> None:
     assert step_s(far, cluster(), near) > step_s(far, cluster(), BY)  # tp stays within the node
 
 
+@pytest.mark.parametrize(("tp", "pays"), [(1, False), (2, True), (4, True), (8, False)])
+def test_gradients_of_replicas_with_some_of_a_nodes_gpus_pay_more(tp: int, pays: bool) -> None:
+    asked, dear = job(dp=16 // tp, tp=tp), BY.model_copy(update={"some": 2.0})
+    reduced = collective_s("all_reduce", 2 * asked.parameters(0), range(0, 16, tp), cluster())
+    more = step_s(asked, cluster(), dear) - step_s(asked, cluster(), BY)
+    assert more == pytest.approx(reduced if pays else 0.0)
+    near = cluster("1x8xa100-80gb")
+    inside = job(dp=8 // tp, tp=tp)
+    assert step_s(inside, near, dear) == step_s(inside, near, BY)
+
+
 def test_recompute_costs_a_second_forward() -> None:
     none, selective, full = (
         sum(c.backward_s for c in stage_costs(asked, cluster(), BY))
