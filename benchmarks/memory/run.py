@@ -18,15 +18,17 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from cases import CASES, Case
+from cases import CASES, MORE, Case
 from meter import Meter, Split, metered
 
 import outsize
 from outsize.api import price
+from outsize.ir.plan import Recompute
 from outsize.planner.allocator import replay
 from outsize.planner.edges import edges_between
-from outsize.planner.memory import StageMemory, account
 from outsize.planner.estimate import lower_along
+from outsize.planner.memory import StageMemory, account_ranges
+from outsize.planner.split import Case as Tables
 from outsize.schedules.builders import build
 
 Schedule = Literal["gpipe", "1f1b"]
@@ -44,6 +46,7 @@ class Row:
 
     model: str
     optimizer: str
+    recompute: str
     stages: int
     schedule: str
     stage: int
@@ -58,11 +61,13 @@ class Row:
         return self.predicted_bytes / self.real_bytes - 1
 
 
-def compare(name: str, plan: tuple[int, Schedule, int], optimizer: str) -> Iterator[Row]:
+def compare(
+    name: str, plan: tuple[int, Schedule, int], optimizer: str, recompute: Recompute = "none"
+) -> Iterator[Row]:
     """Predict every stage's peak, then run two steps and look at the second."""
     stages, schedule, microbatches = plan
     torch.manual_seed(0)
-    case = CASES[name]()
+    case = (CASES | MORE)[name]()
     case.model.train()
     chosen = outsize.plan(
         case.model,
@@ -75,13 +80,14 @@ def compare(name: str, plan: tuple[int, Schedule, int], optimizer: str) -> Itera
         schedule=schedule,
         microbatches=microbatches,
         optimizer=optimizer,
+        recompute=recompute,
     )
     predicted = predict(case, chosen)
     meter = real(case, chosen, OPTIMIZERS[optimizer])
     for stage, memory in enumerate(predicted):
         found = memory.peak_bytes, meter.peaks[stage], meter.moments[stage]
         events = [(number, size) for where, number, size in meter.events if where == stage]
-        yield Row(name, optimizer, stages, schedule, stage, *found, replay(events).peak_reserved)
+        yield Row(name, optimizer, recompute, stages, schedule, stage, *found, replay(events).peak_reserved)
 
 
 def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
@@ -89,9 +95,9 @@ def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
     batch = case.batch
     _, graph, _ = price(plan, case.model, batch.args, batch.kwargs, loss_fn=case.loss_fn, target=batch.target)
     profile, bounds = outsize.estimate(graph, plan.cluster), plan.bounds(graph)
+    tables = Tables.of(graph, profile, plan.microbatches, plan.optimizer, plan.recompute).ranges
     schedule = build(plan.schedule, len(plan.stages), plan.microbatches)
-    lowered = lower_along(edges_between(graph, bounds), schedule)
-    return account(graph, bounds, lowered, profile, plan.optimizer)
+    return account_ranges(tables, graph, bounds, lower_along(edges_between(graph, bounds), schedule))
 
 
 def real(case: Case, plan: outsize.Plan, make: Any) -> Meter:
@@ -143,12 +149,15 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 def main() -> None:
     """Run what was asked for; print a table or JSON; write the results."""
     asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
+    asked.add_argument("--models", nargs="*", choices=list(CASES | MORE))
+    asked.add_argument("--more", action="store_true", help="the models that were held out")
     asked.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
+    asked.add_argument("--recompute", default="none", choices=["none", "full"])
     asked.add_argument("--json", action="store_true")
     asked.add_argument("--out", type=Path)
     options = asked.parse_args()
-    rows = [r for m in options.models for p in PLANS for r in table_rows(m, p, options)]
+    models = options.models or list(MORE if options.more else CASES)
+    rows = [r for m in models for p in PLANS for r in table_rows(m, p, options)]
     found = {"summary": summary(rows), "rows": [asdict(r) | {"error": r.error} for r in rows]}
     found["machine"] = f"{platform.machine()}, torch {torch.__version__}"
     if options.out is not None:
@@ -158,7 +167,7 @@ def main() -> None:
 
 def table_rows(model: str, plan: tuple[int, Schedule, int], options: argparse.Namespace) -> list[Row]:
     """The rows of one run, printed unless JSON is wanted."""
-    rows = list(compare(model, plan, options.optimizer))
+    rows = list(compare(model, plan, options.optimizer, options.recompute))
     for row in () if options.json else rows:
         place = f"{row.model:12} {row.stages} x {row.schedule:5} stage {row.stage}"
         sizes = f"{row.predicted_bytes / 1e6:9.3f} MB  real {row.real_bytes / 1e6:9.3f} MB"
