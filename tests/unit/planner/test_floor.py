@@ -64,7 +64,7 @@ def computed_s(model: Model, schedule: str, bounds: Sequence[int], microbatches:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=50, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(models(), st.integers(1, 4), st.integers(1, 6))
 def test_no_cut_is_below_the_floor(
     schedule: ScheduleName, model: Model, stages: int, microbatches: int
@@ -88,7 +88,7 @@ def test_equal_stages_meet_the_floor(schedule: ScheduleName, stages: int, microb
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=2, max_size=4), st.integers(1, 6))
 def test_no_row_is_below_its_floor(
     schedule: ScheduleName, passes: list[tuple[int, int, int]], microbatches: int
@@ -140,7 +140,7 @@ def every(pipeline: Pipeline) -> Iterator[Estimate]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(max_examples=20, derandomize=True, deadline=None)
+@settings(max_examples=12, derandomize=True, deadline=None)
 @given(models(), st.integers(1, 3), st.integers(1, 5), st.integers(100, 900))
 def test_no_cut_that_fits_is_below_the_floor_of_split(
     schedule: ScheduleName, model: Model, stages: int, microbatches: int, memory_bytes: int

@@ -76,7 +76,8 @@ def test_a_stage_has_a_unit_and_one_rank_no_bubble() -> None:
 
 
 def test_chunks_need_ranks_that_are_busy_and_units() -> None:
-    counts, names = [(1, 1), (2, 2), (8, 8)], ("interleaved",)
+    counts = [(1, 1), (2, 2), (8, 8)]
+    names: tuple[ScheduleName, ...] = ("interleaved",)
     assert [(x.stages, x.chunks, x.microbatches) for x in pipelines(Axes(pp=2), counts, names, 64)] == [
         (4, 2, 2), (8, 4, 2), (4, 2, 8), (8, 4, 8),
     ]  # fmt: skip
