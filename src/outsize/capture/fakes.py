@@ -7,7 +7,6 @@ those in lists and dicts, such as an LSTM's flat weights) are replaced in the mo
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -177,7 +176,7 @@ def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 def _containers(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, list | dict):
-        yield value, copy.copy(value)
+        yield value, list(value) if isinstance(value, list) else dict(value)
     if isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _containers(item)

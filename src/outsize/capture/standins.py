@@ -23,7 +23,7 @@ def stand_in() -> None:
     _place("torch._dynamo", is_compiling=_never, **dict.fromkeys(marks, _left_alone))
     if isinstance(sys.modules.get("torch._dynamo"), _StandIn):
         _place("torch._dynamo.utils", is_compile_supported=None)
-        _place("torch._dynamo.source", ConstantSource=_named)
+        _place("torch._dynamo.source", ConstantSource=_named, RandomValueSource=_NoSource)
     _place("scipy.optimize", linear_sum_assignment=None)
 
 
@@ -35,6 +35,11 @@ class _StandIn(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(_real(self.__name__), name)
+
+
+@final
+class _NoSource:
+    """A class of which nothing is an instance."""
 
 
 def _place(name: str, **known: Callable[..., Any] | None) -> None:
