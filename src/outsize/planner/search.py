@@ -9,9 +9,9 @@ fullest device, then fewer microbatches, then 1f1b before gpipe before naive. A 
 recomputes, if that was left open.
 
 The gap says how far the plan is from the least floor: no layout and no cut that was allowed makes a step
-shorter by more than that, but for interleaved layouts that were not chosen, of which the balanced cut counts. It
-includes what the floors leave out: links, and memory where a layout was not tried. No randomness and no clock:
-equal input, equal plan.
+shorter by more than that, but for interleaved layouts that were not chosen, of which the balanced cut counts.
+It includes what the floors leave out: links, and memory where a layout was not tried. No randomness and no
+clock: equal input, equal plan.
 
 Plan enumeration with a cost model as in PipeDream (arXiv 1806.03377, sec. 3.1) and Alpa (arXiv 2201.12023,
 sec. 5), best first with a bound (Land and Doig 1960). Complexity: layouts x O(p n^2), for those that are
@@ -21,7 +21,7 @@ layout as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -34,7 +34,6 @@ from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import (
-    Alternative,
     Axes,
     BatchNormMode,
     Count,
@@ -46,7 +45,6 @@ from outsize.ir.plan import (
     stages_from_bounds,
 )
 from outsize.ir.profile import Profile
-from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, reasons
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
 from outsize.planner.layout import Layout, everything, pipelines
@@ -54,16 +52,14 @@ from outsize.planner.limits import limited_by
 from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
-from outsize.planner.reasons import axes_text, microbatches_text, stages_text
+from outsize.planner.reasons import microbatches_text, stages_text
+from outsize.planner.rivals import CLOSE, alternative, choose, compared_with, rivals, shown
 from outsize.planner.split import Pipeline, split
 
+# zero-bubble only where it is asked for: gradients wait for their weights' turn, and no account counts them.
 SCHEDULES: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved")
-# Only where it is asked for: gradients wait for their weights' turn, and no account counts them yet.
-ASKED: Final[tuple[ScheduleName, ...]] = ("zero-bubble",)
 # gpipe and naive never beat these two, and what they hold or lose at scale takes long to play.
 AT_SCALE: Final[tuple[ScheduleName, ...]] = ("1f1b", "interleaved")
-CLOSE: Final = 1.01
-ALTERNATIVES: Final = 3
 # Layouts that are priced in one search; what is left then counts in the gap.
 MOST_TRIED: Final = 64
 FEW: Final = 24
@@ -276,7 +272,7 @@ def _over_all(cluster: Cluster, count: int) -> Layout:
 
 
 def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan:
-    best = polish(_choose(found.estimates))
+    best = polish(choose(found.estimates))
     if not menu.exact(best.layout):
         menu, best = _refined(request, menu, best)
     layout, ends = best.layout, menu.ends(best.layout)
@@ -285,7 +281,7 @@ def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan
     again = tuple(case.recompute for case in best.cases)
     overall: Recompute = "full" if all(a == "full" for a in again) else "none"
     stages = stages_from_bounds(graph, bounds, tuple(device.name for device in best.devices))
-    rivals = _rivals(layout, found.estimates)
+    others = rivals(layout, found.estimates)
     return Plan(
         model=graph.model,
         fingerprint=graph.fingerprint,
@@ -306,12 +302,12 @@ def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan
         bn=request.bn,
         what_if=layout.what_if,
         expected=_expected(request, best, found, bounds, menu),
-        alternatives=tuple(_alternative(request, rival) for rival in _shown(rivals)),
+        alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(others)),
         why=(
             *(graph.notes if graph.form == "modules" else ()),
             *reasons(best, graph, bounds),
             *_costly(request, best),
-            *_compared_with(best, rivals),
+            *compared_with(best, others),
             *islice(rejections(found.rejected), REJECTIONS),
         ),
     )
@@ -344,81 +340,15 @@ def _expected(request: Request, best: Estimate, found: _Found, bounds: Sequence[
     )
 
 
-def _choose(found: Sequence[Estimate]) -> Estimate:
-    close_s = CLOSE * min(f.step_s for f in found)
-    return min((f for f in found if f.step_s <= close_s), key=_thrift)
-
-
-def _thrift(found: Estimate) -> tuple[object, ...]:
-    """Among equals: what runs today, least memory, fewest microbatches, the schedule that is known best."""
-    layout = found.layout
-    order = (*SCHEDULES, *ASKED).index(layout.schedule)
-    axes = tuple(layout.axes.model_dump().values())
-    return layout.what_if, found.peak_bytes, layout.microbatches, order, layout.weights, layout.stages, axes
-
-
-def _rivals(best: Layout, found: Iterable[Estimate]) -> list[Estimate]:
-    """Those not chosen, the fastest first."""
-    return sorted((f for f in found if f.layout is not best), key=lambda f: (f.step_s, *_thrift(f)))
-
-
-def _shown(rivals: Sequence[Estimate]) -> list[Estimate]:
-    """The fastest ones; one of them runs today, if any does."""
-    first = list(rivals[:ALTERNATIVES])
-    today = next((r for r in rivals if not r.layout.what_if), None)
-    return first if today is None or today in first else [*first[: ALTERNATIVES - 1], today]
-
-
-def _alternative(request: Request, rival: Estimate) -> Alternative:
-    layout = rival.layout
-    return Alternative(
-        schedule=layout.schedule,
-        microbatches=layout.microbatches,
-        axes=layout.axes,
-        chunks=layout.chunks,
-        weights=layout.weights,
-        recompute="full" if any(case.recompute == "full" for case in rival.cases) else "none",
-        step_s=rival.step_s,
-        samples_per_s=request.batch_size / rival.step_s if rival.step_s else 0.0,
-        peak_bytes=rival.peak_bytes,
-        what_if=layout.what_if,
-    )
-
-
 def _costly(request: Request, best: Estimate) -> Iterator[str]:
     """What was asked for or had to be, and what it takes."""
     again = [stage for stage, case in enumerate(best.cases) if case.recompute == "full"]
     if len(again) == len(best.cases):
         yield "everything is recomputed: a backward takes a forward more, and stages keep what they receive"
     elif again:
-        yield f"{stages_text(again)} recompute: what they keep does not fit; a backward takes a forward more"
+        yield f"recomputed on {stages_text(again)}, which do not fit else: a backward takes a forward more"
     if request.bn == "sync":
         yield "BatchNorm of the whole batch: it runs as one microbatch, so stages do not overlap"
     if best.layout.ranks != best.pipeline.ranks:
         order = ", ".join(device.name for device in best.devices)
         yield f"devices differ, and this order is the fastest: start the ranks as {order}"
-
-
-def _compared_with(best: Estimate, rivals: Sequence[Estimate]) -> list[str]:
-    """The same microbatches under the other schedules, and the fastest other number of microbatches."""
-    mine = best.layout
-    same = [r for r in rivals if r.layout.captured == mine.captured and r.layout.axes == mine.axes]
-    other = [r for r in rivals if r.layout.captured != mine.captured and r.layout.schedule == mine.schedule]
-    meshes = [r for r in rivals if r.layout.axes != mine.axes]
-    shown = dict.fromkeys((*same, *other[:1], *meshes[:1]))
-    return [_compared(best, rival) for rival in shown]
-
-
-def _compared(best: Estimate, other: Estimate) -> str:
-    layout = other.layout
-    axes = f" on {axes_text(layout.axes)}" if layout.axes != best.layout.axes else ""
-    axes += f", weights {layout.weights}" if layout.weights != best.layout.weights else ""
-    chunks = f" ({layout.chunks} stages a device)" if layout.chunks > 1 else ""
-    name = f"not {layout.schedule}{chunks} with {microbatches_text(layout.microbatches)}{axes}"
-    if other.step_s > CLOSE * best.step_s > 0:
-        slower = percent_text(other.step_s / best.step_s - 1)
-        times = f"{seconds_text(other.step_s)} a step against {seconds_text(best.step_s)}"
-        return f"{name}: {times}, {slower} slower"
-    more = other.peak_bytes - best.peak_bytes
-    memory = f"{bytes_text(more)} more on its fullest device" if more > 0 else "no less memory"
-    return f"{name}: as fast within a percent, and {memory}"
