@@ -10,7 +10,7 @@ nearest.
                   of the replicas or those of a node, as ZeRO-1 (states) or as FSDP (weights too)
 
 Symbols as in arXiv 2104.04473 (p, t, d) and torch's DeviceMesh. Complexity: O(divisors of N, cubed).
-Oracle: tests/unit/planner/test_layout.py counts the factorisations.
+Oracle: tests/unit/planner/test_planner_layout.py counts the factorisations.
 """
 
 from __future__ import annotations
