@@ -131,12 +131,13 @@ def _site(runs: Sequence[Run], calibrate: int, priors: Mapping[str, Multipliers]
 def calibrated(few: Sequence[Run], runs: Sequence[Run], believed: Multipliers) -> tuple[Vector, bool]:
     """Multipliers fitted on `few` runs, and whether the label of recompute is to be believed.
 
-    Where it is not from the measurement itself but from files beside it, the rows decide.
+    Where it is not from the measurement itself but from files beside it, the rows decide; without rows it is
+    read as the prior was tuned.
     """
     prior = _vector(believed)
     spread = np.full(len(NAMES), SPREAD)
     measured = np.array([run.seconds for run in few])
-    readings = (True,) if all(run.recompute_certain for run in runs) else (True, False)
+    readings = (True,) if all(run.recompute_certain for run in runs) else (False, True)
     fits = {
         reading: fit(lambda x, r=reading: predict(few, x, r), measured, prior, spread, NOISE)
         for reading in readings
