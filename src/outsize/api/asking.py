@@ -14,6 +14,7 @@ from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile, ProfileSet
+from outsize.planner.estimate import check_enough
 from outsize.planner.fit import Ask
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request
@@ -44,8 +45,11 @@ def ask(
     request = request_of(batch_size=size, **wishes)
     found = found.under(request.precision)
     candidates: dict[int, tuple[ModelGraph, Profile]] = {}
-    stages = request.stages or len(cluster.devices)
-    counts = all_counts(size, stages) if request.what_if else counts_of(size, stages, request.microbatches)
+    stages, microbatches = request.stages or len(cluster.devices), request.microbatches
+    counts = counts_of(size, stages, microbatches)
+    if request.what_if:
+        _insist_on_mesh(request, cluster)
+        counts = all_counts(size, len(cluster.devices), microbatches)
     for count in measured.counts(counts, size) if isinstance(measured, ProfileSet) else counts:
         captured = found.taken(-(-size // count), size // (request.microbatches or 1))
         if captured is not None:
@@ -104,8 +108,24 @@ def profile_of(
     return measure_captured(found, captured, how_on(cluster), progress)
 
 
-def all_counts(batch_size: int, devices: int) -> list[int]:
+def _insist_on_mesh(request: Request, cluster: Cluster) -> None:
+    """Raise BadOption or TooFewSamples for what no mesh of all devices has."""
+    devices = len(cluster.devices)
+    check_enough(request.batch_size, request.microbatches or 1)
+    if request.stages is not None and devices % request.stages:
+        fitting = max(d for d in range(1, devices + 1) if devices % d == 0 and d <= request.stages)
+        raise BadOption(
+            f"{request.stages} stages cannot share the {devices} devices of {cluster.name!r} evenly",
+            numbers="a what-if gives every stage as many devices",
+            next_step=f"--what-if --stages {fitting}",
+        )
+
+
+def all_counts(batch_size: int, devices: int, microbatches: int | None) -> list[int]:
     """Microbatches of the whole batch worth a capture where replicas share it: also fewer than devices."""
+    if microbatches is not None:
+        shared = (microbatches * d for d in range(1, devices + 1) if devices % d == 0)
+        return [count for count in shared if count <= batch_size]
     fewer = (2**k for k in range(1, devices.bit_length()) if batch_size % 2**k == 0)
     return sorted({*counts_of(batch_size, devices, None), *fewer})
 

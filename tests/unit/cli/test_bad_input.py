@@ -53,6 +53,8 @@ CASES: dict[str, tuple[int, str]] = {
     "plan-what-if": (3, "run toy:build --plan whatif.json"),
     "plan-what-if-beside-check": (2, "plan toy:build --check plan.json --what-if"),
     "plan-what-if-fits-nowhere": (3, "plan toy:build?width=512 --cluster 2x0.01GB --what-if"),
+    "plan-what-if-stages": (2, "plan toy:build --cluster 6xh100-80gb --what-if --stages 4"),
+    "plan-what-if-batch": (2, "plan toy:build --cluster 4xh100-80gb --batch 3 --what-if --microbatches 4"),
     "explain-plan-no-json": (3, "explain-plan toy.py"),
     "explain-plan-of-another-model": (3, "explain-plan plan.json toy:pair"),
     "option": (2, "plan toy:build --stagse 2"),
