@@ -134,5 +134,6 @@ def test_a_graph_that_was_looked_at_is_merged_like_any_other() -> None:
     assert graph.owner_of["h.3.weight"] == 3
     merged = coarse_graph(graph, (0, 2, 4))
     assert merged.owner_of["h.3.weight"] == 1
+    assert [(v.producer, v.consumers) for v in merged.values] == [(0, (1,))]
     assert merged.fingerprint == graph.fingerprint
     assert coarse_profile(profile, (0, 2, 4)).step_compute_s == profile.step_compute_s

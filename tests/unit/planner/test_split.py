@@ -74,7 +74,7 @@ def test_the_stage_that_holds_most_recomputes() -> None:
     model, layout = chain([1.0] * 4, saved_bytes=1000), Layout(Axes(pp=2), 2, "1f1b", 4, 4)
     roomy, tight, tiny = (split(pipeline_of(model, layout, size)) for size in (9000, 3600, 1000))
     assert roomy is not None
-    assert (roomy.bounds, roomy.ways) == ((0, 2, 4), (0, 0))
+    assert (roomy.bounds, roomy.ways, roomy.floor_s) == ((0, 2, 4), (0, 0), 5 * 6.0)
     assert tight is not None
     assert tight.ways == (1, 0)
     assert tiny is None
