@@ -137,7 +137,8 @@ def calibrated(few: Sequence[Run], runs: Sequence[Run], believed: Multipliers) -
     prior = _vector(believed)
     spread = np.full(len(NAMES), SPREAD)
     measured = np.array([run.seconds for run in few])
-    readings = (True,) if all(run.recompute_certain for run in runs) else (False, True)
+    tuned = kind(runs[0]) != "deepspeed, one node"
+    readings = (True,) if all(run.recompute_certain for run in runs) else (tuned, not tuned)
     fits = {
         reading: fit(lambda x, r=reading: predict(few, x, r), measured, prior, spread, NOISE)
         for reading in readings

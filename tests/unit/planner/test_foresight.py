@@ -117,6 +117,16 @@ def test_rows_to_look_at_are_shared_by_the_logarithm_and_never_the_majority(
     assert apportion([], 10) == []
 
 
+@pytest.mark.parametrize(("gpus", "as_labelled"), [("4", False), ("16", True)])
+def test_without_a_row_to_look_at_labels_are_read_as_the_prior_was_tuned(
+    bench: dict[str, ModuleType], gpus: str, as_labelled: bool
+) -> None:
+    label = "full (in the repo's config files)"
+    run = bench["runs"].read({**RUN, "recompute": label, "n_gpus": gpus, "dp": str(int(gpus) // 2)})
+    prior = bench["steptime"].PRIORS[bench["steptime"].kind(run)]
+    assert bench["steptime"].calibrated([], [run], prior)[1] is as_labelled
+
+
 def test_regret_is_the_chosen_plan_over_the_best(bench: dict[str, ModuleType]) -> None:
     read, timed = bench["runs"].read, bench["steptime"].Timed
     fast, slow = (read({**RUN, "iter_time_s": seconds}) for seconds in ("0.1", "0.2"))
