@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Self, final
 
 
@@ -93,7 +94,7 @@ def _peer(stage: int, kind: Kind, named: str | None, text: str) -> int:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """`actions[rank]` in execution order. `rank_of[stage]` says where each stage lives."""
 
@@ -106,7 +107,7 @@ class Schedule:
         """Number of ranks."""
         return len(self.actions)
 
-    @property
+    @cached_property
     def rank_of(self) -> dict[int, int]:
         """Stage -> the rank that acts for it."""
         return {a.stage: rank for rank, row in enumerate(self.actions) for a in row}

@@ -121,6 +121,10 @@ class Work:
             return np.maximum(0.0, self.before_forward[first] - earlier * self.slack_s) + m * once
         return m * once
 
+    def balanced_s(self, stages: int, ranks: int, microbatches: int) -> float:
+        """An interleaved step of equal chunks (arXiv 2104.04473, sec. 2.2): about what the best cut takes."""
+        return self.total_s * (microbatches / ranks + (ranks - 1) / stages)
+
     def floor_s(self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int) -> float:
         """No cut into `stages` on `ranks` makes a shorter step."""
         low = self.least_s(ranks, microbatches)

@@ -55,6 +55,7 @@ class Menu:
         self._works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
         self._paces: dict[Key, float] = {}
+        self._states: dict[Key, tuple[int, int]] = {}
 
     def pipeline(
         self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
@@ -119,6 +120,20 @@ class Menu:
             profiles = [self._profile(layout, device) for device in kinds.values()]
             self._works[key] = Work.of(graph, fastest(profiles))
         return self._works[key]
+
+    def may_fit(self, layout: Layout) -> bool:
+        """Whether all devices together hold the weights, gradients and states: no table needed."""
+        key = ("states", layout.captured)
+        if key not in self._states:
+            optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
+            held = [optimizer.held(p) for p in graph.parameters if p.name in graph.owner_of]
+            states = sum(h.state + h.master for h in held), sum(h.weight + h.gradient for h in held)
+            self._states[key] = states
+        states, weights = self._states[key]
+        axes = layout.axes
+        whole = weights // axes.dp_shard if layout.weights == "sharded" else weights
+        rooms = sum(device.memory_bytes for device in self._rooms.devices[:: layout.group])
+        return (whole + states // axes.dp_shard) // axes.tp <= rooms
 
     def pace_s(self, layout: Layout) -> float:
         """No arrangement of unequal devices has a faster slowest stage; 0 where all are alike."""

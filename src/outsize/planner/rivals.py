@@ -19,6 +19,7 @@ ORDER: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved
 
 
 def choose(found: Sequence[Estimate]) -> Estimate:
+    """The fastest; of those as fast within CLOSE the thriftiest."""
     close_s = CLOSE * min(f.step_s for f in found)
     return min((f for f in found if f.step_s <= close_s), key=thrift)
 
@@ -44,6 +45,7 @@ def shown(rivals: Sequence[Estimate]) -> list[Estimate]:
 
 
 def alternative(batch_size: int, rival: Estimate) -> Alternative:
+    """What a plan says of one of them."""
     layout = rival.layout
     return Alternative(
         schedule=layout.schedule,

@@ -203,18 +203,24 @@ class _Hunt:
 
     def _over(self, floor_s: float, left: int) -> bool:
         """A few are always priced, so that there is something to compare with."""
-        tried = len(self._found) + len(self._rejected)
-        few = tried + left <= FEW
-        best_s = min((f.step_s for f in self._found), default=inf)
-        return not few and (tried >= MOST_TRIED or floor_s > CLOSE * best_s)
+        if not self._found:
+            return floor_s == inf
+        few = len(self._found) + len(self._rejected) + left <= FEW
+        enough = len(self._found) >= MOST_TRIED
+        return not few and (enough or floor_s > CLOSE * min(f.step_s for f in self._found))
 
     def _least(self, layout: Layout) -> float:
+        if not self._menu.may_fit(layout):
+            return inf
         least_s = self._menu.work(layout).least_s(layout.axes.pp, layout.microbatches)
         return max(least_s, layout.microbatches * self._menu.pace_s(layout))
 
     def _floor(self, layout: Layout) -> float:
-        work = self._menu.work(layout)
-        return work.floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
+        """Of an interleaved layout what its balanced cut takes: its floor would bring all of them first."""
+        work, m = self._menu.work(layout), layout.microbatches
+        if layout.chunks > 1:
+            return work.balanced_s(layout.stages, layout.axes.pp, m)
+        return work.floor_s(layout.schedule, layout.stages, layout.axes.pp, m)
 
     def _try(self, layout: Layout, floor_s: float) -> None:
         pipelines = list(self._menu.pipelines(layout, self._recompute))

@@ -25,12 +25,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from outsize.ir.cluster import Cluster, Device
-from outsize.ir.graph import ModelGraph, Unit, Work
+from outsize.ir.graph import ModelGraph, Unit, Value, Work
 from outsize.ir.profile import Profile, UnitCost
 from outsize.planner.comm import collective_s
 from outsize.planner.layout import Layout
 from outsize.planner.roofline import seconds
 
+Passes = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
 PRODUCTS: Final = frozenset({"matmul", "convolution"})
 
 
@@ -56,20 +57,27 @@ def sync_s(gradient_bytes: int, backward_s: float, layout: Layout, cluster: Clus
 def row_products(graph: ModelGraph) -> tuple[int, ...]:
     """Units after which the devices of a tensor parallel group have to add up what they have."""
     split: set[int] = set()
-    users: dict[int, list[int]] = {}
-    for value in graph.values:
-        for unit in value.consumers:
-            users.setdefault(unit, []).append(value.producer)
+    columns: dict[int, set[int]] = {}
     found: list[int] = []
     for unit in graph.units:
-        given = any(producer in split for producer in users.get(unit.index, ()))
+        taken = [v for v in graph.values if unit.index in v.consumers]
+        given = {v.producer for v in taken} & split
         if not _is_product(unit, graph):
             split |= {unit.index} if given else set()
-        elif given:
+            continue
+        whole = {v.id for v in taken if v.producer not in split and _may_be_input(v, unit, graph)}
+        if given and not any(whole & columns.get(producer, set()) for producer in given):
             found.append(unit.index)
         else:
+            columns[unit.index] = whole
             split.add(unit.index)
     return tuple(found)
+
+
+def _may_be_input(value: Value, unit: Unit, graph: ModelGraph) -> bool:
+    """Its last dim is one of a weight's, so the unit's product may be of it."""
+    shapes = (graph.parameter_of[name].shape for name in unit.parameters)
+    return bool(value.shape) and any(value.shape[-1] in shape for shape in shapes if len(shape) > 1)
 
 
 def _is_product(unit: Unit, graph: ModelGraph) -> bool:
@@ -86,13 +94,19 @@ def _split(graph: ModelGraph, profile: Profile, ways: int, cluster: Cluster) -> 
         index: collective_s("all_reduce", made.get(index, 0), group, cluster) for index in row_products(graph)
     }
     pairs = zip(graph.units, profile.units, strict=True)
-    units = tuple(_share(unit, cost, ways, device, waits.get(unit.index, 0.0)) for unit, cost in pairs)
-    return profile.model_copy(update={"units": units})
+    alike: dict[Passes, tuple[float, float, float]] = {}
+    units: list[UnitCost] = []
+    for unit, cost in pairs:
+        passes = unit.forward, unit.backward_input, unit.backward_weight
+        if passes not in alike:  # blocks repeat
+            forward, given, weight = (_slower(works, ways, device) for works in passes)
+            alike[passes] = forward, given, weight
+        units.append(_share(cost, alike[passes], waits.get(unit.index, 0.0)))
+    return profile.model_copy(update={"units": tuple(units)})
 
 
-def _share(unit: Unit, cost: UnitCost, ways: int, device: Device, wait_s: float) -> UnitCost:
-    passes = (unit.forward, unit.backward_input, unit.backward_weight)
-    forward, given, weight = (_slower(works, ways, device) for works in passes)
+def _share(cost: UnitCost, slower: tuple[float, float, float], wait_s: float) -> UnitCost:
+    forward, given, weight = slower
     return cost.model_copy(
         update={
             "forward_s": cost.forward_s * forward + wait_s,

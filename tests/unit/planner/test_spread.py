@@ -103,7 +103,6 @@ def test_products_by_themselves_have_none() -> None:
     assert row_products(apart) == ()
 
 
-@pytest.mark.xfail(reason="glue that is merged into a product is taken for its input", strict=True)
 def test_a_captured_llama_adds_up_twice_in_a_layer() -> None:
     layers = range(2)
     model = transformers.LlamaForCausalLM(
