@@ -8,7 +8,7 @@ that was played.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -24,10 +24,11 @@ from outsize.ir.timeline import Timeline
 from outsize.planner.edges import Edge, Edges, edges_between
 from outsize.planner.layout import Layout
 from outsize.planner.longest import Cost, Network
-from outsize.planner.memory import StageMemory, account_moments
+from outsize.planner.memory import Alive, StageMemory, account_moments, held_bytes
+from outsize.planner.ranges import Ranges
 from outsize.planner.reasons import fullest_reason, pace_reason
 from outsize.planner.simulate import StageCost, simulate
-from outsize.planner.split import Case, Pipeline, moments_by_stage
+from outsize.planner.split import Case, Pipeline, moments_by_rank, moments_by_stage
 from outsize.planner.spread import sync_s
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
@@ -65,7 +66,7 @@ class Estimate:
 
     @cached_property
     def memories(self) -> tuple[StageMemory, ...]:
-        """Of each stage at its peak."""
+        """Of each stage at the worst moment of its device."""
         return _memories(self.pipeline, self.bounds, self.cases)
 
     @property
@@ -109,7 +110,7 @@ class Estimate:
         return all(size <= room for size, room in zip(held, rooms, strict=False))
 
     def held_bytes(self, rank: int) -> int:
-        """Peaks of all stages of a rank."""
+        """All stages of a rank."""
         return sum(m.peak_bytes for s, m in enumerate(self.memories) if s % self.layout.axes.pp == rank)
 
 
@@ -217,9 +218,26 @@ def _shares(sizes: Mapping[Edge, int], ways: int) -> Mapping[Edge, int]:
 
 
 def _memories(pipeline: Pipeline, bounds: Sequence[int], cases: Sequence[Case]) -> tuple[StageMemory, ...]:
-    """Of each stage, in the way it runs."""
+    """Of each stage as it runs, at the worst moment of its device."""
     layout = pipeline.layout
-    worst = moments_by_stage(layout.schedule, layout.stages, layout.microbatches, layout.axes.pp)
+    how = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
+    if layout.chunks == 1:
+        return _accounts(bounds, cases, moments_by_stage(*how))
+    runs = tuple(pairwise(bounds))
+    here = [case.ranges.only(*run) for case, run in zip(cases, runs, strict=True)]
+    p = layout.axes.pp
+    worst = [_worst(here[rank::p], found) for rank, found in enumerate(moments_by_rank(*how))]
+    return _accounts(bounds, cases, [(worst[s % p][s // p],) for s in range(len(runs))])
+
+
+def _worst(here: Sequence[Ranges], moments: Iterable[tuple[Alive, ...]]) -> tuple[Alive, ...]:
+    """When the stages of a device hold most together."""
+    return max(moments, key=lambda moment: sum(map(held_bytes, here, moment)))
+
+
+def _accounts(
+    bounds: Sequence[int], cases: Sequence[Case], worst: Sequence[Sequence[Alive]]
+) -> tuple[StageMemory, ...]:
     different = {id(case): case for case in cases}
     of = {key: account_moments(c.ranges, c.graph, bounds, worst) for key, c in different.items()}
     return tuple(of[id(case)][stage] for stage, case in enumerate(cases))

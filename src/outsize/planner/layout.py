@@ -25,6 +25,8 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Axes, Plan, ScheduleName, Weights
 
 CHUNKS: Final = (2, 4)
+# Of an interleaved layout; with more, what is sent rules.
+MOST_STAGES: Final = 64
 
 
 @final
@@ -80,7 +82,7 @@ def pipelines(
     """Pipelines over the ranks of these axes; `counts`: (microbatches, microbatches of the whole batch)."""
     for (microbatches, captured), schedule in product(counts, schedules):
         for chunks in _chunks(schedule, axes.pp, microbatches):
-            if axes.pp * chunks <= units:
+            if axes.pp * chunks <= (units if chunks == 1 else min(units, MOST_STAGES)):
                 yield Layout(axes, axes.pp * chunks, schedule, microbatches, captured)
 
 

@@ -129,6 +129,26 @@ def account_ranges(
     return account_moments(ranges, graph, bounds, [moments(schedule, stage) for stage in stages])
 
 
+def joint_moments(schedule: Schedule, rank: int) -> tuple[tuple[Alive, ...], ...]:
+    """What the stages of a rank hold at once, in ascending order, at each different moment; one acts."""
+    row, batch = schedule.actions[rank], schedule.microbatches
+    held = {stage: _Held() for stage in sorted({action.stage for action in row})}
+    found: dict[tuple[Alive, ...], None] = {}
+    for action in row:
+        held[action.stage].begin(action)
+        acting = _PHASE.get(action.kind, Phase.WAIT)
+        now = (h.alive(acting if s == action.stage else Phase.WAIT, batch) for s, h in held.items())
+        found[tuple(now)] = None
+        held[action.stage].end(action)
+    found[tuple(h.alive(Phase.UPDATE, batch) for h in held.values())] = None
+    return tuple(found)
+
+
+def held_bytes(here: Ranges, alive: Alive) -> int:
+    """All bytes of a stage at a moment; `here` has its run alone (`Ranges.only`)."""
+    return int(_always(here, alive.batch) + _moving(here, alive))
+
+
 def account_moments(
     ranges: Ranges, graph: ModelGraph, bounds: Sequence[int], worst: Sequence[Sequence[Alive]]
 ) -> tuple[StageMemory, ...]:

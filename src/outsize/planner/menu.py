@@ -13,6 +13,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final, final
 
+import numpy as np
+
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute
@@ -23,11 +25,12 @@ from outsize.planner.layout import Layout, grouped
 from outsize.planner.margin import rooms
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.order import first_of, least_pace_s, ordered
-from outsize.planner.ranges import Ranges
+from outsize.planner.ranges import Bytes, Ranges, Seconds
 from outsize.planner.roofline import roofline
 from outsize.planner.sharding import sharded, tensor_parallel
 from outsize.planner.split import Case, Pipeline
 from outsize.planner.spread import spread_profile
+from outsize.planner.twice import held_bytes, twice_s
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Microbatches of the whole batch -> the model at that size, with its costs."""
@@ -55,7 +58,8 @@ class Menu:
         self._works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
         self._paces: dict[Key, float] = {}
-        self._states: dict[Key, tuple[int, int]] = {}
+        self._forward: dict[Key, tuple[Seconds, Bytes]] = {}
+        self._states: dict[Key, tuple[int, int, int]] = {}
 
     def pipeline(
         self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
@@ -85,6 +89,7 @@ class Menu:
         yield given
         if layout.chunks > 1:
             yield replace(given, even=False)
+            yield replace(given, even=False, ways=tuple(ways[-1:] for ways in given.ways))
         if self.unequal and layout.group == layout.chunks == 1:
             cases = [self.case(layout, device, recompute[-1]) for device in first_of(self._cluster)]
             places = ordered(layout, self._cluster, cases)
@@ -122,18 +127,31 @@ class Menu:
         return self._works[key]
 
     def may_fit(self, layout: Layout) -> bool:
-        """Whether all devices together hold the weights, gradients and states: no table needed."""
+        """Whether all devices together hold weights, gradients, states, and what one microbatch keeps in the
+        stage that acts: no table needed.
+        """
         key = ("states", layout.captured)
         if key not in self._states:
             optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
             held = [optimizer.held(p) for p in graph.parameters if p.name in graph.owner_of]
-            states = sum(h.state + h.master for h in held), sum(h.weight + h.gradient for h in held)
-            self._states[key] = states
-        states, weights = self._states[key]
+            saved = sum(u.saved_bytes - u.saved_input_bytes for u in graph.units)
+            states = sum(h.state + h.master for h in held)
+            self._states[key] = sum(h.weight + h.gradient for h in held), states, saved
+        weights, states, saved = self._states[key]
         axes = layout.axes
         whole = weights // axes.dp_shard if layout.weights == "sharded" else weights
         rooms = sum(device.memory_bytes for device in self._rooms.devices[:: layout.group])
-        return (whole + states // axes.dp_shard) // axes.tp <= rooms
+        return (whole + states // axes.dp_shard + saved // layout.chunks) // axes.tp <= rooms
+
+    def twice_s(self, layout: Layout) -> float:
+        """Seconds of a microbatch's forward that memory wants computed twice, at least."""
+        graph, tp = self.graph(layout), layout.axes.tp
+        key = ("forward", *_spread_key(layout))
+        if key not in self._forward:
+            saved = np.array([u.saved_bytes - u.saved_input_bytes for u in graph.units], np.int64)
+            self._forward[key] = np.diff(self.work(layout).forward), saved // tp
+        rooms = [device.memory_bytes for device in self._rooms.devices[:: layout.group]]
+        return twice_s(*self._forward[key], held_bytes(layout, rooms))
 
     def pace_s(self, layout: Layout) -> float:
         """No arrangement of unequal devices has a faster slowest stage; 0 where all are alike."""

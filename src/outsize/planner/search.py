@@ -1,12 +1,12 @@
 """Problem: which layout and which cuts make a step on this cluster fastest?
 
 For every layout (layout.py: schedule, microbatches, stages on a rank; with `what_if` every mesh of pp,
-dp_replicate, dp_shard and tp): the exact partition (split.py), its memory account, its simulated step.
-Layouts are tried best first, by a floor that no cut of them can beat (floor.py), until the next floor is
-above what was found. The fastest that fits wins; among those within one percent of it, less than a
-prediction can tell apart, one that runs today before a what-if, then the one with least memory on its
-fullest device, then fewer microbatches, then 1f1b before gpipe before naive. A stage that does not fit
-recomputes, if that was left open.
+dp_replicate, dp_shard and tp under 1f1b, the best of them interleaved): the exact partition (split.py), its
+memory account, its simulated step. Layouts are tried best first, by a floor that no cut of them can beat
+(floor.py), until the next floor is above what was found. The fastest that fits wins; among those within one
+percent of it, less than a prediction can tell apart, one that runs today before a what-if, then the one
+with least memory on its fullest device, then fewer microbatches, then 1f1b before gpipe before naive. A
+stage that does not fit recomputes, if that was left open.
 
 The gap says how far the plan is from the least floor: no layout and no cut that was allowed makes a step
 shorter by more than that, but for interleaved layouts that were not chosen, of which the balanced cut counts.
@@ -58,10 +58,10 @@ from outsize.planner.split import Pipeline, split
 
 # zero-bubble only where it is asked for: gradients wait for their weights' turn, and no account counts them.
 SCHEDULES: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved")
-# gpipe and naive never beat these two, and what they hold or lose at scale takes long to play.
-AT_SCALE: Final[tuple[ScheduleName, ...]] = ("1f1b", "interleaved")
+# Of a what-if, that are tried with several stages on a device.
+MESHES: Final = 3
 # Layouts that are priced in one search; what is left then counts in the gap.
-MOST_TRIED: Final = 64
+MOST_TRIED: Final = 24
 FEW: Final = 24
 REJECTIONS: Final = 6
 # A gap that no prediction could see.
@@ -97,7 +97,10 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
         check_enough(request.batch_size, count)
     layouts = tuple(_layouts(request, asked, cluster))
     menu = Menu(candidates, cluster, request.optimizer)
-    found = _Hunt(menu, _recompute(request)).run(layouts)
+    hunt = _Hunt(menu, _recompute(request))
+    found = hunt.run(layouts)
+    if request.what_if and request.schedule is None:
+        found = hunt.run(tuple(_interleaved(found, menu)))
     if not found.estimates:
         raise _nothing_fits(request, candidates, layouts, menu, cluster)
     return _plan(request, found, menu, cluster)
@@ -132,7 +135,7 @@ def _layouts(
     if any(graph.form == "modules" for graph, _ in candidates.values()):
         schedules = ("naive",)  # its modules wait for each other
     if request.what_if:
-        wanted = (request.schedule,) if request.schedule else AT_SCALE
+        wanted = (request.schedule,) if request.schedule else ("1f1b",)
         yield from filter(partial(_as_wished, request), everything(cluster, candidates, wanted, units))
         return
     ranks = _ranks(request, units, cluster)
@@ -140,6 +143,15 @@ def _layouts(
         # What twice as many messages cost two CPU processes is not in the simulation.
         schedules = tuple(name for name in schedules if name != "interleaved")
     yield from pipelines(Axes(pp=ranks), [(c, c) for c in candidates], schedules, units)
+
+
+def _interleaved(found: _Found, menu: Menu) -> Iterator[Layout]:
+    """The best meshes again with several stages on a device: such cuts take long to price."""
+    for each in sorted(found.estimates, key=lambda e: e.step_s)[:MESHES]:
+        layout = each.layout
+        counts, units = [(layout.microbatches, layout.captured)], len(menu.graph(layout).units)
+        for chunked in pipelines(layout.axes, counts, ("interleaved",), units):
+            yield replace(chunked, weights=layout.weights)
 
 
 def _as_wished(request: Request, layout: Layout) -> bool:
@@ -198,8 +210,8 @@ class _Hunt:
                 self._try(layouts[place], floor_s)
             else:
                 heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
-        floors = (*self._floors, *(floor_s for floor_s, *_ in queue))
-        return _Found(tuple(self._found), tuple(self._rejected), min(floors, default=inf))
+        self._floors += [floor_s for floor_s, *_ in queue]
+        return _Found(tuple(self._found), tuple(self._rejected), min(self._floors, default=inf))
 
     def _over(self, floor_s: float, left: int) -> bool:
         """A few are always priced, so that there is something to compare with."""
@@ -212,14 +224,17 @@ class _Hunt:
     def _least(self, layout: Layout) -> float:
         if not self._menu.may_fit(layout):
             return inf
-        least_s = self._menu.work(layout).least_s(layout.axes.pp, layout.microbatches)
-        return max(least_s, layout.microbatches * self._menu.pace_s(layout))
+        m, pp = layout.microbatches, layout.axes.pp
+        work = self._menu.work(layout)
+        paced_s = max(self._menu.pace_s(layout), (work.total_s + self._menu.twice_s(layout)) / pp)
+        return max(work.least_s(pp, m), m * paced_s)
 
     def _floor(self, layout: Layout) -> float:
         """Of an interleaved layout what its balanced cut takes: its floor would bring all of them first."""
         work, m = self._menu.work(layout), layout.microbatches
         if layout.chunks > 1:
-            return work.balanced_s(layout.stages, layout.axes.pp, m)
+            again_s = self._menu.twice_s(layout) * m / layout.axes.pp
+            return work.balanced_s(layout.stages, layout.axes.pp, m) + again_s
         return work.floor_s(layout.schedule, layout.stages, layout.axes.pp, m)
 
     def _try(self, layout: Layout, floor_s: float) -> None:

@@ -32,9 +32,10 @@ from outsize.ir.cluster import Cluster, Device, Link
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute, ScheduleName
 from outsize.ir.profile import Profile
+from outsize.ir.schedule import Schedule
 from outsize.planner.floor import Work, fastest
 from outsize.planner.layout import Layout
-from outsize.planner.memory import Alive, moments, peak_table
+from outsize.planner.memory import Alive, joint_moments, moments, peak_table
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.partition import Price, bottleneck, partition
 from outsize.planner.ranges import Bytes, Ranges, Seconds
@@ -242,12 +243,22 @@ def moments_by_stage(
     schedule: ScheduleName, stages: int, microbatches: int, ranks: int
 ) -> tuple[tuple[Alive, ...], ...]:
     """Moments of each stage in a chain: receives sit at the same places whatever the real edges are."""
-    played = held_in(schedule, stages, microbatches, ranks)
-    chain = range(stages)
-    forward, backward = frozenset(pairwise(chain)), frozenset(pairwise(reversed(chain)))
-    lowered = lower(build(schedule, stages, played, ranks), forward, backward)
-    found = (moments(lowered, stage) for stage in chain)
+    lowered = _in_a_chain(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
+    found = (moments(lowered, stage) for stage in range(stages))
     return tuple(tuple(replace(alive, batch=microbatches) for alive in worst) for worst in found)
+
+
+@lru_cache(maxsize=64)
+def moments_by_rank(
+    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
+) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
+    """For each rank the joint moments of its stages in a chain."""
+    lowered = _in_a_chain(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
+    found = (joint_moments(lowered, rank) for rank in range(ranks))
+    return tuple(
+        tuple(tuple(replace(alive, batch=microbatches) for alive in moment) for moment in moments)
+        for moments in found
+    )
 
 
 def held_in(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> int:
@@ -256,6 +267,12 @@ def held_in(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) 
         return microbatches  # groups have other sizes when p does not divide m
     enough = -(-(ENOUGH[schedule] * stages + 2) // ranks) * ranks
     return min(microbatches, enough)
+
+
+def _in_a_chain(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> Schedule:
+    chain = range(stages)
+    forward, backward = frozenset(pairwise(chain)), frozenset(pairwise(reversed(chain)))
+    return lower(build(schedule, stages, microbatches, ranks), forward, backward)
 
 
 def _peak_of(case: Case) -> Callable[[tuple[Alive, ...]], Bytes]:
