@@ -8,7 +8,7 @@ that was played.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -17,15 +17,14 @@ from typing import Final, final
 from outsize.errors import TooFewSamples
 from outsize.ir.cluster import Device
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Expected, StageFigures
+from outsize.ir.plan import Expected, ScheduleName, StageFigures
 from outsize.ir.profile import UnitCost
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.edges import Edge, Edges, edges_between
 from outsize.planner.layout import Layout
 from outsize.planner.longest import Cost, Network
-from outsize.planner.memory import Alive, StageMemory, account_moments, held_bytes
-from outsize.planner.ranges import Ranges
+from outsize.planner.memory import Alive, StageMemory, account_run, held_bytes
 from outsize.planner.reasons import fullest_reason, pace_reason
 from outsize.planner.simulate import StageCost, simulate
 from outsize.planner.split import Case, Pipeline, moments_by_rank, moments_by_stage
@@ -217,30 +216,33 @@ def _shares(sizes: Mapping[Edge, int], ways: int) -> Mapping[Edge, int]:
     return {edge: -(-size // ways) for edge, size in sizes.items()}
 
 
+How = tuple[ScheduleName, int, int, int]
+Run = tuple[int, int]
+
+
 def _memories(pipeline: Pipeline, bounds: Sequence[int], cases: Sequence[Case]) -> tuple[StageMemory, ...]:
     """Of each stage as it runs, at the worst moment of its device."""
-    layout = pipeline.layout
-    how = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
+    layout, runs = pipeline.layout, tuple(pairwise(bounds))
+    how: How = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
     if layout.chunks == 1:
-        return _accounts(bounds, cases, moments_by_stage(*how))
-    runs = tuple(pairwise(bounds))
-    here = [case.ranges.only(*run) for case, run in zip(cases, runs, strict=True)]
-    p = layout.axes.pp
-    worst = [_worst(here[rank::p], found) for rank, found in enumerate(moments_by_rank(*how))]
-    return _accounts(bounds, cases, [(worst[s % p][s // p],) for s in range(len(runs))])
+        moments = moments_by_stage(*how)
+        return tuple(_account(*of) for of in zip(cases, runs, moments, strict=True))
+    p, cases = layout.axes.pp, tuple(cases)
+    worst = [_worst(cases[rank::p], runs[rank::p], how, rank) for rank in range(p)]
+    return tuple(_account(cases[s], runs[s], (worst[s % p][s // p],)) for s in range(len(runs)))
 
 
-def _worst(here: Sequence[Ranges], moments: Iterable[tuple[Alive, ...]]) -> tuple[Alive, ...]:
+# Cuts that are compared differ in a stage or two: what the others hold is known. The last tables stay alive.
+@lru_cache(maxsize=128)
+def _account(case: Case, run: Run, moments: tuple[Alive, ...]) -> StageMemory:
+    return account_run(case.ranges, case.graph, run, moments)
+
+
+@lru_cache(maxsize=128)
+def _worst(cases: tuple[Case, ...], runs: tuple[Run, ...], how: How, rank: int) -> tuple[Alive, ...]:
     """When the stages of a device hold most together."""
-    return max(moments, key=lambda moment: sum(map(held_bytes, here, moment)))
-
-
-def _accounts(
-    bounds: Sequence[int], cases: Sequence[Case], worst: Sequence[Sequence[Alive]]
-) -> tuple[StageMemory, ...]:
-    different = {id(case): case for case in cases}
-    of = {key: account_moments(c.ranges, c.graph, bounds, worst) for key, c in different.items()}
-    return tuple(of[id(case)][stage] for stage, case in enumerate(cases))
+    here = [case.ranges.only(*run) for case, run in zip(cases, runs, strict=True)]
+    return max(moments_by_rank(*how)[rank], key=lambda moment: sum(map(held_bytes, here, moment)))
 
 
 def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost) -> float:

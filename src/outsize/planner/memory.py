@@ -125,8 +125,8 @@ def account_ranges(
     ranges: Ranges, graph: ModelGraph, bounds: Sequence[int], schedule: Schedule
 ) -> tuple[StageMemory, ...]:
     """`account` on tables that are there already."""
-    stages = range(len(bounds) - 1)
-    return account_moments(ranges, graph, bounds, [moments(schedule, stage) for stage in stages])
+    runs = enumerate(pairwise(bounds))
+    return tuple(account_run(ranges, graph, run, moments(schedule, stage)) for stage, run in runs)
 
 
 def joint_moments(schedule: Schedule, rank: int) -> tuple[tuple[Alive, ...], ...]:
@@ -149,13 +149,11 @@ def held_bytes(here: Ranges, alive: Alive) -> int:
     return int(_always(here, alive.batch) + _moving(here, alive))
 
 
-def account_moments(
-    ranges: Ranges, graph: ModelGraph, bounds: Sequence[int], worst: Sequence[Sequence[Alive]]
-) -> tuple[StageMemory, ...]:
-    """The same with the `moments` of each stage."""
-    names = [u.name for u in graph.units]
-    runs = zip(pairwise(bounds), worst, strict=True)
-    return tuple(_stage_memory(ranges, names, run, alive) for run, alive in runs)
+def account_run(
+    ranges: Ranges, graph: ModelGraph, run: tuple[int, int], worst: Sequence[Alive]
+) -> StageMemory:
+    """Of one stage with the units of a run, given its `moments`."""
+    return _stage_memory(ranges, [u.name for u in graph.units], run, worst)
 
 
 def peak_table(ranges: Ranges, worst: Sequence[Alive]) -> Bytes:

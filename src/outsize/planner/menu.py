@@ -89,7 +89,7 @@ class Menu:
         yield given
         if layout.chunks > 1:
             yield replace(given, even=False)
-            yield replace(given, even=False, ways=tuple(ways[-1:] for ways in given.ways))
+            yield replace(given, even=False, first_way=len(recompute) - 1)
         if self.unequal and layout.group == layout.chunks == 1:
             cases = [self.case(layout, device, recompute[-1]) for device in first_of(self._cluster)]
             places = ordered(layout, self._cluster, cases)

@@ -22,7 +22,7 @@ WORTH: Final = 1e-3
 
 def polish(start: Estimate) -> Estimate:
     """The start, or a neighbour's neighbour with a shorter step."""
-    best, left = start, MOST
+    best, left = _plain(start), MOST
     while left > 0:
         tried = [_at(best, *place) for place, _ in zip(_neighbours(best), range(left), strict=False)]
         left -= len(tried)

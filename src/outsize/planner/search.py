@@ -367,7 +367,7 @@ def _costly(request: Request, best: Estimate) -> Iterator[str]:
     if len(again) == len(best.cases):
         yield "everything is recomputed: a backward takes a forward more, and stages keep what they receive"
     elif again:
-        yield f"recomputed on {stages_text(again)}, which do not fit else: a backward takes a forward more"
+        yield f"recomputed for want of memory: {stages_text(again)}; a backward takes a forward more there"
     if request.bn == "sync":
         yield "BatchNorm of the whole batch: it runs as one microbatch, so stages do not overlap"
     if best.layout.ranks != best.pipeline.ranks:

@@ -97,7 +97,7 @@ class Pipeline:
 
     `whole` is the cluster as it is; `room` has a device for each group of the layout, with the memory that
     a peak may take. `even`: stages of one device have equal shares of it; or else each may take it all, and
-    the account of the whole device decides.
+    the account of the whole device decides. A cut is looked for from `first_way` on.
     """
 
     layout: Layout
@@ -106,6 +106,7 @@ class Pipeline:
     ranks: tuple[int, ...]
     ways: tuple[tuple[Case, ...], ...]
     even: bool = True
+    first_way: int = 0
 
     @property
     def stages(self) -> int:
@@ -199,13 +200,13 @@ class _Tables:
         """The first way that fits this run."""
         room, worst = self._pipeline.room_bytes(stage), self._worst[stage]
         peaks = (self._peaks[id(case)](worst)[first, end] for case in self._ways(stage))
-        return next(way for way, peak in enumerate(peaks) if peak <= room)
+        return next(w for w, peak in enumerate(peaks, self._pipeline.first_way) if peak <= room)
 
     def _floor(self, stage: int) -> Seconds:
         return self._first_fitting(stage, [self._compute(case, stage) for case in self._ways(stage)])
 
     def _ways(self, stage: int) -> Sequence[Case]:
-        return self._pipeline.ways[stage]
+        return self._pipeline.ways[stage][self._pipeline.first_way :]
 
     def _first_fitting(self, stage: int, prices: Sequence[Seconds]) -> Seconds:
         pairs = zip(reversed(self._fitting(stage)), reversed(prices), strict=True)
