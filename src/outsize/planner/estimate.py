@@ -139,7 +139,7 @@ def waits_s(found: Estimate) -> float:
     played = played_microbatches(layout)
     seconds = _seconds(found.pipeline, edges, found.costs, played)
     free = {cost: 0.0 if cost[-1] >= 0 else each for cost, each in seconds.items()}
-    network = _network(layout, played, *_keys(edges))
+    network = _network_of(layout, played, edges)
     return (network.step_s(seconds) - network.step_s(free)) * layout.microbatches / played
 
 
@@ -159,26 +159,27 @@ def _step_s(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> flo
     layout = pipeline.layout
     played = played_microbatches(layout)
     seconds = _seconds(pipeline, edges, costs, played)
-    step_s = _network(layout, played, *_keys(edges)).step_s(seconds)
+    step_s = _network_of(layout, played, edges).step_s(seconds)
     rounds = (layout.microbatches - played) // layout.axes.pp
     if not rounds:
         return step_s
-    shorter = _network(layout, played - layout.axes.pp, *_keys(edges)).step_s(seconds)
+    shorter = _network_of(layout, played - layout.axes.pp, edges).step_s(seconds)
     return step_s + rounds * (step_s - shorter)
 
 
 Along = frozenset[Edge]
+How = tuple[ScheduleName, int, int, int]
 
 
 @lru_cache(maxsize=64)
-def _network(layout: Layout, microbatches: int, forward: Along, backward: Along, step: Along) -> Network:
+def _network(how: How, forward: Along, backward: Along, step: Along) -> Network:
     """The events of one step; the same for all cuts that send along the same edges."""
-    built = build(layout.schedule, layout.stages, microbatches, layout.axes.pp)
-    return Network.of(lower(built, forward, backward, step))
+    return Network.of(build(*how), forward, backward, step)
 
 
-def _keys(edges: Edges) -> tuple[Along, Along, Along]:
-    return frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step)
+def _network_of(layout: Layout, microbatches: int, edges: Edges) -> Network:
+    how = layout.schedule, layout.stages, microbatches, layout.axes.pp
+    return _network(how, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
 
 
 def _seconds(
@@ -216,7 +217,6 @@ def _shares(sizes: Mapping[Edge, int], ways: int) -> Mapping[Edge, int]:
     return {edge: -(-size // ways) for edge, size in sizes.items()}
 
 
-How = tuple[ScheduleName, int, int, int]
 Run = tuple[int, int]
 
 

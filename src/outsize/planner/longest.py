@@ -1,86 +1,195 @@
 """Problem: the seconds of a step, for very many cuts of one schedule, without the spans of each.
 
 Which action waits for which is the schedule's alone, so the simulator's network of events (simulate.py) is
-written down once: compute actions wait for the one before on their rank and for the messages that are
-received for them, transfers for their send, their receive and the one before on their wire. For a cut only
-the durations differ, and the step is the longest path: each node starts when the last it waits for has
-ended.
+written down once, as arrays:
+
+    compute      waits for the action before it on its rank, and for its messages
+    message      waits for the action that made it, for the message before it on its wire, and until its
+                 receive is posted: one action ahead of the one that wants it, or with a later message of
+                 the wire that is wanted sooner (lower.py)
+
+For a cut only the durations differ, and the step is the longest path: each node starts when the last it
+waits for has ended. Nodes that are as many hops from a start are one level, and a level is one array
+operation.
 
 The same maxima and sums as in the simulator, so the same seconds, bit by bit. A critical path (Kelley 1961)
-in topological order, by graphlib. Complexity: O(actions), after O(actions) once. Oracle:
+by levels; the order is Kahn's (CACM 5(11), 1962), a frontier at a time. Complexity: O(actions + messages) for
+each step, in as many array operations as there are levels: about 4 (m + p). Oracle:
 tests/unit/planner/test_longest.py compares with `simulate` for all schedules, skips and tied weights.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
-from typing import Self, final
+from itertools import pairwise
+from typing import Final, Self, final
 
-from outsize.ir.schedule import COMPUTE, TRANSFER, Action, Kind, Schedule
-from outsize.schedules.message import RECEIVES, Ends, Message, message_of
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.errors import InvalidSchedule
+from outsize.ir.schedule import Kind, Schedule
 
 Cost = tuple[Kind, int, int]
 """(kind, stage, -1) of a compute action; (F or B, source, destination) of a transfer."""
+Edges = Set[tuple[int, int]]
+Nodes = NDArray[np.int64]
+CODES: Final = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
+NOBODY: Final = -1
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Network:
-    """Nodes in an order in which each comes after those it waits for."""
+    """Nodes by level; `kinds[node]` is the place of its cost in `costs`.
+
+    `waits`, of shape (most that any waits for, nodes), has what a node waits for; `nodes` stands for nothing.
+    """
 
     costs: tuple[Cost, ...]
-    waits: tuple[tuple[int, ...], ...]
+    kinds: Nodes
+    waits: Nodes
+    levels: tuple[int, ...]
 
     @classmethod
-    def of(cls, lowered: Schedule) -> Self:
-        """The network of a schedule with its transfers; graphlib.CycleError when it hangs."""
-        waits = _waits(lowered)
-        order = tuple(TopologicalSorter(waits).static_order())
-        place = {node: at for at, node in enumerate(order)}
-        return cls(
-            tuple(map(_cost, order)), tuple(tuple(place[before] for before in waits[n]) for n in order)
-        )
+    def of(
+        cls, schedule: Schedule, forward: Edges, backward: Edges, step: Edges = frozenset[tuple[int, int]]()
+    ) -> Self:
+        """The network of a schedule of compute actions, with messages over these edges between stages.
+
+        Raises InvalidSchedule when it hangs.
+        """
+        return cls._leveled(*_drawn(schedule, forward, backward, step))
+
+    @classmethod
+    def _leveled(cls, costs: tuple[Cost, ...], kinds: Nodes, arcs: Nodes) -> Self:
+        order, levels = _by_level(len(kinds), arcs)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return cls(costs, kinds[order], _table(len(kinds), place[arcs]), levels)
 
     def step_s(self, seconds: Mapping[Cost, float]) -> float:
         """When the last node ends."""
-        ends: list[float] = []
-        for cost, waits in zip(self.costs, self.waits, strict=True):
-            start = 0.0
-            for before in waits:
-                if ends[before] > start:
-                    start = ends[before]
-            ends.append(start + seconds[cost])
-        return max(ends, default=0.0)
+        lasting = np.array([seconds[cost] for cost in self.costs])[self.kinds]
+        ends = np.zeros(len(lasting) + 1)
+        for first, end in pairwise(self.levels):
+            np.add(ends[self.waits[:, first:end]].max(axis=0), lasting[first:end], out=ends[first:end])
+        return float(ends.max())
 
 
-Node = Action | Message
+def _drawn(
+    schedule: Schedule, forward: Edges, backward: Edges, step: Edges
+) -> tuple[tuple[Cost, ...], Nodes, Nodes]:
+    """Costs, the cost's place of each node, and arcs (2, number): what is waited for, who waits."""
+    rows = _Rows(schedule)
+    messages = list(_messages(rows, forward, backward, step))
+    costs = [(kind, stage, NOBODY) for stage in range(schedule.stages) for kind in CODES]
+    kinds, arcs, nodes = [rows.stage * len(CODES) + rows.code], [rows.chain()], len(rows.stage)
+    for wire in _wires(rows, messages):
+        names = nodes + np.arange(wire.shape[1])
+        made, wanted, _, place = wire
+        kinds.append(len(costs) + place)
+        posted = _posted(rows, wanted)
+        arcs += [np.array([made, names]), np.array([names[:-1], names[1:]]), np.array([names, wanted])]
+        arcs.append(np.array([posted, names])[:, posted != NOBODY])
+        nodes += len(names)
+    costs += [(kind, *edge) for kind, edge, _ in messages]
+    return tuple(costs), np.concatenate(kinds), np.concatenate(arcs, axis=1)
 
 
-def _waits(lowered: Schedule) -> Mapping[Node, Sequence[Node]]:
-    """Node -> what it waits for."""
-    waits: defaultdict[Node, list[Node]] = defaultdict(list)
-    rank_of, ends = lowered.rank_of, Ends(lowered)
-    wires: defaultdict[tuple[int, int, Kind], list[Node]] = defaultdict(list)
-    for rank, row in enumerate(lowered.actions):
-        last: list[Node] = []
-        for action in row:
-            node = message_of(action) if action.kind in TRANSFER else action
-            waits[node] += last
-            if action.kind in COMPUTE:
-                last = [action]
-            elif isinstance(node, Message) and action.kind in RECEIVES:
-                waits[ends.consumer(node)].append(node)
-            elif isinstance(node, Message):
-                wire = wires[rank, rank_of[node.destination], node.kind]
-                waits[node] += wire
-                wire[:] = [node]
+@final
+class _Rows:
+    """All compute actions, row after row: rank, place in the row, stage and kind of each."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        actions = [action for row in schedule.actions for action in row]
+        self.lengths = np.array([len(row) for row in schedule.actions])
+        self.code = np.array([CODES[a.kind] for a in actions])
+        self.stage = np.array([a.stage for a in actions])
+        self.place = np.concatenate([np.arange(n) for n in self.lengths])
+        self.rank_of, self._microbatch = schedule.rank_of, np.array([a.microbatch for a in actions])
+        self._at = np.full((len(CODES), schedule.stages, schedule.microbatches), NOBODY)
+        self._at[self.code, self.stage, self._microbatch] = np.arange(len(actions))
+
+    def at(self, kind: Kind, stage: int) -> Nodes:
+        """Who makes or wants the messages of each microbatch: of gradients I, where the backward is split."""
+        found = self._at[CODES[kind], stage]
+        return np.where(found == NOBODY, self._at[CODES[Kind.I], stage], found) if kind is Kind.B else found
+
+    def chain(self) -> Nodes:
+        """Arcs along the rows."""
+        second = np.flatnonzero(self.place)
+        return np.array([second - 1, second])
+
+
+Sent = tuple[Kind, tuple[int, int], Nodes]
+"""Messages of one kind over one edge: who makes them and who wants them, of shape (2, number)."""
+
+
+def _messages(rows: _Rows, forward: Edges, backward: Edges, step: Edges) -> Iterator[Sent]:
+    """Between ranks; step edges carry one message, with microbatch 0, unless a forward edge covers them."""
+    kinds = [(Kind.F, edge) for edge in sorted(forward | step)] + [(Kind.B, edge) for edge in sorted(backward)]
+    for kind, (source, destination) in kinds:
+        if rows.rank_of[source] != rows.rank_of[destination]:
+            ends = np.array([rows.at(kind, source), rows.at(kind, destination)])
+            once = kind is Kind.F and (source, destination) not in forward
+            yield kind, (source, destination), ends[:, :1] if once else ends
+
+
+def _wires(rows: _Rows, messages: list[Sent]) -> Iterator[Nodes]:
+    """Of each wire, in the order of the sends: who made, who wants, the destination, the edge's place."""
+    wires: dict[tuple[int, int, Kind], list[Nodes]] = {}
+    for place, (kind, (source, destination), ends) in enumerate(messages):
+        more = np.array([[destination], [place]]).repeat(ends.shape[1], axis=1)
+        key = rows.rank_of[source], rows.rank_of[destination], kind
+        wires.setdefault(key, []).append(np.concatenate([ends, more]))
+    for parts in wires.values():
+        wire = np.concatenate(parts, axis=1)
+        yield wire[:, np.lexsort((wire[2], wire[0]))]
+
+
+def _posted(rows: _Rows, wanted: Nodes) -> Nodes:
+    """The last action of the rank before each receive of a wire is posted; NOBODY at the row's start."""
+    soonest = np.minimum.accumulate(wanted[::-1])[::-1]
+    return np.where(rows.place[soonest] >= 2, soonest - 2, NOBODY)
+
+
+def _by_level(nodes: int, arcs: Nodes) -> tuple[Nodes, tuple[int, ...]]:
+    """The nodes in such an order, and where each level begins, then their number."""
+    arcs = arcs[:, np.argsort(arcs[0], kind="stable")]
+    first = np.searchsorted(arcs[0], np.arange(nodes + 1))
+    left = np.bincount(arcs[1], minlength=nodes)
+    frontier, found, levels = np.flatnonzero(left == 0), list[Nodes](), [0]
+    while len(frontier):
+        found.append(frontier)
+        levels.append(levels[-1] + len(frontier))
+        reached = arcs[1, _spans(first[frontier], first[frontier + 1])]
+        np.subtract.at(left, reached, 1)
+        frontier = np.unique(reached[left[reached] == 0])
+    if levels[-1] < nodes:
+        raise _hangs(nodes - levels[-1], nodes)
+    return np.concatenate(found), tuple(levels)
+
+
+def _spans(firsts: Nodes, ends: Nodes) -> Nodes:
+    """All numbers from each first to its end."""
+    lengths = ends - firsts
+    return np.arange(lengths.sum()) + np.repeat(firsts - np.cumsum(lengths) + lengths, lengths)
+
+
+def _table(nodes: int, arcs: Nodes) -> Nodes:
+    """For each node what it waits for, filled up with `nodes`."""
+    before, after = arcs[:, np.argsort(arcs[1], kind="stable")]
+    first = np.searchsorted(after, np.arange(nodes + 1))
+    waits = np.full((max(1, int(np.diff(first).max(initial=0))), nodes), nodes)
+    waits[np.arange(len(after)) - first[after], after] = before
     return waits
 
 
-def _cost(node: Node) -> Cost:
-    if isinstance(node, Message):
-        return node.kind, node.source, node.destination
-    return node.kind, node.stage, -1
+def _hangs(left: int, nodes: int) -> InvalidSchedule:
+    return InvalidSchedule(
+        "the schedule hangs: actions wait for each other",
+        numbers=f"{left} of {nodes} actions and messages never start",
+        next_step="outsize.schedules.check.check says where",
+    )
