@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from outsize.cli import options
+from outsize.cli import options, uncollected
 from outsize.cli.screen import Screen
 from outsize.cli.subject import batch_size, make_subject
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FITS_NOT = 1
 
 
+@uncollected()
 def fit(
     model: options.Model,
     input: options.Input = None,
