@@ -11,8 +11,9 @@ from outsize.cli import uncollected
 
 def test_it_rests_and_works_again_also_after_an_error() -> None:
     assert gc.isenabled()
-    with pytest.raises(KeyError), uncollected():
+    with uncollected():
         assert not gc.isenabled()
+    with pytest.raises(KeyError), uncollected():
         raise KeyError
     assert gc.isenabled()
 
