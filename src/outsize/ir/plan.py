@@ -6,6 +6,7 @@ when it decided and is only shown, never used to run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self, final
 
@@ -14,10 +15,10 @@ from pydantic import Field, ValidationError
 from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
 from outsize.ir.base import Record
 from outsize.ir.graph import Form, ModelGraph
-from outsize.ir.names import compress, expand
+from outsize.ir.names import compress, expand, prefixes, unroll
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 Weights = Literal["resident", "sharded"]
@@ -60,12 +61,14 @@ class Axes(Record):
 class Stage(Record):
     """One stage: its units as patterns (`transformer.h.0-3`) in execution order, and its device.
 
-    `recompute` where it differs from the plan's; None is the plan's.
+    `recompute` where it differs from the plan's; None is the plan's. `recomputed`: under "selective" those
+    units that it does not keep, as patterns.
     """
 
     units: tuple[str, ...]
     device: str
     recompute: Recompute | None = None
+    recomputed: tuple[str, ...] = ()
 
 
 @final
@@ -137,7 +140,8 @@ class Plan(Record):
     microbatches of each replica of the batch, where the axes have several
     precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
     weights     "sharded" over dp_shard, as FSDP does; "resident": dp_shard has the optimizer's states alone
-    recompute   "full": a stage keeps what it receives and computes the rest anew in the backward
+    recompute   "full": a stage keeps what it receives and computes the rest anew in the backward;
+                "selective": it does so with some of its units, those of `Stage.recomputed`
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
                 once per batch ("deferred"), or of a batch that is one microbatch ("sync")
     what_if     some of it is not run by this version of outsize: a plan to read, not to run
@@ -171,6 +175,14 @@ class Plan(Record):
     def recompute_of(self, stage: int) -> Recompute:
         """What the stage does: its own word, or else the plan's."""
         return self.stages[stage].recompute or self.recompute
+
+    def recomputed(self, stage: int, names: Sequence[str]) -> frozenset[int]:
+        """Those of some units, by their names, that the stage computes anew."""
+        how, patterns = self.recompute_of(stage), self.stages[stage].recomputed
+        if how != "selective":
+            return frozenset(range(len(names)) if how == "full" else ())
+        wanted = {name for pattern in patterns for name in unroll(pattern)}
+        return frozenset(u for u, name in enumerate(names) if wanted.intersection(prefixes(name)))
 
     def microbatches_of(self, samples: int) -> int:
         """The microbatches of a batch; of one shorter than the plan's as many as keep their size."""
@@ -235,7 +247,27 @@ class Plan(Record):
             edges.append(_end_of(number, stage, names, edges[-1]))
         if edges[-1] != len(names):
             raise _uncovered(names[edges[-1]], f"{len(names) - edges[-1]} units after the last stage")
+        for number in range(len(self.stages)):
+            self._check_recomputed(number, names[edges[number] : edges[number + 1]])
         return tuple(edges)
+
+    def _check_recomputed(self, number: int, names: list[str]) -> None:
+        """`names` of the stage's units."""
+        patterns, how = self.stages[number].recomputed, self.recompute_of(number)
+        if bool(patterns) != (how == "selective"):
+            raise BadPlan(
+                f"stage {number} says recompute {how!r} and {'names' if patterns else 'names no'} units",
+                numbers=f'{len(patterns)} patterns in `recomputed`, where "selective" alone has some',
+                next_step=f'in stage {number}: recompute "selective" and some units, or `recomputed` []',
+            )
+        try:
+            expand(patterns, names)
+        except KeyError as error:
+            raise BadPlan(
+                f"stage {number} is to recompute {error.args[0]!r}, which is none of its units",
+                numbers=f"its {len(names)} units are {names[0]!r} to {names[-1]!r}",
+                next_step="outsize plan MODEL --units to list them, or take it out of `recomputed`",
+            ) from None
 
 
 def _end_of(number: int, stage: Stage, names: list[str], start: int) -> int:

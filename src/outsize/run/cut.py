@@ -27,10 +27,12 @@ from outsize.run.boundary import Boundary, find_boundaries
 class StageProgram:
     """What one stage runs: `function(*inputs, *received slots, *received weights, seed) -> exits`.
 
-    `exits` are the sent slots, then the loss if it is computed here, then the outputs if wanted.
+    `exits` are the sent slots, then the loss if it is computed here, then the outputs if wanted. `spec` is
+    what the function was made of.
     """
 
     stage: int
+    spec: SliceSpec
     function: Callable[..., tuple[Any, ...]]
     inputs: tuple[int, ...]  # positions in the tape's inputs
     received: tuple[Boundary, ...]  # slots before weights
@@ -132,6 +134,7 @@ def _program(
     weights = {w.name for i in need.instructions for w in i.weights} - set(foreign)
     return StageProgram(
         stage=stage,
+        spec=spec,
         function=compile_slice(spec, model, tape.modes),
         inputs=inputs,
         received=received,

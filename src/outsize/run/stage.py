@@ -10,7 +10,7 @@ to it, in the order of the one-process run (law 2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -22,7 +22,6 @@ from outsize.errors import BoundaryMismatch
 from outsize.program.modes import forget_casts, outside_autocast
 from outsize.run.boundary import Boundary
 from outsize.run.cut import StageProgram
-from outsize.run.recompute import Recompute
 from outsize.run.rng import Seed
 from outsize.run.split_backward import Later, input_backward
 
@@ -69,9 +68,11 @@ class Result:
 
 @final
 class Stage:
-    """Runs one StageProgram on the user's modules."""
+    """Runs one StageProgram on the user's modules; `again` is its function when some of it is recomputed."""
 
-    def __init__(self, program: StageProgram, model: nn.Module, again: Recompute | None = None) -> None:
+    def __init__(
+        self, program: StageProgram, model: nn.Module, again: Callable[..., Any] | None = None
+    ) -> None:
         self.program = program
         self._function, self._again = program.function, again
         self._slots = tuple(b for b in program.sent if b.weight is None)
@@ -94,11 +95,9 @@ class Stage:
             self._enter(saved, b, t, grad) for b, t in zip(self.program.received, received, strict=True)
         ]
         values = (*(inputs[p] for p in self.program.inputs), *entries, seed)
-        if grad and self._again is not None:
-            exits = self._again.run(self._function, *values)
-        else:
-            with self._keeping():
-                exits = self._function(*values)
+        function = self._again if grad and self._again is not None else self._function
+        with self._keeping():
+            exits = function(*values)
         sent = {b.key: value for b, value in zip(self._slots, exits, strict=False)}
         at = len(self._slots)
         loss = exits[at] if self.program.has_loss else None

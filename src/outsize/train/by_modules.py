@@ -51,11 +51,11 @@ class ByModules(Way):
         loss_fn: LossFn | None,
         seed: int,
     ) -> None:
-        anew = "full" in map(plan.recompute_of, range(len(plan.stages)))
+        anew = {"selective", "full"}.intersection(map(plan.recompute_of, range(len(plan.stages))))
         if plan.bn == "deferred" or anew:
             raise BadOption(
                 "a model that runs by modules keeps its activations, and BatchNorm counts microbatches",
-                numbers=f"the plan says recompute {'full' if anew else 'none'}, bn {plan.bn!r}",
+                numbers=f"the plan says recompute {', '.join(sorted(anew)) or 'none'}, bn {plan.bn!r}",
                 next_step="plan without them; torch.utils.checkpoint inside the model works",
             )
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any, final
 
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 
 from outsize.capture.ladder import LossFn
 from outsize.ir.plan import Plan
+from outsize.ir.segments import blocks, segments
 from outsize.run.cut import StageProgram
 from outsize.run.homes import placement_of_cut
-from outsize.run.recompute import Recompute
+from outsize.run.recompute import InSegments, Recompute
 from outsize.run.rng import seeder
 from outsize.run.stage import Stage
 from outsize.run.statistics import Statistics
@@ -95,7 +97,7 @@ class Pipelined(Way):
             inputs = [[self._crew.here(t) for t in parts[mb].tensors()] for mb in members]
             weights = [shares[mb] * scale for mb in members]
             seeds = [seeder(self._seed, step, mb) for mb in members]
-            results.append(self._crew.run(variant, self._stage, inputs, weights, seeds))
+            results.append(self._crew.run(variant, partial(self._stage, variant), inputs, weights, seeds))
             results[-1].shares = [shares[mb] for mb in members]
         self._settings.ran()
         return results
@@ -107,11 +109,22 @@ class Pipelined(Way):
     def _settle(self, groups: Groups) -> None:
         self._ownership.settle(lambda: placement_of_cut(groups[0][0].cut, self._model))
 
-    def _stage(self, program: StageProgram) -> Stage:
+    def _stage(self, variant: Variant, program: StageProgram) -> Stage:
         """A stage of this rank at work, as the plan says."""
-        anew = self._plan.recompute_of(program.stage) == "full"
-        again = Recompute(self._model, program.written, self._statistics) if anew else None
+        how, again = self._plan.recompute_of(program.stage), None
+        if how == "full":
+            whole = Recompute(self._model, program.written, self._statistics)
+            again = partial(whole.run, program.function)
+        elif how == "selective":
+            runs, modes = self._segments(variant, program.stage), variant.tape.modes
+            again = InSegments(program.spec, runs, self._model, modes, self._statistics)
         return Stage(program, self._model, again)
+
+    def _segments(self, variant: Variant, stage: int) -> list[tuple[int, int]]:
+        """Runs of instructions that the stage recomputes."""
+        names, starts = [u.name for u in variant.captured.graph.units], variant.captured.starts
+        chosen = self._plan.recomputed(stage, names)
+        return [(starts[a], starts[b]) for a, b in segments(blocks(names), chosen)]
 
     def _collecting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._statistics is None else self._statistics.collecting()
