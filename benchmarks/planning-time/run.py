@@ -35,6 +35,7 @@ from outsize.planner.margin import rooms
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request, search
+from outsize.planner.seconds import UnitSeconds
 from outsize.planner.unequal import Arrangement, balance, lowest_first
 
 HERE = Path(__file__).parent
@@ -82,7 +83,7 @@ def balanced(case: Case, graphs: dict[int, ModelGraph]) -> dict[str, Any]:
     kinds = {device.kind: device for device in cluster.devices}
     begin = time.process_time()
     profiles = [roofline(graph, device) for device in kinds.values()]
-    ends = np.array(pieces(graph, profiles[0], PIECES))
+    ends = np.array(pieces(graph, UnitSeconds.of(profiles[0]), PIECES))
     costs = [profile.units for profile in profiles]
     seconds = np.array([[2 * c.forward_s + c.backward_s for c in units] for units in costs])
     roofline_s, begin = time.process_time() - begin, time.process_time()

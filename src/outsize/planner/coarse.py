@@ -22,17 +22,18 @@ import numpy as np
 
 from outsize.ir.graph import ModelGraph, Unit, Value, Work
 from outsize.ir.profile import Profile, UnitCost
+from outsize.planner.seconds import UnitSeconds
 
 # A piece may end once it has this share of its part of the work: room to look for a thin place.
 SOONEST: Final = 0.5
 
 
-def pieces(graph: ModelGraph, profile: Profile, most: int) -> tuple[int, ...]:
+def pieces(graph: ModelGraph, seconds: UnitSeconds, most: int) -> tuple[int, ...]:
     """First unit of each of at most about `most` pieces, then the number of units."""
     n = len(graph.units)
     if n <= most:
         return tuple(range(n + 1))
-    work = np.cumsum([c.forward_s + c.backward_s for c in profile.units])
+    work = np.cumsum(seconds.total)
     part, crossing = float(work[-1]) / most, _crossing_bytes(graph)
     ends, done = [0], 0.0
     while ends[-1] < n:

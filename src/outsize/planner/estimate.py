@@ -18,7 +18,6 @@ from outsize.errors import TooFewSamples
 from outsize.ir.cluster import Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, ScheduleName, StageFigures
-from outsize.ir.profile import UnitCost
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.edges import Edge, Edges, edges_between
@@ -26,6 +25,7 @@ from outsize.planner.layout import Layout
 from outsize.planner.longest import Cost, Network
 from outsize.planner.memory import Alive, StageMemory, account_run, held_bytes
 from outsize.planner.reasons import fullest_reason, pace_reason
+from outsize.planner.seconds import UnitSeconds
 from outsize.planner.simulate import StageCost, simulate
 from outsize.planner.split import Case, Pipeline, moments_by_rank, moments_by_stage
 from outsize.planner.spread import sync_s
@@ -119,9 +119,7 @@ def estimate(
     """Simulate and account one cut; `ways[stage]` is the place of the stage's case."""
     edges = edges_between(pipeline.case.graph, bounds)
     cases = tuple(pipeline.ways[stage][way] for stage, way in enumerate(ways))
-    costs = tuple(
-        _stage_cost(case.profile.units[a:b]) for case, (a, b) in zip(cases, pairwise(bounds), strict=True)
-    )
+    costs = tuple(_stage_cost(case.seconds, *run) for case, run in zip(cases, pairwise(bounds), strict=True))
     return Estimate(
         pipeline,
         tuple(bounds),
@@ -252,17 +250,14 @@ def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCos
     return sync_s(int(case.ranges.gradients[run]), cost.backward_s, layout, pipeline.whole)
 
 
-def _stage_cost(run: Sequence[UnitCost]) -> StageCost:
-    return StageCost(
-        sum(c.forward_s for c in run),
-        sum(c.backward_s for c in run),
-        sum(c.backward_weight_s for c in run),
-    )
+def _stage_cost(seconds: UnitSeconds, first: int, end: int) -> StageCost:
+    passes = seconds.forward, seconds.backward, seconds.weight
+    return StageCost(*(sum(each[first:end].tolist()) for each in passes))
 
 
 def expected(found: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:
     """The figures that a plan shows; `bounds` are those of the graph's units."""
-    measured = all(c.source == "measured" for c in found.pipeline.case.profile.units)
+    measured = all(c.source == "measured" for c in found.pipeline.case.base.units)
     return Expected(
         step_s=found.step_s,
         bubble=found.bubble,

@@ -160,7 +160,7 @@ class _Judge:
             self._bases[key] = Case.of(*found, setting.microbatches, setting.optimizer)
             return self._bases[key]
         base, kept = self._bases[key], optimizer_bytes(setting.optimizer)
-        return replace(base, ranges=base.ranges.under(base.graph, base.profile, kept))
+        return replace(base, ranges=base.ranges.under(base.graph, base.base, kept))
 
     def _found(self, samples: int, precision: Precision) -> Found:
         found = self.at(samples, precision)
@@ -380,8 +380,8 @@ _OPTIONS = {"batch_size": "batch"}
 def _sentence(name: str, asked: Setting, setting: Setting, case: Case) -> str:
     """What a change means, and what it costs."""
     if name == "recompute":
-        forward_s = sum(u.forward_s for u in case.profile.units)
-        more = percent_text(forward_s / (case.profile.step_compute_s - forward_s))
+        forward_s = float(case.seconds.forward.sum())
+        more = percent_text(forward_s / (float(case.seconds.total.sum()) - forward_s))
         return f"activations are computed anew in the backward, {more} more compute"
     if name == "schedule" and setting.schedule == "naive":
         return f"one microbatch at a time: devices wait for each other, about {setting.stages} x slower"

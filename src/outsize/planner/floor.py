@@ -28,7 +28,6 @@ Complexity: O(p n) for each T. Oracle: tests/unit/planner/test_floor.py simulate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Self, final
 
@@ -37,9 +36,8 @@ from numpy.typing import NDArray
 
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import ScheduleName
-from outsize.ir.profile import Profile
+from outsize.planner.seconds import Seconds, UnitSeconds
 
-Seconds = NDArray[np.float64]
 Index = np.intp | NDArray[np.intp]
 # Where bisection stops, relatively: far below what a prediction can tell apart.
 PRECISE: Final = 1e-6
@@ -65,12 +63,16 @@ class Work:
     heaviest_s: float
 
     @classmethod
-    def of(cls, graph: ModelGraph, profile: Profile) -> Self:
+    def of(cls, graph: ModelGraph, seconds: UnitSeconds) -> Self:
         """Of a model with its costs."""
-        forward = _prefix([c.forward_s for c in profile.units])
-        backward = _prefix([c.backward_s for c in profile.units])
+        return cls.along(made_for(graph), seconds)
+
+    @classmethod
+    def along(cls, made: NDArray[np.int64], seconds: UnitSeconds) -> Self:
+        """The same for a graph of which `made_for` is known."""
+        forward, backward = _prefix(seconds.forward), _prefix(seconds.backward)
         total = forward + backward
-        losses = _losses(graph, total)
+        losses = _losses(made, total)
         linked = losses <= BRANCH * total[-1]
         return cls(
             forward=forward,
@@ -91,10 +93,9 @@ class Work:
         """Below every cut into so many stages under any schedule: no table needed."""
         return microbatches * max(self.total_s / stages, self.heaviest_s)
 
-    def costing(self, profile: Profile) -> Self:
+    def costing(self, seconds: UnitSeconds) -> Self:
         """The same rows around a stage that runs at other costs, such as with recompute."""
-        forward = _prefix([c.forward_s for c in profile.units])
-        return replace(self, forward=forward, backward=_prefix([c.backward_s for c in profile.units]))
+        return replace(self, forward=_prefix(seconds.forward), backward=_prefix(seconds.backward))
 
     def stage_s(
         self, schedule: ScheduleName, first: Index, end: Index, place: tuple[int, int], microbatches: int
@@ -148,23 +149,18 @@ class Work:
         return first == len(ends) - 1
 
 
-def fastest(profiles: Sequence[Profile]) -> Profile:
-    """For each unit the costs of the profile that is fastest there."""
-    first, *others = profiles
-    if not others:
-        return first
-    columns = zip(*(p.units for p in profiles), strict=True)
-    units = tuple(min(costs, key=lambda c: c.forward_s + c.backward_s) for costs in columns)
-    return first.model_copy(update={"units": units})
-
-
-def _losses(graph: ModelGraph, total: Seconds) -> Seconds:
-    """For each cut k the work between the last unit that made something for unit k, and k."""
-    made_for = np.full(len(graph.units) + 1, -1)
+def made_for(graph: ModelGraph) -> NDArray[np.int64]:
+    """For each unit the last one that made something for it, with a gradient; -1 for none, and behind all."""
+    found = [-1] * (len(graph.units) + 1)
     for value in graph.values:
         for unit in value.consumers if value.requires_grad else ():
-            made_for[unit] = max(made_for[unit], value.producer if value.producer < unit else -1)
-    found = total - total[made_for + 1]
+            found[unit] = max(found[unit], value.producer if value.producer < unit else -1)
+    return np.array(found)
+
+
+def _losses(made: NDArray[np.int64], total: Seconds) -> Seconds:
+    """For each cut k the work between the last unit that made something for unit k, and k."""
+    found = total - total[made + 1]
     found[0] = found[-1] = np.inf
     return found
 
@@ -183,5 +179,5 @@ def _row_behind(total: Seconds, linked: NDArray[np.bool_]) -> Seconds:
     return np.where(linked, after - total, 0.0)
 
 
-def _prefix(seconds: list[float]) -> Seconds:
+def _prefix(seconds: Seconds) -> Seconds:
     return np.concatenate(([0.0], np.cumsum(seconds)))

@@ -129,8 +129,8 @@ Sent = tuple[Kind, tuple[int, int], Nodes]
 
 def _messages(rows: _Rows, forward: Edges, backward: Edges, step: Edges) -> Iterator[Sent]:
     """Between ranks; step edges carry one message, with microbatch 0, unless a forward edge covers them."""
-    kinds = [(Kind.F, edge) for edge in sorted(forward | step)] + [(Kind.B, edge) for edge in sorted(backward)]
-    for kind, (source, destination) in kinds:
+    down, up = [(Kind.F, edge) for edge in sorted(forward | step)], [(Kind.B, e) for e in sorted(backward)]
+    for kind, (source, destination) in down + up:
         if rows.rank_of[source] != rows.rank_of[destination]:
             ends = np.array([rows.at(kind, source), rows.at(kind, destination)])
             once = kind is Kind.F and (source, destination) not in forward

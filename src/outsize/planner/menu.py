@@ -14,22 +14,24 @@ from types import MappingProxyType
 from typing import Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute
-from outsize.ir.profile import Profile, UnitCost
+from outsize.ir.profile import Profile
 from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
-from outsize.planner.floor import Work, fastest
+from outsize.planner.floor import Work, made_for
 from outsize.planner.layout import Layout, grouped
 from outsize.planner.margin import rooms
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.order import first_of, least_pace_s, ordered
 from outsize.planner.ranges import Bytes, Ranges, Seconds
 from outsize.planner.roofline import roofline
+from outsize.planner.seconds import UnitSeconds, fastest
 from outsize.planner.sharding import sharded, tensor_parallel
 from outsize.planner.split import Case, Pipeline
-from outsize.planner.spread import spread_profile
+from outsize.planner.spread import Sharing, spread
 from outsize.planner.twice import held_bytes, twice_s
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
@@ -54,7 +56,9 @@ class Menu:
         self._candidates, self._cluster, self._optimizer = candidates, cluster, optimizer
         self._rooms, self._most = rooms(cluster), most
         self._ends = dict(ends)
-        self._profiles: dict[Key, Profile] = {}
+        self._costs: dict[Key, UnitSeconds] = {}
+        self._made: dict[int, NDArray[np.int64]] = {}
+        self._shares: dict[int, Sharing] = {}
         self._works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
         self._paces: dict[Key, float] = {}
@@ -113,17 +117,17 @@ class Menu:
         """First unit of each piece, then the number of units."""
         key = layout.captured
         if key not in self._ends:
-            self._ends[key] = pieces(*self._candidates[key], self._most)
+            alone = self._alone(key, self._cluster.devices[0])
+            self._ends[key] = pieces(self.graph(layout), alone, self._most)
         return self._ends[key]
 
     def work(self, layout: Layout) -> Work:
         """Seconds of all units, not of pieces, on the fastest devices."""
         key = _spread_key(layout)
         if key not in self._works:
-            graph = self._candidates[layout.captured][0]
             kinds = {device.kind: device for device in self._cluster.devices}
-            profiles = [self._profile(layout, device) for device in kinds.values()]
-            self._works[key] = Work.of(graph, fastest(profiles))
+            costs = [self._seconds(layout, device) for device in kinds.values()]
+            self._works[key] = Work.along(self._made_for(layout.captured), fastest(costs))
         return self._works[key]
 
     def may_fit(self, layout: Layout) -> bool:
@@ -159,8 +163,8 @@ class Menu:
             return 0.0
         key = ("pace", *_spread_key(layout))
         if key not in self._paces:
-            profiles = [self._profile(layout, device) for device in first_of(self._cluster)]
-            self._paces[key] = least_pace_s(profiles, self._cluster)
+            costs = [self._seconds(layout, device) for device in first_of(self._cluster)]
+            self._paces[key] = least_pace_s(costs, self._cluster)
         return self._paces[key]
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
@@ -176,20 +180,47 @@ class Menu:
     def _built(self, layout: Layout, device: Device) -> Case:
         base = (*_spread_key(layout), layout.axes.dp_shard, device.kind)
         if base not in self._cases:
-            ends, profile = self.ends(layout), self._profile(layout, device)
-            graph = coarse_graph(self._candidates[layout.captured][0], ends)
-            costs = coarse_profile(profile, ends)
-            ranges = Ranges.of(graph, costs, optimizer_bytes(self._optimizer))
-            self._cases[base] = Case(graph, costs, _shared(ranges, layout), layout.microbatches)
+            whole, seconds = self._whole(layout, device), self._seconds(layout, device)
+            case = replace(whole, ranges=_shared(whole.ranges, layout))
+            self._cases[base] = case.lasting(seconds.merged(self.ends(layout)))
         return replace(self._cases[base], microbatches=layout.microbatches)
 
-    def _profile(self, layout: Layout, device: Device) -> Profile:
+    def _whole(self, layout: Layout, device: Device) -> Case:
+        """Of the model as one device runs it: bytes are shared out from here."""
+        key = "whole", layout.captured, device.kind
+        if key not in self._cases:
+            ends, (graph, profile) = self.ends(layout), self._candidates[layout.captured]
+            there = profile.model_copy(update={"device": device.kind})
+            costs = coarse_profile(there, ends)
+            case = Case.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
+            self._cases[key] = case
+        return self._cases[key]
+
+    def _seconds(self, layout: Layout, device: Device) -> UnitSeconds:
         key = (*_spread_key(layout), device.kind)
-        if key not in self._profiles:
-            graph, profile = self._candidates[layout.captured]
-            there = _on(graph, profile, self._cluster.devices[0], device)
-            self._profiles[key] = spread_profile(graph, there, layout, self._cluster)
-        return self._profiles[key]
+        if key not in self._costs:
+            alone = self._alone(layout.captured, device)
+            if layout.axes.tp > 1 or layout.weights != "resident":
+                alone = spread(self._sharing(layout), alone, layout, self._cluster)
+            self._costs[key] = alone
+        return self._costs[key]
+
+    def _alone(self, captured: int, device: Device) -> UnitSeconds:
+        """Seconds on one device of such a kind."""
+        key = "alone", captured, device.kind
+        if key not in self._costs:
+            self._costs[key] = _on(*self._candidates[captured], self._cluster.devices[0], device)
+        return self._costs[key]
+
+    def _made_for(self, captured: int) -> NDArray[np.int64]:
+        if captured not in self._made:
+            self._made[captured] = made_for(self._candidates[captured][0])
+        return self._made[captured]
+
+    def _sharing(self, layout: Layout) -> Sharing:
+        if layout.captured not in self._shares:
+            self._shares[layout.captured] = Sharing.of(self.graph(layout))
+        return self._shares[layout.captured]
 
 
 def _spread_key(layout: Layout) -> Key:
@@ -203,19 +234,19 @@ def _shared(ranges: Ranges, layout: Layout) -> Ranges:
     return sharded(tensor_parallel(ranges, layout.axes.tp), layout.axes.dp_shard, level)
 
 
-def _on(graph: ModelGraph, profile: Profile, timed: Device, device: Device) -> Profile:
+def _on(graph: ModelGraph, profile: Profile, timed: Device, device: Device) -> UnitSeconds:
     """The costs on another kind of device than the one that was timed."""
+    known = UnitSeconds.of(profile)
     if device.kind == timed.kind:
-        return profile
-    here, there = roofline(graph, timed), roofline(graph, device)
-    rows = zip(profile.units, here.units, there.units, strict=True)
-    return profile.model_copy(update={"device": device.kind, "units": tuple(_times(*row) for row in rows)})
+        return known
+    here, there = UnitSeconds.of(roofline(graph, timed)), UnitSeconds.of(roofline(graph, device))
+    return UnitSeconds(
+        _times(known.forward, here.forward, there.forward),
+        _times(known.given, here.given, there.given),
+        _times(known.weight, here.weight, there.weight),
+    )
 
 
-def _times(cost: UnitCost, here: UnitCost, there: UnitCost) -> UnitCost:
-    def times(name: str) -> float:
-        base: float = getattr(here, name)
-        return getattr(cost, name) * getattr(there, name) / base if base else getattr(there, name)
-
-    names = ("forward_s", "backward_input_s", "backward_weight_s")
-    return cost.model_copy(update={name: times(name) for name in names})
+def _times(cost: Seconds, here: Seconds, there: Seconds) -> Seconds:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(here > 0, cost * there / here, there)

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device
-from outsize.ir.profile import Profile
 from outsize.planner.arrange import NOBODY, arrange
 from outsize.planner.layout import Layout
 from outsize.planner.margin import room_bytes
 from outsize.planner.memory import peak_table
 from outsize.planner.ranges import Bytes, Seconds
+from outsize.planner.seconds import UnitSeconds
 from outsize.planner.split import Case, moments_by_stage
 from outsize.planner.unequal import Cuts, balance, lowest_first
 
@@ -93,10 +93,10 @@ def _by_kind(
     return None if found is None or len(found.kinds) < layout.stages else found.kinds
 
 
-def least_pace_s(profiles: Sequence[Profile], cluster: Cluster) -> float:
-    """Seconds of a microbatch on the slowest stage, below every order and cut; `profiles[t]` of kind t."""
+def least_pace_s(costs: Sequence[UnitSeconds], cluster: Cluster) -> float:
+    """Seconds of a microbatch on the slowest stage, below every order and cut; `costs[t]` of kind t."""
     counts = Counter((d.kind, d.memory_bytes) for d in cluster.devices)
-    seconds = np.array([[c.forward_s + c.backward_s for c in profile.units] for profile in profiles])
+    seconds = np.stack([each.total for each in costs])
     found = balance([counts[kind] for kind in kinds_of(cluster)], seconds, tolerance=PRECISE)
     assert found is not None, "without memory everything fits"
     return found.bound_s

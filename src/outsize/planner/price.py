@@ -12,11 +12,12 @@ from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, play, reasons
-from outsize.planner.floor import Work, fastest
+from outsize.planner.floor import Work
 from outsize.planner.layout import Layout
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
 from outsize.planner.reasons import over_memory
+from outsize.planner.seconds import fastest
 
 
 def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
@@ -27,7 +28,7 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     """
     found = _of_plan(plan, graph, profile, cluster)
     figures = expected(found, plan.batch_size, found.bounds)
-    work = Work.of(graph, fastest([case.profile for case in found.cases]))
+    work = Work.of(graph, fastest([case.seconds for case in found.cases]))
     limit = limited_by(found, work, graph, found.bounds)
     rooms = [found.pipeline.room.devices[rank] for rank in found.pipeline.ranks]
     why = (*over_memory(found.memories, rooms), *reasons(found, graph, found.bounds))

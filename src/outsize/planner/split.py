@@ -33,12 +33,13 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import Schedule
-from outsize.planner.floor import Work, fastest
+from outsize.planner.floor import Work
 from outsize.planner.layout import Layout
 from outsize.planner.memory import Alive, joint_moments, moments, peak_table
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.partition import Price, bottleneck, partition
 from outsize.planner.ranges import Bytes, Ranges, Seconds
+from outsize.planner.seconds import UnitSeconds, fastest
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
@@ -57,10 +58,14 @@ EVEN: Final = frozenset({"naive", "interleaved"})
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """A model at one microbatch size, with its tables; `microbatches` of them make a batch."""
+    """A model at one microbatch size, with its tables; `microbatches` of them make a batch.
+
+    `base` names the units and says what they save; the seconds are those of a layout.
+    """
 
     graph: ModelGraph
-    profile: Profile
+    base: Profile
+    seconds: UnitSeconds
     ranges: Ranges
     microbatches: int
     recompute: Recompute = "none"
@@ -75,14 +80,24 @@ class Case:
         recompute: Recompute = "none",
     ) -> Self:
         """Build the tables; BadOption for an unknown optimizer, ModelMismatch for a foreign profile."""
-        kept = cls(graph, profile, Ranges.of(graph, profile, optimizer_bytes(optimizer)), microbatches)
+        ranges = Ranges.of(graph, profile, optimizer_bytes(optimizer))
+        kept = cls(graph, profile, UnitSeconds.of(profile), ranges, microbatches)
         return kept if recompute == "none" else kept.anew()
+
+    def lasting(self, seconds: UnitSeconds) -> Self:
+        """The same at other costs."""
+        ranges = replace(self.ranges, compute_s=_compute_s(seconds))
+        return replace(self, seconds=seconds, ranges=ranges)
 
     def anew(self) -> Self:
         """The same when everything is recomputed in the backward."""
-        profile = self.profile.recomputed()
-        ranges = replace(self.ranges.recomputed(), compute_s=_compute_s(profile))
-        return replace(self, profile=profile, ranges=ranges, recompute="full")
+        again = replace(self, ranges=self.ranges.recomputed(), recompute="full")
+        return again.lasting(self.seconds.recomputed())
+
+    @property
+    def profile(self) -> Profile:
+        """With the seconds of this case."""
+        return self.seconds.written(self.base)
 
     @property
     def units(self) -> int:
@@ -181,8 +196,8 @@ class _Tables:
         layout = pipeline.layout
         self._worst = moments_by_stage(layout.schedule, layout.stages, self._m, layout.axes.pp)
         cases = {id(case): case for ways in pipeline.ways for case in ways}
-        chain = Work.of(pipeline.case.graph, fastest([case.profile for case in cases.values()]))
-        self._works = {key: chain.costing(case.profile) for key, case in cases.items()}
+        chain = Work.of(pipeline.case.graph, fastest([case.seconds for case in cases.values()]))
+        self._works = {key: chain.costing(case.seconds) for key, case in cases.items()}
         self._peaks = {key: _shared(_peak_of(case), case.units) for key, case in cases.items()}
         self._waits = {key: _shared(_wait_of(case), case.units) for key, case in cases.items()}
 
@@ -306,8 +321,8 @@ def _shared(table: Callable[[Key], Table], units: int) -> Callable[[Key], Table]
     return lru_cache(maxsize=max(3, TABLES_BYTES // (8 * (units + 1) ** 2)))(table)
 
 
-def _compute_s(profile: Profile) -> Seconds:
-    prefix = np.concatenate(([0.0], np.cumsum([c.forward_s + c.backward_s for c in profile.units])))
+def _compute_s(seconds: UnitSeconds) -> Seconds:
+    prefix = np.concatenate(([0.0], np.cumsum(seconds.total)))
     return np.subtract(prefix, prefix[:, None])
 
 

@@ -21,27 +21,62 @@ hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, Unit, Value, Work
-from outsize.ir.profile import Profile, UnitCost
 from outsize.planner.comm import collective_s
 from outsize.planner.layout import Layout
 from outsize.planner.roofline import seconds
+from outsize.planner.seconds import UnitSeconds
 
 Passes = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
 PRODUCTS: Final = frozenset({"matmul", "convolution"})
 
 
-def spread_profile(graph: ModelGraph, profile: Profile, layout: Layout, cluster: Cluster) -> Profile:
-    """Seconds of a unit on each of the devices of its group, with the collectives that they wait for."""
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """What a graph says about the share that each device of a group has; the same for every mesh.
+
+    `passes` are the different ones, unit u has those at `alike[u]`; `rows` are its `row_products`, each with
+    the bytes that its group adds up.
+    """
+
+    parameter_bytes: int
+    rows: Mapping[int, int]
+    passes: tuple[Passes, ...]
+    alike: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, graph: ModelGraph) -> Self:
+        """Blocks repeat, so there are few different passes."""
+        each = [(unit.forward, unit.backward_input, unit.backward_weight) for unit in graph.units]
+        place: dict[Passes, int] = {}
+        alike = np.array([place.setdefault(passes, len(place)) for passes in each])
+        made: dict[int, int] = {}
+        for value in graph.values:
+            made[value.producer] = max(made.get(value.producer, 0), value.size_bytes)
+        rows = {unit: made.get(unit, 0) for unit in row_products(graph)}
+        return cls(graph.parameter_bytes, rows, tuple(place), alike)
+
+
+def spread(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    """Seconds of a unit on each of the devices of its group, with the collectives that they wait for.
+
+    `alone`: on one device.
+    """
     if layout.axes.tp > 1:
-        profile = _split(graph, profile, layout.axes.tp, cluster)
+        alone = _split(sharing, alone, layout.axes.tp, cluster)
     if layout.weights == "sharded":
-        profile = _gathering(graph, profile, layout, cluster)
-    return profile
+        alone = _gathering(sharing, alone, layout, cluster)
+    return alone
 
 
 def sync_s(gradient_bytes: int, backward_s: float, layout: Layout, cluster: Cluster) -> float:
@@ -59,8 +94,12 @@ def row_products(graph: ModelGraph) -> tuple[int, ...]:
     split: set[int] = set()
     columns: dict[int, set[int]] = {}
     found: list[int] = []
+    takes: dict[int, list[Value]] = defaultdict(list)
+    for value in graph.values:
+        for user in value.consumers:
+            takes[user].append(value)
     for unit in graph.units:
-        taken = [v for v in graph.values if unit.index in v.consumers]
+        taken = takes[unit.index]
         given = {v.producer for v in taken} & split
         if not _is_product(unit, graph):
             split |= {unit.index} if given else set()
@@ -85,35 +124,13 @@ def _is_product(unit: Unit, graph: ModelGraph) -> bool:
     return wide and any(work.family in PRODUCTS for work in unit.forward)
 
 
-def _split(graph: ModelGraph, profile: Profile, ways: int, cluster: Cluster) -> Profile:
-    made: dict[int, int] = {}
-    for value in graph.values:
-        made[value.producer] = max(made.get(value.producer, 0), value.size_bytes)
+def _split(sharing: Sharing, alone: UnitSeconds, ways: int, cluster: Cluster) -> UnitSeconds:
     group, device = range(ways), cluster.devices[0]
-    waits = {
-        index: collective_s("all_reduce", made.get(index, 0), group, cluster) for index in row_products(graph)
-    }
-    pairs = zip(graph.units, profile.units, strict=True)
-    alike: dict[Passes, tuple[float, float, float]] = {}
-    units: list[UnitCost] = []
-    for unit, cost in pairs:
-        passes = unit.forward, unit.backward_input, unit.backward_weight
-        if passes not in alike:  # blocks repeat
-            forward, given, weight = (_slower(works, ways, device) for works in passes)
-            alike[passes] = forward, given, weight
-        units.append(_share(cost, alike[passes], waits.get(unit.index, 0.0)))
-    return profile.model_copy(update={"units": tuple(units)})
-
-
-def _share(cost: UnitCost, slower: tuple[float, float, float], wait_s: float) -> UnitCost:
-    forward, given, weight = slower
-    return cost.model_copy(
-        update={
-            "forward_s": cost.forward_s * forward + wait_s,
-            "backward_input_s": cost.backward_input_s * given + wait_s,
-            "backward_weight_s": cost.backward_weight_s * weight,
-        }
-    )
+    waits = np.zeros(len(sharing.alike))
+    for unit, size in sharing.rows.items():
+        waits[unit] = collective_s("all_reduce", size, group, cluster)
+    slower = np.array([[_slower(works, ways, device) for works in passes] for passes in sharing.passes])
+    return alone.times(*slower[sharing.alike].T).plus(waits, waits)
 
 
 def _slower(works: Sequence[Work], ways: int, device: Device) -> float:
@@ -128,30 +145,19 @@ def _part(work: Work, ways: int) -> Work:
     return work.model_copy(update={"flops": work.flops // ways, "moved_bytes": work.moved_bytes // ways})
 
 
-def _gathering(graph: ModelGraph, profile: Profile, layout: Layout, cluster: Cluster) -> Profile:
-    size = graph.parameter_bytes // layout.axes.tp
+def _gathering(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    size = sharing.parameter_bytes // layout.axes.tp
     group = _along(layout.axes.tp, layout.axes.dp_shard * layout.axes.tp)
     gather = collective_s("all_gather", size, group, cluster)
     scatter = collective_s("reduce_scatter", size, group, cluster)
-    forward = _beside(gather, sum(c.forward_s for c in profile.units))
-    backward = _beside(gather + scatter, sum(c.backward_s for c in profile.units))
-    units = tuple(_slowed(cost, forward, backward) for cost in profile.units)
-    return profile.model_copy(update={"units": units})
+    forward = _beside(gather, float(alone.forward.sum()))
+    backward = _beside(gather + scatter, float(alone.backward.sum()))
+    return alone.times(forward, backward, backward)
 
 
 def _beside(links_s: float, compute_s: float) -> float:
     """How much longer a pass takes whose links are at work all along."""
     return max(1.0, links_s / compute_s) if compute_s else 1.0
-
-
-def _slowed(cost: UnitCost, forward: float, backward: float) -> UnitCost:
-    return cost.model_copy(
-        update={
-            "forward_s": cost.forward_s * forward,
-            "backward_input_s": cost.backward_input_s * backward,
-            "backward_weight_s": cost.backward_weight_s * backward,
-        }
-    )
 
 
 def _along(step: int, size: int) -> range:

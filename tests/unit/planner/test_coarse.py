@@ -15,6 +15,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.coarse import coarse_graph, coarse_profile, pieces
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.ranges import Ranges
+from outsize.planner.seconds import UnitSeconds
 
 Model = tuple[ModelGraph, Profile]
 Ends = tuple[int, ...]
@@ -108,7 +109,7 @@ def touched_bytes(model: Model, ends: Ends, piece: int) -> int:
 def test_pieces_are_few_and_of_about_equal_work(seconds: list[int], most: int) -> None:
     """None has more than its part but a single unit; from half of a part on a piece may end."""
     model = chain([float(s) for s in seconds])
-    ends = pieces(*model, most)
+    ends = pieces(model[0], UnitSeconds.of(model[1]), most)
     n, part = len(seconds), 3 * sum(seconds) / most
     assert (ends[0], ends[-1], list(ends)) == (0, n, sorted(set(ends)))
     if n <= most:
@@ -125,7 +126,7 @@ def test_a_piece_ends_where_least_crosses() -> None:
     sizes = [9, 9, 1, 9, 9, 9, 9]
     values = [value(i, i, (i + 1,), size) for i, size in enumerate(sizes)]
     graph = graph_of([unit(i) for i in range(8)], values)
-    assert pieces(graph, profile_of(graph, [1.0] * 8), 2)[1] == 3
+    assert pieces(graph, UnitSeconds.of(profile_of(graph, [1.0] * 8)), 2)[1] == 3
 
 
 def test_a_graph_that_was_looked_at_is_merged_like_any_other() -> None:

@@ -16,9 +16,10 @@ from outsize.ir.plan import Axes, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.planner.edges import edges_between
 from outsize.planner.estimate import Estimate, estimate, lower_along
-from outsize.planner.floor import Work, fastest
+from outsize.planner.floor import Work
 from outsize.planner.layout import Layout
 from outsize.planner.menu import Menu
+from outsize.planner.seconds import UnitSeconds, fastest
 from outsize.planner.simulate import StageCost, bound_s
 from outsize.planner.split import Pipeline, split
 from outsize.schedules.builders import build
@@ -48,6 +49,10 @@ def cuts(units: int, stages: int) -> Iterator[tuple[int, ...]]:
     return ((0, *inner, units) for inner in combinations(range(1, units), stages - 1))
 
 
+def work_of(graph: ModelGraph, profile: Profile) -> Work:
+    return Work.of(graph, UnitSeconds.of(profile))
+
+
 def computed_s(model: Model, schedule: str, bounds: Sequence[int], microbatches: int) -> float:
     """Of a step whose links cost nothing."""
     graph, profile = model
@@ -70,8 +75,8 @@ def test_no_cut_is_below_the_floor(
     schedule: ScheduleName, model: Model, stages: int, microbatches: int
 ) -> None:
     units = len(model[0].units)
-    floor_s = Work.of(*model).floor_s(schedule, stages, stages, microbatches)
-    assert floor_s >= Work.of(*model).least_s(stages, microbatches)
+    floor_s = work_of(*model).floor_s(schedule, stages, stages, microbatches)
+    assert floor_s >= work_of(*model).least_s(stages, microbatches)
     for bounds in cuts(units, stages):
         assert floor_s <= computed_s(model, schedule, bounds, microbatches) * (1 + 1e-9), bounds
 
@@ -81,7 +86,7 @@ def test_no_cut_is_below_the_floor(
 def test_equal_stages_meet_the_floor(schedule: ScheduleName, stages: int, microbatches: int) -> None:
     """(m + p - 1)(f + b), with two units of 3/8 seconds on each stage."""
     model = chain([0.125] * 2 * stages)
-    floor_s = Work.of(*model).floor_s(schedule, stages, stages, microbatches)
+    floor_s = work_of(*model).floor_s(schedule, stages, stages, microbatches)
     assert floor_s == pytest.approx((microbatches + stages - 1) * 0.75, rel=2e-6)
     equal = tuple(range(0, 2 * stages + 1, 2))
     assert floor_s == pytest.approx(computed_s(model, schedule, equal, microbatches), rel=2e-6)
@@ -99,27 +104,27 @@ def test_no_row_is_below_its_floor(
     pairs = zip(profile.units, passes, strict=True)
     units = [u.model_copy(update=dict(zip(names, map(float, each), strict=True))) for u, each in pairs]
     model = graph, profile.model_copy(update={"units": tuple(units)})
-    floor_s = Work.of(*model).floor_s(schedule, len(passes), len(passes), microbatches)
+    floor_s = work_of(*model).floor_s(schedule, len(passes), len(passes), microbatches)
     step_s = computed_s(model, schedule, tuple(range(len(passes) + 1)), microbatches)
     assert floor_s <= step_s * (1 + 1e-9)
 
 
 def test_one_after_the_other_takes_the_sum() -> None:
     model = chain([0.5, 0.125, 0.25])
-    assert Work.of(*model).floor_s("naive", 2, 2, 3) == pytest.approx(3 * 3 * 0.875, rel=2e-6)
+    assert work_of(*model).floor_s("naive", 2, 2, 3) == pytest.approx(3 * 3 * 0.875, rel=2e-6)
 
 
 def test_a_branch_begins_at_once_and_a_row_waits() -> None:
     """Two units in a row: the second waits. Without their value, both begin at once."""
     graph, profile = chain([1.0, 1.0])
     apart = graph.model_copy(update={"values": ()})
-    assert Work.of(graph, profile).floor_s("1f1b", 2, 2, 1) == pytest.approx(6.0, rel=2e-6)
-    assert Work.of(apart, profile).floor_s("1f1b", 2, 2, 1) == pytest.approx(3.0, rel=2e-6)
+    assert work_of(graph, profile).floor_s("1f1b", 2, 2, 1) == pytest.approx(6.0, rel=2e-6)
+    assert work_of(apart, profile).floor_s("1f1b", 2, 2, 1) == pytest.approx(3.0, rel=2e-6)
 
 
 def test_the_fastest_of_each_unit() -> None:
-    slow, quick = chain([1.0, 4.0])[1], chain([2.0, 3.0])[1]
-    assert [u.forward_s for u in fastest([slow, quick]).units] == [1.0, 3.0]
+    slow, quick = (UnitSeconds.of(chain(costs)[1]) for costs in ([1.0, 4.0], [2.0, 3.0]))
+    assert fastest([slow, quick]).forward.tolist() == [1.0, 3.0]
     assert fastest([slow]) is slow
 
 
@@ -154,7 +159,7 @@ def test_no_cut_that_fits_is_below_the_floor_of_split(
         return
     assert estimate(pipeline, cut.bounds, cut.ways).fits
     assert cut.floor_s <= min(found.step_s for found in fitting) * (1 + 1e-9)
-    floor_s = Work.of(*model).floor_s(schedule, stages, stages, microbatches)
+    floor_s = work_of(*model).floor_s(schedule, stages, stages, microbatches)
     assert floor_s <= cut.floor_s * (1 + 2e-6), "memory makes nothing faster"
 
 

@@ -13,6 +13,7 @@ from outsize.planner.floor import Work
 from outsize.planner.layout import Layout
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
+from outsize.planner.seconds import UnitSeconds
 from outsize.planner.split import split
 
 Model = tuple[ModelGraph, Profile]
@@ -34,7 +35,7 @@ def limit(model: Model, microbatches: int, cluster: Cluster = TWO, axes: Axes | 
     cut = split(pipeline)
     assert cut is not None
     found = estimate(pipeline, cut.bounds, cut.ways, cut.floor_s)
-    return limited_by(found, Work.of(*model), model[0], cut.bounds)
+    return limited_by(found, Work.of(model[0], UnitSeconds.of(model[1])), model[0], cut.bounds)
 
 
 def test_a_unit_that_no_cut_divides() -> None:

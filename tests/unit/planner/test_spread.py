@@ -13,7 +13,8 @@ from outsize.ir.graph import Family, ModelGraph, Parameter, Unit, Value, Work
 from outsize.ir.plan import Axes, Weights
 from outsize.ir.profile import Profile
 from outsize.planner.layout import Layout
-from outsize.planner.spread import row_products, spread_profile, sync_s
+from outsize.planner.seconds import UnitSeconds
+from outsize.planner.spread import Sharing, row_products, spread, sync_s
 
 
 def cluster(name: str = "4xh100-80gb", latency_s: float = 0.25, bytes_per_s: float = 100.0) -> Cluster:
@@ -89,6 +90,10 @@ def seconds_of(found: Profile) -> dict[str, tuple[float, float, float]]:
     return dict(zip(names, costs, strict=True))
 
 
+def spread_profile(graph: ModelGraph, profile: Profile, layout: Layout, among: Cluster) -> Profile:
+    return spread(Sharing.of(graph), UnitSeconds.of(profile), layout, among).written(profile)
+
+
 def test_a_pair_of_products_ends_with_the_one_by_rows() -> None:
     graph = block()
     assert [BLOCK[unit][0] for unit in row_products(graph)] == ["o", "down"]
@@ -151,7 +156,7 @@ def test_weights_that_are_gathered_slow_only_what_they_do_not_hide_behind() -> N
     assert [c.forward_s for c in slow.units] == pytest.approx([30.75 / 4] * 4)
     assert [c.backward_s for c in slow.units] == pytest.approx([2 * 30.75 / 4] * 4)
     resident = Layout(Axes(dp_shard=4), 1, "1f1b", 1, 4)
-    assert spread_profile(graph, profile, resident, cluster(bytes_per_s=10.0)) is profile
+    assert spread_profile(graph, profile, resident, cluster(bytes_per_s=10.0)) == profile
 
 
 def test_tensor_parallel_shards_gather_their_own_part() -> None:
