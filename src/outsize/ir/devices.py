@@ -177,6 +177,17 @@ def _kind(row: tuple[str, float, float, dict[str, float], float, str, str, int, 
 TABLE: Final = {row[0]: _kind(row) for row in _ROWS}
 """Every known kind of device by name; of kinds that begin alike the usual one comes first."""
 
+_HOSTS: Final = {
+    "pcie3": "p40 p100 v100 t4",
+    "pcie4": "a100 a800 a10g rtx3090 l4 l40s rtx4090",
+    "pcie5": "h100 h800 h200 b200",
+}
+"""The interconnect of each row's data sheet: PCIe, 16 lanes to the memory of the host."""
+
+HOST_BYTES_PER_S: Final = 0.8 * 204.8e9
+"""Of a node's own memory, shared by its devices. Nobody names the host, so it is assumed: one socket, eight
+channels of DDR4-3200 (AMD EPYC 7003 data sheet), of which copies reach 80 %."""
+
 STAND_IN: Final = "rtx3090-24gb"
 """Whose speed stands for a device of which only the memory is known."""
 
@@ -186,6 +197,13 @@ def kind_named(text: str) -> Kind | None:
     low = text.lower()
     found = [name for name in TABLE if name == low or name.startswith(low + "-")]
     return TABLE[low] if low in TABLE else TABLE[found[0]] if found else None
+
+
+def host_link(device: Device) -> Link | None:
+    """To the memory of the device's host; the slowest where nobody knows, None of a CPU, which is there."""
+    row = device.kind.split("-")[0]
+    known = (name for name, rows in _HOSTS.items() if row in rows.split())
+    return None if row == "cpu" else LINKS[next(known, "pcie3")]
 
 
 def kinds_like(word: str) -> list[Kind]:

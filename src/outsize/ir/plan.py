@@ -21,8 +21,13 @@ ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
-Weights = Literal["resident", "sharded"]
+Weights = Literal["resident", "sharded", "host"]
 Count = Annotated[int, Field(ge=1)]
+
+
+def weights_text(weights: Weights) -> str:
+    """Where they are, in words; empty where a stage's devices have them."""
+    return {"resident": "", "sharded": "weights sharded", "host": "weights on the host"}[weights]
 
 
 @final
@@ -139,7 +144,8 @@ class Plan(Record):
 
     microbatches of each replica of the batch, where the axes have several
     precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
-    weights     "sharded" over dp_shard, as FSDP does; "resident": dp_shard has the optimizer's states alone
+    weights     "sharded" over dp_shard, as FSDP does; "resident": dp_shard has the optimizer's states alone;
+                "host": with gradients and states in the memory of the host, fetched block by block
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
@@ -223,7 +229,7 @@ class Plan(Record):
 
         The axes say so even where somebody has taken out the mark.
         """
-        parts = (self.axes.beyond_pp, "weights sharded" if self.weights == "sharded" else "")
+        parts = (self.axes.beyond_pp, weights_text(self.weights))
         return ", ".join(filter(None, parts)) or ("marked what_if" if self.what_if else "")
 
     def check_runs(self) -> None:

@@ -1,13 +1,16 @@
 """Problem: which ways are there to lay a model on N devices?
 
-A layout says everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x tp devices each, v
-stages on a rank, the schedule, the size and number of microbatches. Rank r of the pipeline is the devices
-[r k, (r + 1) k); within it tp is innermost, then dp_shard, then dp_replicate, so what talks most is
+A layout says everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x cp x tp devices each,
+v stages on a rank, the schedule, the size and number of microbatches. Rank r of the pipeline is the devices
+[r k, (r + 1) k); within it tp is innermost, then cp, then dp_shard, then dp_replicate, so what talks most is
 nearest.
 
     runs today    pp alone, all devices, one rank each
-    what-if       every factorisation N = pp x dp_replicate x dp_shard x tp, tp within a node, dp_shard all
-                  of the replicas or those of a node, as ZeRO-1 (states) or as FSDP (weights too)
+    what-if       every factorisation N = pp x dp_replicate x dp_shard x cp x tp, tp within a node, dp_shard
+                  all of the replicas or those of a node, as ZeRO-1 (states) or as FSDP (weights too)
+    cp            of the sizes that context.py allows, and with the smallest microbatches alone: fewer
+                  samples at a time save as many bytes as fewer tokens of each, and send nothing
+    host          where nothing else fits: all devices as one pipeline, or as replicas (offload.py)
 
 Symbols as in arXiv 2104.04473 (p, t, d) and torch's DeviceMesh. Complexity: O(divisors of N, cubed).
 Oracle: tests/unit/planner/test_planner_layout.py counts the factorisations.
@@ -22,6 +25,7 @@ from math import gcd
 from typing import Final, final
 
 from outsize.ir.cluster import Cluster
+from outsize.ir.devices import host_link
 from outsize.ir.plan import Axes, Plan, ScheduleName, Weights
 
 CHUNKS: Final = (2, 4)
@@ -65,9 +69,14 @@ class Layout:
         return self.axes.dp_replicate * self.axes.dp_shard
 
     @property
+    def ways(self) -> int:
+        """Devices that share the work of one microbatch."""
+        return self.axes.tp * self.axes.cp
+
+    @property
     def what_if(self) -> bool:
         """Whether nothing runs it yet."""
-        return self.group > 1
+        return self.group > 1 or self.weights == "host"
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Layout:
@@ -87,16 +96,37 @@ def pipelines(
 
 
 def everything(
-    cluster: Cluster, captured: Iterable[int], schedules: Sequence[ScheduleName], units: int
+    cluster: Cluster,
+    captured: Iterable[int],
+    schedules: Sequence[ScheduleName],
+    units: int,
+    contexts: Sequence[int] = (1,),
 ) -> Iterator[Layout]:
-    """All layouts of all devices; `captured` are the microbatches of the whole batch there is a model for."""
+    """All layouts of all devices; `captured` are the microbatches of the whole batch there is a model for.
+
+    `contexts` are the sizes of cp.
+    """
     given = sorted(captured)
     per_node = gcd(*(part.devices_per_node for part in cluster.parts)) or cluster.devices_per_node
-    for axes, weights in _meshes(len(cluster.devices), per_node):
-        replicas = axes.dp_replicate * axes.dp_shard
-        counts = [(count // replicas, count) for count in given if count % replicas == 0]
+    for axes, weights in _meshes(len(cluster.devices), per_node, contexts):
+        counts = _counts(given if axes.cp == 1 else given[-1:], axes)
         for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
             yield replace(layout, weights=weights)
+
+
+def hosted(
+    cluster: Cluster, captured: Iterable[int], schedules: Sequence[ScheduleName], units: int
+) -> Iterator[Layout]:
+    """Weights in host memory: a pipeline of all devices, or replicas of one stage; not on CPUs."""
+    devices, given = len(cluster.devices), sorted(captured)
+    if any(host_link(device) is None for device in cluster.devices):
+        return
+    for axes in dict.fromkeys((Axes(dp_replicate=devices), Axes(pp=devices))):
+        names: list[ScheduleName] = [name for name in schedules if name in ("gpipe", "1f1b")]
+        if axes.pp > 1:
+            names = names[:1]  # weights come for every microbatch, whatever the schedule
+        for layout in pipelines(axes, _counts(given, axes), names, units):
+            yield replace(layout, weights="host")
 
 
 def grouped(cluster: Cluster, group: int) -> Cluster | None:
@@ -133,20 +163,26 @@ def _worth(schedules: Sequence[ScheduleName], ranks: int) -> Sequence[ScheduleNa
     return ("1f1b",) if ranks == 1 and "1f1b" in schedules else schedules
 
 
-def _meshes(devices: int, per_node: int) -> Iterator[tuple[Axes, Weights]]:
-    for tp in (t for t in _divisors(devices) if per_node % t == 0):
-        for pp in _divisors(devices // tp):
-            replicas = devices // tp // pp
-            yield Axes(pp=pp, tp=tp, dp_replicate=replicas), "resident"
-            for shard in sorted({replicas, _largest(replicas, per_node // tp)} - {1}):
-                axes = Axes(pp=pp, tp=tp, dp_replicate=replicas // shard, dp_shard=shard)
+def _counts(given: Iterable[int], axes: Axes) -> list[tuple[int, int]]:
+    """(microbatches of a replica, of the whole batch)."""
+    return [(count // axes.replicas, count) for count in given if count % axes.replicas == 0]
+
+
+def _meshes(devices: int, per_node: int, contexts: Sequence[int]) -> Iterator[tuple[Axes, Weights]]:
+    within = (t for t in _divisors(devices) if per_node % t == 0)
+    for tp, cp in ((t, c) for t, c in product(within, contexts) if devices // t % c == 0):
+        for pp in _divisors(devices // tp // cp):
+            replicas = devices // tp // cp // pp
+            yield Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas), "resident"
+            for shard in sorted({replicas, _largest(replicas, per_node // tp // cp)} - {1}):
+                axes = Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas // shard, dp_shard=shard)
                 yield axes, "resident"
                 yield axes, "sharded"
 
 
 def _largest(replicas: int, most: int) -> int:
     """Replicas that share their states within a node."""
-    return max(d for d in _divisors(replicas) if d <= most)
+    return max(d for d in _divisors(replicas) if d <= max(1, most))
 
 
 def _divisors(number: int) -> list[int]:

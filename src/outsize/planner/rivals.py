@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from outsize.ir.plan import Alternative, ScheduleName
+from outsize.ir.plan import Alternative, ScheduleName, weights_text
 from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.planner.estimate import Estimate
 from outsize.planner.layout import Layout
@@ -74,7 +74,8 @@ def compared_with(best: Estimate, rivals: Sequence[Estimate]) -> list[str]:
 def _compared(best: Estimate, other: Estimate) -> str:
     layout = other.layout
     axes = f" on {axes_text(layout.axes)}" if layout.axes != best.layout.axes else ""
-    axes += f", weights {layout.weights}" if layout.weights != best.layout.weights else ""
+    if layout.weights != best.layout.weights:
+        axes += f", {weights_text(layout.weights) or 'weights resident'}"
     chunks = f" ({layout.chunks} stages a device)" if layout.chunks > 1 else ""
     name = f"not {layout.schedule}{chunks} with {microbatches_text(layout.microbatches)}{axes}"
     if other.step_s > CLOSE * best.step_s > 0:

@@ -6,6 +6,8 @@
                        reduce-scatter is over, while the unit before it makes its own
     tensor             every tensor inside a layer and, with sequence parallelism, between layers: 1 / ways.
                        A product gathers its input, in the forward and once more in the backward
+    context            activations by the token: 1 / ways; weights, gradients and states are whole. Attention
+                       has two blocks of keys and values on their way, in the backward their gradients too
 
 Shares are rounded up, as the first device has it. Buffers and the batch are whole on every device.
 
@@ -14,7 +16,8 @@ torch.distributed.fsdp.fully_shard, a group for each unit, reshard_after_forward
 parallelism, arXiv 2205.05198, sec. 4.2. Deviations: a unit's padding to whole rows and the copy out of the
 flat buffer of a gather are not counted; under tensor parallelism the weights of norms and the biases of
 row-parallel products count as divided. Sharded, the first backward of a step is bounded from above by a later
-one. Complexity: O(n^2). Oracle: tests/unit/planner/test_sharding.py goes through every run, unit by unit.
+one. Under context parallelism the weights' gradients of the largest unit count as being made at the worst
+moment. Complexity: O(n^2). Oracle: tests/unit/planner/test_sharding.py goes through every run, unit by unit.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ def sharded(ranges: Ranges, ways: int, level: Level) -> Ranges:
 def _fully(ranges: Ranges, ways: int) -> Ranges:
     """Weights and gradients too, with what is whole for a moment."""
     gradients = _share(ranges.gradients, ways)
-    scattering = largest(_each(ranges.gradients))
-    gathered = _neighbours(_each(ranges.weights - ranges.buffers + ranges.replicas))
+    scattering = largest(each(ranges.gradients))
+    gathered = neighbours(each(ranges.weights - ranges.buffers + ranges.replicas))
     backward = ranges.backward - ranges.gradients + gradients
     more = gathered + scattering
     return replace(
@@ -64,7 +67,7 @@ def tensor_parallel(ranges: Ranges, ways: int) -> Ranges:
     """Tables of one of `ways` >= 1 devices that share every layer; bytes alone, seconds are the caller's."""
     if ways == 1:
         return ranges
-    gathered = largest(_each(ranges.received))
+    gathered = largest(each(ranges.received))
     divided = {name: _share(getattr(ranges, name), ways) for name in _DIVIDED}
     for name in ("forward", "backward", "first_backward"):
         divided[name] += gathered
@@ -72,10 +75,30 @@ def tensor_parallel(ranges: Ranges, ways: int) -> Ranges:
     return replace(ranges, **divided)
 
 
+def context_parallel(ranges: Ranges, ways: int, block_bytes: int) -> Ranges:
+    """Tables of one of `ways` >= 1 devices that share tokens; `block_bytes` of keys and values on each."""
+    if ways == 1:
+        return ranges
+    divided = {name: _share(getattr(ranges, name), ways) for name in (*_KEPT, *_CROSSING)}
+    made = largest(each(ranges.gradients))
+    acting = _share(ranges.backward - ranges.gradients, ways) + made - made // ways
+    backward = acting + ranges.gradients + 4 * block_bytes
+    return replace(
+        ranges,
+        **divided,
+        forward=_share(ranges.forward, ways) + 2 * block_bytes,
+        backward=backward,
+        first_backward=np.minimum(ranges.first_backward + 4 * block_bytes, backward),
+    )
+
+
+_KEPT = "saved", "twice", "again"
+_CROSSING = "received", "sent", "gradient_in", "gradient_out"
 _DIVIDED = (
     *("weights", "replicas", "gradients", "optimizer", "master", "update"),
-    *("saved", "twice", "again", "forward", "backward", "first_backward"),
-    *("received", "sent", "gradient_in", "gradient_out"),
+    *("forward", "backward", "first_backward"),
+    *_KEPT,
+    *_CROSSING,
 )
 
 
@@ -84,12 +107,12 @@ def _share(table: Bytes, ways: int) -> Bytes:
     return -(-table // ways)
 
 
-def _each(table: Bytes) -> Bytes:
+def each(table: Bytes) -> Bytes:
     """Of the runs of a single unit, of shape (n,)."""
     return np.diagonal(table, offset=1)
 
 
-def _neighbours(per_unit: Bytes) -> Bytes:
+def neighbours(per_unit: Bytes) -> Bytes:
     """The largest unit, or two that follow each other among those that have any, for all runs."""
     n = len(per_unit)
     table = np.zeros((n + 1, n + 1), np.int64)

@@ -4,26 +4,28 @@
                 and by sequence what is outside (arXiv 2205.05198, sec. 4.2): every pass takes 1 / tp of the
                 flops and bytes, at the efficiency of so small an operator, and after the second product of
                 a pair the group adds up: the bytes of one all-reduce in the forward, one in the backward
+    cp          the same shares of work, by tokens; attention goes round a ring (context.py)
     sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters
                 its gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of
                 compute and links, taken in the mean over the model (arXiv 2304.11277, sec. 3.3)
     replicas    one all-reduce of a stage's gradients for a step (or its two halves around a sharded
-                optimizer's step), of which the last backward hides what it lasts (arXiv 2006.15704, sec. 3.2)
+                optimizer's step) among all that have the same weights, cp too; the last backward hides as
+                much of it as it lasts (arXiv 2006.15704, sec. 3.2)
 
 A product is a unit with a weight of two dims or more that computes a matmul or a convolution. Which product
 of a pair one is follows from the values: what a product by columns made is split, and stays so until a
 product by rows has used it.
 
-Deviations: the collectives of tp are not overlapped with compute; a replica's stages synchronise one after
-the other. Complexity: O(units + users of all values). Oracle: tests/unit/planner/test_spread.py, figures by
-hand.
+Deviations: the collectives of tp are not overlapped with compute; of weights that cp reads whole a share of
+the bytes is counted; a replica's stages synchronise one after the other. Complexity: O(units + users of all
+values). Oracle: tests/unit/planner/test_spread.py, figures by hand.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self, final
 
 import numpy as np
@@ -32,6 +34,7 @@ from numpy.typing import NDArray
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, Unit, Value, Work
 from outsize.planner.comm import collective_s
+from outsize.planner.context import ring_bytes, ring_s
 from outsize.planner.layout import Layout
 from outsize.planner.roofline import seconds
 from outsize.planner.seconds import UnitSeconds
@@ -46,11 +49,12 @@ class Sharing:
     """What a graph says about the share that each device of a group has; the same for every mesh.
 
     `passes` are the different ones, unit u has those at `alike[u]`; `rows` are its `row_products`, each with
-    the bytes that its group adds up.
+    the bytes that its group adds up, `rings` what attends, with its keys and values.
     """
 
     parameter_bytes: int
     rows: Mapping[int, int]
+    rings: Mapping[int, int]
     passes: tuple[Passes, ...]
     alike: NDArray[np.int64]
 
@@ -64,7 +68,7 @@ class Sharing:
         for value in graph.values:
             made[value.producer] = max(made.get(value.producer, 0), value.size_bytes)
         rows = {unit: made.get(unit, 0) for unit in row_products(graph)}
-        return cls(graph.parameter_bytes, rows, tuple(place), alike)
+        return cls(graph.parameter_bytes, rows, ring_bytes(graph), tuple(place), alike)
 
 
 def spread(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
@@ -72,8 +76,10 @@ def spread(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluste
 
     `alone`: on one device.
     """
-    if layout.axes.tp > 1:
-        alone = _split(sharing, alone, layout.axes.tp, cluster)
+    if layout.ways > 1:
+        alone = _split(sharing, alone, layout, cluster)
+    if layout.axes.cp > 1:
+        alone = _ringed(sharing, alone, layout, cluster)
     if layout.weights == "sharded":
         alone = _gathering(sharing, alone, layout, cluster)
     return alone
@@ -84,9 +90,7 @@ def sync_s(gradient_bytes: int, backward_s: float, layout: Layout, cluster: Clus
 
     `gradient_bytes` that one device holds of the stage; `backward_s` of its last microbatch runs beside it.
     """
-    scattered = layout.axes.dp_shard if layout.weights == "sharded" else 1
-    ranks = _along(scattered * layout.axes.tp, layout.group)
-    return max(0.0, collective_s("all_reduce", gradient_bytes, ranks, cluster) - backward_s)
+    return max(0.0, collective_s("all_reduce", gradient_bytes, _alike(layout), cluster) - backward_s)
 
 
 def row_products(graph: ModelGraph) -> tuple[int, ...]:
@@ -124,13 +128,26 @@ def _is_product(unit: Unit, graph: ModelGraph) -> bool:
     return wide and any(work.family in PRODUCTS for work in unit.forward)
 
 
-def _split(sharing: Sharing, alone: UnitSeconds, ways: int, cluster: Cluster) -> UnitSeconds:
-    group, device = range(ways), cluster.devices[0]
+def _split(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    group, ways, device = range(layout.axes.tp), layout.ways, cluster.devices[0]
     waits = np.zeros(len(sharing.alike))
     for unit, size in sharing.rows.items():
-        waits[unit] = collective_s("all_reduce", size, group, cluster)
+        waits[unit] = collective_s("all_reduce", size // layout.axes.cp, group, cluster)
     slower = np.array([[_slower(works, ways, device) for works in passes] for passes in sharing.passes])
     return alone.times(*slower[sharing.alike].T).plus(waits, waits)
+
+
+def _ringed(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    tp, cp, ranks = layout.axes.tp, layout.axes.cp, _along(layout.axes.tp, layout.ways)
+    forward, given = parts.forward.copy(), parts.given.copy()
+    for unit, size in sharing.rings.items():
+        # An all-gather by a ring is cp - 1 turns.
+        turn_s, double_s = (
+            collective_s("all_gather", sent // tp, ranks, cluster) / (cp - 1) for sent in (size, 2 * size)
+        )
+        forward[unit] = ring_s(forward[unit], turn_s, cp)
+        given[unit] = ring_s(given[unit], double_s, cp) + turn_s
+    return replace(parts, forward=forward, given=given)
 
 
 def _slower(works: Sequence[Work], ways: int, device: Device) -> float:
@@ -147,7 +164,7 @@ def _part(work: Work, ways: int) -> Work:
 
 def _gathering(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
     size = sharing.parameter_bytes // layout.axes.tp
-    group = _along(layout.axes.tp, layout.axes.dp_shard * layout.axes.tp)
+    group = _along(layout.ways, layout.axes.dp_shard * layout.ways)
     gather = collective_s("all_gather", size, group, cluster)
     scatter = collective_s("reduce_scatter", size, group, cluster)
     forward = _beside(gather, float(alone.forward.sum()))
@@ -158,6 +175,13 @@ def _gathering(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cl
 def _beside(links_s: float, compute_s: float) -> float:
     """How much longer a pass takes whose links are at work all along."""
     return max(1.0, links_s / compute_s) if compute_s else 1.0
+
+
+def _alike(layout: Layout) -> list[int]:
+    """Ranks of the first group that hold the same weights."""
+    axes, shard = layout.axes, layout.axes.dp_shard * layout.ways
+    within = shard if layout.weights != "sharded" else layout.ways
+    return [r + c for r in range(0, layout.group, shard) for c in range(0, within, axes.tp)]
 
 
 def _along(step: int, size: int) -> range:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from outsize.ir.advice import Advice
 from outsize.ir.graph import ModelGraph, Unit
-from outsize.ir.plan import Alternative, Expected, Plan, StageFigures
+from outsize.ir.plan import Alternative, Expected, Plan, StageFigures, weights_text
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.text import (
     byte_unit,
@@ -265,7 +265,7 @@ def way_text(other: Alternative) -> str:
     chunks = f" x {other.chunks}" if other.chunks > 1 else ""
     count = f"{other.microbatches} microbatch{'' if other.microbatches == 1 else 'es'}"
     parts = [other.schedule + chunks, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else ""]
-    parts += [other.axes.beyond_pp, "weights sharded" if other.weights == "sharded" else ""]
+    parts += [other.axes.beyond_pp, weights_text(other.weights)]
     parts += ["recompute"] if other.recompute != "none" else []
     parts += ["WHAT-IF"] if other.what_if or other.axes.beyond_pp else []
     return ", ".join(filter(None, parts))
