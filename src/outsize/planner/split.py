@@ -60,7 +60,8 @@ EVEN: Final = frozenset({"naive", "interleaved"})
 class Case:
     """A model at one microbatch size, with its tables; `microbatches` of them make a batch.
 
-    `base` names the units and says what they save; the seconds are those of a layout.
+    `base` names the units and says what they save; the seconds are those of a layout. `after_s`: of all runs,
+    what a stage does once its last backward is over; None where only replicas wait for each other.
     """
 
     graph: ModelGraph
@@ -69,6 +70,7 @@ class Case:
     ranges: Ranges
     microbatches: int
     recompute: Recompute = "none"
+    after_s: Seconds | None = None
 
     @classmethod
     def of(
