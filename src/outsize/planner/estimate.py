@@ -184,7 +184,7 @@ def _seconds(
     pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost], microbatches: int
 ) -> dict[Cost, float]:
     """Of every kind of node."""
-    ways, found = pipeline.layout.axes.tp, dict[Cost, float]()
+    ways, found = pipeline.layout.ways, dict[Cost, float]()
     for stage, cost in enumerate(costs):
         found[Kind.I, stage, -1] = cost.backward_s - cost.weight_s
         found[Kind.W, stage, -1] = cost.weight_s
@@ -204,8 +204,8 @@ def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) 
     return simulate(
         lowered,
         costs,
-        _shares(forward_bytes(edges, played), layout.axes.tp),
-        _shares(edges.backward, layout.axes.tp),
+        _shares(forward_bytes(edges, played), layout.ways),
+        _shares(edges.backward, layout.ways),
         lambda a, b: pipeline.link(first_of[a], first_of[b]),
     )
 
@@ -245,7 +245,9 @@ def _worst(cases: tuple[Case, ...], runs: tuple[Run, ...], how: How, rank: int) 
 
 def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost) -> float:
     layout = pipeline.layout
-    if layout.replicas == 1:
+    if case.after_s is not None:
+        return float(case.after_s[run])
+    if layout.replicas * layout.axes.cp == 1:
         return 0.0
     return sync_s(int(case.ranges.gradients[run]), cost.backward_s, layout, pipeline.whole)
 
