@@ -1,0 +1,219 @@
+"""Problem: weights, gradients and states live in the memory of the host; what does a step take, and hold?
+
+A device has room for two blocks: the one it works on, and the next one, whose weights come over the host's
+link meanwhile (double buffering). Blocks are neighbouring units of about equal work that end where little
+crosses (coarse.py). With W_b, G_b the weights and gradients of block b, F_b, B_b the seconds of its passes:
+
+    forward     sum over b of max(F_b, move(W_b+1)),  and move(W_0) before
+    backward    sum over b of max(B_b, move(W_b-1 in, G_b+1 out)),  and move(G_0) behind
+    move        max(larger direction / link, both / the device's share of its host's memory)
+    optimizer   after the last backward, on the CPU, at the speed of the host's memory: gradients read,
+                weights and states read and written. Replicas add up their gradients before
+
+With one stage under gpipe a block does all m microbatches before the next one (layer by layer): F_b and B_b
+are those of m, and weights move once for each pass. Otherwise they move for every microbatch, and the host
+adds up gradients: 4 G_b instead of G_b through its memory. A device holds
+
+    weights     of the two largest neighbouring blocks, and buffers
+    gradients   of two: the sum over microbatches of one block, and of the one on its way out
+    activations as a resident stage; layer by layer also what m microbatches have at the end of the block
+    recomputed  what blocks receive instead of what they save, and one block at work, whose weights are there
+
+Sources: ZeRO-Offload (arXiv 2101.06840, sec. 4: gradients out beside the backward, Adam on the CPU),
+ZeRO-Infinity (arXiv 2104.07857, sec. 5: prefetch, overlap), layer by layer as in L2L (arXiv 2002.05645).
+Deviations: no optimizer step beside the backward, no activations on the host, each replica reads all weights
+by itself, and no weights are kept from forward to backward. How much memory the host has nobody says.
+Complexity: O(units + blocks^2). Oracle: tests/unit/planner/test_offload.py plays the two buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.cluster import Cluster
+from outsize.ir.devices import HOST_BYTES_PER_S, host_link
+from outsize.ir.graph import ModelGraph
+from outsize.ir.links import Link
+from outsize.ir.plan import Recompute
+from outsize.ir.profile import Profile
+from outsize.ir.text import bytes_text
+from outsize.planner.coarse import coarse_graph, coarse_profile, pieces
+from outsize.planner.comm import collective_s
+from outsize.planner.layout import Layout
+from outsize.planner.optimizer import Held, OptimizerBytes, optimizer_bytes
+from outsize.planner.ranges import Bytes, Number, Ranges
+from outsize.planner.seconds import Seconds, UnitSeconds
+from outsize.planner.sharding import each, neighbours
+from outsize.planner.split import Case
+
+BLOCKS: Final = 64
+# Bytes through the host's memory for each byte of a gradient that is added to what is there.
+ADDING: Final = 4
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What one device has of its host: a link, and bytes per second of its memory."""
+
+    link: Link
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Self:
+        """Of the device that has least."""
+        links = [link for device in cluster.devices if (link := host_link(device)) is not None]
+        nodes = [part.devices_per_node for part in cluster.parts] or [cluster.devices_per_node]
+        sharing = min(len(cluster.devices), max(nodes))
+        return cls(min(links, key=lambda link: link.bytes_per_s), HOST_BYTES_PER_S / sharing)
+
+    def move_s(self, taken: int, given: int = 0, adding: int = 1) -> float:
+        """Seconds to take weights and give gradients at the same time."""
+        memory_s = (taken + adding * given) / self.bytes_per_s
+        return max(self.link.seconds(max(taken, given)), memory_s)
+
+
+def layerwise(layout: Layout) -> bool:
+    """Whether a block does all microbatches before the next one."""
+    return layout.axes.pp == 1 and layout.schedule == "gpipe"
+
+
+def hosted(
+    whole: Case,
+    model: tuple[ModelGraph, Profile],
+    alone: UnitSeconds,
+    ends: Sequence[int],
+    layout: Layout,
+    cluster: Cluster,
+    optimizer: str,
+    recompute: Recompute,
+) -> Case:
+    """The case of a layout with weights on the host.
+
+    `whole` is of the model on one device, in pieces that begin at `ends`; `model` and `alone` are unit by
+    unit. All that is not "none" recomputes block by block.
+    """
+    graph, profile = model
+    bytes_of, cut, host = optimizer_bytes(optimizer), pieces(graph, alone, BLOCKS), Host.of(cluster)
+    blocks = Ranges.of(coarse_graph(graph, cut), coarse_profile(profile, cut), bytes_of)
+    compute = alone if recompute == "none" else alone.recomputed()
+    taken, given = _moved(graph, cut, bytes_of)
+    return replace(
+        whole,
+        ranges=_on_device(whole.ranges, blocks, _kept(blocks, cut, ends), layout, recompute),
+        microbatches=layout.microbatches,
+        recompute=recompute,
+        after_s=_after_s(graph, ends, bytes_of, layout, cluster),
+    ).lasting(streamed(compute, cut, taken, given, layout, host).merged(ends))
+
+
+def streamed(
+    compute: UnitSeconds,
+    cut: Sequence[int],
+    taken: Sequence[int],
+    given: Sequence[int],
+    layout: Layout,
+    host: Host,
+) -> UnitSeconds:
+    """Seconds of units for one microbatch; what a block waits for is with its first unit.
+
+    `cut`: first unit of each block, then their number; `taken` and `given`: weights and gradients of each.
+    """
+    m, once = layout.microbatches, layerwise(layout)
+    times, adding = (m, 1) if once else (1, ADDING if m > 1 else 1)
+    next_s = [host.move_s(size) / times for size in (*taken[1:], 0)]
+    both = zip((0, *taken[:-1]), (*given[1:], 0), strict=True)
+    before_s = [host.move_s(come, go, adding) / times for come, go in both]
+    blocks, first = compute.merged(cut), np.array(cut[:-1])
+    forward, backward = np.zeros(cut[-1]), np.zeros(cut[-1])
+    forward[first] = np.maximum(0.0, next_s - blocks.forward)
+    backward[first] = np.maximum(0.0, before_s - blocks.backward)
+    forward[0] += host.move_s(taken[0]) / m
+    backward[0] += host.move_s(0, given[0]) / m
+    return compute.plus(forward, backward)
+
+
+def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: str) -> str:
+    """What lives on the host, and which figures of it were assumed."""
+    held = [optimizer_bytes(optimizer).held(p) for p in graph.parameters]
+    host, times = Host.of(cluster), 1 if layerwise(layout) else layout.microbatches
+    moved = sum(h.weight for h in held) * times
+    return (
+        f"weights, gradients and states live on the host: {bytes_text(sum(h.total_bytes for h in held))}, "
+        f"and nobody says whether it has as much. {bytes_text(moved)} of weights come for the forwards and "
+        f"again for the backwards, over {host.link.source}; of the host's memory, "
+        f"{host.bytes_per_s / 1e9:.0f} GB/s for each device are assumed"
+    )
+
+
+def _moved(graph: ModelGraph, cut: Sequence[int], optimizer: OptimizerBytes) -> tuple[list[int], list[int]]:
+    """Weights that each block uses, and gradients that it makes."""
+    used: list[dict[str, Held]] = [{} for _ in cut[:-1]]
+    for block, (first, end) in enumerate(pairwise(cut)):
+        for name in (name for unit in graph.units[first:end] for name in unit.parameters):
+            parameter = graph.parameter_of[name]
+            used[block][parameter.name] = optimizer.held(parameter)
+    return [sum(h.weight for h in u.values()) for u in used], [
+        sum(h.gradient for h in u.values()) for u in used
+    ]
+
+
+def _kept(blocks: Ranges, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
+    """What the blocks of a run receive, for all runs of pieces."""
+    received = np.zeros(ends[-1], np.int64)
+    received[np.array(cut[:-1])] = each(blocks.received)
+    return _sums(np.add.reduceat(received, np.array(ends[:-1])))
+
+
+def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, recompute: Recompute) -> Ranges:
+    """Bytes of the device for all runs: two blocks, and activations."""
+    nothing = np.zeros_like(kept)
+    weights = neighbours(each(blocks.weights - blocks.buffers + blocks.replicas))[0, -1]
+    gradients = np.minimum(whole.gradients, neighbours(each(blocks.gradients + blocks.replicas))[0, -1])
+    ended = int(each(blocks.sent).max()) * layerwise(layout)
+    saved, forward, backward = whole.saved, whole.forward, whole.backward - whole.gradients
+    if recompute != "none":
+        ends = blocks.received + blocks.sent + blocks.gradient_in + blocks.gradient_out
+        alone = each(blocks.backward - blocks.gradients + blocks.again + ends).max()
+        saved, forward, backward = kept, kept + each(blocks.forward + blocks.sent).max(), kept + alone
+    return replace(
+        whole,
+        weights=np.minimum(whole.weights - whole.buffers + whole.replicas, weights) + whole.buffers,
+        gradients=gradients,
+        saved=saved + ended,
+        twice=whole.twice if recompute == "none" else nothing,
+        forward=forward + ended,
+        backward=backward + gradients + ended,
+        first_backward=backward + gradients + ended,
+        **dict.fromkeys(("replicas", "optimizer", "master", "update", "again"), nothing),
+    )
+
+
+def _after_s(
+    graph: ModelGraph, ends: Sequence[int], optimizer: OptimizerBytes, layout: Layout, cluster: Cluster
+) -> Seconds:
+    """What a stage does after the last backward, for all runs: gradients added up, the optimizer."""
+    gradients, moved = np.zeros(ends[-1]), np.zeros(ends[-1])
+    trained = (p for p in graph.parameters if p.trainable and p.name in graph.owner_of)
+    for owner, held in ((graph.owner_of[p.name], optimizer.held(p)) for p in trained):
+        gradients[owner] += held.gradient
+        moved[owner] += held.gradient + 2 * (held.master or held.weight) + 2 * held.state
+        moved[owner] += held.weight if held.master else 0
+    total = int(gradients.sum())
+    together_s = collective_s("all_reduce", total, range(layout.group), cluster)
+    # One stage is updated once in each node, by all that its memory has.
+    speed = HOST_BYTES_PER_S if layout.axes.pp == 1 else Host.of(cluster).bytes_per_s
+    each_s = moved / speed + gradients * (together_s / max(total, 1))
+    return _sums(np.add.reduceat(each_s, np.array(ends[:-1])))
+
+
+def _sums(per_piece: NDArray[Number]) -> NDArray[Number]:
+    """For all runs."""
+    prefix = np.append(per_piece[:1] * 0, np.cumsum(per_piece))
+    return np.subtract(prefix, prefix[:, None])
