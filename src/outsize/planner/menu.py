@@ -24,12 +24,13 @@ from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
 from outsize.planner.floor import Work, made_for
 from outsize.planner.layout import Layout, grouped
 from outsize.planner.margin import rooms
+from outsize.planner.offload import hosted
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.order import first_of, least_pace_s, ordered
 from outsize.planner.ranges import Bytes, Ranges, Seconds
 from outsize.planner.roofline import roofline
 from outsize.planner.seconds import UnitSeconds, fastest
-from outsize.planner.sharding import sharded, tensor_parallel
+from outsize.planner.sharding import context_parallel, sharded, tensor_parallel
 from outsize.planner.split import Case, Pipeline
 from outsize.planner.spread import Sharing, spread
 from outsize.planner.twice import held_bytes, twice_s
@@ -141,19 +142,21 @@ class Menu:
             saved = sum(u.saved_bytes - u.saved_input_bytes for u in graph.units)
             states = sum(h.state + h.master for h in held)
             self._states[key] = sum(h.weight + h.gradient for h in held), states, saved
+        if layout.weights == "host":
+            return True
         weights, states, saved = self._states[key]
         axes = layout.axes
         whole = weights // axes.dp_shard if layout.weights == "sharded" else weights
         rooms = sum(device.memory_bytes for device in self._rooms.devices[:: layout.group])
-        return (whole + states // axes.dp_shard + saved // layout.chunks) // axes.tp <= rooms
+        return (whole + states // axes.dp_shard + saved // layout.chunks // axes.cp) // axes.tp <= rooms
 
     def twice_s(self, layout: Layout) -> float:
         """Seconds of a microbatch's forward that memory wants computed twice, at least."""
-        graph, tp = self.graph(layout), layout.axes.tp
+        graph = self.graph(layout)
         key = ("forward", *_spread_key(layout))
         if key not in self._forward:
             saved = np.array([u.saved_bytes - u.saved_input_bytes for u in graph.units], np.int64)
-            self._forward[key] = np.diff(self.work(layout).forward), saved // tp
+            self._forward[key] = np.diff(self.work(layout).forward), saved // layout.ways
         rooms = [device.memory_bytes for device in self._rooms.devices[:: layout.group]]
         return twice_s(*self._forward[key], held_bytes(layout, rooms))
 
@@ -171,7 +174,11 @@ class Menu:
         """Tables of the layout's units on such a device."""
         key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
         if key not in self._cases:
-            if recompute == "full":
+            if layout.weights == "host":
+                model, alone = self._candidates[layout.captured], self._alone(layout.captured, device)
+                whole, where = self._whole(layout, device), (self.ends(layout), layout, self._cluster)
+                self._cases[key] = hosted(whole, model, alone, *where, self._optimizer, recompute)
+            elif recompute == "full":
                 self._cases[key] = self.case(layout, device, "none").anew()
             else:
                 self._cases[key] = self._built(layout, device)
@@ -181,7 +188,8 @@ class Menu:
         base = (*_spread_key(layout), layout.axes.dp_shard, device.kind)
         if base not in self._cases:
             whole, seconds = self._whole(layout, device), self._seconds(layout, device)
-            case = replace(whole, ranges=_shared(whole.ranges, layout))
+            turning = max(self._sharing(layout).rings.values(), default=0) if layout.axes.cp > 1 else 0
+            case = replace(whole, ranges=_shared(whole.ranges, layout, turning // layout.axes.cp))
             self._cases[base] = case.lasting(seconds.merged(self.ends(layout)))
         return replace(self._cases[base], microbatches=layout.microbatches)
 
@@ -200,7 +208,7 @@ class Menu:
         key = (*_spread_key(layout), device.kind)
         if key not in self._costs:
             alone = self._alone(layout.captured, device)
-            if layout.axes.tp > 1 or layout.weights != "resident":
+            if layout.ways > 1 or layout.weights == "sharded":
                 alone = spread(self._sharing(layout), alone, layout, self._cluster)
             self._costs[key] = alone
         return self._costs[key]
@@ -226,12 +234,15 @@ class Menu:
 def _spread_key(layout: Layout) -> Key:
     """What changes the seconds of a unit."""
     sharded_ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
-    return layout.captured, layout.axes.tp, layout.weights, sharded_ways
+    where = (layout.schedule, layout.axes.pp) if layout.weights == "host" else ()
+    return layout.captured, layout.axes.tp, layout.axes.cp, layout.weights, sharded_ways, *where
 
 
-def _shared(ranges: Ranges, layout: Layout) -> Ranges:
+def _shared(ranges: Ranges, layout: Layout, turning_bytes: int) -> Ranges:
+    """`turning_bytes`: keys and values of a device, that go round under cp."""
     level = "all" if layout.weights == "sharded" else "states"
-    return sharded(tensor_parallel(ranges, layout.axes.tp), layout.axes.dp_shard, level)
+    parts = context_parallel(ranges, layout.axes.cp, turning_bytes)
+    return sharded(tensor_parallel(parts, layout.axes.tp), layout.axes.dp_shard, level)
 
 
 def _on(graph: ModelGraph, profile: Profile, timed: Device, device: Device) -> UnitSeconds:
