@@ -10,7 +10,7 @@ from typing import final
 
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import Cluster
-from outsize.ir.plan import ScheduleName
+from outsize.ir.plan import ScheduleName, weights_text
 from outsize.ir.text import bytes_text
 from outsize.planner.edges import edges_between
 from outsize.planner.estimate import lower_along
@@ -19,6 +19,7 @@ from outsize.planner.reasons import axes_text, fullest, microbatches_text, needs
 from outsize.planner.split import Case, Pipeline, fits, leanest
 from outsize.schedules.builders import build
 
+HOSTED = "--what-if: it fits with weights on the host, to read and not to run"
 MORE_STAGES = 8
 MOST_STAGES = 64
 _COUNTS = re.compile(r"^(?:\d+x)+")
@@ -44,6 +45,7 @@ def rejections(tried: Iterable[Pipeline]) -> Iterator[str]:
         layout = pipeline.layout
         chunks = f" ({layout.chunks} stages a device)" if layout.chunks > 1 else ""
         where = f" on {axes_text(layout.axes)}" if layout.group > 1 else ""
+        where += f", {weights_text(layout.weights)}" if layout.weights != "resident" else ""
         why = f"with {microbatches_text(layout.microbatches)}{where}: {_lack(pipeline)}"
         names.setdefault(why, []).append(layout.schedule + chunks)
     for why, schedules in names.items():
@@ -65,17 +67,20 @@ def no_feasible_plan(
     schedules: Sequence[ScheduleName],
     stages: int,
     cluster: Cluster,
+    hosted: bool = False,
 ) -> NoFeasiblePlan:
-    """The error. The `asked` cases do not fit in any of the schedules; `spare` ones may help."""
+    """The error. The `asked` cases do not fit in any of the schedules; `spare` ones may help.
+
+    `hosted`: it would fit with weights on the host.
+    """
     tried = [_lean(case, name, stages, cluster) for case in asked for name in schedules]
     closest = min(tried, key=lambda lean: lean.share)
     near = next(_fitting((*asked, *spare), schedules, stages, cluster), None)
+    steps = _larger_devices(closest) if near is None else _steps(near, asked, schedules, closest, cluster)
     return NoFeasiblePlan(
         needs_text(closest.stage, closest.memory, cluster.devices[closest.stage]),
         numbers=f"{parts_text(closest.memory)}; {_near_text(near, closest)}",
-        next_step=_larger_devices(closest)
-        if near is None
-        else _steps(near, asked, schedules, closest, cluster),
+        next_step=steps + (f"; or {HOSTED}" if hosted else ""),
     )
 
 
