@@ -177,6 +177,7 @@ def _value(tape: Tape, memory: Memory, slot: int, producer: int, users: list[int
         storage=meta.storage,
         storage_bytes=memory.size_bytes[meta.storage],
         saved_by=memory.saved_by.get(meta.storage, -1),
+        also_saved_by=memory.keepers.get(meta.storage, ())[1:],
     )
 
 

@@ -13,10 +13,14 @@ from outsize.program.tape import Tape
 @final
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """By storage of the tape: bytes, and the unit whose `saved_bytes` count it; `saved_inputs` per unit."""
+    """By storage of the tape: bytes, the unit whose `saved_bytes` count it, all that keep it, in order.
+
+    `saved_inputs` per unit.
+    """
 
     size_bytes: Mapping[int, int]
     saved_by: Mapping[int, int]
+    keepers: Mapping[int, tuple[int, ...]]
     saved_inputs: Sequence[int]
 
     @classmethod
@@ -25,12 +29,13 @@ class Memory:
         sizes: dict[int, int] = {}
         for meta in tape.metas:
             sizes[meta.storage] = max(meta.size_bytes, sizes.get(meta.storage, 0))
-        saved_by: dict[int, int] = {}
+        keepers: dict[int, dict[int, None]] = {}
         for unit, (first, end) in enumerate(pairwise(starts)):
             for instruction in tape.instructions[first:end]:
                 for storage in instruction.cost.kept:
-                    saved_by.setdefault(storage, unit)
+                    keepers.setdefault(storage, {})[unit] = None
+        saved_by = {storage: next(iter(units)) for storage, units in keepers.items()}
         inputs = [0] * (len(starts) - 1)
         for storage in {tape.storage(slot) for slot in tape.inputs} & saved_by.keys():
             inputs[saved_by[storage]] += sizes[storage]
-        return cls(sizes, saved_by, inputs)
+        return cls(sizes, saved_by, {s: tuple(units) for s, units in keepers.items()}, inputs)

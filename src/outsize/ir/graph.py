@@ -61,7 +61,8 @@ class Value(Record):
     """A tensor that crosses at least one unit boundary.
 
     Values with the same `storage` are views of one memory of `storage_bytes`; -1: nobody looked. `saved_by`
-    is the unit among whose `saved_bytes` this memory is; -1 where autograd does not keep it.
+    is the unit among whose `saved_bytes` this memory is; -1 where autograd does not keep it. `also_saved_by`
+    are later units that would keep it as well.
     """
 
     id: int
@@ -74,6 +75,7 @@ class Value(Record):
     storage: int = -1
     storage_bytes: int = 0
     saved_by: int = -1
+    also_saved_by: tuple[int, ...] = ()
 
 
 @final

@@ -9,7 +9,7 @@ everything below it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 _RANGE = re.compile(r"^(.*\.)?(\d+)-(\d+)$")
 
@@ -27,10 +27,14 @@ def prefixes(name: str) -> list[str]:
 
 def compress(names: Sequence[str], first: int, last: int) -> tuple[str, ...]:
     """Patterns that cover exactly the units first..last of `names` (both inclusive)."""
-    inside = list(names[first : last + 1])
-    outside = {p for n in [*names[:first], *names[last + 1 :]] for p in prefixes(n)}
+    return compress_units(names, range(first, last + 1))
+
+
+def compress_units(names: Sequence[str], units: Collection[int]) -> tuple[str, ...]:
+    """Patterns that cover exactly these units, which ascend."""
+    outside = {p for unit, name in enumerate(names) if unit not in units for p in prefixes(name)}
     patterns: list[str] = []
-    for name in inside:
+    for name in (names[unit] for unit in units):
         free = [p for p in prefixes(name) if p not in outside]
         pattern = free[-1] if free else name
         if pattern not in patterns:

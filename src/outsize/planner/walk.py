@@ -96,7 +96,7 @@ class Walk:
         before = np.zeros_like(crossing_kept)
         before[1:] = crossing_kept[:-1]
         received_kept, sent_kept = _kept_inside(n, values), _at_end(crossing_kept) - before
-        held = _held_backward(n, memories, units, saved) - crossing_kept
+        held = held_backward(n, memories, units, saved) - crossing_kept
         fixed = before - received_kept - saved[:, None]
         after = np.append(gradients[1:], gradients[-1])
         return cls(
@@ -202,7 +202,7 @@ def _held_forward(
     return held
 
 
-def _held_backward(n: int, memories: Iterable[Memory], units: UnitBytes, saved: Bytes) -> Bytes:
+def held_backward(n: int, memories: Iterable[Memory], units: UnitBytes, saved: Bytes) -> Bytes:
     """[k, end]: saved by units up to k, gradients on their way past k, what k's backward holds beside them.
 
     Of a unit that does not tell (it has no costs): the gradients into it, out of it, and its weights'.

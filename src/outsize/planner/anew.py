@@ -1,0 +1,247 @@
+"""Problem: what does a stage hold when some of its units are recomputed in the backward?
+
+The chosen units run in segments (ir/segments.py). A segment keeps what it reads of the units before it; what
+autograd would keep inside it is there again from its second forward until its own backward has used it. So a
+memory that crosses units stays from its first keeper on, and its keepers are the units outside segments that
+autograd keeps it for and the segments that read it without having made it. At unit k, `kept(k)` being all
+that is kept by units and segments up to k,
+
+    forward    kept(k), values made here with users at k or later, workspace of k
+    backward   kept(k), what the segment of k has saved anew up to k, gradients on their way past k
+    again      kept(k), the segment's second forward at its worst moment, gradients of what it has made
+
+Received and sent values are there all the time (memory.py counts them) and are no part of kept(k).
+
+Deviations: values that every stage computes for itself (masks) count as gone with the first unit that keeps
+them. Complexity: O(units x memories). Oracles: tests/unit/planner/test_anew.py counts tensor by tensor and,
+where nothing is chosen, has walk.py's tables; benchmarks/memory runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.graph import ModelGraph, Unit, Value
+from outsize.ir.profile import Profile
+from outsize.ir.segments import Run, blocks, segments
+from outsize.planner.walk import UnitBytes, held_backward, memories_of
+
+# Bytes of a moment that does not occur.
+NOTHING: Final = -(1 << 62)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A memory that crosses units of the stage: made by unit `made` (-1: received), last used by `last`
+    (n: sent); autograd keeps it for `keepers`.
+    """
+
+    size_bytes: int
+    made: int
+    last: int
+    used: tuple[int, ...]
+    keepers: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of one microbatch: kept until its backward, and at the worst moment of each kind.
+
+    Beside received and sent values; the backward has the gradients of weights, as walk.py says.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    first_backward: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """Bytes of a segment in the backward at its worst moment, its second forward included."""
+
+    backward: int
+    first_backward: int
+
+
+@final
+@dataclass(frozen=True)
+class StageBytes:
+    """The units of one stage, 0..n-1: what each holds by itself, and the memories that cross them.
+
+    `own`: kept by the unit alone; `workspace` of its forward; `backward`, `first_backward`: gradients in its
+    backward, those of weights included; `past[b]`, `first_past[b]`: gradients that are there when all units
+    from b on have gone back, n + 1 of them.
+    """
+
+    block: tuple[str, ...]
+    own: tuple[int, ...]
+    workspace: tuple[int, ...]
+    backward: tuple[int, ...]
+    first_backward: tuple[int, ...]
+    past: tuple[int, ...]
+    first_past: tuple[int, ...]
+    stores: tuple[Store, ...]
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile, gradients: Sequence[int], run: Run) -> Self:
+        """The stage with the units of a run; `gradients`: bytes for the weights that each unit of it owns."""
+        first, end = run
+        n, units = end - first, graph.units[first:end]
+        values = [moved for v in graph.values if (moved := _within(v, first, end)) is not None]
+        stores = {key: _store(views, n) for key, views in _by_storage(values).items()}
+        costs = profile.units[first:end]
+        own = [c.saved_bytes - u.saved_input_bytes for c, u in zip(costs, units, strict=True)]
+        for key, views in _by_storage(values).items():
+            if 1 <= views[0].saved_by <= n:
+                own[views[0].saved_by - 1] -= stores[key].size_bytes
+        held, crossing = _gradients(values, units, gradients)
+        here = np.array(gradients, np.int64)
+        behind = np.append(here[::-1].cumsum()[::-1], 0)
+        return cls(
+            block=tuple(blocks([u.name for u in graph.units])[first:end]),
+            own=tuple(max(0, size) for size in own),
+            workspace=tuple(c.workspace_bytes for c in costs),
+            backward=tuple((held + here.sum()).tolist()),
+            first_backward=tuple((held + behind[1:]).tolist()),
+            past=tuple((crossing + here.sum()).tolist()),
+            first_past=tuple((crossing + behind).tolist()),
+            stores=tuple(stores.values()),
+        )
+
+    @property
+    def units(self) -> int:
+        """Number of units, n."""
+        return len(self.own)
+
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """The places of the stores that are neither received nor sent."""
+        return tuple(i for i, s in enumerate(self.stores) if s.made >= 0 and s.last < self.units)
+
+    @cached_property
+    def leaving(self) -> tuple[int, ...]:
+        """Bytes of the values made up to each unit that will be sent."""
+        sent = [s for s in self.stores if s.made >= 0 and s.last >= self.units]
+        return tuple(sum(s.size_bytes for s in sent if s.made <= k) for k in range(self.units))
+
+    def held(self, chosen: Collection[int]) -> Held:
+        """What is held when these units are recomputed."""
+        parts, since = segments(self.block, chosen), {}
+        for place in self.inner:
+            kept_at = _kept_at(self.stores[place], parts, chosen)
+            if kept_at is not None:
+                since[place] = kept_at
+        kept, forward, backward, first_backward = 0, [0], [NOTHING], [NOTHING]
+        start_of = dict(parts)
+        for k in range(self.units):
+            kept += 0 if k in chosen else self.own[k]
+            kept += sum(self.stores[place].size_bytes for place, at in since.items() if at == k)
+            waiting = (i for i in self.inner if since.get(i, self.units) > k)
+            alive = sum(s.size_bytes for s in map(self.stores.__getitem__, waiting) if s.made <= k <= s.last)
+            forward.append(kept + alive + self.leaving[k] + self.workspace[k])
+            if k in start_of:
+                anew = self.segment(k, start_of[k])
+                backward.append(kept + anew.backward)
+                first_backward.append(kept + anew.first_backward)
+            elif k not in chosen:
+                backward.append(kept + self.backward[k])
+                first_backward.append(kept + self.first_backward[k])
+        return Held(kept, max(forward), max(backward), max(first_backward))
+
+    def segment(self, a: int, b: int) -> Anew:
+        """What the segment holds in its second forward and in its backward, beside what is kept.
+
+        The second forward ends with the last tensor that is saved: what is made for others only is not there.
+        """
+        made = [s for s in self.stores if a <= s.made < b]
+        since = [min((u for u in s.keepers if u < b), default=b) for s in made]
+        until = [max((u for u in s.used if u < b), default=-1) for s in made]
+        saved, again, backward, first_backward = 0, 0, NOTHING, NOTHING
+        for k in range(a, b):
+            saved += self.own[k] + sum(s.size_bytes for s, at in zip(made, since, strict=True) if at == k)
+            spans = zip(made, since, until, strict=True)
+            alive = sum(s.size_bytes for s, at, end in spans if s.made <= k <= end and at > k)
+            again = max(again, saved + alive + self.workspace[k])
+            backward = max(backward, saved + self.backward[k])
+            first_backward = max(first_backward, saved + self.first_backward[k])
+        return Anew(max(backward, again + self.past[b]), max(first_backward, again + self.first_past[b]))
+
+
+def _kept_at(store: Store, parts: Sequence[Run], chosen: Collection[int]) -> int | None:
+    """The unit from which on it is kept."""
+    plain = [u for u in store.keepers if u not in chosen]
+    reading = [a for a, b in parts if store.made < a and any(a <= u < b for u in store.used)]
+    return min((*plain, *reading), default=None)
+
+
+def _within(value: Value, first: int, end: int) -> Value | None:
+    """As the stage sees it: unit 0 is what is before it, units 1..n are its own, n + 1 is what is behind."""
+    if value.producer >= end or value.consumers[-1:] < (first,):
+        return None
+
+    def place(unit: int) -> int:
+        return min(max(unit - first + 1, 0), end - first + 1)
+
+    users = sorted({place(u) for u in value.consumers} - {0})
+    keepers = [place(u) for u in (value.saved_by, *value.also_saved_by) if first <= u < end]
+    return value.model_copy(
+        update={
+            "producer": place(value.producer),
+            "consumers": tuple(users),
+            "saved_by": place(value.saved_by) if value.saved_by >= 0 else -1,
+            "also_saved_by": tuple(keepers),
+        }
+    )
+
+
+def _by_storage(values: Iterable[Value]) -> dict[int, list[Value]]:
+    groups: dict[int, list[Value]] = {}
+    for value in values:
+        groups.setdefault(value.storage if value.storage >= 0 else -1 - value.id, []).append(value)
+    return groups
+
+
+def _store(views: Sequence[Value], n: int) -> Store:
+    together = sum(v.size_bytes for v in views)
+    used = sorted({u - 1 for v in views for u in v.consumers})
+    return Store(
+        size_bytes=min(together, views[0].storage_bytes or together),
+        made=min(v.producer for v in views) - 1,
+        last=min(used[-1], n),
+        used=tuple(u for u in used if u < n),
+        keepers=tuple(sorted({u - 1 for u in views[0].also_saved_by})),
+    )
+
+
+def _gradients(
+    values: Sequence[Value], units: Sequence[Unit], weights: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Beside those of the weights: what the backward of each unit holds, and what is there between units."""
+    n, memories = len(units), memories_of(values)
+    there = UnitBytes(
+        saved=np.zeros(n + 2, np.int64),
+        workspace=np.zeros(n + 2, np.int64),
+        gradients=np.pad(np.array(weights, np.int64), 1),
+        rising=np.pad(np.array([u.backward_workspace_bytes for u in units], np.int64), 1),
+        alone=np.pad(np.array([sum(w.launches for w in u.forward) <= 1 for u in units]), 1),
+    )
+    held = held_backward(n + 2, memories, there, np.zeros(n + 3, np.int64))[1 : n + 1, n + 1]
+    crossing = [
+        sum(
+            m.size_bytes
+            for m in memories
+            if m.gradient and m.made <= b < max((u for u in m.used if u <= n), default=-1)
+        )
+        for b in range(n + 1)
+    ]
+    return held, np.array(crossing)
