@@ -1,6 +1,7 @@
 """Which one thing would have to change for a step to get shorter?
 
     a unit       the slowest stage is a single unit, which no cut divides
+    the host     has the weights: how much of the step is the devices', how much its own
     memory       without the devices' limits another cut, or no recompute, would be faster by SEEN or more
     links        transfers that nothing hides are that share of the step, or the replicas' gradients are
     bubble       devices wait for that share: more microbatches or fewer stages would be faster
@@ -12,6 +13,7 @@ The first that applies. Shares are of the predicted step. Oracle: tests/unit/pla
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 from outsize.ir.graph import ModelGraph
@@ -30,6 +32,8 @@ def limited_by(found: Estimate, work: Work, graph: ModelGraph, bounds: Sequence[
     first, layout = bounds[slowest], found.layout
     if layout.stages > 1 and bounds[slowest + 1] - first == 1:
         return f"{graph.units[first].name}, one unit, alone on stage {slowest}"
+    if layout.weights == "host":
+        return _of_host(found)
     less_s = _less(work, found)
     if less_s > SEEN * found.step_s:
         return f"memory: with more of it a step could be {seconds_text(less_s)} shorter"
@@ -42,6 +46,17 @@ def limited_by(found: Estimate, work: Work, graph: ModelGraph, bounds: Sequence[
     if found.bubble > MUCH:
         return f"the bubble: devices wait for {percent_text(found.bubble)} of the step"
     return f"compute on stage {slowest}, busy for {percent_text(found.busy(slowest))} of the step"
+
+
+def _of_host(found: Estimate) -> str:
+    """A case's `base` is what the device computes, whatever it waits for."""
+    computed_s = 0.0
+    for case, (first, end) in zip(found.cases, pairwise(found.bounds), strict=True):
+        again = 0 if case.recompute == "none" else 1
+        computed_s += sum((1 + again) * c.forward_s + c.backward_s for c in case.base.units[first:end])
+    busy = computed_s * found.layout.microbatches / (found.step_s * found.layout.axes.pp)
+    optimizer = percent_text(found.sync_s / found.step_s)
+    return f"the host: devices compute for {percent_text(busy)} of the step, its optimizer takes {optimizer}"
 
 
 def _less(work: Work, found: Estimate) -> float:
