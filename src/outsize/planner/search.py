@@ -1,7 +1,8 @@
 """Problem: which layout and which cuts make a step on this cluster fastest?
 
 For every layout (layout.py: schedule, microbatches, stages on a rank; with `what_if` every mesh of pp,
-dp_replicate, dp_shard and tp under 1f1b, the best of them interleaved): the exact partition (split.py), its
+dp_replicate, dp_shard, cp and tp under 1f1b, the best of them interleaved, and weights on the host where
+nothing else fits): the exact partition (split.py), its
 memory account, its simulated step. Layouts are tried best first, by a floor that no cut of them can beat
 (floor.py), until the next floor is above what was found. The fastest that fits wins; among those within one
 percent of it, less than a prediction can tell apart, one that runs today before a what-if, then the one
@@ -45,9 +46,11 @@ from outsize.ir.plan import (
     stages_from_bounds,
 )
 from outsize.ir.profile import Profile
+from outsize.planner.beyond import beyond_reasons
+from outsize.planner.context import context
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, reasons
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
-from outsize.planner.layout import Layout, everything, pipelines
+from outsize.planner.layout import Layout, everything, hosted, pipelines
 from outsize.planner.limits import limited_by
 from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
@@ -102,7 +105,10 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     if request.what_if and request.schedule is None:
         found = hunt.run(tuple(_interleaved(found, menu)))
     if not found.estimates:
-        raise _nothing_fits(request, candidates, layouts, menu, cluster)
+        on_host = _Hunt(menu, _recompute(request)).run(tuple(_on_host(request, asked, cluster)))
+        if not (request.what_if and on_host.estimates):
+            raise _nothing_fits(request, candidates, layouts, menu, cluster, bool(on_host.estimates))
+        found = replace(on_host, rejected=found.rejected)
     return _plan(request, found, menu, cluster)
 
 
@@ -136,13 +142,26 @@ def _layouts(
         schedules = ("naive",)  # its modules wait for each other
     if request.what_if:
         wanted = (request.schedule,) if request.schedule else ("1f1b",)
-        yield from filter(partial(_as_wished, request), everything(cluster, candidates, wanted, units))
+        contexts = context(candidates[max(candidates)][0]).ways(len(cluster.devices))
+        found = everything(cluster, candidates, wanted, units, contexts)
+        yield from filter(partial(_as_wished, request), found)
         return
     ranks = _ranks(request, units, cluster)
     if request.schedule is None and cluster.devices[0].kind == "cpu":
         # What twice as many messages cost two CPU processes is not in the simulation.
         schedules = tuple(name for name in schedules if name != "interleaved")
     yield from pipelines(Axes(pp=ranks), [(c, c) for c in candidates], schedules, units)
+
+
+def _on_host(
+    request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
+) -> Iterator[Layout]:
+    """Weights in the host's memory, which is looked at when nothing else fits; modules wait for each other."""
+    graphs = [graph for graph, _ in candidates.values()]
+    wanted: tuple[ScheduleName, ...] = (request.schedule,) if request.schedule else ("1f1b", "gpipe")
+    if all(graph.form == "tape" for graph in graphs):
+        found = hosted(cluster, candidates, wanted, min(len(graph.units) for graph in graphs))
+        yield from filter(partial(_as_wished, request), found)
 
 
 def _interleaved(found: _Found, menu: Menu) -> Iterator[Layout]:
@@ -270,8 +289,9 @@ def _nothing_fits(
     layouts: Sequence[Layout],
     menu: Menu,
     cluster: Cluster,
+    hosted: bool,
 ) -> Exception:
-    """Who lacks how much, and what would fit, as a pipeline over all devices."""
+    """Who lacks how much, and what would fit, as a pipeline over all devices, or `hosted`."""
     plain = [layout for layout in layouts if layout.group == layout.chunks == 1]
     plain = plain or [_over_all(cluster, count) for count in candidates]
     schedules: list[ScheduleName] = list(dict.fromkeys(layout.schedule for layout in plain))
@@ -282,7 +302,7 @@ def _nothing_fits(
     asked = [menu.case(layout, device, way) for layout in counts.values() for way in ways]
     more = [menu.case(layout, device, way) for layout in spare.values() for way in ways]
     more += [menu.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
-    return no_feasible_plan(asked, more, schedules, plain[0].axes.pp, rooms(cluster))
+    return no_feasible_plan(asked, more, schedules, plain[0].axes.pp, rooms(cluster), hosted)
 
 
 def _over_all(cluster: Cluster, count: int) -> Layout:
@@ -328,6 +348,7 @@ def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan
             *(graph.notes if graph.form == "modules" else ()),
             *reasons(best, graph, bounds),
             *_costly(request, best),
+            *(beyond_reasons(graph, layout, cluster, request.optimizer) if request.what_if else ()),
             *compared_with(best, others),
             *islice(rejections(found.rejected), REJECTIONS),
         ),
