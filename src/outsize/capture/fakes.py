@@ -125,7 +125,7 @@ class FakeModel:
             return self._fake_of[id(tensor)]
         fake = fake_like(tensor, self.mode, self.device if tensor.is_meta else tensor.device)
         if weight.kind == "parameter":
-            fake = nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
+            fake._is_param = True  # what nn.Parameter(fake) does, on a second fake
         self._fake_of[id(tensor)] = fake
         self.weights[id(tensor)] = self.weights[id(fake)] = weight
         self.real[weight.name] = tensor
@@ -133,12 +133,13 @@ class FakeModel:
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
-    """A fake with the tensor's shape, strides, dtype and requires_grad, of its own storage."""
-    with mode, torch.no_grad():
-        fake = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
-        )
-    return fake.requires_grad_(tensor.requires_grad)
+    """A fake with the tensor's shape, strides, dtype and requires_grad, of its own storage.
+
+    Made as the mode makes it for torch.empty_strided, without the way through all of torch's dispatch.
+    """
+    with torch._C._DisableTorchDispatch():
+        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, memory, device or tensor.device, requires_grad=tensor.requires_grad)
 
 
 def _holds_tensor(value: Any) -> bool:
