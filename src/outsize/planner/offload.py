@@ -108,7 +108,7 @@ def hosted(
         whole,
         ranges=_on_device(whole.ranges, blocks, _kept(blocks, cut, ends), layout, recompute),
         microbatches=layout.microbatches,
-        recompute=recompute,
+        recompute="none" if recompute == "none" else "full",
         after_s=_after_s(graph, ends, bytes_of, layout, cluster),
     ).lasting(streamed(compute, cut, taken, given, layout, host).merged(ends))
 

@@ -159,8 +159,9 @@ def how_text(plan: Plan) -> str:
 
 def what_if_text(plan: Plan) -> str:
     """That nothing runs it, and which axes it has."""
-    devices = plan.axes.world_size
-    return f"WHAT-IF, to read and not to run: pp {plan.axes.pp}, {plan.beyond}; {devices} devices"
+    size = plan.axes.world_size
+    devices = f"{size} device{'' if size == 1 else 's'}"
+    return f"WHAT-IF, to read and not to run: pp {plan.axes.pp}, {plan.beyond}; {devices}"
 
 
 def _size_text(graph: ModelGraph) -> str:
