@@ -128,7 +128,7 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=Path, required=True, help="CSV of published runs")
     parser.add_argument("--memory", type=Path, required=True, help="CSV of published peak memory")
-    parser.add_argument("--calibrate", type=int, default=10, help="runs of a system that may be looked at")
+    parser.add_argument("--calibrate", type=int, default=10, help="runs that may be looked at")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     for path in (options.runs, options.memory):

@@ -36,10 +36,10 @@ def figures_of(found: Sequence[runs.Run], salt: str) -> tuple[float, ...]:
 
 def _prior(rows: Sequence[runs.Run], kind: str) -> Multipliers:
     """Tuned on the rows of a kind, where there are any."""
-    of_kind = [run for run in rows if steptime.kind(run) == kind]
+    of_kind = [steptime.as_tuned(run) for run in rows if steptime.kind(run) == kind]
     if not of_kind:
         return tune.NEUTRAL
-    found = tune.tune(of_kind, kind != "deepspeed, one node")
+    found = tune.tune(of_kind)
     return Multipliers(**dict(zip(steptime.NAMES, map(float, found.multipliers), strict=True)))
 
 

@@ -1,4 +1,4 @@
-"""Step times: calibrate each site on a few of its runs, predict the others; errors, regrets of choices."""
+"""Step times: predict all runs, look at the few that decide most, correct; errors, regrets of choices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from runs import Run
 
-from outsize.planner.calibrate import Vector, fit, medoids
+from outsize.planner.calibrate import Vector
+from outsize.planner.kriging import covariance, krige
 from outsize.planner.transformer_step import Multipliers, step_s
 
 NAMES = tuple(Multipliers.model_fields)
+ONE_NODE = "deepspeed, one node"
 # Where a system is believed to be before a run of the site is seen: tune.py, on one half of the rows.
 # Times of Megatron-DeepSpeed on one node are those of a step that recomputes nothing, whatever its label.
 PRIORS = {
@@ -45,22 +47,25 @@ PRIORS = {
         optimizer=0.996,
         fixed_s=0.00498,
     ),
-    "deepspeed, one node": Multipliers(
+    ONE_NODE: Multipliers(
         matmul=1.09,
-        memory=0.794,
-        wide_matmul=2.7,
+        memory=0.783,
+        wide_matmul=2.75,
         kernel_s=3.3e-05,
-        host_s=8.28e-05,
-        inner=1.16,
+        host_s=8.27e-05,
+        inner=1.22,
         outer=1,
-        skew_s=0.000287,
-        exposed=0.144,
-        optimizer=0.941,
-        fixed_s=0.00141,
+        skew_s=8.95e-05,
+        exposed=0.147,
+        optimizer=0.912,
+        fixed_s=0.00142,
     ),
 }
-SPREAD = 0.1  # how far, as a logarithm, a site may well be from that
-NOISE = 0.1  # of a row: few rows with errors of their own must not outweigh what many said before
+# How far predictions are off, by the likelihood of the tuned half: standard deviations of logarithms, and by
+# how many doublings of a dimension errors of one kind of layer, or of one layout of layers, are still alike.
+DOUBT_ALONE, DOUBT_TP, DOUBT_SITE, NOISE = 0.04, 0.1, 0.03, 0.01
+LAYER, LAYOUT = 0.5, 60.0
+LENGTHS = (LAYER, LAYER, LAYER, LAYOUT, LAYOUT, LAYOUT, LAYOUT)
 
 
 @dataclass(frozen=True)
@@ -78,26 +83,31 @@ class Timed:
 
 
 def time_all(runs: Sequence[Run], calibrate: int, priors: Mapping[str, Multipliers] = PRIORS) -> list[Timed]:
-    """Every run predicted, after a look at no more than `calibrate` of them."""
-    sites: defaultdict[tuple[str, str], list[Run]] = defaultdict(list)
-    for run in runs:
-        sites[run.site].append(run)
-    shares = apportion([len(site) for site in sites.values()], calibrate)
-    return [t for site, share in zip(sites.values(), shares, strict=True) for t in _site(site, share, priors)]
+    """Every run predicted, after a look at no more than `calibrate` of them, and at most at half."""
+    read = [(as_tuned(run), _vector(priors[kind(run)])) for run in runs]
+    believed = np.log([predict([run], prior, simulated=True)[0] for run, prior in read])
+    count = min(calibrate, len(runs) // 2)
+    told, seen = krige(
+        believed, doubt(runs), choices(runs), lambda i: math.log(runs[i].seconds), count, NOISE
+    )
+    return [Timed(run, math.exp(told[i]), i in seen) for i, run in enumerate(runs)]
 
 
-def apportion(sizes: Sequence[int], total: int) -> list[int]:
-    """Rows to look at in each site: by the logarithm of its size (d'Hondt), at most half of it."""
-    shares = [0] * len(sizes)
-    for _ in range(total):
-        quotients = [
-            math.log(1 + n) / (share + 1) if share < n // 2 else 0.0
-            for n, share in zip(sizes, shares, strict=True)
-        ]
-        if not any(quotients):
-            break
-        shares[quotients.index(max(quotients))] += 1
-    return shares
+def doubt(runs: Sequence[Run]) -> Vector:
+    """Covariance of the logarithms of the errors: of one site, and more of runs alike; [runs, runs]."""
+    points = np.log2([_features(run) for run in runs]).reshape(-1, len(LENGTHS))
+    spread = np.array([DOUBT_TP if run.job.sharding.tp > 1 else DOUBT_ALONE for run in runs])
+    sites = [run.site for run in runs]
+    together = np.array([[a == b for b in sites] for a in sites]).reshape(len(runs), len(runs))
+    return together * (DOUBT_SITE**2 + covariance(points, LENGTHS, spread))
+
+
+def choices(runs: Sequence[Run]) -> list[list[int]]:
+    """Places of the runs between which there is a choice."""
+    groups: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for i, run in enumerate(runs):
+        groups[run.group].append(i)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def mape(timed: Iterable[Timed]) -> float | None:
@@ -106,12 +116,9 @@ def mape(timed: Iterable[Timed]) -> float | None:
     return statistics.fmean(errors) if errors else None
 
 
-def regrets(timed: Iterable[Timed]) -> list[float]:
+def regrets(timed: Sequence[Timed]) -> list[float]:
     """Measured time of the plan ranked first over the best measured, per group with a choice."""
-    groups: defaultdict[tuple[str, ...], list[Timed]] = defaultdict(list)
-    for t in timed:
-        groups[t.run.group].append(t)
-    return [_regret(group) for group in groups.values() if len(group) > 1]
+    return [_regret([timed[i] for i in group]) for group in choices([t.run for t in timed])]
 
 
 def _regret(group: Sequence[Timed]) -> float:
@@ -119,46 +126,22 @@ def _regret(group: Sequence[Timed]) -> float:
     return chosen.run.seconds / min(t.run.seconds for t in group)
 
 
-def _site(runs: Sequence[Run], calibrate: int, priors: Mapping[str, Multipliers]) -> list[Timed]:
-    """The runs of one site, predicted after a fit on the few that stand best for all."""
-    seen = set(medoids(np.log([_features(run) for run in runs]), calibrate))
-    by, read_as = calibrated([runs[i] for i in sorted(seen)], runs, priors[kind(runs[0])])
-    return [
-        Timed(run, predict([run], by, read_as, simulated=True)[0], i in seen) for i, run in enumerate(runs)
-    ]
-
-
-def calibrated(few: Sequence[Run], runs: Sequence[Run], believed: Multipliers) -> tuple[Vector, bool]:
-    """Multipliers fitted on `few` runs, and whether the label of recompute is to be believed.
-
-    Where it is not from the measurement itself but from files beside it, the rows decide; without rows it is
-    read as the prior was tuned.
-    """
-    prior = _vector(believed)
-    spread = np.full(len(NAMES), SPREAD)
-    measured = np.array([run.seconds for run in few])
-    tuned = kind(runs[0]) != "deepspeed, one node"
-    readings = (True,) if all(run.recompute_certain for run in runs) else (tuned, not tuned)
-    fits = {
-        reading: fit(lambda x, r=reading: predict(few, x, r), measured, prior, spread, NOISE)
-        for reading in readings
-    }
-    best = min(fits, key=lambda reading: fits[reading].cost)
-    return fits[best].multipliers, best
-
-
 def kind(run: Run) -> str:
     """The prior that holds for a run."""
     if "DeepSpeed" in run.system and run.nodes == 1:
-        return "deepspeed, one node"
+        return ONE_NODE
     return "megatron 2022" if "2022" in run.system else "megatron"
 
 
-def predict(runs: Sequence[Run], by: Vector, as_labelled: bool = True, simulated: bool = False) -> Vector:
+def as_tuned(run: Run) -> Run:
+    """The run as its prior reads it, where its label of recompute is not from the measurement itself."""
+    return run if run.recompute_certain or kind(run) != ONE_NODE else run.with_recompute("none")
+
+
+def predict(runs: Sequence[Run], by: Vector, simulated: bool = False) -> Vector:
     """Seconds of each run."""
     multipliers = Multipliers(**dict(zip(NAMES, map(float, by), strict=True)))
-    read = (run if as_labelled or run.recompute_certain else run.with_recompute("none") for run in runs)
-    return np.array([step_s(run.job, run.cluster, multipliers, simulated) for run in read])
+    return np.array([step_s(run.job, run.cluster, multipliers, simulated) for run in runs])
 
 
 def _vector(multipliers: Multipliers) -> Vector:
@@ -166,6 +149,7 @@ def _vector(multipliers: Multipliers) -> Vector:
 
 
 def _features(run: Run) -> tuple[int, ...]:
+    """What makes a layer's time, then how often and where it runs."""
     job = run.job
-    sizes = (job.model.layers, job.model.hidden, job.sharding.microbatch, job.microbatches)
-    return (*sizes, job.sharding.tp, job.pp, job.dp)
+    layer = (job.model.hidden, job.sharding.tp, job.sharding.microbatch)
+    return (*layer, job.model.layers, job.pp, job.dp, job.microbatches)

@@ -23,18 +23,18 @@ SPREAD = 0.3
 ROUNDS = 100
 
 
-def tune(rows: Sequence[runs.Run], as_labelled: bool) -> Fit:
+def tune(rows: Sequence[runs.Run]) -> Fit:
     """Multipliers of all these rows together, from a wide prior."""
     measured = np.array([row.seconds for row in rows])
     prior = np.array([getattr(NEUTRAL, name) for name in steptime.NAMES])
     spread = np.array([1.0 if name in WIDE else SPREAD for name in steptime.NAMES])
-    return fit(lambda x: steptime.predict(rows, x, as_labelled), measured, prior, spread, rounds=ROUNDS)
+    return fit(lambda x: steptime.predict(rows, x), measured, prior, spread, rounds=ROUNDS)
 
 
-def described(rows: Sequence[runs.Run], as_labelled: bool) -> str:
+def described(rows: Sequence[runs.Run]) -> str:
     """What `tune` finds, and how well it does."""
-    found, measured = tune(rows, as_labelled), np.array([row.seconds for row in rows])
-    errors = np.abs(steptime.predict(rows, found.multipliers, as_labelled) / measured - 1)
+    found, measured = tune(rows), np.array([row.seconds for row in rows])
+    errors = np.abs(steptime.predict(rows, found.multipliers) / measured - 1)
     values = ", ".join(f"{n}={v:.3g}" for n, v in zip(steptime.NAMES, found.multipliers, strict=True))
     return f"{len(rows)} rows, cost {found.cost:.0f}, mean error {errors.mean():.4f}: {values}"
 
@@ -46,8 +46,10 @@ def main() -> None:
     found, _ = runs.read_all(parser.parse_args().runs)
     for kind in steptime.PRIORS:
         rows = [run for run in found if run.half == TUNED_HALF and steptime.kind(run) == kind]
-        for as_labelled in (True,) if all(run.recompute_certain for run in rows) else (True, False):
-            print(f"{kind}, as labelled: {as_labelled}: {described(rows, as_labelled)}")
+        read = [steptime.as_tuned(run) for run in rows]
+        for name, reading in {"as labelled": rows, "as read": read}.items():
+            if reading is rows or read != rows:
+                print(f"{kind}, {name}: {described(reading)}")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@
 
 x are logarithms of positive multipliers, so that each stays positive and a spread is a ratio. The second
 sum is a Gaussian prior: a multiplier that no row informs stays where it was, and ten rows cannot bend
-eight numbers to their noise. Solved by Levenberg-Marquardt on iteratively reweighted residuals. Rows to
-measure are chosen, before anyone measures, as the medoids of their features: together they are nearest to
-all rows.
+eight numbers to their noise. Solved by Levenberg-Marquardt on iteratively reweighted residuals.
 
-Source: Levenberg (1944), Marquardt (1963); Huber, Ann. Math. Statist. 35 (1964); greedy k-medoids as in
-Kaufman and Rousseeuw's BUILD (1990). Symbols: x -> logarithms, J -> jacobian. Deviations: J by forward
-differences. Complexity: O(rounds x multipliers) predictions; choosing is O(count x rows^2). Oracle:
+Source: Levenberg (1944), Marquardt (1963); Huber, Ann. Math. Statist. 35 (1964). Symbols: x -> logarithms,
+J -> jacobian. Deviations: J by forward differences. Complexity: O(rounds x multipliers) predictions. Oracle:
 tests/unit/planner/test_calibrate.py recovers known multipliers, with and without an outlier.
 """
 
@@ -67,23 +64,6 @@ def fit(
     found = prior.copy()
     found[free] = np.exp(x)
     return Fit(found, cost)
-
-
-def medoids(features: NDArray[np.float64], count: int) -> list[int]:
-    """Indices of at most `count` rows of [rows, features] to which all rows are nearest; deterministic."""
-    if not len(features):
-        return []
-    scale = features.std(axis=0)
-    points = features / np.where(scale > 0, scale, 1.0)
-    distance = np.abs(points[:, None, :] - points[None, :, :]).sum(axis=2)
-    nearest = np.full(len(points), np.inf)
-    chosen: list[int] = []
-    for _ in range(min(count, len(points))):
-        totals = np.minimum(distance, nearest).sum(axis=1)
-        totals[chosen] = np.inf
-        chosen.append(int(np.argmin(totals)))
-        nearest = np.minimum(nearest, distance[chosen[-1]])
-    return chosen
 
 
 def _minimise(

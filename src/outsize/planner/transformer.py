@@ -32,6 +32,10 @@ Recompute = Literal["none", "selective", "full"]
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 Factors = tuple[float, float, int]
 MASK_BYTES = 1  # of a dropout's mask, per element
+SOFTMAX_ROWS = 4  # heads x samples that Megatron-LM's softmax kernel takes at once
+APART_BYTES = (
+    32  # per score, where it takes none: float32 scaled, masked, normalised (r4 w4), to and from half
+)
 
 
 @final
@@ -267,7 +271,11 @@ def _attention_ops(model: Transformer, sharding: Sharding) -> list[Op]:
 
 
 def _core(model: Transformer, sharding: Sharding) -> Op:
-    """Softmax(Q K^T) V. Fused: reads q, k, v, writes the output. Not fused: s x s is written and read."""
+    """Softmax(Q K^T) V. Fused: reads q, k, v, writes the output. Not fused: s x s is written and read.
+
+    Megatron-LM's kernel of scale, mask and softmax takes a multiple of four heads x samples on a rank
+    (fused_softmax.py, is_kernel_available); others go through four more kernels in float32.
+    """
     n, t, size = _tokens(model, sharding), sharding.tp, sharding.element_bytes
     flops = 4 * n * model.seq_len * model.query / t
     qkv = _qkv_bytes(model, sharding)
@@ -276,9 +284,10 @@ def _core(model: Transformer, sharding: Sharding) -> Op:
         out = n * model.query / t * size
         return Op("attention", flops, qkv + out, 1, (2.5, 2.0, 2), saved=qkv + 4 * rows, core=True)
     scores, drop = rows * model.seq_len, int(model.dropout)
-    moved = qkv + scores * (4 * size + drop * (2 * size + MASK_BYTES))
+    apart = int(sharding.microbatch * model.heads // t % SOFTMAX_ROWS > 0)
+    moved = qkv + scores * (4 * size + drop * (2 * size + MASK_BYTES) + apart * APART_BYTES)
     saved = qkv + scores * (size + drop * (size + MASK_BYTES))
-    return Op("attention", flops, moved, 3 + drop, (2.0, 2.0, 2), saved=saved, core=True)
+    return Op("attention", flops, moved, 3 + drop + 4 * apart, (2.0, 2.0, 2), saved=saved, core=True)
 
 
 def _qkv_bytes(model: Transformer, sharding: Sharding) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from outsize.planner.calibrate import Vector, fit, medoids
+from outsize.planner.calibrate import Vector, fit
 
 PARTS = np.array([[1.0, 0.1], [0.2, 1.0], [0.7, 0.7], [2.0, 0.3], [0.1, 3.0], [1.5, 1.0]])
 TRUE = np.array([1.4, 0.6])
@@ -49,13 +49,3 @@ def test_the_better_reading_has_the_lower_cost() -> None:
     right = fit(seconds, seconds(TRUE), PRIOR, WIDE).cost
     wrong = fit(lambda x: PARTS[::-1] @ x, seconds(TRUE), PRIOR, WIDE).cost
     assert right < wrong
-
-
-def test_medoids_take_one_of_each_cluster_and_the_same_each_time() -> None:
-    clusters = np.repeat([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]], 5, axis=0)
-    points = clusters + np.tile(np.linspace(0, 0.1, 5), 3)[:, None]
-    chosen = medoids(points, 3)
-    assert sorted(index // 5 for index in chosen) == [0, 1, 2]
-    assert chosen == medoids(points, 3)
-    assert len(set(medoids(points, 99))) == 15
-    assert medoids(np.zeros((0, 2)), 3) == []

@@ -107,24 +107,39 @@ def test_rows_of_one_choice_are_in_one_half(bench: dict[str, ModuleType]) -> Non
     assert {half_of(["model"], str(salt)) for salt in range(9)} == {0, 1}
 
 
-def test_rows_to_look_at_are_shared_by_the_logarithm_and_never_the_majority(
-    bench: dict[str, ModuleType],
-) -> None:
-    apportion = bench["steptime"].apportion
-    assert sum(apportion([700, 80, 10], 10)) == 10
-    assert apportion([700, 80, 10], 10) == sorted(apportion([700, 80, 10], 10), reverse=True)
-    assert apportion([3, 2], 10) == [1, 1]
-    assert apportion([], 10) == []
-
-
-@pytest.mark.parametrize(("gpus", "as_labelled"), [("4", False), ("16", True)])
-def test_without_a_row_to_look_at_labels_are_read_as_the_prior_was_tuned(
-    bench: dict[str, ModuleType], gpus: str, as_labelled: bool
+@pytest.mark.parametrize(("gpus", "read_as"), [("4", "none"), ("16", "full")])
+def test_second_hand_labels_are_read_as_the_prior_was_tuned(
+    bench: dict[str, ModuleType], gpus: str, read_as: str
 ) -> None:
     label = "full (in the repo's config files)"
     run = bench["runs"].read({**RUN, "recompute": label, "n_gpus": gpus, "dp": str(int(gpus) // 2)})
-    prior = bench["steptime"].PRIORS[bench["steptime"].kind(run)]
-    assert bench["steptime"].calibrated([], [run], prior)[1] is as_labelled
+    assert bench["steptime"].as_tuned(run).job.sharding.recompute == read_as
+    certain = bench["runs"].read({**RUN, "recompute": "full"})
+    assert bench["steptime"].as_tuned(certain).job.sharding.recompute == "full"
+
+
+def test_doubt_is_shared_by_runs_alike_and_within_a_site(bench: dict[str, ModuleType]) -> None:
+    steptime, read = bench["steptime"], bench["runs"].read
+    changes = ({}, {"num_layers": "8"}, {"micro_batch": "4"}, {"hardware": "A100 elsewhere"})
+    deeper, wider, elsewhere = steptime.doubt([read({**RUN, **change}) for change in changes])[0][1:]
+    assert deeper > wider > steptime.DOUBT_SITE**2
+    assert elsewhere == 0
+    assert steptime.doubt([]).shape == (0, 0)
+
+
+def test_what_is_seen_of_a_run_is_told_of_those_alike_and_half_stay_unseen(
+    bench: dict[str, ModuleType],
+) -> None:
+    rows = [{**RUN, "num_layers": n, "micro_batch": b} for b in ("1", "2") for n in ("4", "8", "12")]
+    runs = [bench["runs"].read(row) for row in rows]
+    believed = [t.predicted for t in bench["steptime"].time_all(runs, 0)]
+    slower = [
+        bench["runs"].read({**row, "iter_time_s": repr(seconds * (1.2 if row["micro_batch"] == "2" else 1))})
+        for row, seconds in zip(rows, believed, strict=True)
+    ]
+    timed = bench["steptime"].time_all(slower, 99)
+    assert sum(t.seen for t in timed) == 3
+    assert max(t.error for t in timed) < 0.03
 
 
 def test_regret_is_the_chosen_plan_over_the_best(bench: dict[str, ModuleType]) -> None:

@@ -93,6 +93,13 @@ def test_hosts_on_both_sockets_wait_at_each_collective() -> None:
     assert step_s(job(tp=8), cluster(), waits) == pytest.approx(4 * (16 * 4 + 2 + 2), rel=1e-3)
 
 
+def test_scores_that_the_fused_softmax_refuses_go_through_more_kernels() -> None:
+    """Two heads x one sample on a rank are no multiple of four: twelve launches more in each layer."""
+    by = BY.model_copy(update={"host_s": 1.0})
+    fused, apart = (step_s(job(tp=4, microbatch=b), cluster(), by) for b in (2, 1))
+    assert apart - fused == pytest.approx(4 * 16 * 12)
+
+
 def test_gradients_are_all_reduced_among_replicas() -> None:
     one, two = job(), job(dp=2)
     expected = collective_s("all_reduce", 2 * one.parameters(0), [0, 1], cluster())
