@@ -79,7 +79,13 @@ def context_parallel(ranges: Ranges, ways: int, block_bytes: int) -> Ranges:
     """Tables of one of `ways` >= 1 devices that share tokens; `block_bytes` of keys and values on each."""
     if ways == 1:
         return ranges
-    divided = {name: _share(getattr(ranges, name), ways) for name in (*_KEPT, *_CROSSING)}
+    shared = "saved", "twice", "again", "received", "sent"
+    divided = {name: _share(getattr(ranges, name), ways) for name in shared}
+    # Gradients of tied weights are whole: those that cross the end of a run are what the rest receives.
+    tied = {"gradient_in": ranges.replicas[:, -1], "gradient_out": ranges.replicas}
+    for name, size in tied.items():
+        whole = np.minimum(getattr(ranges, name), size)
+        divided[name] = _share(getattr(ranges, name) - whole, ways) + whole
     made = largest(each(ranges.gradients))
     acting = _share(ranges.backward - ranges.gradients, ways) + made - made // ways
     backward = acting + ranges.gradients + 4 * block_bytes
@@ -92,13 +98,10 @@ def context_parallel(ranges: Ranges, ways: int, block_bytes: int) -> Ranges:
     )
 
 
-_KEPT = "saved", "twice", "again"
-_CROSSING = "received", "sent", "gradient_in", "gradient_out"
 _DIVIDED = (
     *("weights", "replicas", "gradients", "optimizer", "master", "update"),
-    *("forward", "backward", "first_backward"),
-    *_KEPT,
-    *_CROSSING,
+    *("saved", "twice", "again", "forward", "backward", "first_backward"),
+    *("received", "sent", "gradient_in", "gradient_out"),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from outsize.ir.devices import GIB, TABLE, Device, Kind, kind_named, kinds_like
+from outsize.ir.devices import GIB, HOST_BYTES_PER_S, TABLE, Device, Kind, host_link, kind_named, kinds_like
 from outsize.ir.links import LINKS, NETWORKS
 
 ROWS = pytest.mark.parametrize("kind", TABLE.values(), ids=lambda kind: kind.name)
@@ -53,6 +53,24 @@ def test_peaks_are_in_the_ratios_that_hardware_has(kind: Kind) -> None:
 def test_a_link_is_slower_than_the_memory_and_faster_than_the_network(kind: Kind) -> None:
     assert NETWORKS[kind.network].bytes_per_s < kind.link.bytes_per_s < kind.bytes_per_s
     assert kind.inner.startswith("pcie") or "SXM" in kind.source or kind.vendor_gb > 100
+
+
+@GPU_ROWS
+def test_the_host_is_over_pcie_and_not_faster_than_the_node(kind: Kind) -> None:
+    link = host_link(kind.device("d"))
+    assert link is not None
+    assert link.name.startswith("pcie")
+    assert link.bytes_per_s <= kind.link.bytes_per_s
+    assert link.bytes_per_s < HOST_BYTES_PER_S
+
+
+def test_generations_of_links_to_the_host() -> None:
+    rows = {"v100-32gb": "pcie3", "a100-80gb": "pcie4", "h100-80gb": "pcie5"}
+    for name, generation in rows.items():
+        assert host_link(TABLE[name].device("d")) == LINKS[generation]
+    odd = TABLE["h100-80gb"].device("d").model_copy(update={"kind": "home-made"})
+    assert host_link(odd) == LINKS["pcie3"]
+    assert host_link(TABLE["cpu"].device("d")) is None
 
 
 @pytest.mark.parametrize("link", [*LINKS.values(), *NETWORKS.values()], ids=lambda link: link.name)

@@ -8,7 +8,7 @@ import pytest
 
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.plan import Axes, Plan, ScheduleName
-from outsize.planner.layout import Layout, everything, grouped, pipelines
+from outsize.planner.layout import Layout, everything, grouped, hosted, pipelines
 
 ONE: tuple[ScheduleName, ...] = ("1f1b",)
 Mesh = tuple[int, int, int, int, str]
@@ -57,6 +57,43 @@ def test_every_factorisation_is_there_once(name: str, count: int) -> None:
         assert pp * dp * shard * tp == devices
         assert weights == "resident" or shard > 1
         assert dp == 1 or shard * tp <= per_node, "either all replicas share, or those of a node"
+
+
+@pytest.mark.parametrize("name", ["8xcpu", "2x4xcpu"])
+def test_tokens_are_shared_at_the_sizes_given_and_with_the_smallest_microbatches(name: str) -> None:
+    cluster = parse_cluster(name)
+    plain = list(everything(cluster, [8, 16], ONE, 64))
+    found = list(everything(cluster, [8, 16], ONE, 64, (1, 2, 4)))
+    assert [layout for layout in found if layout.axes.cp == 1] == plain
+    shared = [layout for layout in found if layout.axes.cp > 1]
+    assert {layout.captured for layout in shared} == {16}
+    assert {layout.axes.cp for layout in shared} == {2, 4}
+    for layout in shared:
+        axes = layout.axes
+        assert axes.world_size == 8
+        assert cluster.devices_per_node % axes.tp == 0
+        assert layout.microbatches * axes.replicas == 16, "samples are shared by replicas alone"
+        assert (layout.ways, layout.group) == (axes.tp * axes.cp, 8 // axes.pp)
+    assert {layout.axes.tp for layout in shared if layout.axes.cp == 4} == {1, 2}
+    assert len(set(shared)) == len(shared)
+
+
+def test_weights_on_the_host_are_for_one_pipeline_or_for_replicas() -> None:
+    names: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
+    found = list(hosted(parse_cluster("2xh100-80gb"), [1, 2, 4], names, 64))
+    assert all(layout.weights == "host" and layout.what_if for layout in found)
+    replicas = [(x.schedule, x.microbatches) for x in found if x.axes == Axes(dp_replicate=2)]
+    assert sorted(replicas) == [("1f1b", 1), ("1f1b", 2), ("gpipe", 1), ("gpipe", 2)]
+    assert [(x.schedule, x.microbatches) for x in found if x.axes == Axes(pp=2)] == [
+        ("1f1b", 1), ("1f1b", 2), ("1f1b", 4),
+    ]  # fmt: skip
+    assert len(found) == 7
+    alone = hosted(parse_cluster("1xh100-80gb"), [2], names, 64)
+    assert [(x.axes, x.schedule) for x in alone] == [(Axes(), "1f1b"), (Axes(), "gpipe")]
+
+
+def test_a_cpu_is_its_own_host() -> None:
+    assert not list(hosted(parse_cluster("2xcpu"), [2], ("1f1b",), 64))
 
 
 def test_replicas_share_the_microbatches() -> None:

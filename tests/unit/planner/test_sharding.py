@@ -16,7 +16,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.memory import Alive, Phase, peak_table
 from outsize.planner.optimizer import MASTER, optimizer_bytes
 from outsize.planner.ranges import Ranges
-from outsize.planner.sharding import sharded, tensor_parallel
+from outsize.planner.sharding import context_parallel, sharded, tensor_parallel
 
 ADAMW = optimizer_bytes("adamw")
 UPDATE = Alive(0, 0, 0, 0, Phase.UPDATE)
@@ -142,3 +142,45 @@ def test_buffers_are_whole_on_every_device() -> None:
     ranges = Ranges.of(graph, profile_of(graph, [1.0, 1.0]), ADAMW)
     assert tensor_parallel(ranges, 4).only(0, 2).weights == 42
     assert sharded(ranges, 4, "all").only(0, 2).weights == 42
+
+
+def with_more_tokens(graph: ModelGraph, profile: Profile, ways: int) -> tuple[ModelGraph, Profile]:
+    """Activations so many times as large, weights as they are."""
+    values = [
+        v.model_copy(update={"size_bytes": v.size_bytes * ways, "storage_bytes": v.storage_bytes * ways})
+        for v in graph.values
+    ]
+    names = ("saved_bytes", "workspace_bytes")
+    costs = [c.model_copy(update={name: getattr(c, name) * ways for name in names}) for c in profile.units]
+    longer = graph.model_copy(update={"values": tuple(values)})
+    return longer, profile.model_copy(update={"units": tuple(costs)})
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(graphs(), st.integers(2, 5))
+def test_devices_that_share_tokens_hold_what_they_would_of_a_shorter_sequence(
+    case: tuple[ModelGraph, Profile], ways: int
+) -> None:
+    """But for the gradients of one unit's weights, which may count at the worst moment of another."""
+    short = Ranges.of(*case, ADAMW)
+    parts = context_parallel(Ranges.of(*with_more_tokens(*case, ways), ADAMW), ways, 0)
+    inside = np.triu_indices(short.units + 1, 1)
+    for field in fields(Ranges):
+        mine, theirs = getattr(parts, field.name)[inside], getattr(short, field.name)[inside]
+        if field.name in ("gradient_in", "gradient_out"):
+            assert (theirs <= mine).all(), "a frozen tied weight counts as if it had a gradient"
+        elif field.name not in ("backward", "first_backward"):
+            assert np.array_equal(mine, theirs)
+    most = whole_gradient(case[0], 0, short.units)
+    for moment in (Alive(1, 0, 0, 0, Phase.FORWARD), Alive(1, 0, 0, 0, Phase.BACKWARD)):
+        exact, bound = (peak_table(r, (moment,))[inside] for r in (short, parts))
+        assert (exact <= bound).all()
+        assert (bound <= exact + most).all()
+    assert (peak_table(short, (FIRST,)) <= peak_table(parts, (FIRST,)))[inside].all()
+
+
+def test_blocks_on_their_way_round_the_ring_are_held() -> None:
+    whole = Ranges.of(*chain([1.0, 1.0]), ADAMW)
+    still, turning = (context_parallel(whole, 2, size).only(0, 2) for size in (0, 7))
+    assert (turning.forward - still.forward, turning.backward - still.backward) == (14, 28)
+    assert context_parallel(whole, 1, 7) is whole

@@ -139,6 +139,32 @@ def test_half_of_a_small_product_takes_almost_as_long() -> None:
     assert 0.99 < found["q"][0] < 1.0
 
 
+def test_two_devices_take_half_of_the_tokens_and_attend_in_a_ring() -> None:
+    """Keys and values of 2,000 bytes: a turn of 0.25 s and half of them at 100 B/s, beside 0.25 s of compute.
+
+    In the backward with their gradients, which go one more hop home.
+    """
+    graph = block()
+    profile = profile_of(graph, [1.0] * len(BLOCK))
+    layout = Layout(Axes(cp=2), 1, "1f1b", 1, 1)
+    found = seconds_of(spread_profile(graph, profile, layout, cluster()))
+    assert found.pop("attention") == pytest.approx((0.25 + 10.25, 0.25 + 20.25 + 10.25, 0.5), rel=1e-3)
+    for name, passes in found.items():
+        assert passes == pytest.approx((0.5, 0.5, 0.5), rel=1e-3), name
+    quick = seconds_of(spread_profile(graph, profile, layout, cluster(latency_s=0.0, bytes_per_s=1e9)))
+    assert quick["attention"] == pytest.approx((0.5, 0.5, 0.5), rel=1e-3)
+
+
+def test_tokens_and_layers_may_both_be_split() -> None:
+    """Each of two times two: the ring turns half of the heads, the pair adds up half of the tokens."""
+    graph = block()
+    layout = Layout(Axes(cp=2, tp=2), 1, "1f1b", 1, 1)
+    found = seconds_of(spread_profile(graph, profile_of(graph, [1.0] * len(BLOCK)), layout, cluster()))
+    assert found["attention"][0] == pytest.approx(0.125 + 5.25, rel=1e-3)
+    assert found["o"] == pytest.approx((0.25 + 2.5, 0.25 + 2.5, 0.25), rel=1e-3)
+    assert found["q"] == pytest.approx((0.25, 0.25, 0.25), rel=1e-3)
+
+
 def test_units_that_nobody_looked_into_are_divided() -> None:
     graph, profile = chain([1.0, 2.0])
     found = spread_profile(graph, profile, Layout(Axes(tp=4), 1, "1f1b", 1, 1), cluster())
@@ -175,6 +201,11 @@ def test_tensor_parallel_shards_gather_their_own_part() -> None:
         (Axes(dp_shard=4), "resident", 16.5),
         (Axes(dp_shard=4), "sharded", 0.0),
         (Axes(dp_replicate=2, dp_shard=2), "sharded", 10.5),
+        (Axes(cp=4), "resident", 16.5),
+        (Axes(cp=2, dp_replicate=2), "resident", 16.5),
+        (Axes(cp=2, dp_shard=2), "resident", 16.5),
+        (Axes(cp=2, dp_shard=2), "sharded", 10.5),
+        (Axes(cp=2, tp=2), "resident", 10.5),
     ],
 )
 def test_replicas_add_up_gradients_beside_the_last_backward(
