@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -27,7 +29,7 @@ def made(index: int, users: tuple[int, ...], *shape: int, size: int = 8) -> Valu
     return value(index, index, users, size).model_copy(update={"shape": shape})
 
 
-def layer(batch: int = 1, **changed: object) -> ModelGraph:
+def layer(batch: int = 1, **changed: Any) -> ModelGraph:
     """embedding -> q, k, v -> attention -> something (`changed`) -> the loss."""
     by_token = 2 * batch * TOKENS * WIDE * WIDE
     middle = op(5, "matmul", by_token, "Linear", weight=True).model_copy(update=changed)
@@ -75,7 +77,7 @@ def test_products_by_the_token_and_attention_may_be_split() -> None:
         ({"forward": works("matmul", flops=2 * TOKENS * WIDE)}, "not by the token"),
     ],
 )
-def test_what_may_look_at_other_tokens_may_not(changed: dict[str, object], why_not: str) -> None:
+def test_what_may_look_at_other_tokens_may_not(changed: dict[str, Any], why_not: str) -> None:
     found = context(layer(**changed))
     assert found.tokens == 0
     assert found.why_not.startswith("h.5 ")
