@@ -2,6 +2,9 @@
 
     torch._dynamo     1.0 s    torch asks it to leave functions alone when something is compiled: nothing is
     scipy.optimize    0.3 s    a function that transformers calls in losses of object detection
+    sympy             0.4 s    fakes ask whether sizes are symbols: here they are numbers
+    torch.distributed.tensor   0.1 s    they ask whether a tensor is one of these
+    torchvision's     0.2 s    data sets, and for transformers its models and operators
 
 A stand-in has the few names that are looked up on the way. Any other name, or a call, brings the real module.
 For the command line alone: what torch was told here stays for the life of the process.
@@ -16,15 +19,41 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any, final
 
+# Functions of torch.fx.experimental.symbolic_shapes, by what they give for sizes that are numbers.
+_ITSELF = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious")
+_ITSELF = (*_ITSELF, "guarding_hint_or_throw", "statically_known_true", "guard_int")
+_NO_SYMBOLS = ("_iterate_exprs", "_iterate_nodes", "free_unbacked_symbols")
+_FALSE = ("has_free_unbacked_symbols", "is_nested_int", "is_symbolic")
 
-def stand_in() -> None:
-    """Put the stand-ins in the places of those modules that are not imported yet."""
+
+def stand_in(provider: str = "") -> None:
+    """Put the stand-ins in the places of those modules that are not imported yet.
+
+    `provider` is where the model comes from, as in its spec: what is known not to be needed differs.
+    """
     marks = ("disable", "allow_in_graph", "assume_constant_result", "forbid_in_graph", "disallow_in_graph")
     _place("torch._dynamo", is_compiling=_never, **dict.fromkeys(marks, _left_alone))
     if isinstance(sys.modules.get("torch._dynamo"), _StandIn):
         _place("torch._dynamo.utils", is_compile_supported=None)
         _place("torch._dynamo.source", ConstantSource=_named, RandomValueSource=_NoSource)
     _place("scipy.optimize", linear_sum_assignment=None)
+    if provider == "torchvision":
+        _place_sizes()
+        _place("torchvision.datasets")
+    if provider == "transformers":
+        for part in ("datasets", "models", "ops"):
+            _place(f"torchvision.{part}")
+
+
+def _place_sizes() -> None:
+    known = {name: _itself(name) for name in _ITSELF}
+    known |= dict.fromkeys(_NO_SYMBOLS, _nothing) | dict.fromkeys(_FALSE, _never)
+    known |= {"has_guarding_hint": _always, "compute_unbacked_bindings": _none, "sym_eq": _equal}
+    known |= {"sym_and": lambda *given: all(given), "sym_or": lambda *given: any(given)}
+    _place("torch.fx.experimental.symbolic_shapes", GuardOnDataDependentSymNode=_NoError, **known)
+    _place("torch.utils._sympy.functions", Max=_NoSource)
+    _place("sympy", Basic=_NoSource)
+    _place("torch.distributed.tensor", DTensor=_NoSource)
 
 
 @final
@@ -42,17 +71,24 @@ class _NoSource:
     """A class of which nothing is an instance."""
 
 
+@final
+class _NoError(Exception):
+    """Never raised."""
+
+
 def _place(name: str, **known: Callable[..., Any] | None) -> None:
     """`known` are its functions; those given as None are called on the real module."""
-    parent, _, last = name.rpartition(".")
-    if name in sys.modules or find_spec(parent.partition(".")[0]) is None:
+    top, *between = name.split(".")
+    found = None if name in sys.modules else find_spec(top)
+    if found is None or found.submodule_search_locations is None:
         return
-    holder, module = importlib.import_module(parent), _StandIn(name)
-    module.__path__ = [f"{path}/{last}" for path in holder.__path__]
+    module = _StandIn(name)
+    module.__path__ = ["/".join((path, *between)) for path in found.submodule_search_locations]
     for function, given in known.items():
         setattr(module, function, given or _later(name, function))
     sys.modules[name] = module
-    setattr(holder, last, module)
+    if top != "torchvision" and between:
+        setattr(importlib.import_module(name.rpartition(".")[0]), between[-1], module)
 
 
 def _later(module: str, function: str) -> Callable[..., Any]:
@@ -63,14 +99,17 @@ def _later(module: str, function: str) -> Callable[..., Any]:
 
 
 def _real(name: str) -> ModuleType:
-    """The module itself, in its place from here on."""
-    for other in [n for n, m in sys.modules.items() if isinstance(m, _StandIn) and _is_kin(n, name)]:
-        del sys.modules[other]
-    return importlib.import_module(name)
+    """The module itself, with all others of its package; who has a stand-in finds the real names in it."""
+    here = [n for n, m in sys.modules.items() if isinstance(m, _StandIn) and _package(n) == _package(name)]
+    gone = {other: sys.modules.pop(other) for other in here}
+    module = importlib.import_module(name)
+    for other, left in gone.items():
+        vars(left).update(vars(sys.modules.get(other, left)))
+    return module
 
 
-def _is_kin(one: str, other: str) -> bool:
-    return one.startswith(other) or other.startswith(one)
+def _package(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _left_alone(function: Any = None, *_: Any, **__: Any) -> Any:
@@ -83,5 +122,32 @@ def _named(name: str) -> SimpleNamespace:
     return SimpleNamespace(name=name)
 
 
-def _never() -> bool:
+def _itself(name: str) -> Callable[..., Any]:
+    """A plain bool or number is its own answer."""
+
+    def answer(given: Any, *rest: Any) -> Any:
+        if given.__class__ is bool or given.__class__ is int:
+            return given
+        return getattr(_real("torch.fx.experimental.symbolic_shapes"), name)(given, *rest)
+
+    return answer
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one == other if isinstance(one, int) else tuple(one) == tuple(other)
+
+
+def _never(*_: Any) -> bool:
     return False
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+def _nothing(*_: Any) -> tuple[()]:
+    return ()
+
+
+def _none(*_: Any, **__: Any) -> None:
+    return None

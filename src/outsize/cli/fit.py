@@ -50,7 +50,7 @@ def fit(
 def _answer(model: str, shape: str | None, batch: int, seed: int, wishes: dict[str, object]) -> Fit:
     from outsize.capture.standins import stand_in
 
-    stand_in()
+    stand_in(model.partition(":")[0])
     subject = make_subject(model, shape, batch, meta=True, seed=seed)
     from outsize import api
 

@@ -34,3 +34,47 @@ def test_what_python_may_ask_of_a_module_brings_nothing() -> None:
     ask += "; assert d.disable(recursive=False)(len) is len and d.disable(len) is len"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+_SIZES = """
+import sys
+from outsize.capture.standins import stand_in
+stand_in("torchvision")
+import torch
+from torch.fx.experimental import symbolic_shapes as shapes
+assert type(shapes).__name__ == "_StandIn", shapes
+asked = [("expect_true", True), ("guard_or_false", False), ("guard_or_true", False), ("guard_int", 3)]
+asked += [("statically_known_true", True), ("guarding_hint_or_throw", 4), ("guard_size_oblivious", False)]
+asked += [("is_nested_int", 3), ("is_symbolic", 3), ("has_guarding_hint", 3)]
+asked += [("has_free_unbacked_symbols", torch.ones(2)), ("sym_eq", (1, 2), [1, 2]), ("sym_eq", [1], [1, 1])]
+asked += [("sym_eq", 1, 2), ("sym_and", True, False), ("sym_or", True, False), ("sym_and", True)]
+told = [getattr(shapes, name)(*given) for name, *given in asked]
+assert "sympy.core" not in sys.modules
+environment = shapes.ShapeEnv()  # unknown to the stand-in: from here on the real one, sympy with it
+import sympy
+assert sympy.S(2) + sympy.Symbol("x") == sympy.Symbol("x") + 2
+import torch.fx.experimental.symbolic_shapes as real
+assert type(real).__name__ == "module" and isinstance(environment, real.ShapeEnv)
+assert told == [getattr(real, name)(*given) for name, *given in asked], told
+symbol = environment.create_unbacked_symint()
+assert shapes.is_symbolic(3) is False and list(shapes._iterate_exprs(3)) == list(real._iterate_exprs(3))
+exported = torch.export.export(torch.nn.Linear(2, 3), (torch.ones(4, 2),))
+assert exported.module()(torch.ones(4, 2)).shape == (4, 3)
+"""
+
+
+def test_sizes_that_are_numbers_get_the_answers_of_torch_and_symbols_get_torch_itself() -> None:
+    done = subprocess.run([sys.executable, "-c", _SIZES], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_fit_of_torchvision_needs_no_symbols() -> None:
+    ask = "import sys; from outsize.cli.app import run; "
+    ask += (
+        "assert run(['fit', 'torchvision:squeezenet1_1', '--input', '3x64x64', '--cluster', '2x12GB']) == 0; "
+    )
+    ask += "assert 'sympy.core' not in sys.modules and 'torchvision.datasets.mnist' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ask], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
