@@ -66,8 +66,7 @@ def context(graph: ModelGraph) -> Context:
     taken = _taken(graph)
     lengths = {v.shape[-2] for u in graph.units if _attends(u) for v in taken[u.index] if len(v.shape) > 2}
     if len(lengths) != 1:
-        seen = f"over {len(lengths)} lengths" if lengths else "is not to be seen"
-        return Context(0, f"attention {seen}")
+        return Context(0, f"attention over {len(lengths)} lengths" if lengths else "no attention was seen")
     tokens = lengths.pop()
     if tokens == graph.batch_size:
         return Context(0, f"tokens and samples cannot be told apart: {tokens} of each")

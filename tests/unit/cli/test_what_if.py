@@ -68,7 +68,12 @@ def edit(folder: Path) -> Edit:
 
 @pytest.mark.parametrize("verb", ["run", "check", "trace"])
 @pytest.mark.parametrize(
-    ("fields", "numbers"), [({"what_if": True}, "pp 2, marked what_if"), ({"axes": AXES}, "dp_shard 4, tp 2")]
+    ("fields", "numbers"),
+    [
+        ({"what_if": True}, "pp 2, marked what_if"),
+        ({"axes": AXES}, "dp_shard 4, tp 2"),
+        ({"weights": "host"}, "pp 2, weights on the host"),
+    ],
 )
 def test_it_is_refused_before_the_model_is_built(
     edit: Edit, outsize: Outsize, verb: str, fields: dict[str, Any], numbers: str
@@ -150,3 +155,33 @@ def test_a_small_model_is_planned_with_replicas_and_says_so(outsize: Outsize, fo
     assert priced.beyond == plan.beyond
     refused = outsize("check", "toy:build", "--plan", "plan.json")
     assert (refused.code, "WhatIfPlan [E206]" in refused.err) == (3, True)
+
+
+def test_a_sequence_is_shared_where_the_model_allows(outsize: Outsize) -> None:
+    config = "transformers:LlamaConfig?num_hidden_layers=1&hidden_size=512&intermediate_size=2048"
+    config += "&num_attention_heads=2&num_key_value_heads=1&vocab_size=64&max_position_embeddings=16384"
+    call = ("plan", config, "--cluster", "2xh100-80gb", "--batch", "1", "--precision", "bf16", "--what-if")
+    plan = Plan.model_validate_json(outsize(*call, "--input", "16384", "--json").out)
+    assert (plan.axes, plan.what_if) == (Axes(cp=2), True)
+    assert any("(cp) has 8,192 of a sequence's 16,384 tokens" in why for why in plan.why)
+    short = Plan.model_validate_json(outsize(*call, "--input", "4096", "--json").out)
+    assert "not cp: of 4,096 tokens two devices would have less than 4,096 each" in short.why
+    toy = outsize("plan", "toy:build", "--cluster", "4xh100-80gb", "--batch", "8", "--what-if", "--json")
+    assert "not cp: no attention was seen" in Plan.model_validate_json(toy.out).why
+
+
+def test_a_model_that_fits_nowhere_is_planned_with_weights_on_the_host(outsize: Outsize) -> None:
+    config = "transformers:LlamaConfig?num_hidden_layers=4&hidden_size=2048&intermediate_size=8192"
+    call = ("plan", f"{config}&num_attention_heads=16&vocab_size=128", "--input", "64", "--batch", "2")
+    refused = outsize(*call, "--cluster", "1x1GB")
+    assert refused.code == 3
+    assert "or --what-if: it fits with weights on the host, to read and not to run" in refused.err
+    answer = outsize(*call, "--cluster", "1x1GB", "--what-if", "--report", "plan.html")
+    assert (answer.code, answer.err) == (0, "")
+    for words in (
+        "WHAT-IF, to read and not to run: pp 1, weights on the host; 1 device",
+        "limited by  the host: devices compute for",
+        "weights, gradients and states live on the host:",
+        "PCIe 4.0 x16",
+    ):
+        assert words in answer.out
