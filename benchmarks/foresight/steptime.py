@@ -63,7 +63,7 @@ PRIORS = {
 }
 # How far predictions are off, by the likelihood of the tuned half: standard deviations of logarithms, and by
 # how many doublings of a dimension errors of one kind of layer, or of one layout of layers, are still alike.
-DOUBT_ALONE, DOUBT_TP, DOUBT_SITE, NOISE = 0.04, 0.1, 0.03, 0.01
+DOUBT_ALONE, DOUBT_TP, NOISE = 0.04, 0.1, 0.01
 LAYER, LAYOUT = 0.5, 60.0
 LENGTHS = (LAYER, LAYER, LAYER, LAYOUT, LAYOUT, LAYOUT, LAYOUT)
 
@@ -94,12 +94,12 @@ def time_all(runs: Sequence[Run], calibrate: int, priors: Mapping[str, Multiplie
 
 
 def doubt(runs: Sequence[Run]) -> Vector:
-    """Covariance of the logarithms of the errors: of one site, and more of runs alike; [runs, runs]."""
+    """Covariance of the logarithms of the errors: of runs alike, at one site; [runs, runs]."""
     points = np.log2([_features(run) for run in runs]).reshape(-1, len(LENGTHS))
     spread = np.array([DOUBT_TP if run.job.sharding.tp > 1 else DOUBT_ALONE for run in runs])
     sites = [run.site for run in runs]
     together = np.array([[a == b for b in sites] for a in sites]).reshape(len(runs), len(runs))
-    return together * (DOUBT_SITE**2 + covariance(points, LENGTHS, spread))
+    return together * covariance(points, LENGTHS, spread)
 
 
 def choices(runs: Sequence[Run]) -> list[list[int]]:

@@ -7,10 +7,11 @@ what the model predicts, m_i, with
     row j is measured as y:    k = K_j / (K_jj + n^2),    m <- m + k (y - m_j),    K <- K - k K_j'
     of a choice, b with the least m is taken; where i is faster after all, that is expected to lose
         E_i = v phi(z) - d Phi(-z),    d = m_i - m_b,    v^2 = K_ii + K_bb - 2 K_ib,    z = d / v
-    next is the row j with the largest    sum over choices and i of E_i / v^2 (K_ij - K_bj)^2 / (K_jj + n^2):
+    next is the row j with the largest    sum over choices of max_i E_i / v^2 (K_ij - K_bj)^2 / (K_jj + n^2):
         expected loss, times the share of the doubt about it that measuring j removes
 
-So rows are measured where a choice is close and doubtful, and what they say counts most nearby.
+So rows are measured where a choice is close and doubtful, and what they say counts most nearby. Only the
+strongest rival of a choice counts: a sum over all, whose losses are not independent, favours long choices.
 
 Source: Krige (1951), as Gaussian processes in Rasmussen, Williams, "Gaussian Processes for Machine Learning"
 (2006), ch. 2; expected improvement: Jones, Schonlau, Welch, J. Global Optimization 13 (1998); measuring for a
@@ -82,5 +83,6 @@ def _worth(mean: Array, covariance: Array, choices: Sequence[Sequence[int]]) -> 
         variance = between[range(len(others)), others] - between[:, best]
         variance = np.maximum(variance, np.finfo(float).tiny)
         loss = expected_loss(mean[others] - mean[best], np.sqrt(variance))
-        worth += np.maximum(loss, 0.0) / variance @ between**2
+        told = (np.maximum(loss, 0.0) / variance)[:, None] * between**2
+        worth += told.max(axis=0, initial=0.0)
     return worth

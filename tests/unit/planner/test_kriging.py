@@ -57,6 +57,12 @@ def test_of_equal_choices_the_doubtful_one_is_measured() -> None:
     assert krige(np.zeros(4), sure_and_not, [[0, 1], [2, 3]], lambda _: 0.0, 1, NOISE)[1][0] in (2, 3)
 
 
+def test_many_rivals_do_not_outweigh_a_closer_one() -> None:
+    mean = np.array([0.0, 0.02, *[0.0] * 1, *[0.03] * 9])
+    seen = krige(mean, 0.01 * np.eye(12), [[0, 1], range(2, 12)], lambda i: mean[i], 1, NOISE)[1]
+    assert seen[0] in (0, 1)
+
+
 def test_without_a_choice_the_row_that_tells_most_is_measured() -> None:
     points = np.array([[0.0], [1.0], [2.0], [50.0]])
     alike = covariance(points, (2.0,), np.full(4, 0.1))
