@@ -20,7 +20,7 @@ adds up gradients: 4 G_b instead of G_b through its memory. A device holds
     recomputed  what blocks receive instead of what they save, and one block at work, whose weights are there
 
 Sources: ZeRO-Offload (arXiv 2101.06840, sec. 4: gradients out beside the backward, Adam on the CPU),
-ZeRO-Infinity (arXiv 2104.07857, sec. 5: prefetch, overlap), layer by layer as in L2L (arXiv 2002.05645).
+ZeRO-Infinity (arXiv 2104.07857, sec. 6.2: prefetch, overlap), layer by layer as in L2L (arXiv 2002.05645).
 Deviations: no optimizer step beside the backward, no activations on the host, each replica reads all weights
 by itself, and no weights are kept from forward to backward. How much memory the host has nobody says.
 Complexity: O(units + blocks^2). Oracle: tests/unit/planner/test_offload.py plays the two buffers.
