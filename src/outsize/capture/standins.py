@@ -5,6 +5,7 @@
     sympy             0.4 s    fakes ask whether sizes are symbols: here they are numbers
     torch.distributed.tensor   0.1 s    they ask whether a tensor is one of these
     torchvision's     0.2 s    data sets, and for transformers its models and operators
+    accelerate, FSDP, checkpoints   0.3 s    functions that transformers calls on devices that are there
 
 A stand-in has the few names that are looked up on the way. Any other name, or a call, brings the real module.
 For the command line alone: what torch was told here stays for the life of the process.
@@ -19,6 +20,19 @@ from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any, final
 
+# What transformers imports and calls when it places, shards or saves a model.
+_CALLED = {
+    "accelerate": ("dispatch_model",),
+    "accelerate.hooks": ("add_hook_to_module",),
+    "accelerate.utils": ("get_max_memory", "extract_model_from_parallel"),
+    "accelerate.utils.modeling": ("clean_device_map", "get_max_layer_size"),
+    "torch.distributed._composable.fsdp": ("fully_shard",),
+    "torch.distributed.fsdp": ("CPUOffloadPolicy", "MixedPrecisionPolicy"),
+    "torch.distributed.checkpoint.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
+    "torchvision.datasets": (),
+    "torchvision.models": (),
+    "torchvision.ops": (),
+}
 # Functions of torch.fx.experimental.symbolic_shapes, by what they give for sizes that are numbers.
 _ITSELF = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious")
 _ITSELF = (*_ITSELF, "guarding_hint_or_throw", "statically_known_true", "guard_int")
@@ -31,6 +45,7 @@ def stand_in(provider: str = "") -> None:
 
     `provider` is where the model comes from, as in its spec: what is known not to be needed differs.
     """
+    importlib.import_module("torch")
     marks = ("disable", "allow_in_graph", "assume_constant_result", "forbid_in_graph", "disallow_in_graph")
     _place("torch._dynamo", is_compiling=_never, **dict.fromkeys(marks, _left_alone))
     if isinstance(sys.modules.get("torch._dynamo"), _StandIn):
@@ -41,8 +56,8 @@ def stand_in(provider: str = "") -> None:
         _place_sizes()
         _place("torchvision.datasets")
     if provider == "transformers":
-        for part in ("datasets", "models", "ops"):
-            _place(f"torchvision.{part}")
+        for name, called in _CALLED.items():
+            _place(name, **dict.fromkeys(called))
 
 
 def _place_sizes() -> None:
@@ -87,8 +102,10 @@ def _place(name: str, **known: Callable[..., Any] | None) -> None:
     for function, given in known.items():
         setattr(module, function, given or _later(name, function))
     sys.modules[name] = module
-    if top != "torchvision" and between:
-        setattr(importlib.import_module(name.rpartition(".")[0]), between[-1], module)
+    if not between:
+        module.__spec__ = found  # who asks whether it is installed looks there
+    elif (parent := name.rpartition(".")[0]) in sys.modules:
+        setattr(sys.modules[parent], between[-1], module)
 
 
 def _later(module: str, function: str) -> Callable[..., Any]:
