@@ -105,7 +105,7 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     if request.what_if and request.schedule is None:
         found = hunt.run(tuple(_interleaved(found, menu)))
     if not found.estimates:
-        on_host = _Hunt(menu, _recompute(request)).run(tuple(_on_host(request, asked, cluster)))
+        on_host = _Hunt(menu, _recompute(request)).run(tuple(_layouts(request, asked, cluster, True)))
         if not (request.what_if and on_host.estimates):
             raise _nothing_fits(request, candidates, layouts, menu, cluster, bool(on_host.estimates))
         found = replace(on_host, rejected=found.rejected)
@@ -134,12 +134,19 @@ def _asked(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
 
 
 def _layouts(
-    request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
+    request: Request,
+    candidates: Mapping[int, tuple[ModelGraph, Profile]],
+    cluster: Cluster,
+    on_host: bool = False,
 ) -> Iterator[Layout]:
     units = min(len(graph.units) for graph, _ in candidates.values())
     schedules: tuple[ScheduleName, ...] = (request.schedule,) if request.schedule else SCHEDULES
     if any(graph.form == "modules" for graph, _ in candidates.values()):
         schedules = ("naive",)  # its modules wait for each other
+    if on_host:
+        found = hosted(cluster, candidates, schedules, units)
+        yield from filter(partial(_as_wished, request), found)
+        return
     if request.what_if:
         wanted = (request.schedule,) if request.schedule else ("1f1b",)
         contexts = context(candidates[max(candidates)][0]).ways(len(cluster.devices))
@@ -151,17 +158,6 @@ def _layouts(
         # What twice as many messages cost two CPU processes is not in the simulation.
         schedules = tuple(name for name in schedules if name != "interleaved")
     yield from pipelines(Axes(pp=ranks), [(c, c) for c in candidates], schedules, units)
-
-
-def _on_host(
-    request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
-) -> Iterator[Layout]:
-    """Weights in the host's memory, which is looked at when nothing else fits; modules wait for each other."""
-    graphs = [graph for graph, _ in candidates.values()]
-    wanted: tuple[ScheduleName, ...] = (request.schedule,) if request.schedule else ("1f1b", "gpipe")
-    if all(graph.form == "tape" for graph in graphs):
-        found = hosted(cluster, candidates, wanted, min(len(graph.units) for graph in graphs))
-        yield from filter(partial(_as_wished, request), found)
 
 
 def _interleaved(found: _Found, menu: Menu) -> Iterator[Layout]:
