@@ -382,7 +382,8 @@ def _costly(request: Request, best: Estimate) -> Iterator[str]:
     """What was asked for or had to be, and what it takes."""
     again = [stage for stage, case in enumerate(best.cases) if case.recompute == "full"]
     if len(again) == len(best.cases):
-        yield "everything is recomputed: a backward takes a forward more, and stages keep what they receive"
+        kept = "blocks" if best.layout.weights == "host" else "stages"
+        yield f"everything is recomputed: a backward takes a forward more, and {kept} keep what they receive"
     elif again:
         yield f"recomputed for want of memory: {stages_text(again)}; a backward takes a forward more there"
     if request.bn == "sync":
