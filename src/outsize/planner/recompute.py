@@ -8,29 +8,35 @@ worst moment. Units are taken in order, one as it is or a segment of them at a t
 What the rest costs depends on what has been kept of the memories that later units use (the state), so in
 each state those choices stay that no other beats in seconds, in bytes kept and in the worst moments so far
 (Nemhauser and Ullmann, Management Science 15(9), 1969). A worst moment that could not matter counts as the
-largest that never does. A choice is dropped when its seconds, and what the rest must lose in fractions to
-fit (Dantzig; each unit keeps all or nothing), reach the best whole choice known; the first one known is of a
-narrow search with the WIDTH most promising at each unit.
+largest that never does.
 
-Exact among segments of at most LONGEST units, unless MOST choices were looked at (`proven` says so).
-Kellerer, Pferschy, Pisinger, *Knapsack Problems*, 2004, ch. 2. Complexity: units x segments x choices;
-exponential at worst, as the problem is. Oracle: tests/unit/planner/test_recompute_choice.py, all subsets.
+Bound: at a price of p seconds for a byte kept, the cheapest way from a state to the end is a shortest path;
+what it costs beyond p x the bytes that may still be kept, the rest costs at least (a Lagrangian relaxation,
+Fisher, Management Science 27(1), 1981). p is bisected; its shortest paths are also the first whole choices
+known. A choice whose bound reaches the best one known is dropped.
+
+Exact among segments of at most LONGEST units, unless there were more states or choices than MOST: then the
+bound says by how much (`least_s`). Complexity: states x segments x choices; exponential at worst, as the
+problem is. Oracle: tests/unit/planner/test_recompute_choice.py, all subsets.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf
 from typing import Final, final
 
-from outsize.planner.anew import StageBytes
+from outsize.ir.segments import Run
+from outsize.planner.anew import Anew, StageBytes
 
-LONGEST: Final = 32
-WIDTH: Final = 12
-MOST: Final = 4_000
+LONGEST: Final = 16
+WIDTH: Final = 16
+MOST: Final = 400
+MOST_STATES: Final = 64
+# Of the price of a byte in seconds: beyond this it is bytes alone that count; and how sharp it gets.
+HIGHEST: Final = 1e6
+HALVINGS: Final = 24
 # What the microbatch at work does: its place among the worst moments.
 FORWARD, BACKWARD, FIRST_BACKWARD, NOTHING = range(4)
 
@@ -51,15 +57,16 @@ class Limit:
 @final
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The units to recompute and what that costs; `proven`: no choice that fits costs less."""
+    """The units to recompute and what that costs; no choice that fits costs less than `least_s`."""
 
     units: frozenset[int]
     extra_s: float
-    proven: bool
+    least_s: float
 
 
 State = tuple[frozenset[int], bool]
 """(stores that are kept and still in use, whether a segment of this block has just ended)."""
+START: Final[State] = frozenset(), False
 
 
 @final
@@ -97,28 +104,113 @@ def choose(
     stage: StageBytes, forward_s: Sequence[float], limits: Sequence[Limit], room: int
 ) -> Choice | None:
     """The cheapest choice that fits; None where none was found. `forward_s` of each unit."""
-    search = _Search(stage, forward_s, limits, room)
+    search = _Search(stage, _Paths(stage, forward_s), limits, room)
     search.run(WIDTH)
     search.run(None)
     return search.choice()
 
 
 @final
+class _Paths:
+    """All ways through a stage: the states at each unit, and what can be done next."""
+
+    def __init__(self, stage: StageBytes, forward_s: Sequence[float]) -> None:
+        self._stage, self._forward_s = stage, tuple(forward_s)
+        inner, stores = stage.inner, stage.stores
+        self._anew = dict[Run, Anew]()
+        alive = [
+            sum(stores[i].size_bytes for i in inner if stores[i].made <= k <= stores[i].last)
+            for k in range(stage.units)
+        ]
+        self._forward = [a + b + c for a, b, c in zip(alive, stage.leaving, stage.workspace, strict=True)]
+        self.arcs: list[dict[State, list[_Arc]]] = [{} for _ in range(stage.units + 1)]
+        self.arcs[0][START] = []
+        self.complete = True
+        for k in range(stage.units):
+            self.complete &= len(self.arcs[k]) <= MOST_STATES
+            for state in list(self.arcs[k])[:MOST_STATES]:
+                self.arcs[k][state] = list(self._from(k, state))
+                for arc in self.arcs[k][state]:
+                    self.arcs[arc.end].setdefault(arc.state, [])
+
+    def priced(
+        self, second_per_byte: float, *, seconds: float = 1.0
+    ) -> list[dict[State, tuple[float, _Arc | None]]]:
+        """The cheapest way to the end from each state, and its first step."""
+        found: list[dict[State, tuple[float, _Arc | None]]] = [{} for _ in self.arcs]
+        found[-1] = dict.fromkeys(self.arcs[-1], (0.0, None))
+        for k in reversed(range(len(self.arcs) - 1)):
+            for state, arcs in self.arcs[k].items():
+                ways = (
+                    (seconds * a.extra_s + second_per_byte * a.kept + found[a.end][a.state][0], n)
+                    for n, a in enumerate(arcs)
+                )
+                best = min(ways, default=(inf, 0))
+                found[k][state] = best[0], arcs[best[1]] if arcs else None
+        return found
+
+    def _from(self, k: int, state: State) -> Iterator[_Arc]:
+        kept, just_ended = state
+        stage, block = self._stage, self._stage.block
+        there = kept | {i for i in stage.inner if k in stage.stores[i].keepers}
+        size = stage.own[k] + self._size(there - kept)
+        worst = self._held_forward(k, there), stage.backward[k], stage.first_backward[k]
+        yield _Arc(k + 1, 0.0, size, worst, (self._used_from(k + 1, there), False), segment=False)
+        for end in range(k + 1, min(stage.units, k + LONGEST) + 1):
+            if block[end - 1] != block[k] or (just_ended and block[k] == block[k - 1]):
+                return
+            yield self._segment(k, end, kept)
+
+    def _segment(self, k: int, end: int, kept: frozenset[int]) -> _Arc:
+        stores, inner = self._stage.stores, self._stage.inner
+        read = {i for i in inner if stores[i].made < k and any(k <= u < end for u in stores[i].used)}
+        there = kept | read
+        if (k, end) not in self._anew:
+            self._anew[k, end] = self._stage.segment(k, end)
+        acting = self._anew[k, end]
+        return _Arc(
+            end,
+            sum(self._forward_s[k:end]),
+            self._size(there - kept),
+            (
+                max(self._held_forward(u, there) for u in range(k, end)),
+                acting.backward,
+                acting.first_backward,
+            ),
+            (self._used_from(end, there), True),
+            segment=True,
+        )
+
+    def _size(self, places: Iterable[int]) -> int:
+        return sum(self._stage.stores[i].size_bytes for i in places)
+
+    def _held_forward(self, k: int, kept: frozenset[int]) -> int:
+        """Beside what is kept."""
+        stores = self._stage.stores
+        return self._forward[k] - self._size(i for i in kept if stores[i].made <= k <= stores[i].last)
+
+    def _used_from(self, k: int, kept: frozenset[int]) -> frozenset[int]:
+        """Those that a unit from k on still uses, or would keep."""
+        stores = self._stage.stores
+        return frozenset(i for i in kept if max((stores[i].last, *stores[i].keepers)) >= k)
+
+
+@final
 class _Search:
     """Partial choices from unit to unit."""
 
-    def __init__(
-        self, stage: StageBytes, forward_s: Sequence[float], limits: Sequence[Limit], room: int
-    ) -> None:
-        self._stage, self._forward_s, self._n = stage, tuple(forward_s), stage.units
+    def __init__(self, stage: StageBytes, paths: _Paths, limits: Sequence[Limit], room: int) -> None:
+        self._stage, self._paths, self._n = stage, paths, stage.units
         self._limits = [(room - at.fixed_bytes, at.waiting, at.phase) for at in limits]
         self._most_kept = min((self._kept_at_most(*limit) for limit in self._limits), default=1 << 62)
         never = self._never_matters
-        self._harmless = never(FORWARD), never(BACKWARD), never(FIRST_BACKWARD)
-        self._rest = [self._relaxed_from(k) for k in range(self._n + 1)]
-        self._arcs: dict[tuple[int, State], list[_Arc]] = {}
-        self._best: _Partial | None = None
-        self._proven = True
+        self._first = _Partial(0.0, 0, (never(FORWARD), never(BACKWARD), never(FIRST_BACKWARD)))
+        self._least = paths.priced(1.0, seconds=0.0)
+        self._price, self._best = 0.0, None
+        self._rest = paths.priced(0.0)
+        self._proven = paths.complete
+        if self._least[0][START][0] <= self._most_kept:
+            self._bisect()
 
     def choice(self) -> Choice | None:
         """What was found."""
@@ -129,29 +221,31 @@ class _Search:
         while here.before is not None:
             units |= set(range(here.start, end)) if here.segment else set()
             here, end = here.before, here.start
-        return Choice(frozenset(units), self._best.seconds, self._proven)
+        least_s = self._best.seconds if self._proven else self._hope_s(self._first, 0, START)
+        return Choice(frozenset(units), self._best.seconds, min(least_s, self._best.seconds))
 
     def run(self, width: int | None) -> None:
-        """With the best few at each unit, or with all."""
-        first: State = frozenset(), False
+        """With the most promising few at each unit, or with all."""
         fronts: list[dict[State, list[_Partial]]] = [{} for _ in range(self._n + 1)]
-        fronts[0][first] = [_Partial(0.0, 0, self._harmless)]
+        fronts[0][START] = [self._first]
         looked_at = 0
         for k in range(self._n):
             labels = [(state, p) for state, found in fronts[k].items() for p in _undominated(found)]
-            labels = [(state, p) for state, p in labels if self._hope_s(p, k) < self._known_s()]
-            labels.sort(key=lambda label: (self._hope_s(label[1], k), label[1].kept))
-            for state, partial in labels[:width]:
-                for arc in self._arcs_from(k, state):
-                    longer = self._extended(partial, k, arc)
-                    if longer is not None:
-                        fronts[arc.end].setdefault(arc.state, []).append(longer)
-                looked_at += 1
+            labels = [(self._hope_s(p, k, state), p.kept, n, state, p) for n, (state, p) in enumerate(labels)]
+            for hope_s, _, _, state, partial in sorted(labels)[:width]:
+                if hope_s < self._known_s():
+                    looked_at += 1
+                    for arc in self._paths.arcs[k][state]:
+                        longer = self._extended(partial, k, arc)
+                        if longer is not None:
+                            fronts[arc.end].setdefault(arc.state, []).append(longer)
             fronts[k] = {}
             if width is None and looked_at > MOST:
                 self._proven = False
                 return
-        done = [p for found in fronts[self._n].values() for p in found]
+        self._consider(p for found in fronts[self._n].values() for p in found)
+
+    def _consider(self, done: Iterable[_Partial]) -> None:
         best = min(done, key=lambda p: (p.seconds, p.kept), default=None)
         if best is not None and best.seconds < self._known_s():
             self._best = best
@@ -159,8 +253,35 @@ class _Search:
     def _known_s(self) -> float:
         return inf if self._best is None else self._best.seconds * (1 - 1e-12)
 
-    def _hope_s(self, partial: _Partial, k: int) -> float:
-        return partial.seconds + self._rest[k].seconds(self._most_kept - partial.kept)
+    def _bisect(self) -> None:
+        """The price at which the cheapest way keeps about as much as it may."""
+        low, high = 0.0, 1.0
+        while self._kept_at(high) > self._most_kept and high < HIGHEST:
+            low, high = high, high * 16
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2 if low else high / 16
+            low, high = (low, middle) if self._kept_at(middle) <= self._most_kept else (middle, high)
+        self._price = high
+        self._rest = self._paths.priced(high)
+
+    def _kept_at(self, price: float) -> int:
+        """By the cheapest way at this price, which is a whole choice."""
+        rest, here, state = self._paths.priced(price), self._first, START
+        partial: _Partial | None = here
+        k, kept = 0, 0
+        while (arc := rest[k][state][1]) is not None:
+            kept += arc.kept
+            partial = None if partial is None else self._extended(partial, k, arc)
+            k, state = arc.end, arc.state
+        self._consider([partial] if partial is not None and k == self._n else [])
+        return kept
+
+    def _hope_s(self, partial: _Partial, k: int, state: State) -> float:
+        """The least seconds of a whole choice that begins like this."""
+        left = self._most_kept - partial.kept
+        if self._least[k][state][0] > left:
+            return inf
+        return partial.seconds + max(0.0, self._rest[k][state][0] - self._price * left)
 
     def _extended(self, partial: _Partial, k: int, arc: _Arc) -> _Partial | None:
         kept = partial.kept + arc.kept
@@ -168,7 +289,7 @@ class _Search:
             max(before, kept + moment) for before, moment in zip(partial.worst, arc.worst, strict=True)
         )
         found = _Partial(partial.seconds + arc.extra_s, kept, (a, b, c), k, arc.segment, partial)
-        if kept > self._most_kept or self._hope_s(found, arc.end) >= self._known_s():
+        if self._hope_s(found, arc.end, arc.state) >= self._known_s():
             return None
         acting = (a, b, c, 0)
         fits = all(waiting * kept + acting[at] <= room for room, waiting, at in self._limits)
@@ -186,64 +307,6 @@ class _Search:
         """A worst moment of so many bytes fits whatever is kept."""
         return min((room - w * self._most_kept for room, w, p in self._limits if p == phase), default=1 << 62)
 
-    def _relaxed_from(self, k: int) -> _Rest:
-        """The units from k on, each of which keeps what is its own and made behind k, or nothing."""
-        keeps = list(self._stage.own)
-        for store in map(self._stage.stores.__getitem__, self._stage.inner):
-            if store.made >= k and store.keepers:
-                keeps[store.keepers[0]] += store.size_bytes
-        pairs = zip(keeps[k:], self._forward_s[k:], strict=True)
-        return _Rest(pairs)
-
-    def _arcs_from(self, k: int, state: State) -> list[_Arc]:
-        if (k, state) not in self._arcs:
-            self._arcs[k, state] = list(self._new_arcs(k, state))
-        return self._arcs[k, state]
-
-    def _new_arcs(self, k: int, state: State) -> Iterator[_Arc]:
-        kept, just_ended = state
-        stage, block = self._stage, self._stage.block
-        more = {i for i in stage.inner if k in stage.stores[i].keepers} - kept
-        size = stage.own[k] + sum(stage.stores[i].size_bytes for i in more)
-        there = kept | more
-        worst = self._held_forward(k, there), stage.backward[k], stage.first_backward[k]
-        yield _Arc(k + 1, 0.0, size, worst, (self._used_from(k + 1, there), False), segment=False)
-        for end in range(k + 1, min(self._n, k + LONGEST) + 1):
-            if block[end - 1] != block[k] or (just_ended and block[k] == block[k - 1]):
-                return
-            yield self._segment(k, end, kept)
-
-    def _segment(self, k: int, end: int, kept: frozenset[int]) -> _Arc:
-        stage = self._stage
-        entries = {i for i in stage.inner if stage.stores[i].made < k} - kept
-        entries = {i for i in entries if any(k <= u < end for u in stage.stores[i].used)}
-        there = kept | entries
-        acting = stage.segment(k, end)
-        return _Arc(
-            end,
-            sum(self._forward_s[k:end]),
-            sum(stage.stores[i].size_bytes for i in entries),
-            (
-                max(self._held_forward(u, there) for u in range(k, end)),
-                acting.backward,
-                acting.first_backward,
-            ),
-            (self._used_from(end, there), True),
-            segment=True,
-        )
-
-    def _held_forward(self, k: int, kept: frozenset[int]) -> int:
-        """Beside what is kept."""
-        stage = self._stage
-        waiting = (stage.stores[i] for i in stage.inner if i not in kept)
-        alive = sum(s.size_bytes for s in waiting if s.made <= k <= s.last)
-        return alive + stage.leaving[k] + stage.workspace[k]
-
-    def _used_from(self, k: int, kept: frozenset[int]) -> frozenset[int]:
-        """Those that a unit from k on still uses, or would keep."""
-        stores = self._stage.stores
-        return frozenset(i for i in kept if max((stores[i].last, *stores[i].keepers)) >= k)
-
 
 def _undominated(found: Sequence[_Partial]) -> list[_Partial]:
     """By ascending seconds, those that no other beats."""
@@ -252,25 +315,3 @@ def _undominated(found: Sequence[_Partial]) -> list[_Partial]:
         if not any(other.beats(partial) for other in left):
             left.append(partial)
     return left
-
-
-@final
-class _Rest:
-    """The least seconds of some units when each may be recomputed in fractions.
-
-    Of each unit (bytes it keeps, seconds); those that are cheapest by the byte are recomputed first.
-    """
-
-    def __init__(self, units: Iterable[tuple[int, float]]) -> None:
-        ranked = sorted((s / size, size, s) for size, s in units if size)
-        self._slopes = [slope for slope, _, _ in ranked]
-        self._saved = [0, *accumulate(size for _, size, _ in ranked)]
-        self._seconds = [0.0, *accumulate(s for _, _, s in ranked)]
-
-    def seconds(self, room: int) -> float:
-        """Infinite when even nothing does not fit."""
-        excess = self._saved[-1] - room
-        if excess <= 0 or room < 0:
-            return 0.0 if excess <= 0 else inf
-        step = bisect_left(self._saved, excess)
-        return self._seconds[step - 1] + self._slopes[step - 1] * (excess - self._saved[step - 1])
