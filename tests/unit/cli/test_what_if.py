@@ -161,9 +161,15 @@ def test_a_sequence_is_shared_where_the_model_allows(outsize: Outsize) -> None:
     config = "transformers:LlamaConfig?num_hidden_layers=1&hidden_size=512&intermediate_size=2048"
     config += "&num_attention_heads=2&num_key_value_heads=1&vocab_size=64&max_position_embeddings=16384"
     call = ("plan", config, "--cluster", "2xh100-80gb", "--batch", "1", "--precision", "bf16", "--what-if")
-    plan = Plan.model_validate_json(outsize(*call, "--input", "16384", "--json").out)
+    plan = Plan.model_validate_json(outsize(*call, "--input", "16384", "--json", "--out", "plan.json").out)
     assert (plan.axes, plan.what_if) == (Axes(cp=2), True)
     assert any("(cp) has 8,192 of a sequence's 16,384 tokens" in why for why in plan.why)
+    check = ("plan", config, "--batch", "1", "--input", "16384", "--check", "plan.json", "--json")
+    priced = Plan.model_validate_json(outsize(*check).out)
+    assert plan.expected is not None
+    assert priced.expected is not None
+    assert priced.expected.step_s == pytest.approx(plan.expected.step_s)
+    assert priced.expected.stages == plan.expected.stages
     short = Plan.model_validate_json(outsize(*call, "--input", "4096", "--json").out)
     assert "not cp: of 4,096 tokens two devices would have less than 4,096 each" in short.why
     toy = outsize("plan", "toy:build", "--cluster", "4xh100-80gb", "--batch", "8", "--what-if", "--json")
