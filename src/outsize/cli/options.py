@@ -128,7 +128,8 @@ BatchNorm = Annotated[
 WhatIf = Annotated[
     bool,
     typer.Option(
-        "--what-if", help="Also look at what this version only plans: tp, cp, replicas, FSDP, weights on the host."
+        "--what-if",
+        help="Also look at what this version only plans: tp, cp, replicas, FSDP, weights on the host.",
     ),
 ]
 PlanFile = Annotated[
