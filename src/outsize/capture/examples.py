@@ -4,6 +4,7 @@
 For a transformers model one number is the sequence length (for an image model the side of the image).
 Without `--input`: what `example_batch` of the builder's module returns; for transformers the config's own
 sizes, at most 128 tokens; else a guess from the first layer: 3x224x224 before a Conv2d of three channels.
+torchvision's detectors get lists of images and of targets with one box each, its RAFT two images.
 Values are drawn from a generator of their own: normal floats, uniform token ids and classes.
 """
 
@@ -47,6 +48,8 @@ def example(
     draw = _Draw(batch, torch.Generator().manual_seed(seed))
     if hasattr(model, "main_input_name") and hasattr(model, "config"):
         return (), _transformers_example(model, shapes[0] if shapes else (), draw)
+    if type(model).__module__.startswith("torchvision.models.detection."):
+        return _detection_example(model, shapes[0] if shapes else None, draw), {}
     return _plain_example(model, shapes, draw), {}
 
 
@@ -107,7 +110,23 @@ def _plain_example(model: nn.Module, shapes: list[Shape], draw: _Draw) -> tuple[
     first = _first_layer(model)
     if isinstance(first, nn.Embedding):
         return tuple(draw.below(first.num_embeddings, shape) for shape in shapes or [(TOKENS,)])
-    return tuple(draw.normal(shape) for shape in shapes or [_guess(model, first)])
+    shapes = shapes or [_guess(model, first)]
+    images = 2 if type(model).__name__ == "RAFT" and len(shapes) == 1 else 1
+    return tuple(draw.normal(shape) for shape in shapes * images)
+
+
+def _detection_example(model: Any, shape: Shape | None, draw: _Draw) -> tuple[Any, ...]:
+    """Images of the size that the model resizes to, each with one box in its middle."""
+    resize, roi = model.transform, getattr(model, "roi_heads", None)
+    channels, height, width = shape or (3, *(resize.fixed_size or 2 * resize.min_size[-1:]))
+    box = torch.tensor([[width / 4, height / 4, 3 * width / 4, 3 * height / 4]])
+    target = {"boxes": box, "labels": torch.ones(1, dtype=torch.int64)}
+    if roi is not None and roi.has_mask():
+        target["masks"] = torch.ones(1, height, width, dtype=torch.uint8)
+    if roi is not None and roi.has_keypoint():
+        points = roi.keypoint_predictor.kps_score_lowres.out_channels
+        target["keypoints"] = torch.cat([box.reshape(2, 2).mean(0), torch.ones(1)]).expand(1, points, 3)
+    return [*draw.normal((channels, height, width))], [dict(target) for _ in range(draw.batch)]
 
 
 def _first_layer(model: nn.Module) -> nn.Module | None:
@@ -116,7 +135,8 @@ def _first_layer(model: nn.Module) -> nn.Module | None:
 
 
 def _guess(model: nn.Module, first: nn.Module | None) -> Shape:
-    side = getattr(model, "image_size", _IMAGE_SIDES.get(type(model).__name__, _IMAGE_SIDE))
+    own = (_IMAGE_SIDES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in _IMAGE_SIDES)
+    side = getattr(model, "image_size", next(own, _IMAGE_SIDE))
     match first:
         case nn.Linear():
             return (first.in_features,)

@@ -3,6 +3,7 @@
     output                                   target               loss
     tensor [N, C, ...]                       integers [N, ...]    ce(output)
     mapping, named tuple or dataclass        of its main tensor   ce(main) + 0.4 ce(aux) + ...
+    list of tensors of one shape             of the last          ce(last) + 0.4 ce(those before) + ...
 
 The main tensor of a mapping is `out` (torchvision's segmentation) or `logits` (its Inception and GoogLeNet,
 transformers' heads), else the first floating one; auxiliary heads are the entries whose names begin with
@@ -118,6 +119,9 @@ def _named(output: Any) -> dict[str, Any]:
         return {field.name: getattr(output, field.name) for field in fields(output)}
     if hasattr(output, "_asdict"):
         return output._asdict()
+    if isinstance(output, list) and len({getattr(part, "shape", None) for part in output}) == 1:
+        *before, last = output  # each refines the one before it, as in RAFT
+        return {"out": last} | {f"aux.{position}": part for position, part in enumerate(before)}
     if isinstance(output, (tuple, list)):
         return {str(position): value for position, value in enumerate(output)}
     return {"out": output}

@@ -126,6 +126,8 @@ def _module_builder(spec: Spec) -> Callable[[], Any]:
     if spec.provider.endswith(".py") or "/" in spec.provider:
         dotted = spec.provider.removesuffix(".py").strip("./").replace("/", ".")
         raise UnknownModel(f"{spec.provider!r} is a path", next_step=f"write {dotted}:{spec.name}")
+    if spec.provider.startswith("torchvision."):
+        import_torchvision()
     module = importlib.import_module(spec.provider)
     if not hasattr(module, spec.name):
         names = [name for name in vars(module) if not name.startswith("_")]

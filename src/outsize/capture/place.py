@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-_MACHINERY = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_MACHINERY = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/", "<")
 
 
 def here() -> str:

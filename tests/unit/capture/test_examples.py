@@ -75,6 +75,40 @@ def test_no_guess_and_no_sample_are_bad_options() -> None:
         example(nn.Linear(7, 3), None, 0)
 
 
+@pytest.mark.parametrize(
+    ("name", "images", "keys"),
+    [
+        ("raft_small", [(2, 3, 224, 224)] * 2, ()),
+        ("quantized_inception_v3", [(2, 3, 299, 299)], ()),
+        ("ssd300_vgg16", [(3, 300, 300)] * 2, ("boxes", "labels")),
+        ("retinanet_resnet50_fpn", [(3, 800, 800)] * 2, ("boxes", "labels")),
+        ("maskrcnn_resnet50_fpn", [(3, 800, 800)] * 2, ("boxes", "labels", "masks")),
+        ("keypointrcnn_resnet50_fpn", [(3, 800, 800)] * 2, ("boxes", "labels", "keypoints")),
+    ],
+)
+def test_torchvisions_families_get_what_their_training_takes(
+    name: str, images: list[tuple[int, ...]], keys: tuple[str, ...]
+) -> None:
+    args, _ = example(
+        load(f"torchvision:{name}?num_classes=4" if keys else f"torchvision:{name}", meta=True), None, 2
+    )
+    assert [tuple(t.shape) for t in (args[0] if keys else args)] == images
+    for target in args[1] if keys else ():
+        assert tuple(target) == keys
+        left, top, right, bottom = target["boxes"][0]
+        assert left < right
+        assert top < bottom
+        assert all(t.shape[0] == 1 for t in target.values())
+
+
+def test_a_detector_trains_on_its_example() -> None:
+    model = load("torchvision:ssdlite320_mobilenet_v3_large?num_classes=4")
+    args, _ = example(model, "3x64x64", 2)
+    losses = model.train()(*args)
+    assert sorted(losses) == ["bbox_regression", "classification"]
+    assert all(bool(torch.isfinite(loss)) for loss in losses.values())
+
+
 # -- transformers ----------------------------------------------------------------------------------
 
 TOKENS = {"input_ids": (2, 24), "labels": (2, 24)}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.capture.losses import Objective, default_loss, objective
+from outsize.capture.losses import AUXILIARY_WEIGHT, Objective, default_loss, objective
 from outsize.errors import BadOption
 
 GoogLeNetOutputs = namedtuple("GoogLeNetOutputs", ["logits", "aux_logits2", "aux_logits1"])
@@ -125,3 +125,11 @@ def test_on_meta_the_model_stays_as_it_is() -> None:
     objective(model, (torch.randn(4, 3),), {})
     assert model.seen == []
     assert all(after is before[name] for name, after in model[1].named_buffers())
+
+
+def test_a_list_of_equal_tensors_refines_one_answer() -> None:
+    first, last = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    target = torch.randint(0, 3, (2, 4))
+    expected = F.cross_entropy(last, target) + AUXILIARY_WEIGHT * F.cross_entropy(first, target)
+    assert torch.equal(default_loss([first, last], target), expected)
+    assert torch.equal(default_loss([first, last[:1]], target), F.cross_entropy(first, target))
