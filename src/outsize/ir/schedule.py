@@ -38,6 +38,9 @@ class Kind(StrEnum):
     LOAD = "LOAD"
     UNLOAD = "UNLOAD"
 
+    # Enum's own is a function in Python, and actions are looked up by the hundred thousand.
+    __hash__ = str.__hash__
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})

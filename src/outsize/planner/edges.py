@@ -66,10 +66,15 @@ def flows(graph: ModelGraph) -> tuple[Flow, ...]:
 
 def edges_between(graph: ModelGraph, bounds: Sequence[int]) -> Edges:
     """The edges between stages; `bounds` is the first unit of each stage, then the number of units."""
+    return edges_of(flows(graph), bounds)
+
+
+def edges_of(everything: Iterable[Flow], bounds: Sequence[int]) -> Edges:
+    """The same from the graph's `flows`."""
     forward: dict[Edge, int] = defaultdict(int)
     backward: dict[Edge, int] = defaultdict(int)
     step: dict[Edge, int] = defaultdict(int)
-    for flow in flows(graph):
+    for flow in everything:
         if flow.step and not flow.gradient:
             # A frozen tied weight never changes: every stage that uses it keeps its own.
             continue

@@ -20,14 +20,15 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, ScheduleName, StageFigures
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Timeline
-from outsize.planner.edges import Edge, Edges, edges_between
+from outsize.planner.edges import Edge, Edges, edges_of
 from outsize.planner.layout import Layout
 from outsize.planner.longest import Cost, Network
 from outsize.planner.memory import Alive, StageMemory, account_run, held_bytes
+from outsize.planner.moments import moments_by_rank, moments_by_stage
 from outsize.planner.reasons import fullest_reason, pace_reason
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.simulate import StageCost, simulate
-from outsize.planner.split import Case, Pipeline, moments_by_rank, moments_by_stage
+from outsize.planner.split import Case, Pipeline
 from outsize.planner.spread import sync_s
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
@@ -117,7 +118,7 @@ def estimate(
     pipeline: Pipeline, bounds: Sequence[int], ways: Sequence[int], floor_s: float = 0.0
 ) -> Estimate:
     """Simulate and account one cut; `ways[stage]` is the place of the stage's case."""
-    edges = edges_between(pipeline.case.graph, bounds)
+    edges = edges_of(pipeline.case.flows, bounds)
     cases = tuple(pipeline.ways[stage][way] for stage, way in enumerate(ways))
     costs = tuple(_stage_cost(case.seconds, *run) for case, run in zip(cases, pairwise(bounds), strict=True))
     return Estimate(
@@ -133,7 +134,7 @@ def estimate(
 
 def waits_s(found: Estimate) -> float:
     """Seconds of the step that are the links': what it would be shorter if they cost nothing."""
-    edges, layout = edges_between(found.graph, found.bounds), found.layout
+    edges, layout = edges_of(found.pipeline.case.flows, found.bounds), found.layout
     played = played_microbatches(layout)
     seconds = _seconds(found.pipeline, edges, found.costs, played)
     free = {cost: 0.0 if cost[-1] >= 0 else each for cost, each in seconds.items()}
@@ -197,7 +198,7 @@ def _seconds(
 
 def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) -> Timeline:
     """The predicted Timeline, of the microbatches that are played."""
-    layout, edges = pipeline.layout, edges_between(pipeline.case.graph, bounds)
+    layout, edges = pipeline.layout, edges_of(pipeline.case.flows, bounds)
     played = played_microbatches(layout)
     lowered = lower_along(edges, build(layout.schedule, layout.stages, played, layout.axes.pp))
     first_of = {rank: stage for stage, rank in reversed(tuple(enumerate(layout.ranks)))}

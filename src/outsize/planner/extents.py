@@ -27,9 +27,11 @@ import numpy as np
 
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.plan import ScheduleName
+from outsize.planner.lean import leanest
 from outsize.planner.memory import Alive, peak_table
+from outsize.planner.moments import moments_by_stage
 from outsize.planner.ranges import Ranges
-from outsize.planner.split import Case, leanest, moments_by_stage
+from outsize.planner.split import Case
 
 # Of the device's memory: where bisection stops.
 PRECISE = 1e-3

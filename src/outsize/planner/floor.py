@@ -40,7 +40,10 @@ from outsize.planner.seconds import Seconds, UnitSeconds
 
 Index = np.intp | NDArray[np.intp]
 # Where bisection stops, relatively: far below what a prediction can tell apart.
-PRECISE: Final = 1e-6
+PRECISE: Final = 1e-5
+# How far above the work alone it is looked for first, and then so many times further.
+FIRST: Final = 1e-3
+FURTHER: Final = 8.0
 # Of all work: more than this between a unit and what it hangs on is a branch, not a detail.
 BRANCH: Final = 0.02
 
@@ -131,7 +134,10 @@ class Work:
         low = self.least_s(ranks, microbatches)
         if schedule == "interleaved":
             return low
-        high = microbatches * self.total_s
+        apart, high = FIRST, low * (1 + FIRST)
+        while not self._reaches(schedule, stages, microbatches, high):  # not far from what the work takes
+            apart *= FURTHER
+            low, high = high, high * (1 + apart)
         while high > low * (1 + PRECISE):
             middle = (low + high) / 2
             met = self._reaches(schedule, stages, microbatches, middle)
@@ -140,13 +146,18 @@ class Work:
 
     def _reaches(self, schedule: ScheduleName, stages: int, microbatches: int, limit_s: float) -> bool:
         """Whether so many stages get to the end, none of them above the limit."""
-        first, ends = 0, np.arange(len(self.forward))
+        first, n = 0, len(self.forward) - 1
+        total = self.forward + self.backward
         for stage in range(stages):
             place = stage, stages - 1 - stage
-            taken = self.stage_s(schedule, np.intp(first), ends[first:], place, microbatches)
+            furthest = int(
+                np.searchsorted(total, total[first] + limit_s / microbatches * (1 + PRECISE), "right")
+            )
+            ends = np.arange(first, min(furthest, n + 1))
+            taken = self.stage_s(schedule, np.intp(first), ends, place, microbatches)
             within = np.flatnonzero(taken <= limit_s)
             first += int(within[-1]) if len(within) else 0
-        return first == len(ends) - 1
+        return first == n
 
 
 def made_for(graph: ModelGraph) -> NDArray[np.int64]:

@@ -14,9 +14,10 @@ from outsize.ir.plan import ScheduleName, weights_text
 from outsize.ir.text import bytes_text
 from outsize.planner.edges import edges_between
 from outsize.planner.estimate import lower_along
+from outsize.planner.lean import fits, leanest
 from outsize.planner.memory import Alive, StageMemory, account_ranges, peak_table
 from outsize.planner.reasons import axes_text, fullest, microbatches_text, needs_text, parts_text
-from outsize.planner.split import Case, Pipeline, fits, leanest
+from outsize.planner.split import Case, Pipeline
 from outsize.schedules.builders import build
 
 HOSTED = "--what-if: it fits with weights on the host, to read and not to run"

@@ -9,19 +9,20 @@ written down once, as arrays:
                  the wire that is wanted sooner (lower.py)
 
 For a cut only the durations differ, and the step is the longest path: each node starts when the last it
-waits for has ended. Nodes that are as many hops from a start are one level, and a level is one array
-operation.
+waits for has ended. Nodes that are as many hops from a start are one level, and in a wide network a level is
+one array operation.
 
 The same maxima and sums as in the simulator, so the same seconds, bit by bit. A critical path (Kelley 1961)
 by levels; the order is Kahn's (CACM 5(11), 1962), a frontier at a time. Complexity: O(actions + messages) for
-each step, in as many array operations as there are levels: about 4 (m + p). Oracle:
+each step; there are about 4 (m + p) levels. Oracle:
 tests/unit/planner/test_longest.py compares with `simulate` for all schedules, skips and tied weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Final, Self, final
 
@@ -37,10 +38,12 @@ Edges = Set[tuple[int, int]]
 Nodes = NDArray[np.int64]
 CODES: Final = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 NOBODY: Final = -1
+# Nodes a level from which on an array operation pays.
+WIDE: Final = 24
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Network:
     """Nodes by level; `kinds[node]` is the place of its cost in `costs`.
 
@@ -71,11 +74,32 @@ class Network:
 
     def step_s(self, seconds: Mapping[Cost, float]) -> float:
         """When the last node ends."""
-        lasting = np.array([seconds[cost] for cost in self.costs])[self.kinds]
+        each = [seconds[cost] for cost in self.costs]
+        wide = len(self.kinds) > WIDE * len(self.levels)
+        return self._by_levels(np.array(each)) if wide else self._by_nodes(each)
+
+    def _by_levels(self, each: NDArray[np.float64]) -> float:
+        lasting, latest = each[self.kinds], np.maximum.reduce
         ends = np.zeros(len(lasting) + 1)
         for first, end in pairwise(self.levels):
-            np.add(ends[self.waits[:, first:end]].max(axis=0), lasting[first:end], out=ends[first:end])
+            np.add(latest(ends[self.waits[:, first:end]]), lasting[first:end], out=ends[first:end])
         return float(ends.max())
+
+    def _by_nodes(self, each: Sequence[float]) -> float:
+        """The same, where an array operation would have next to nothing to do."""
+        ends = [0.0] * (len(self.kinds) + 1)
+        for node, (kind, *waits) in enumerate(self.rows):
+            start = 0.0
+            for before in waits:
+                if ends[before] > start:
+                    start = ends[before]
+            ends[node] = start + each[kind]
+        return max(ends)
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """The cost's place of each node, and what it waits for."""
+        return np.vstack([self.kinds, self.waits]).T.tolist()
 
 
 def _drawn(
@@ -157,25 +181,29 @@ def _posted(rows: _Rows, wanted: Nodes) -> Nodes:
 
 def _by_level(nodes: int, arcs: Nodes) -> tuple[Nodes, tuple[int, ...]]:
     """The nodes in such an order, and where each level begins, then their number."""
-    arcs = arcs[:, np.argsort(arcs[0], kind="stable")]
-    first = np.searchsorted(arcs[0], np.arange(nodes + 1))
-    left = np.bincount(arcs[1], minlength=nodes)
-    frontier, found, levels = np.flatnonzero(left == 0), list[Nodes](), [0]
-    while len(frontier):
-        found.append(frontier)
-        levels.append(levels[-1] + len(frontier))
-        reached = arcs[1, _spans(first[frontier], first[frontier + 1])]
-        np.subtract.at(left, reached, 1)
-        frontier = np.unique(reached[left[reached] == 0])
-    if levels[-1] < nodes:
-        raise _hangs(nodes - levels[-1], nodes)
-    return np.concatenate(found), tuple(levels)
+    after: list[list[int]] = [[] for _ in range(nodes)]
+    for before, waiting in arcs.T.tolist():
+        after[before].append(waiting)
+    left: list[int] = np.bincount(arcs[1], minlength=nodes).tolist()
+    frontier, found, levels = [n for n in range(nodes) if not left[n]], list[int](), [0]
+    while frontier:
+        found += frontier
+        levels.append(len(found))
+        frontier = _freed(frontier, after, left)
+    if len(found) < nodes:
+        raise _hangs(nodes - len(found), nodes)
+    return np.array(found), tuple(levels)
 
 
-def _spans(firsts: Nodes, ends: Nodes) -> Nodes:
-    """All numbers from each first to its end."""
-    lengths = ends - firsts
-    return np.arange(lengths.sum()) + np.repeat(firsts - np.cumsum(lengths) + lengths, lengths)
+def _freed(done: Sequence[int], after: Sequence[Sequence[int]], left: list[int]) -> list[int]:
+    """Who waits for nothing else, now that these are done."""
+    freed: list[int] = []
+    for node in done:
+        for waiting in after[node]:
+            left[waiting] -= 1
+            if not left[waiting]:
+                freed.append(waiting)
+    return freed
 
 
 def _table(nodes: int, arcs: Nodes) -> Nodes:

@@ -34,6 +34,7 @@ from itertools import pairwise
 from typing import final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
@@ -165,6 +166,16 @@ def peak_table(ranges: Ranges, worst: Sequence[Alive]) -> Bytes:
     return np.add(_always(ranges, worst[0].batch), peak, out=peak)
 
 
+def columns(ranges: Ranges, batch: int) -> NDArray[np.float64]:
+    """What a stage's bytes are sums of, of shape (parts, runs) for tables of one dim; see `peaks`."""
+    return np.array([_always(ranges, batch), *_parts(ranges)], np.float64)
+
+
+def peaks(parts: NDArray[np.float64], worst: Sequence[Alive]) -> NDArray[np.float64]:
+    """Peak bytes of each run as a stage with these moments; exact, as whole numbers below 2^53 are."""
+    return (np.array([(1, *_counts(alive)) for alive in worst], np.float64) @ parts).max(axis=0)
+
+
 def moments(schedule: Schedule, stage: int) -> tuple[Alive, ...]:
     """The moments of `stage` that no other one covers: one of them is the peak, whatever the bytes are."""
     worst: list[Alive] = []
@@ -232,19 +243,30 @@ def _always(ranges: Ranges, batch: int) -> Bytes:
 
 def _moving(ranges: Ranges, alive: Alive) -> Bytes:
     """What comes and goes."""
-    acting = alive.phase in (Phase.FORWARD, Phase.BACKWARD)
-    others = alive.in_flight - acting
-    moving = (
-        others * (_kept(ranges) + ranges.sent) + alive.posted * ranges.received + _gradients(ranges, alive)
+    pairs = zip(_counts(alive), _parts(ranges), strict=True)
+    return sum((count * part for count, part in pairs if count), np.zeros_like(ranges.sent))
+
+
+def _parts(ranges: Ranges) -> tuple[Bytes, ...]:
+    """Of a microbatch that waits for its backward; received, sent; gradients on their way in and out; what
+    the one that acts holds in a forward, backward, first backward; weights' gradients; the optimizer's step.
+    """
+    return (
+        _kept(ranges) + ranges.sent,
+        *(ranges.received, ranges.sent, ranges.gradient_in, ranges.gradient_out),
+        *(ranges.forward, ranges.backward, ranges.first_backward, ranges.gradients, ranges.update),
     )
-    if alive.phase is Phase.FORWARD:
-        moving = moving + ranges.received + ranges.forward
-    elif alive.phase is Phase.BACKWARD:
-        own = ranges.backward if alive.graded else ranges.first_backward
-        return moving + ranges.received + ranges.sent + own
-    elif alive.phase is Phase.UPDATE:
-        moving = moving + ranges.update
-    return moving + alive.graded * ranges.gradients
+
+
+def _counts(alive: Alive) -> tuple[int, ...]:
+    """How many there are of each of the `_parts`. The weights' gradients are in what a backward holds."""
+    forward, backward = alive.phase is Phase.FORWARD, alive.phase is Phase.BACKWARD
+    acting = forward or backward
+    return (
+        *(alive.in_flight - acting, alive.posted + acting, backward, alive.gradient_in, alive.gradient_out),
+        *(forward, backward and alive.graded, backward and not alive.graded),
+        *(alive.graded and not backward, alive.phase is Phase.UPDATE),
+    )
 
 
 def _kept(ranges: Ranges) -> Bytes:

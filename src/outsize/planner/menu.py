@@ -39,7 +39,7 @@ Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Microbatches of the whole batch -> the model at that size, with its costs."""
 Key = tuple[object, ...]
 # Units up to which every cut is looked at; beyond, so many pieces of them.
-PIECES: Final = 256
+PIECES: Final = 400
 
 
 @final
@@ -64,7 +64,7 @@ class Menu:
         self._cases: dict[Key, Case] = {}
         self._paces: dict[Key, float] = {}
         self._forward: dict[Key, tuple[Seconds, Bytes]] = {}
-        self._states: dict[Key, tuple[int, int, int]] = {}
+        self._states: dict[int, tuple[int, int, int, int]] = {}
 
     def pipeline(
         self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
@@ -110,6 +110,10 @@ class Menu:
         """The model at the layout's microbatch size, unit by unit."""
         return self._candidates[layout.captured][0]
 
+    def whole(self, layout: Layout, device: Device) -> tuple[ModelGraph, Profile, UnitSeconds]:
+        """The model unit by unit, with its seconds on such a device."""
+        return *self._candidates[layout.captured], self._seconds(layout, device)
+
     def exact(self, layout: Layout) -> bool:
         """Whether every cut of the model is looked at."""
         return len(self.ends(layout)) == len(self.graph(layout).units) + 1
@@ -135,20 +139,24 @@ class Menu:
         """Whether all devices together hold weights, gradients, states, and what one microbatch keeps in the
         stage that acts: no table needed.
         """
-        key = ("states", layout.captured)
-        if key not in self._states:
-            optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
+        if layout.weights == "host":
+            return True
+        weights, gradients, states, saved = self._whole_bytes(layout.captured)
+        axes = layout.axes
+        ways = axes.dp_shard if layout.weights == "sharded" else 1
+        whole = (weights + gradients) // ways + states // axes.dp_shard
+        rooms = sum(device.memory_bytes for device in self._rooms.devices[:: layout.group])
+        return (whole + saved // layout.chunks // axes.cp) // axes.tp <= rooms
+
+    def _whole_bytes(self, captured: int) -> tuple[int, int, int, int]:
+        """Of all units: weights, gradients, states with master copies, what a microbatch keeps."""
+        if captured not in self._states:
+            optimizer, graph = optimizer_bytes(self._optimizer), self._candidates[captured][0]
             held = [optimizer.held(p) for p in graph.parameters if p.name in graph.owner_of]
             saved = sum(u.saved_bytes - u.saved_input_bytes for u in graph.units)
             states = sum(h.state + h.master for h in held)
-            self._states[key] = sum(h.weight + h.gradient for h in held), states, saved
-        if layout.weights == "host":
-            return True
-        weights, states, saved = self._states[key]
-        axes = layout.axes
-        whole = weights // axes.dp_shard if layout.weights == "sharded" else weights
-        rooms = sum(device.memory_bytes for device in self._rooms.devices[:: layout.group])
-        return (whole + states // axes.dp_shard + saved // layout.chunks // axes.cp) // axes.tp <= rooms
+            self._states[captured] = sum(h.weight for h in held), sum(h.gradient for h in held), states, saved
+        return self._states[captured]
 
     def twice_s(self, layout: Layout) -> float:
         """Seconds of a microbatch's forward that memory wants computed twice, at least."""
@@ -158,7 +166,15 @@ class Menu:
             saved = np.array([u.saved_bytes - u.saved_input_bytes for u in graph.units], np.int64)
             self._forward[key] = np.diff(self.work(layout).forward), saved // layout.ways
         rooms = [device.memory_bytes for device in self._rooms.devices[:: layout.group]]
-        return twice_s(*self._forward[key], held_bytes(layout, rooms))
+        return twice_s(*self._forward[key], held_bytes(layout, rooms, self._fixed_bytes(layout)))
+
+    def _fixed_bytes(self, layout: Layout) -> int:
+        """Weights and states of all stages, of which each device of a group has its share."""
+        weights, _, states, _ = self._whole_bytes(layout.captured)
+        if layout.weights == "host":
+            return 0
+        ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
+        return (weights // ways + states // layout.axes.dp_shard) // layout.axes.tp
 
     def pace_s(self, layout: Layout) -> float:
         """No arrangement of unequal devices has a faster slowest stage; 0 where all are alike."""

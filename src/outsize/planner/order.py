@@ -24,9 +24,10 @@ from outsize.planner.arrange import NOBODY, arrange
 from outsize.planner.layout import Layout
 from outsize.planner.margin import room_bytes
 from outsize.planner.memory import peak_table
+from outsize.planner.moments import moments_by_stage
 from outsize.planner.ranges import Bytes, Seconds
 from outsize.planner.seconds import UnitSeconds
-from outsize.planner.split import Case, moments_by_stage
+from outsize.planner.split import Case
 from outsize.planner.unequal import Cuts, balance, lowest_first
 
 # States of arrange.py (numbers of used devices, kinds squared) that are looked at; beyond, links are not.

@@ -194,6 +194,11 @@ class _Owned:
     masters: Bytes
 
 
+def owned_gradients(graph: ModelGraph, optimizer: OptimizerBytes) -> Bytes:
+    """Of shape (n,): gradients of the weights that each unit owns."""
+    return _owned(graph, optimizer).gradients
+
+
 def _owned(graph: ModelGraph, optimizer: OptimizerBytes) -> _Owned:
     weights, gradients, states, masters = (np.zeros(len(graph.units), np.int64) for _ in range(4))
     for owner, parameter in _owners(graph):

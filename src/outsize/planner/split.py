@@ -8,49 +8,48 @@ each of the m microbatches the transfers it waits for:
 
 It is infinite where the stage's peak (memory.py) is more than its device has. A stage may run in several
 ways (as it is, or recomputed): each run takes the first one that fits. The cut of the least largest price
-is exact (partition.py), and so is `floor_s`, the same without links: no cut that fits makes a shorter step.
+is exact (runs.py), and so is `floor_s`, the same without links: no cut that fits makes a shorter step.
 Each message is priced once, where it is awaited: a skip edge with the neighbour's link (the same one unless
 the edge leaves the node), and messages to one stage as one. The simulator, which ranks what comes out of
 here, knows every edge. Under interleaved the price is that of one chunk, and its device's memory is shared
 out evenly to its chunks.
 
-Complexity: O(p n^2). Oracle: tests/unit/planner/test_split.py and test_search.py price every cut.
+Only runs that a stage can be at all are looked at (runs.py), and whether they fit only until one is too much.
+Complexity: O(p n^2) at worst. Oracle: tests/unit/planner/test_split.py and test_search.py price every cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Final, Self, TypeVar, final
+from typing import Any, Final, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device, Link
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Recompute, ScheduleName
+from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
-from outsize.ir.schedule import Schedule
+from outsize.planner.edges import Flow, flows
 from outsize.planner.floor import Work
 from outsize.planner.layout import Layout
-from outsize.planner.memory import Alive, joint_moments, moments, peak_table
+from outsize.planner.memory import columns, peaks
+from outsize.planner.moments import moments_by_stage
 from outsize.planner.optimizer import optimizer_bytes
-from outsize.planner.partition import Price, bottleneck, partition
+from outsize.planner.partition import SAME
 from outsize.planner.ranges import Bytes, Ranges, Seconds
+from outsize.planner.runs import Runs
 from outsize.planner.seconds import UnitSeconds, fastest
-from outsize.schedules.builders import build
-from outsize.schedules.lower import lower
 
+Table = TypeVar("Table", Bytes, Seconds)
 Wire = tuple[float, float]
 """A link's (latency_s, bytes_per_s)."""
-Key = TypeVar("Key")
-Table = TypeVar("Table", Bytes, Seconds)
-# Schedules that do the same over and over once they have had so many microbatches for each stage.
-ENOUGH: Final[dict[str, int]] = {"naive": 1, "1f1b": 1, "zero-bubble": 2, "interleaved": 3}
-# Of one kind of table, kept at a time.
-TABLES_BYTES: Final = 200_000_000
+# So much longer than the least step a stage may be in the first list of runs; and each further list.
+START: Final = 1.05
+GROWTH: Final = 1.25
 # Under these the best balance is as good a cut as any other: no critical path tells them apart.
 EVEN: Final = frozenset({"naive", "interleaved"})
 
@@ -66,6 +65,7 @@ class Case:
 
     graph: ModelGraph
     base: Profile
+    flows: tuple[Flow, ...]
     seconds: UnitSeconds
     ranges: Ranges
     microbatches: int
@@ -83,7 +83,7 @@ class Case:
     ) -> Self:
         """Build the tables; BadOption for an unknown optimizer, ModelMismatch for a foreign profile."""
         ranges = Ranges.of(graph, profile, optimizer_bytes(optimizer))
-        kept = cls(graph, profile, UnitSeconds.of(profile), ranges, microbatches)
+        kept = cls(graph, profile, flows(graph), UnitSeconds.of(profile), ranges, microbatches)
         return kept if recompute == "none" else kept.anew()
 
     def lasting(self, seconds: UnitSeconds) -> Self:
@@ -163,164 +163,180 @@ class Split:
 
 def split(pipeline: Pipeline) -> Split | None:
     """The cut with the least largest price that fits; None when none fits."""
-    tables = _Tables(pipeline)
-    bounds = partition(pipeline.stages, tables.price, _traffic(pipeline.case))
-    if bounds is None:
-        return None
-    ways = tuple(tables.way(stage, *run) for stage, run in enumerate(pairwise(bounds)))
-    return Split(bounds, ways, tables.floor_s())
-
-
-def leanest(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> tuple[int, ...]:
-    """The cut whose fullest device, relative to its memory, is least full: feasible if any cut is."""
-    bounds = partition(stages, _fullness(case, schedule, stages, cluster), _traffic(case))
-    assert bounds is not None, "every cut has a finite fullness; the caller sees to stages <= units"
-    return bounds
-
-
-def fits(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> bool:
-    """Whether any cut does."""
-    return bottleneck(stages, _fullness(case, schedule, stages, cluster), case.units) <= 1
-
-
-def _fullness(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> Price:
-    worst = moments_by_stage(schedule, stages, case.microbatches, stages)
-    peak = _shared(_peak_of(case), case.units)
-    return lambda stage: peak(worst[stage]) / cluster.devices[stage].memory_bytes
+    return Tables(pipeline).split()
 
 
 @final
-class _Tables:
-    """Prices of all runs for each stage of a pipeline; stages in the same situation share them."""
+class Tables:
+    """Prices of runs for each stage of a pipeline; `least_s`: a step is known to take at least as long."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline, self._m = pipeline, pipeline.case.microbatches
-        layout = pipeline.layout
+    def __init__(self, pipeline: Pipeline, least_s: float = 0.0) -> None:
+        self.pipeline, self._m = pipeline, pipeline.case.microbatches
+        self._cases = {id(case): case for ways in pipeline.ways for case in ways}
+        fastest_s = fastest([case.seconds for case in self._cases.values()])
+        chain = Work.of(pipeline.case.graph, fastest_s)
+        self.works = {key: chain.costing(case.seconds) for key, case in self._cases.items()}
+        self._total = self._m * (chain.forward + chain.backward)
+        self._start_s = START * max(least_s, float(self._total[-1]) / pipeline.stages)
+        self._last: _Listing | None = None
+
+    @cached_property
+    def floor_s(self) -> float:
+        """The least step of all cuts that fit, if links cost nothing; infinite when none fits.
+
+        0 where stages share a device.
+        """
+        return self.floor_below(np.inf)
+
+    def floor_below(self, most_s: float) -> float:
+        """The same, if it is below `most_s`; or else something between the two."""
+        if self.pipeline.layout.chunks > 1:
+            return 0.0
+        return self._least(_Listing.floor, self._start_s, most_s)[0]
+
+    def split(self) -> Split | None:
+        """The cut with the least largest price that fits; None when none fits."""
+        if self.floor_s == np.inf:
+            return None
+        limit_s, found = self._least(_Listing.price, max(self._start_s, self.floor_s))
+        if limit_s == np.inf:
+            return None
+        bounds = found.runs.cut(self.pipeline.stages, found.price, limit_s * SAME, found.traffic())
+        return Split(
+            bounds, tuple(map(found.way, range(self.pipeline.stages), pairwise(bounds))), self.floor_s
+        )
+
+    def reach(self, stage: int, limit_s: float) -> tuple[int, int]:
+        """The first and last unit that a stage can begin with, if no stage takes longer than the limit."""
+        last = np.searchsorted(self._total, stage * limit_s * SAME, side="right") - 1
+        later_s = (self.pipeline.stages - stage) * limit_s * SAME
+        first = np.searchsorted(self._total, self._total[-1] - later_s, side="left")
+        return int(first), int(last)
+
+    def _least(
+        self, price: Callable[[_Listing, int], Seconds], start_s: float, most_s: float = np.inf
+    ) -> tuple[float, _Listing]:
+        """The least bottleneck, and a list of runs that has all it takes; or a limit above `most_s`."""
+        limit_s, everything_s = start_s, float(self._total[-1])
+        while True:
+            found = self._listing(limit_s)
+            least_s = found.runs.bottleneck(self.pipeline.stages, partial(price, found))
+            if least_s <= found.limit_s or found.limit_s >= everything_s:
+                return least_s, found
+            if found.limit_s > most_s:
+                return found.limit_s, found
+            limit_s = min(least_s, found.limit_s * GROWTH, everything_s)
+
+    def _listing(self, limit_s: float) -> _Listing:
+        """The one before, if it has what is asked for."""
+        if self._last is None or self._last.limit_s < limit_s:
+            self._last = _Listing(self, limit_s, Runs.within(self._total, limit_s))
+        return self._last
+
+
+@final
+class _Listing:
+    """The runs within a limit, with what they cost and hold as each stage; each is computed once."""
+
+    def __init__(self, tables: Tables, limit_s: float, runs: Runs) -> None:
+        self._tables, self._pipeline = tables, tables.pipeline
+        self.limit_s, self.runs = limit_s, runs
+        layout, self._m = self._pipeline.layout, self._pipeline.case.microbatches
         self._worst = moments_by_stage(layout.schedule, layout.stages, self._m, layout.axes.pp)
-        cases = {id(case): case for ways in pipeline.ways for case in ways}
-        chain = Work.of(pipeline.case.graph, fastest([case.seconds for case in cases.values()]))
-        self._works = {key: chain.costing(case.seconds) for key, case in cases.items()}
-        self._peaks = {key: _shared(_peak_of(case), case.units) for key, case in cases.items()}
-        self._waits = {key: _shared(_wait_of(case), case.units) for key, case in cases.items()}
+        self._places = runs.first * (runs.units + 1) + runs.end
+        self._taken: dict[int, Any] = {}
+        self._columns: dict[int, Seconds] = {}
+        self._ways: dict[int, NDArray[np.int8]] = {}
+        self._prices: dict[int, Seconds] = {}
+
+    def floor(self, stage: int) -> Seconds:
+        """Seconds of a step through this stage, if links cost nothing; infinite where it does not fit."""
+        return self._by_way(stage, self._compute)
 
     def price(self, stage: int) -> Seconds:
-        """Seconds of a step through this stage, with the transfers it waits for."""
-        return self._first_fitting(stage, [self._with_links(case, stage) for case in self._ways(stage)])
+        """With the transfers that it waits for."""
+        if stage not in self._prices:
+            self._prices[stage] = self._by_way(stage, self._with_links)
+        return self._prices[stage]
 
-    def floor_s(self) -> float:
-        """The least step of all cuts that fit, if links cost nothing."""
-        if self._pipeline.layout.chunks > 1:
-            return 0.0
-        return bottleneck(self._pipeline.stages, self._floor, self._pipeline.case.units)
-
-    def way(self, stage: int, first: int, end: int) -> int:
+    def way(self, stage: int, run: tuple[int, int]) -> int:
         """The first way that fits this run."""
-        room, worst = self._pipeline.room_bytes(stage), self._worst[stage]
-        peaks = (self._peaks[id(case)](worst)[first, end] for case in self._ways(stage))
-        return next(w for w, peak in enumerate(peaks, self._pipeline.first_way) if peak <= room)
+        window = self._window(stage)
+        first, end = self.runs.first[window], self.runs.end[window]
+        place = np.flatnonzero((first == run[0]) & (end == run[1]))[0]
+        return self._pipeline.first_way + int(self._first_ways(stage)[place])
 
-    def _floor(self, stage: int) -> Seconds:
-        return self._first_fitting(stage, [self._compute(case, stage) for case in self._ways(stage)])
+    def traffic(self) -> NDArray[np.int64]:
+        """Bytes that each run receives in a step."""
+        ranges = self._pipeline.case.ranges
+        received, gradient_in = self._of(ranges.received), self._of(ranges.gradient_in)
+        return self._m * (received + gradient_in) + self._of(ranges.replicas)
 
-    def _ways(self, stage: int) -> Sequence[Case]:
-        return self._pipeline.ways[stage][self._pipeline.first_way :]
-
-    def _first_fitting(self, stage: int, prices: Sequence[Seconds]) -> Seconds:
-        pairs = zip(reversed(self._fitting(stage)), reversed(prices), strict=True)
-        found = np.full_like(prices[0], np.inf)
-        for fit, price in pairs:
-            found = np.where(fit, price, found)
+    def _by_way(self, stage: int, seconds: Callable[[Case, int, slice], Seconds]) -> Seconds:
+        window, ways = self._window(stage), self._first_ways(stage)
+        found = np.full(len(self.runs.first), np.inf)
+        for way, case in enumerate(self._cases(stage)):
+            here = ways == way
+            if here.any():
+                np.copyto(found[window], seconds(case, stage, window), where=here)
         return found
 
-    def _fitting(self, stage: int) -> list[NDArray[np.bool_]]:
-        room, worst = self._pipeline.room_bytes(stage), self._worst[stage]
-        return [self._peaks[id(case)](worst) <= room for case in self._ways(stage)]
+    def _window(self, stage: int) -> slice:
+        """Runs that begin where the stages before can have come to, and those behind can go on from."""
+        return self.runs.beginning(*self._tables.reach(stage, self.limit_s))
 
-    def _with_links(self, case: Case, stage: int) -> Seconds:
-        wires = self._wire(stage - 1, stage), self._wire(stage + 1, stage)
-        waits = self._m * self._waits[id(case)](wires)
+    def _cases(self, stage: int) -> Sequence[Case]:
+        return self._pipeline.ways[stage][self._pipeline.first_way :]
+
+    def _first_ways(self, stage: int) -> NDArray[np.int8]:
+        """Of each run of the stage's window the first way that fits; -1 where none does."""
+        if stage not in self._ways:
+            room, window = self._pipeline.room_bytes(stage), self._window(stage)
+            found = np.full(window.stop - window.start, -1, np.int8)
+            for way, case in reversed(tuple(enumerate(self._cases(stage)))):
+                found[peaks(self._parts(case)[:, window], self._worst[stage]) <= room] = way
+            self._ways[stage] = found
+        return self._ways[stage]
+
+    def _parts(self, case: Case) -> Seconds:
+        if id(case) not in self._columns:
+            tables = {f.name: self._of(getattr(case.ranges, f.name)) for f in fields(case.ranges)}
+            self._columns[id(case)] = columns(replace(case.ranges, **tables), self._m)
+        return self._columns[id(case)]
+
+    def _of(self, table: Table) -> Table:
+        """Of the runs; cases share tables."""
+        if id(table) not in self._taken:
+            self._taken[id(table)] = table.ravel()[self._places]
+        return self._taken[id(table)]
+
+    def _with_links(self, case: Case, stage: int, window: slice) -> Seconds:
+        waits = self._m * self._waits(case, stage, window)
         if self._pipeline.layout.schedule in EVEN:
-            return self._m * case.ranges.compute_s + waits
-        return self._compute(case, stage) + waits
+            return self._m * self._of(case.ranges.compute_s)[window] + waits
+        return self._compute(case, stage, window) + waits
 
-    def _compute(self, case: Case, stage: int) -> Seconds:
-        cuts = np.arange(case.units + 1)
-        place = stage, self._pipeline.stages - 1 - stage
-        work, schedule = self._works[id(case)], self._pipeline.layout.schedule
-        return work.stage_s(schedule, cuts[:, None], cuts[None, :], place, self._m)
+    def _compute(self, case: Case, stage: int, window: slice) -> Seconds:
+        place, schedule = (stage, self._pipeline.stages - 1 - stage), self._pipeline.layout.schedule
+        first, end = self.runs.first[window], self.runs.end[window]
+        return self._tables.works[id(case)].stage_s(schedule, first, end, place, self._m)
+
+    def _waits(self, case: Case, stage: int, window: slice) -> Seconds:
+        """Seconds a run waits for the messages of one microbatch."""
+        before, behind = self._wire(stage - 1, stage), self._wire(stage + 1, stage)
+        ranges, seconds = case.ranges, np.zeros(window.stop - window.start)
+        if before is not None:
+            seconds += _transfer(before, self._of(ranges.received)[window])
+            seconds += _transfer(before, self._of(ranges.replicas)[window]) / self._m
+        if behind is not None:
+            seconds += _transfer(behind, self._of(ranges.gradient_in)[window])
+        return seconds
 
     def _wire(self, source: int, stage: int) -> Wire | None:
         if not 0 <= source < self._pipeline.stages:
             return None
         link = self._pipeline.link(source, stage)
         return link.latency_s, link.bytes_per_s
-
-
-@lru_cache(maxsize=256)
-def moments_by_stage(
-    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
-) -> tuple[tuple[Alive, ...], ...]:
-    """Moments of each stage in a chain: receives sit at the same places whatever the real edges are."""
-    lowered = _in_a_chain(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
-    found = (moments(lowered, stage) for stage in range(stages))
-    return tuple(tuple(replace(alive, batch=microbatches) for alive in worst) for worst in found)
-
-
-@lru_cache(maxsize=64)
-def moments_by_rank(
-    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
-) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
-    """For each rank the joint moments of its stages in a chain."""
-    lowered = _in_a_chain(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
-    found = (joint_moments(lowered, rank) for rank in range(ranks))
-    return tuple(
-        tuple(tuple(replace(alive, batch=microbatches) for alive in moment) for moment in moments)
-        for moments in found
-    )
-
-
-def held_in(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> int:
-    """Microbatches that have to be played to see all that is held: behind the first few nothing new is."""
-    if schedule not in ENOUGH or (schedule == "interleaved" and microbatches % ranks):
-        return microbatches  # groups have other sizes when p does not divide m
-    enough = -(-(ENOUGH[schedule] * stages + 2) // ranks) * ranks
-    return min(microbatches, enough)
-
-
-def _in_a_chain(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> Schedule:
-    chain = range(stages)
-    forward, backward = frozenset(pairwise(chain)), frozenset(pairwise(reversed(chain)))
-    return lower(build(schedule, stages, microbatches, ranks), forward, backward)
-
-
-def _peak_of(case: Case) -> Callable[[tuple[Alive, ...]], Bytes]:
-    """The moments of a stage -> peak bytes of each run."""
-
-    def table(worst: tuple[Alive, ...]) -> Bytes:
-        return peak_table(case.ranges, worst)
-
-    return table
-
-
-def _wait_of(case: Case) -> Callable[[tuple[Wire | None, Wire | None]], Seconds]:
-    """(wire before, wire behind) -> seconds a run waits for the messages of one microbatch."""
-
-    def table(wires: tuple[Wire | None, Wire | None]) -> Seconds:
-        (before, behind), ranges = wires, case.ranges
-        seconds = np.zeros_like(ranges.compute_s)
-        if before is not None:
-            seconds += _transfer(before, ranges.received)
-            seconds += _transfer(before, ranges.replicas) / case.microbatches
-        if behind is not None:
-            seconds += _transfer(behind, ranges.gradient_in)
-        return seconds
-
-    return table
-
-
-def _shared(table: Callable[[Key], Table], units: int) -> Callable[[Key], Table]:
-    """Each is built once, as long as there is memory for so many."""
-    return lru_cache(maxsize=max(3, TABLES_BYTES // (8 * (units + 1) ** 2)))(table)
 
 
 def _compute_s(seconds: UnitSeconds) -> Seconds:
@@ -332,9 +348,3 @@ def _transfer(wire: Wire, size: Bytes) -> Seconds:
     """`Link.seconds` for a table of sizes."""
     latency_s, bytes_per_s = wire
     return np.where(size > 0, latency_s + size / bytes_per_s, 0.0)
-
-
-def _traffic(case: Case) -> Bytes:
-    """Bytes that a run receives in a step."""
-    ranges = case.ranges
-    return case.microbatches * (ranges.received + ranges.gradient_in) + ranges.replicas

@@ -59,9 +59,10 @@ class Ends:
         return self._at(message.destination, message)
 
     def _at(self, stage: int, message: Message) -> Action:
-        split = Action(stage, Kind.I, message.microbatch)
-        if message.kind is Kind.B and split in self._split:
-            return split
+        if message.kind is Kind.B and self._split:
+            split = Action(stage, Kind.I, message.microbatch)
+            if split in self._split:
+                return split
         return Action(stage, message.kind, message.microbatch)
 
 

@@ -87,9 +87,9 @@ def test_equal_stages_meet_the_floor(schedule: ScheduleName, stages: int, microb
     """(m + p - 1)(f + b), with two units of 3/8 seconds on each stage."""
     model = chain([0.125] * 2 * stages)
     floor_s = work_of(*model).floor_s(schedule, stages, stages, microbatches)
-    assert floor_s == pytest.approx((microbatches + stages - 1) * 0.75, rel=2e-6)
+    assert floor_s == pytest.approx((microbatches + stages - 1) * 0.75, rel=2e-5)
     equal = tuple(range(0, 2 * stages + 1, 2))
-    assert floor_s == pytest.approx(computed_s(model, schedule, equal, microbatches), rel=2e-6)
+    assert floor_s == pytest.approx(computed_s(model, schedule, equal, microbatches), rel=2e-5)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -111,15 +111,15 @@ def test_no_row_is_below_its_floor(
 
 def test_one_after_the_other_takes_the_sum() -> None:
     model = chain([0.5, 0.125, 0.25])
-    assert work_of(*model).floor_s("naive", 2, 2, 3) == pytest.approx(3 * 3 * 0.875, rel=2e-6)
+    assert work_of(*model).floor_s("naive", 2, 2, 3) == pytest.approx(3 * 3 * 0.875, rel=2e-5)
 
 
 def test_a_branch_begins_at_once_and_a_row_waits() -> None:
     """Two units in a row: the second waits. Without their value, both begin at once."""
     graph, profile = chain([1.0, 1.0])
     apart = graph.model_copy(update={"values": ()})
-    assert work_of(graph, profile).floor_s("1f1b", 2, 2, 1) == pytest.approx(6.0, rel=2e-6)
-    assert work_of(apart, profile).floor_s("1f1b", 2, 2, 1) == pytest.approx(3.0, rel=2e-6)
+    assert work_of(graph, profile).floor_s("1f1b", 2, 2, 1) == pytest.approx(6.0, rel=2e-5)
+    assert work_of(apart, profile).floor_s("1f1b", 2, 2, 1) == pytest.approx(3.0, rel=2e-5)
 
 
 def test_the_fastest_of_each_unit() -> None:
@@ -160,7 +160,7 @@ def test_no_cut_that_fits_is_below_the_floor_of_split(
     assert estimate(pipeline, cut.bounds, cut.ways).fits
     assert cut.floor_s <= min(found.step_s for found in fitting) * (1 + 1e-9)
     floor_s = work_of(*model).floor_s(schedule, stages, stages, microbatches)
-    assert floor_s <= cut.floor_s * (1 + 2e-6), "memory makes nothing faster"
+    assert floor_s <= cut.floor_s * (1 + 2e-5), "memory makes nothing faster"
 
 
 def test_memory_raises_the_floor() -> None:

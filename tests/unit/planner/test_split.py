@@ -16,7 +16,8 @@ from outsize.ir.profile import Profile
 from outsize.planner.layout import Layout
 from outsize.planner.memory import Alive, moments, peak_table
 from outsize.planner.menu import Menu
-from outsize.planner.split import Pipeline, held_in, moments_by_stage, split
+from outsize.planner.moments import held_in, moments_by_stage
+from outsize.planner.split import Pipeline, split
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 

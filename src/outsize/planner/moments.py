@@ -1,0 +1,67 @@
+"""What a stage of each schedule holds at its moments, in a chain; counted once for each schedule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final
+
+from outsize.ir.plan import ScheduleName
+from outsize.ir.schedule import Schedule
+from outsize.planner.memory import Alive, joint_moments, moments
+from outsize.schedules.builders import build
+from outsize.schedules.lower import lower
+
+# Schedules that do the same over and over once they have had so many microbatches for each stage.
+ENOUGH: Final[dict[str, int]] = {"naive": 1, "1f1b": 1, "zero-bubble": 2, "interleaved": 3}
+
+
+@lru_cache(maxsize=256)
+def moments_by_stage(
+    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
+) -> tuple[tuple[Alive, ...], ...]:
+    """Moments of each stage in a chain: receives sit at the same places whatever the real edges are."""
+    found = _by_stage(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
+    return tuple(_of_batch(moment, microbatches) for moment in found)
+
+
+@lru_cache(maxsize=64)
+def moments_by_rank(
+    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
+) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
+    """For each rank the joint moments of its stages in a chain."""
+    found = _by_rank(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
+    return tuple(tuple(_of_batch(moment, microbatches) for moment in rank) for rank in found)
+
+
+@lru_cache(maxsize=64)
+def _by_stage(schedule: ScheduleName, stages: int, played: int, ranks: int) -> tuple[tuple[Alive, ...], ...]:
+    lowered = _in_a_chain(schedule, stages, played, ranks)
+    return tuple(moments(lowered, stage) for stage in range(stages))
+
+
+@lru_cache(maxsize=64)
+def _by_rank(
+    schedule: ScheduleName, stages: int, played: int, ranks: int
+) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
+    lowered = _in_a_chain(schedule, stages, played, ranks)
+    return tuple(joint_moments(lowered, rank) for rank in range(ranks))
+
+
+def _of_batch(moment: tuple[Alive, ...], microbatches: int) -> tuple[Alive, ...]:
+    return tuple(replace(alive, batch=microbatches) for alive in moment)
+
+
+def held_in(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> int:
+    """Microbatches that have to be played to see all that is held: behind the first few nothing new is."""
+    if schedule not in ENOUGH or (schedule == "interleaved" and microbatches % ranks):
+        return microbatches  # groups have other sizes when p does not divide m
+    enough = -(-(ENOUGH[schedule] * stages + 2) // ranks) * ranks
+    return min(microbatches, enough)
+
+
+def _in_a_chain(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> Schedule:
+    chain = range(stages)
+    forward, backward = frozenset(pairwise(chain)), frozenset(pairwise(reversed(chain)))
+    return lower(build(schedule, stages, microbatches, ranks), forward, backward)
