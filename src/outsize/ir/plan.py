@@ -80,6 +80,7 @@ class Stage(Record):
 class StageFigures(Record):
     """What the planner expects of one stage; seconds per microbatch, bytes at the peak of the step.
 
+    `p50_bytes` and `p95_bytes` are of its device with all its stages (planner/margin.py); 0: nobody said.
     `device_bytes` is the memory of the stage's device; 0 where nobody said it.
     """
 
@@ -94,6 +95,8 @@ class StageFigures(Record):
     boundary_bytes: int
     busy: float
     device_bytes: int = 0
+    p50_bytes: int = 0
+    p95_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -107,7 +110,7 @@ class Expected(Record):
     """The planner's prediction for one step.
 
     `gap`: no plan of the space that was searched is faster by more than this share; 0 is optimal, None says
-    nothing. `limited_by` names what sets the pace.
+    nothing. `limited_by` names what sets the pace, `margins` what P95 adds to what is counted.
     """
 
     step_s: float
@@ -117,6 +120,7 @@ class Expected(Record):
     source: Literal["measured", "roofline"]
     gap: float | None = None
     limited_by: str = ""
+    margins: tuple[str, ...] = ()
 
 
 @final

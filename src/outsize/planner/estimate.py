@@ -23,6 +23,7 @@ from outsize.ir.timeline import Timeline
 from outsize.planner.edges import Edge, Edges, edges_of
 from outsize.planner.layout import Layout
 from outsize.planner.longest import Cost, Network
+from outsize.planner.margin import margin_text, p50_bytes, p95_bytes
 from outsize.planner.memory import Alive, StageMemory, account_run, held_bytes
 from outsize.planner.moments import moments_by_rank, moments_by_stage
 from outsize.planner.reasons import fullest_reason, pace_reason
@@ -267,6 +268,7 @@ def expected(found: Estimate, batch_size: int, bounds: Sequence[int]) -> Expecte
         samples_per_s=batch_size / found.step_s if found.step_s else 0.0,
         stages=tuple(_figures(found, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
         source="measured" if measured else "roofline",
+        margins=tuple(dict.fromkeys(map(margin_text, found.devices))),
     )
 
 
@@ -299,6 +301,7 @@ def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
 def _figures(found: Estimate, stage: int, units: int) -> StageFigures:
     first, end = found.bounds[stage], found.bounds[stage + 1]
     memory, cost = found.memories[stage], found.costs[stage]
+    held, device = found.held_bytes(stage % found.layout.axes.pp), found.devices[stage]
     return StageFigures(
         units=units,
         parameters=sum(p.numel for p in found.graph.owned_parameters(first, end - 1)),
@@ -310,5 +313,7 @@ def _figures(found: Estimate, stage: int, units: int) -> StageFigures:
         activations_bytes=memory.activations_bytes,
         boundary_bytes=memory.boundary_bytes,
         busy=found.busy(stage),
-        device_bytes=found.devices[stage].memory_bytes,
+        device_bytes=device.memory_bytes,
+        p50_bytes=p50_bytes(held, device),
+        p95_bytes=p95_bytes(held, device),
     )

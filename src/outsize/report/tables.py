@@ -199,20 +199,22 @@ def _memory_table(plan: Plan, expected: Expected) -> Table:
     unit, size = byte_unit(max((h.figures.peak_bytes for h in held), default=0))
     names = [SHORT.get(name, name) for name, _ in causes(expected.stages[0])]
     each = "each, " if plan.axes.group_size > 1 else ""
-    table = pieces.table((f"memory, {each}{unit}", "left"), *pieces.rights(*names, "peak", "full"))
+    sure = ("P50", "P95") if all(h.figures.p95_bytes for h in held) else ("peak",)
+    table = pieces.table((f"memory, {each}{unit}", "left"), *pieces.rights(*names, *sure, "full"))
     for holding in held:
         figures = holding.figures
         limit = f" {bytes_text(figures.device_bytes)}" if figures.device_bytes else ""
         numbers = [f"{number / size:.1f}" for _, number in causes(figures)]
-        peak = Text(f"{figures.peak_bytes / size:.1f}", "bold")
-        table.add_row(f"{holding.device}{limit}", *numbers, peak, _full(figures))
+        peaks = (figures.p50_bytes, figures.p95_bytes) if len(sure) > 1 else (figures.peak_bytes,)
+        bold = [Text(f"{number / size:.1f}", "bold") for number in peaks]
+        table.add_row(f"{holding.device}{limit}", *numbers, *bold, _full(figures))
     return table
 
 
 def _full(figures: StageFigures) -> Text:
     if not figures.device_bytes:
         return Text("-")
-    share = figures.peak_bytes / figures.device_bytes
+    share = (figures.p95_bytes or figures.peak_bytes) / figures.device_bytes
     return Text(percent_text(share), "bold red" if share > 1 else "")
 
 
@@ -234,6 +236,7 @@ def _step_lines(expected: Expected) -> RenderableType:
             ("throughput", f"{rate_text(expected.samples_per_s)} samples/s"),
             ("bubble", f"{percent_text(expected.bubble)} of all device time is idle"),
             *([("limited by", limit_text(expected.limited_by))] if expected.limited_by else []),
+            *(("memory", margin) for margin in expected.margins),
         ]
     )
 
