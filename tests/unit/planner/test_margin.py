@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import pytest
+from planner_graphs import chain
 
 from outsize.ir.cluster import parse_cluster
+from outsize.ir.plan import ScheduleName
 from outsize.planner.margin import margin_text, p50_bytes, p95_bytes, room_bytes
+from outsize.planner.search import Request, search
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @pytest.mark.parametrize("name", ["1xcpu", "1xa100-40gb"])
@@ -26,3 +29,18 @@ def test_what_is_added_is_said() -> None:
     (cpu,), (gpu,) = parse_cluster("1xcpu").devices, parse_cluster("1xa100-40gb").devices
     assert margin_text(cpu) == "P95 adds 1 % for what the account leaves out"
     assert "10.5 % and 22.0 MiB for the allocator's segments" in margin_text(gpu)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("interleaved", 4)])
+def test_a_plan_says_what_its_devices_need_all_stages_together(schedule: ScheduleName, stages: int) -> None:
+    cluster = parse_cluster("2x12GB")
+    request = Request(batch_size=4, microbatches=4, stages=2, schedule=schedule)
+    expected = search(request, {4: chain([0.1] * 6, saved_bytes=MIB)}, cluster).expected
+    assert expected is not None
+    assert len(expected.stages) == stages
+    for rank, device in enumerate(cluster.devices):
+        mine = [f for s, f in enumerate(expected.stages) if s % 2 == rank]
+        held = sum(f.peak_bytes for f in mine)
+        assert {f.p50_bytes for f in mine} == {p50_bytes(held, device)}
+        assert {f.p95_bytes for f in mine} == {p95_bytes(held, device)}
+    assert expected.margins == (margin_text(cluster.devices[0]),)

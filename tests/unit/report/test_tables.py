@@ -123,3 +123,15 @@ def test_what_limits_and_how_far_from_the_optimum() -> None:
         text = text_of(plan_table(samples.plan().model_copy(update={"expected": told})))
         assert words in text
         assert "lm_head on stage 2" in text
+
+
+def test_what_a_device_needs_for_sure_is_beside_what_is_likely() -> None:
+    plan = samples.plan()
+    assert plan.expected is not None
+    sure = {"p50_bytes": 2**30, "p95_bytes": 3 * 2**30}
+    stages = tuple(f.model_copy(update=sure) for f in plan.expected.stages)
+    expected = plan.expected.model_copy(update={"stages": stages, "margins": ("P95 adds 200 %",)})
+    text = text_of(plan_table(plan.model_copy(update={"expected": expected})))
+    assert re.search(r"boundary +P50 +P95 +full", text)
+    assert re.search(r"cpu:0 12\.0 GiB .* 1024\.0 +3072\.0 +25 %", text)
+    assert re.search(r"memory +P95 adds 200 %", text)
