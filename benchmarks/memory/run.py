@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import platform
+import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,18 @@ from meter import Meter, Split, metered
 
 import outsize
 from outsize.api import price
-from outsize.ir.plan import Recompute
+from outsize.capture.cluster import find_cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.names import compress_units
+from outsize.ir.plan import Recompute, Stage
+from outsize.ir.profile import Profile
 from outsize.planner.allocator import replay
 from outsize.planner.edges import edges_between
 from outsize.planner.estimate import lower_along
+from outsize.planner.layout import Layout
 from outsize.planner.memory import StageMemory, account_ranges
+from outsize.planner.menu import Menu
+from outsize.planner.selective import recomputing
 from outsize.planner.split import Case as Tables
 from outsize.schedules.builders import build
 
@@ -80,8 +88,10 @@ def compare(
         schedule=schedule,
         microbatches=microbatches,
         optimizer=optimizer,
-        recompute=recompute,
+        recompute="full" if recompute == "full" else "none",
     )
+    if recompute == "selective":
+        chosen = some_again(case, chosen, random.Random(f"{name} {stages}"))
     predicted = predict(case, chosen)
     meter = real(case, chosen, OPTIMIZERS[optimizer])
     for stage, memory in enumerate(predicted):
@@ -95,9 +105,36 @@ def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
     batch = case.batch
     _, graph, _ = price(plan, case.model, batch.args, batch.kwargs, loss_fn=case.loss_fn, target=batch.target)
     profile, bounds = outsize.estimate(graph, plan.cluster), plan.bounds(graph)
+    if plan.stages[0].recomputed:
+        return _selective(plan, graph, profile)
     tables = Tables.of(graph, profile, plan.microbatches, plan.optimizer, plan.recompute).ranges
     schedule = build(plan.schedule, len(plan.stages), plan.microbatches)
     return account_ranges(tables, graph, bounds, lower_along(edges_between(graph, bounds), schedule))
+
+
+def some_again(case: Case, plan: outsize.Plan, draw: random.Random) -> outsize.Plan:
+    """About half of the units of each stage recomputed, in runs of one to eight."""
+    batch, stages = case.batch, list[Stage]()
+    _, graph, _ = price(plan, case.model, batch.args, batch.kwargs, loss_fn=case.loss_fn, target=batch.target)
+    names, bounds = [u.name for u in graph.units], plan.bounds(graph)
+    for number, stage in enumerate(plan.stages):
+        at, units = bounds[number] + draw.randint(0, 2), list[int]()
+        while at < bounds[number + 1]:
+            end = min(at + draw.randint(1, 8), bounds[number + 1])
+            units, at = [*units, *range(at, end)], end + draw.randint(1, 8)
+        patterns = compress_units(names, units or [bounds[number]])
+        stages.append(stage.model_copy(update={"recompute": "selective", "recomputed": patterns}))
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def _selective(plan: outsize.Plan, graph: ModelGraph, profile: Profile) -> tuple[StageMemory, ...]:
+    cluster, layout = find_cluster(plan.cluster), Layout.of_plan(plan)
+    menu = Menu({plan.microbatches: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
+    names, stages = [u.name for u in graph.units], range(len(plan.stages))
+    pipeline = menu.pipeline(layout, ("none", "full"))
+    assert pipeline is not None
+    chosen = {stage: plan.recomputed(stage, names) for stage in stages}
+    return recomputing(pipeline, plan.bounds(graph), [0] * len(stages), chosen, menu, plan.optimizer).memories
 
 
 def real(case: Case, plan: outsize.Plan, make: Any) -> Meter:
@@ -152,7 +189,7 @@ def main() -> None:
     asked.add_argument("--models", nargs="*", choices=list(CASES | MORE))
     asked.add_argument("--more", action="store_true", help="the models that were held out")
     asked.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
-    asked.add_argument("--recompute", default="none", choices=["none", "full"])
+    asked.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
     asked.add_argument("--json", action="store_true")
     asked.add_argument("--out", type=Path)
     options = asked.parse_args()

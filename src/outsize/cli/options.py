@@ -35,6 +35,7 @@ class RecomputeOption(StrEnum):
     """As ir.plan.Recompute."""
 
     none = "none"
+    selective = "selective"
     full = "full"
 
 
@@ -116,7 +117,8 @@ Recompute = Annotated[
     RecomputeOption | None,
     typer.Option(
         "--recompute",
-        help="full: all activations are computed anew in the backward (plan: else where memory wants it).",
+        help="full: all activations are computed anew in the backward; selective: those of some units, where "
+        "memory wants it (plan: that, if not given).",
     ),
 ]
 BatchNorm = Annotated[

@@ -81,7 +81,8 @@ class StageFigures(Record):
     """What the planner expects of one stage; seconds per microbatch, bytes at the peak of the step.
 
     `p50_bytes` and `p95_bytes` are of its device with all its stages (planner/margin.py); 0: nobody said.
-    `device_bytes` is the memory of the stage's device; 0 where nobody said it.
+    `device_bytes` is the memory of the stage's device; 0 where nobody said it. `recomputed` of the units are
+    recomputed where the stage does so with some.
     """
 
     units: int
@@ -97,6 +98,7 @@ class StageFigures(Record):
     device_bytes: int = 0
     p50_bytes: int = 0
     p95_bytes: int = 0
+    recomputed: int = 0
 
     @property
     def peak_bytes(self) -> int:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice, pairwise
-from typing import final
+from typing import Literal, final
 
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.base import Record
@@ -81,7 +81,7 @@ class Ask(Record):
     schedule: ScheduleName | None = None
     optimizer: str = "adamw"
     precision: Precision = "fp32"
-    recompute: Recompute = "none"
+    recompute: Literal["none", "full"] = "none"
 
 
 @final

@@ -5,19 +5,22 @@ The search prices its own cuts with the same `estimate`.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from outsize.errors import BadPlan, UnknownDevice
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
-from outsize.planner.estimate import Estimate, check_enough, estimate, expected, play, reasons
+from outsize.planner.estimate import Estimate, check_enough, expected, play, reasons
 from outsize.planner.floor import Work
 from outsize.planner.layout import Layout
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
 from outsize.planner.reasons import over_memory
 from outsize.planner.seconds import fastest
+from outsize.planner.selective import Units, counted, recomputing, selective_reasons
 
 
 def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
@@ -27,11 +30,13 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     TooFewSamples, and UnknownDevice when the cluster lacks a device of the plan.
     """
     found = _of_plan(plan, graph, profile, cluster)
-    figures = expected(found, plan.batch_size, found.bounds)
+    chosen = _chosen(plan, graph)
+    figures = counted(expected(found, plan.batch_size, found.bounds), chosen)
     work = Work.of(graph, fastest([case.seconds for case in found.cases]))
     limit = limited_by(found, work, graph, found.bounds)
     rooms = [found.pipeline.room.devices[rank] for rank in found.pipeline.ranks]
-    why = (*over_memory(found.memories, rooms), *reasons(found, graph, found.bounds))
+    again = selective_reasons(found, chosen, found.bounds)
+    why = (*over_memory(found.memories, rooms), *reasons(found, graph, found.bounds), *again)
     return plan.model_copy(update={"expected": figures.model_copy(update={"limited_by": limit}), "why": why})
 
 
@@ -49,8 +54,15 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     found = menu.pipeline(layout, ("none", "full"), places)
     if found is None:
         raise _no_groups(plan, cluster)
-    ways = ["none", "full"]
-    return estimate(found, bounds, [ways.index(plan.recompute_of(s)) for s in range(len(plan.stages))])
+    ways = [int(plan.recompute_of(stage) == "full") for stage in range(len(plan.stages))]
+    return recomputing(found, bounds, ways, _chosen(plan, graph), menu, plan.optimizer)
+
+
+def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:
+    """The units that stages recompute, where these are only some of theirs."""
+    names, runs = [unit.name for unit in graph.units], enumerate(pairwise(plan.bounds(graph)))
+    some = [(s, run) for s, run in runs if plan.recompute_of(s) == "selective"]
+    return {s: plan.recomputed(s, names).intersection(range(*run)) for s, run in some}
 
 
 def _no_groups(plan: Plan, cluster: Cluster) -> BadPlan:

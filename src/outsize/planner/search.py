@@ -57,7 +57,9 @@ from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
 from outsize.planner.reasons import microbatches_text, stages_text
 from outsize.planner.rivals import CLOSE, alternative, choose, compared_with, rivals, shown
-from outsize.planner.split import Pipeline, split
+from outsize.planner.selective import counted, selective_reasons, written
+from outsize.planner.split import Pipeline, Tables
+from outsize.planner.tight import selective
 
 # zero-bubble only where it is asked for: gradients wait for their weights' turn, and no account counts them.
 SCHEDULES: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved")
@@ -114,7 +116,7 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
 
 def _recompute(request: Request) -> tuple[Recompute, ...]:
     """The ways a stage may run, the one to be preferred first."""
-    return ("none", "full") if request.recompute is None else (request.recompute,)
+    return ("none", "full") if request.recompute in (None, "selective") else (request.recompute,)
 
 
 # -- what there is to try --------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class _Hunt:
         while queue and not self._over(queue[0][0], len(queue)):
             floor_s, sharp, place = heappop(queue)
             if sharp:
-                self._try(layouts[place], floor_s)
+                self._try(layouts[place], floor_s, len(queue))
             else:
                 heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
         self._floors += [floor_s for floor_s, *_ in queue]
@@ -232,9 +234,21 @@ class _Hunt:
         """A few are always priced, so that there is something to compare with."""
         if not self._found:
             return floor_s == inf
-        few = len(self._found) + len(self._rejected) + left <= FEW
-        enough = len(self._found) >= MOST_TRIED
-        return not few and (enough or floor_s > CLOSE * min(f.step_s for f in self._found))
+        enough = len(self._found) >= MOST_TRIED and not self._few(left)
+        return enough or self._beaten(floor_s, left)
+
+    def _beaten(self, floor_s: float, left: int) -> bool:
+        """Whether nothing above this floor can win, and there is enough to compare with."""
+        if not self._found or self._few(left):
+            return False
+        return floor_s > self._close_s()
+
+    def _close_s(self) -> float:
+        """Beyond it nothing wins."""
+        return CLOSE * min((f.step_s for f in self._found), default=inf)
+
+    def _few(self, left: int) -> bool:
+        return len(self._found) + len(self._rejected) + left <= FEW
 
     def _least(self, layout: Layout) -> float:
         if not self._menu.may_fit(layout):
@@ -252,31 +266,34 @@ class _Hunt:
             return work.balanced_s(layout.stages, layout.axes.pp, m) + again_s
         return work.floor_s(layout.schedule, layout.stages, layout.axes.pp, m)
 
-    def _try(self, layout: Layout, floor_s: float) -> None:
-        pipelines = list(self._menu.pipelines(layout, self._recompute))
-        if not pipelines:
+    def _try(self, layout: Layout, floor_s: float, left: int) -> None:
+        tables = [Tables(each, floor_s) for each in self._menu.pipelines(layout, self._recompute)]
+        if not tables:
             return
-        priced = [each for each in map(self._priced, pipelines) if each is not None]
-        self._floors.append(self._known_s(layout, floor_s, priced))
-        if any(each.fits for each in priced):
-            self._found.append(min((e for e in priced if e.fits), key=lambda e: e.step_s))
-        else:
-            self._rejected.append(pipelines[0])
+        most_s = inf if self._few(left) else self._close_s()
+        known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
+        if known_s < inf and self._beaten(known_s, left):
+            self._floors.append(known_s)
+            return
+        priced = [each for each in map(self._priced, tables) if each is not None and each.fits]
+        if not priced:
+            self._rejected.append(tables[0].pipeline)
+            return
+        best = min(priced, key=lambda each: each.step_s)
+        self._found.append(best)
+        self._floors.append(best.step_s if layout.chunks > 1 else known_s)
 
-    def _priced(self, pipeline: Pipeline) -> Estimate | None:
+    def _priced(self, tables: Tables) -> Estimate | None:
         """With the best cut; None where none fits."""
-        cut = split(pipeline)
-        exact = self._menu.exact(pipeline.layout) and not self._menu.unequal
-        known_s = cut.floor_s if cut and exact else 0.0
-        return estimate(pipeline, cut.bounds, cut.ways, known_s) if cut else None
+        pipeline, cut = tables.pipeline, tables.split()
+        if cut is None:
+            return None
+        known_s = cut.floor_s if self._exact(pipeline.layout) else 0.0
+        return estimate(pipeline, cut.bounds, cut.ways, known_s)
 
-    def _known_s(self, layout: Layout, floor_s: float, priced: Sequence[Estimate]) -> float:
-        """What no cut of the layout beats, now that its tables are there."""
-        if layout.chunks > 1:
-            return min((each.step_s for each in priced if each.fits), default=inf)
-        if self._menu.unequal or not self._menu.exact(layout):
-            return floor_s
-        return max(floor_s, *(each.floor_s for each in priced)) if priced else inf
+    def _exact(self, layout: Layout) -> bool:
+        """Whether its tables say what no cut of it beats."""
+        return layout.chunks == 1 and self._menu.exact(layout) and not self._menu.unequal
 
 
 def _nothing_fits(
@@ -312,6 +329,7 @@ def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan
     best = polish(choose(found.estimates))
     if not menu.exact(best.layout):
         menu, best = _refined(request, menu, best)
+    best, anew = selective(best, menu, request.optimizer)
     layout, ends = best.layout, menu.ends(best.layout)
     bounds = tuple(ends[b] for b in best.bounds)
     graph = menu.graph(layout)
@@ -328,22 +346,20 @@ def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan
         batch_size=request.batch_size,
         microbatches=layout.microbatches,
         schedule=layout.schedule,
-        stages=tuple(
-            stage.model_copy(update={"recompute": None if a == overall else a})
-            for stage, a in zip(stages, again, strict=True)
-        ),
+        stages=written(stages, best.cases, overall, anew, graph),
         optimizer=request.optimizer,
         precision=request.precision,
         weights=layout.weights,
         recompute=overall,
         bn=request.bn,
         what_if=layout.what_if,
-        expected=_expected(request, best, found, bounds, menu),
+        expected=counted(_expected(request, best, found, bounds, menu), anew),
         alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(others)),
         why=(
             *(graph.notes if graph.form == "modules" else ()),
             *reasons(best, graph, bounds),
             *_costly(request, best),
+            *selective_reasons(best, anew, bounds),
             *(beyond_reasons(graph, layout, cluster, request.optimizer) if request.what_if else ()),
             *compared_with(best, others),
             *islice(rejections(found.rejected), REJECTIONS),
@@ -362,7 +378,7 @@ def _refined(request: Request, menu: Menu, best: Estimate) -> tuple[Menu, Estima
 
 def _expected(request: Request, best: Estimate, found: _Found, bounds: Sequence[int], menu: Menu) -> Expected:
     figures = expected(best, request.batch_size, bounds)
-    floor_s = found.floor_s
+    floor_s = min(found.floor_s, best.floor_s or inf)
     if best.layout.chunks > 1:  # its other cuts are not among those that were priced
         layout = best.layout
         floor_s = min(

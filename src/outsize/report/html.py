@@ -23,7 +23,7 @@ from outsize.report.choices import curve_svg
 from outsize.report.figures import limit_drawn, loss_svg, memory_svg, several_stages, timeline_svg
 from outsize.report.network import network_svg
 from outsize.report.palette import BACKWARD, CAUSES, FORWARD, WEIGHT
-from outsize.report.placement import device_text, holdings, lanes, recompute_varies
+from outsize.report.placement import device_text, holdings, lanes, recompute_text, recompute_varies
 from outsize.report.tables import (
     SOURCES,
     causes,
@@ -218,7 +218,7 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "number": number,
             "device": device_text(plan, number),
-            "recompute": plan.recompute_of(number),
+            "recompute": recompute_text(plan, number),
             "units": short_units(stage.units),
             "all_units": "\n".join(stage.units),
             "figures": [],

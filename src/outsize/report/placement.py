@@ -57,4 +57,25 @@ def _together(figures: list[StageFigures]) -> StageFigures:
 
 def recompute_varies(plan: Plan) -> bool:
     """Whether the stages differ in what they recompute."""
-    return len({plan.recompute_of(stage) for stage in range(len(plan.stages))}) > 1
+    found = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
+    return len(found) > 1 or "selective" in found
+
+
+def recompute_text(plan: Plan, stage: int) -> str:
+    """`none`, `all`, or `5 of 12 units`; `some units` where nobody counted."""
+    how = plan.recompute_of(stage)
+    if how != "selective":
+        return {"none": "none", "full": "all"}[how]
+    figures = plan.expected.stages[stage] if plan.expected is not None else None
+    return (
+        f"{figures.recomputed} of {figures.units} units" if figures and figures.recomputed else "some units"
+    )
+
+
+def recomputed_texts(plan: Plan) -> list[str]:
+    """`stage 1 recomputes h.0.ln_1, h.0.mlp`, for each stage that does so with some of its units."""
+    return [
+        f"stage {number} recomputes {', '.join(stage.recomputed)}"
+        for number, stage in enumerate(plan.stages)
+        if stage.recomputed
+    ]

@@ -28,7 +28,7 @@ from outsize.ir.text import (
 from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
 from outsize.report import pieces
-from outsize.report.placement import device_text, holdings, lanes, recompute_varies
+from outsize.report.placement import device_text, holdings, lanes, recompute_text, recompute_varies
 from outsize.report.units import MOST_SHOWN, short_units
 
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
@@ -174,7 +174,8 @@ def _stage_table(plan: Plan) -> Table:
     table = pieces.table(("stage", "right"), ("device", "left"), ("units", "left"), *pieces.rights(*names))
     varies = recompute_varies(plan)
     for number, stage in enumerate(plan.stages):
-        again = " (recomputed)" if varies and plan.recompute_of(number) == "full" else ""
+        again = recompute_text(plan, number) if varies else "none"
+        again = {"none": "", "all": " (recomputed)"}.get(again, f" (recomputes {again})")
         cells = (str(number), device_text(plan, number), _named(stage.units) + again)
         table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
     return table

@@ -9,7 +9,7 @@ import pytest
 
 from outsize.errors import BadPlan, ModelMismatch
 from outsize.ir.graph import ModelGraph, Unit
-from outsize.ir.plan import Axes, Plan, Stage, stages_from_bounds
+from outsize.ir.plan import Axes, Plan, Recompute, Stage, stages_from_bounds
 
 NAMES = ("wte", "h.0.a", "h.0.b", "h.1.a", "h.1.b", "head")
 
@@ -123,3 +123,35 @@ def test_a_bad_field_is_named(change: dict[str, object], where: str, tmp_path: P
 def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
     with pytest.raises(BadPlan, match="cannot read"):
         Plan.load(tmp_path / "none.json")
+
+
+def some_again(recompute: Recompute | None, *patterns: str) -> Plan:
+    """Stage 0 recomputes these of `wte`, `h.0`."""
+    edited = GOOD.stages[0].model_copy(update={"recompute": recompute, "recomputed": patterns})
+    return GOOD.model_copy(update={"stages": (edited, GOOD.stages[1])})
+
+
+def test_units_that_are_recomputed() -> None:
+    plan = some_again("selective", "h.0")
+    assert plan.bounds(graph()) == (0, 3, 6)
+    assert plan.recomputed(0, NAMES) == {1, 2}
+    assert plan.recomputed(1, NAMES) == frozenset()
+    whole = GOOD.model_copy(update={"recompute": "full"})
+    assert whole.recomputed(0, NAMES) == frozenset(range(6))
+
+
+@pytest.mark.parametrize(
+    ("edited", "what"),
+    [
+        (some_again("selective", "h.1.a"), "stage 0 is to recompute 'h.1.a', which is none of its units"),
+        (some_again("selective"), "stage 0 says recompute 'selective' and names no units"),
+        (some_again("full", "h.0"), "stage 0 says recompute 'full' and names units"),
+        (some_again(None, "h.0"), "stage 0 says recompute 'none' and names units"),
+    ],
+)
+def test_units_to_recompute_that_are_none_of_the_stage(edited: Plan, what: str) -> None:
+    with pytest.raises(BadPlan) as caught:
+        edited.bounds(graph())
+    assert caught.value.what == what
+    assert caught.value.numbers
+    assert caught.value.next_step

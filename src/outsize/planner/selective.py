@@ -1,0 +1,151 @@
+"""Stages that recompute some of their units: which ones (recompute.py), and what a cut then costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Self, final
+
+import numpy as np
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.names import compress_units
+from outsize.ir.plan import Expected, Recompute, Stage
+from outsize.ir.profile import Profile
+from outsize.ir.segments import Run
+from outsize.ir.text import seconds_text
+from outsize.planner.anew import StageBytes
+from outsize.planner.estimate import Estimate, estimate
+from outsize.planner.memory import Alive, Phase, held_bytes
+from outsize.planner.menu import Menu
+from outsize.planner.moments import moments_by_stage
+from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.ranges import Bytes, Ranges, owned_gradients
+from outsize.planner.recompute import BACKWARD, FIRST_BACKWARD, FORWARD, NOTHING, Choice, Limit, choose
+from outsize.planner.seconds import UnitSeconds
+from outsize.planner.split import Case, Pipeline
+
+Units = frozenset[int]
+# What a choice changes of a stage's bytes.
+OWN = ("saved", "twice", "again", "forward", "backward", "first_backward")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Fine:
+    """The model of a search unit by unit, where its tables may be of pieces: `ends` of them.
+
+    `gradients`: bytes for the weights that each unit owns.
+    """
+
+    graph: ModelGraph
+    profile: Profile
+    seconds: UnitSeconds
+    gradients: Bytes
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, menu: Menu, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
+        """As the stage's device runs it."""
+        layout = pipeline.layout
+        graph, profile, seconds = menu.whole(layout, pipeline.device(stage))
+        gradients = owned_gradients(graph, optimizer_bytes(optimizer))
+        return cls(graph, profile, seconds, gradients, menu.ends(layout))
+
+    def stage(self, run: Run) -> StageBytes:
+        """The bytes of the stage with a run of pieces."""
+        first, end = self.ends[run[0]], self.ends[run[1]]
+        gradients: list[int] = self.gradients[first:end].tolist()
+        return StageBytes.of(self.graph, self.profile, gradients, (first, end))
+
+
+def selective_reasons(found: Estimate, chosen: Mapping[int, Units], bounds: Sequence[int]) -> Iterator[str]:
+    """How much each stage recomputes, and what that takes; `bounds` are those of the graph's units."""
+    for stage, units in chosen.items():
+        run, kept = slice(*found.bounds[stage : stage + 2]), kept_case(found.pipeline, stage)
+        again_s = float((found.cases[stage].seconds.given - kept.seconds.given)[run].sum())
+        share = f"{seconds_text(again_s)} of its forward's {seconds_text(found.costs[stage].forward_s)}"
+        count = f"{len(units)} of {bounds[stage + 1] - bounds[stage]} units"
+        yield f"stage {stage} recomputes {count}, for want of memory: {share} twice"
+
+
+def counted(figures: Expected, chosen: Mapping[int, Units]) -> Expected:
+    """The figures with how many units each stage recomputes."""
+    counts = [len(chosen.get(stage, ())) for stage in range(len(figures.stages))]
+    pairs = zip(figures.stages, counts, strict=True)
+    stages = tuple(figure.model_copy(update={"recomputed": count}) for figure, count in pairs)
+    return figures.model_copy(update={"stages": stages})
+
+
+def written(
+    stages: Sequence[Stage],
+    cases: Sequence[Case],
+    overall: Recompute,
+    chosen: Mapping[int, Units],
+    graph: ModelGraph,
+) -> tuple[Stage, ...]:
+    """The stages of a plan, each with how it recomputes and which of its units."""
+    names = [unit.name for unit in graph.units]
+    units = [compress_units(names, sorted(chosen.get(stage, ()))) for stage in range(len(stages))]
+    how = [None if case.recompute == overall else case.recompute for case in cases]
+    pairs = zip(stages, how, units, strict=True)
+    return tuple(s.model_copy(update={"recompute": h, "recomputed": u}) for s, h, u in pairs)
+
+
+def recomputing(
+    pipeline: Pipeline,
+    bounds: Sequence[int],
+    ways: Sequence[int],
+    chosen: Mapping[int, Units],
+    menu: Menu,
+    optimizer: str,
+) -> Estimate:
+    """A cut whose stages recompute these units, as numbered in the model; the others run in their `ways`."""
+    options, places, runs = list(pipeline.ways), list(ways), tuple(pairwise(bounds))
+    for stage, units in chosen.items():
+        fine = Fine.of(menu, pipeline, stage, optimizer)
+        places[stage] = len(options[stage])
+        options[stage] = (*options[stage], _case(kept_case(pipeline, stage), runs[stage], units, fine))
+    return estimate(replace(pipeline, ways=tuple(options)), bounds, places)
+
+
+def kept_case(pipeline: Pipeline, stage: int) -> Case:
+    """The stage's tables when it recomputes nothing."""
+    return next(case for case in pipeline.ways[stage] if case.recompute == "none")
+
+
+def choice(pipeline: Pipeline, stage: int, run: Run, fine: Fine) -> Choice | None:
+    """What a stage with a run of pieces does best, units as numbered in the model; None if none fit."""
+    layout, here = pipeline.layout, kept_case(pipeline, stage).ranges.only(*run)
+    empty = replace(here, **dict.fromkeys(OWN, np.zeros_like(here.saved)))
+    how = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
+    limits = [_limit(empty, alive) for alive in moments_by_stage(*how)[stage]]
+    first, end = fine.ends[run[0]], fine.ends[run[1]]
+    forward_s: list[float] = fine.seconds.forward[first:end].tolist()
+    found = choose(fine.stage(run), forward_s, limits, pipeline.room_bytes(stage))
+    return replace(found, units=frozenset(first + unit for unit in found.units)) if found else None
+
+
+def _limit(empty: Ranges, alive: Alive) -> Limit:
+    acting = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD if alive.graded else FIRST_BACKWARD}
+    phase = acting.get(alive.phase, NOTHING)
+    return Limit(held_bytes(empty, alive), alive.in_flight - (phase != NOTHING), phase)
+
+
+def _case(kept: Case, run: Run, chosen: Units, fine: Fine) -> Case:
+    """The tables with this run's own bytes, and the seconds of units that run twice."""
+    first, end = fine.ends[run[0]], fine.ends[run[1]]
+    held = fine.stage(run).held({unit - first for unit in chosen if first <= unit < end})
+    tables = {name: getattr(kept.ranges, name).copy() for name in OWN}
+    again = np.zeros(len(fine.graph.units))
+    again[sorted(chosen)] = fine.seconds.forward[sorted(chosen)]
+    pieces = np.add.reduceat(again, fine.ends[:-1])
+    for piece in np.flatnonzero(pieces >= kept.seconds.forward * (1 - 1e-12)):
+        tables["saved"][piece, piece + 1] = 0
+    now = {"saved": held.kept, "twice": 0, "again": 0, "forward": held.forward}
+    now |= {"backward": held.backward, "first_backward": held.first_backward}
+    for name, size in now.items():
+        tables[name][run] = size
+    seconds = kept.seconds.plus(np.zeros_like(pieces), pieces)
+    return replace(kept, ranges=replace(kept.ranges, **tables), seconds=seconds, recompute="selective")
