@@ -146,8 +146,7 @@ def _layouts(
     if any(graph.form == "modules" for graph, _ in candidates.values()):
         schedules = ("naive",)  # its modules wait for each other
     if on_host:
-        found = hosted(cluster, candidates, schedules, units)
-        yield from filter(partial(_as_wished, request), found)
+        yield from filter(partial(_as_wished, request), hosted(cluster, candidates, schedules, units))
         return
     if request.what_if:
         wanted = (request.schedule,) if request.schedule else ("1f1b",)
@@ -281,7 +280,8 @@ class _Hunt:
             return
         best = min(priced, key=lambda each: each.step_s)
         self._found.append(best)
-        self._floors.append(best.step_s if layout.chunks > 1 else known_s)
+        # One stage has one cut, and interleaved cuts are balanced.
+        self._floors.append(best.step_s if layout.chunks > 1 or layout.stages == 1 else known_s)
 
     def _priced(self, tables: Tables) -> Estimate | None:
         """With the best cut; None where none fits."""
