@@ -81,4 +81,6 @@ def test_nothing_beats_the_plan_by_more_than_its_gap(
     assert step_s(found) <= best * 1.01, "it is not only within its gap, it is the best but for ties"
     if found.schedule != "interleaved":
         assert fits(found, cluster)
-        assert step_s(found) >= best * (1 - 1e-9)
+        # Only stages that recompute some of their units can beat those that recompute all or none.
+        some = any(stage.recomputed for stage in found.stages)
+        assert some or step_s(found) >= best * (1 - 1e-9)
