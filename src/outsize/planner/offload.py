@@ -100,17 +100,28 @@ def hosted(
     unit. All that is not "none" recomputes block by block.
     """
     graph, profile = model
-    bytes_of, cut, host = optimizer_bytes(optimizer), pieces(graph, alone, BLOCKS), Host.of(cluster)
+    bytes_of, cut, again = optimizer_bytes(optimizer), pieces(graph, alone, BLOCKS), recompute != "none"
     blocks = Ranges.of(coarse_graph(graph, cut), coarse_profile(profile, cut), bytes_of)
-    compute = alone if recompute == "none" else alone.recomputed()
-    taken, given = _moved(graph, cut, bytes_of)
     return replace(
         whole,
-        ranges=_on_device(whole.ranges, blocks, _kept(blocks, cut, ends), layout, recompute),
+        ranges=_on_device(whole.ranges, blocks, _kept(blocks, cut, ends), layout, again),
         microbatches=layout.microbatches,
-        recompute="none" if recompute == "none" else "full",
+        recompute="full" if again else "none",
         after_s=_after_s(graph, ends, bytes_of, layout, cluster),
-    ).lasting(streamed(compute, cut, taken, given, layout, host).merged(ends))
+    ).lasting(fetching(graph, alone, layout, cluster, bytes_of, again).merged(ends))
+
+
+def fetching(
+    graph: ModelGraph,
+    alone: UnitSeconds,
+    layout: Layout,
+    cluster: Cluster,
+    optimizer: OptimizerBytes,
+    again: bool = False,
+) -> UnitSeconds:
+    """Seconds of units with the weights that they wait for; `again`: a backward begins with a forward."""
+    cut, compute = pieces(graph, alone, BLOCKS), alone.recomputed() if again else alone
+    return streamed(compute, cut, *_moved(graph, cut, optimizer), layout, Host.of(cluster))
 
 
 def streamed(
@@ -171,14 +182,14 @@ def _kept(blocks: Ranges, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
     return _sums(np.add.reduceat(received, np.array(ends[:-1])))
 
 
-def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, recompute: Recompute) -> Ranges:
+def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, again: bool) -> Ranges:
     """Bytes of the device for all runs: two blocks, and activations."""
     nothing = np.zeros_like(kept)
     weights = neighbours(each(blocks.weights - blocks.buffers + blocks.replicas))[0, -1]
     gradients = np.minimum(whole.gradients, neighbours(each(blocks.gradients + blocks.replicas))[0, -1])
     ended = int(each(blocks.sent).max()) * layerwise(layout)
     saved, forward, backward = whole.saved, whole.forward, whole.backward - whole.gradients
-    if recompute != "none":
+    if again:
         ends = blocks.received + blocks.sent + blocks.gradient_in + blocks.gradient_out
         alone = each(blocks.backward - blocks.gradients + blocks.again + ends).max()
         saved, forward, backward = kept, kept + each(blocks.forward + blocks.sent).max(), kept + alone
@@ -187,7 +198,7 @@ def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, recom
         weights=np.minimum(whole.weights - whole.buffers + whole.replicas, weights) + whole.buffers,
         gradients=gradients,
         saved=saved + ended,
-        twice=whole.twice if recompute == "none" else nothing,
+        twice=nothing if again else whole.twice,
         forward=forward + ended,
         backward=backward + gradients + ended,
         first_backward=backward + gradients + ended,
