@@ -24,7 +24,7 @@ from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
 from outsize.planner.floor import Work, made_for
 from outsize.planner.layout import Layout, grouped
 from outsize.planner.margin import rooms
-from outsize.planner.offload import hosted
+from outsize.planner.offload import fetching, hosted
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.order import first_of, least_pace_s, ordered
 from outsize.planner.ranges import Bytes, Ranges, Seconds
@@ -160,6 +160,8 @@ class Menu:
 
     def twice_s(self, layout: Layout) -> float:
         """Seconds of a microbatch's forward that memory wants computed twice, at least."""
+        if layout.weights == "host":
+            return 0.0  # a second forward may hide behind the weights that come
         graph = self.graph(layout)
         key = ("forward", *_spread_key(layout))
         if key not in self._forward:
@@ -171,8 +173,6 @@ class Menu:
     def _fixed_bytes(self, layout: Layout) -> int:
         """Weights and states of all stages, of which each device of a group has its share."""
         weights, _, states, _ = self._whole_bytes(layout.captured)
-        if layout.weights == "host":
-            return 0
         ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
         return (weights // ways + states // layout.axes.dp_shard) // layout.axes.tp
 
@@ -226,6 +226,9 @@ class Menu:
             alone = self._alone(layout.captured, device)
             if layout.ways > 1 or layout.weights == "sharded":
                 alone = spread(self._sharing(layout), alone, layout, self._cluster)
+            elif layout.weights == "host":
+                graph = self.graph(layout)
+                alone = fetching(graph, alone, layout, self._cluster, optimizer_bytes(self._optimizer))
             self._costs[key] = alone
         return self._costs[key]
 
@@ -250,7 +253,7 @@ class Menu:
 def _spread_key(layout: Layout) -> Key:
     """What changes the seconds of a unit."""
     sharded_ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
-    where = (layout.schedule, layout.axes.pp) if layout.weights == "host" else ()
+    where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.weights == "host" else ()
     return layout.captured, layout.axes.tp, layout.axes.cp, layout.weights, sharded_ways, *where
 
 
