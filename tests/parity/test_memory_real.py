@@ -30,3 +30,12 @@ def test_every_stage_holds_what_was_predicted(benchmark: Any, model: str) -> Non
     rows = [r for plan in benchmark.PLANS[1:] for r in benchmark.compare(model, plan, "adamw")]
     assert len(rows) == 5
     assert [(r.stages, r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []
+
+
+def test_stages_that_recompute_some_units(benchmark: Any) -> None:
+    """Units drawn at random: within 2 % too."""
+    rows = list(benchmark.compare("gpt2", benchmark.PLANS[1], "adamw", "selective"))
+    assert len(rows) == 2
+    assert [(r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []
+    plain = list(benchmark.compare("gpt2", benchmark.PLANS[1], "adamw"))
+    assert rows[0].real_bytes < plain[0].real_bytes

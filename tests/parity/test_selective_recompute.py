@@ -7,31 +7,31 @@ import random
 import pytest
 from parity_runs import Combination, at_random, captured, interleaved, reference, split_run
 
-from outsize.ir.names import compress
+from outsize.ir.cluster import make_cluster, parse_cluster
+from outsize.ir.names import compress_units
 from outsize.ir.plan import Plan, ScheduleName
+from outsize.planner.roofline import roofline
+from outsize.planner.search import Request, search
 from outsize.train.parity import compare
 
 
 def some_again(plan: Plan, name: str, draw: random.Random) -> Plan:
-    """In each stage about half of the units, in one of them all."""
+    """In each stage about half of the units."""
     graph = captured(name, plan.microbatches).graph
     names, bounds, stages = [u.name for u in graph.units], plan.bounds(graph), []
     for number, stage in enumerate(plan.stages):
         units = range(bounds[number], bounds[number + 1])
         chosen = [u for u in units if draw.random() < 0.6] or [units[0]]
-        patterns = tuple(p for u in chosen for p in compress(names, u, u))
-        stages.append(stage.model_copy(update={"recompute": "selective", "recomputed": patterns}))
+        again = {"recompute": "selective", "recomputed": compress_units(names, chosen)}
+        stages.append(stage.model_copy(update=again))
     return plan.model_copy(update={"stages": tuple(stages)})
 
 
 CASES: list[tuple[str, int, ScheduleName]] = [
-    *(
-        (name, stages, "1f1b")
-        for name in ("mlp", "unet", "resnet18", "gpt2", "t5", "lstm")
-        for stages in (1, 3)
-    ),
-    *((name, 2, "1f1b") for name in ("bert", "swin", "mixtral", "mamba")),
-    *((name, 3, "zero-bubble") for name in ("unet", "gpt2", "resnet18")),
+    *((name, 2, "1f1b") for name in ("mlp", "unet", "resnet18", "gpt2", "t5", "lstm", "bert", "mixtral")),
+    *((name, 3, "zero-bubble") for name in ("gpt2", "unet")),
+    ("gpt2", 1, "1f1b"),
+    ("gpt2", 3, "gpipe"),
 ]
 
 
@@ -43,8 +43,30 @@ def test_any_units_recomputed_change_no_bit(name: str, stages: int, how: Schedul
     assert found.bit_equal, found
 
 
-@pytest.mark.parametrize("name", ["unet", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2"])
 def test_interleaved(name: str) -> None:
     plan = some_again(interleaved(Combination(name, 3, 4, "interleaved"), 2), name, random.Random(name))
     found = compare(reference(name, 3, True), split_run(name, plan, dropout=True))
     assert found.bit_equal, found
+
+
+def test_what_the_planner_chooses_runs() -> None:
+    """Memory between what all of it and what none of it takes."""
+    graph, devices = captured("gpt2", 3, True).graph, parse_cluster("2xcpu").devices
+    models, ask = (
+        {3: (graph, roofline(graph, devices[0]))},
+        Request(batch_size=12, microbatches=3, schedule="1f1b"),
+    )
+    peaks = [
+        peak_bytes(search(ask.model_copy(update={"recompute": how}), models, parse_cluster("2xcpu")))
+        for how in ("none", "full")
+    ]
+    plan = search(ask, models, make_cluster("2xcpu", "cpu", 1, 2, round(1.01 * sum(peaks) / 2)))
+    assert "selective" in {plan.recompute_of(stage) for stage in range(2)}
+    found = compare(reference("gpt2", 3, True), split_run("gpt2", plan, dropout=True))
+    assert found.bit_equal, found
+
+
+def peak_bytes(plan: Plan) -> int:
+    assert plan.expected is not None
+    return max(stage.peak_bytes for stage in plan.expected.stages)
