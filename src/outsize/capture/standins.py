@@ -17,6 +17,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, final
 
@@ -98,7 +99,11 @@ def _place(name: str, **known: Callable[..., Any] | None) -> None:
     if found is None or found.submodule_search_locations is None:
         return
     module = _StandIn(name)
-    module.__path__ = ["/".join((path, *between)) for path in found.submodule_search_locations]
+    folders = [Path(place, *between) for place in found.submodule_search_locations]
+    if any(
+        folder.is_dir() for folder in folders
+    ):  # of modules that are no packages Python imports names faster
+        module.__path__ = [str(folder) for folder in folders]
     for function, given in known.items():
         setattr(module, function, given or _later(name, function))
     sys.modules[name] = module
