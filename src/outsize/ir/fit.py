@@ -65,7 +65,7 @@ class Change(Record):
 class Fit(Record):
     """The answer. `changes` (of YES IF) are the cheapest first; `devices_needed` (of NO) would do.
 
-    `alone`: one device without a pipeline is enough.
+    `alone`: one device without a pipeline is enough. `whole` is off where activations are not counted.
     """
 
     answer: Answer
@@ -82,6 +82,7 @@ class Fit(Record):
     devices: tuple[DeviceFit, ...]
     largest: tuple[Contributor, ...]
     alone: bool = False
+    whole: bool = True
     changes: tuple[Change, ...] = ()
     devices_needed: int | None = None
     sure: tuple[str, ...] = ()

@@ -300,6 +300,7 @@ def _told(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
         devices=tuple(_device(stage, judge.cluster, graph, bounds, m) for stage, m in enumerate(memories)),
         largest=_largest(case, judge.cluster, bounds, memories),
         alone=judge.fits(replace(setting, stages=1)),
+        whole=graph.form == "tape",
         sure=_sure(graph, judge.cluster),
     )
 

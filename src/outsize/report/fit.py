@@ -50,6 +50,10 @@ def _heading(fit: Fit) -> RenderableType:
         f" ({count_text(fit.parameters)} parameters) {fits} {fit.cluster}",
     )
     lines = [first, Text(_setting(fit))]
+    if not fit.whole:
+        lines.append(
+            Text("That is weights, gradients and states alone: activations come on top.", "bold yellow")
+        )
     if fit.alone:
         lines.append(Text("One of the devices is enough: replicas on the others would be faster."))
     if fit.devices_needed is not None:

@@ -67,3 +67,12 @@ def test_nothing_is_allocated_for_a_model_that_no_memory_holds(outsize: Outsize)
     answer = outsize("fit", "toy:build?width=2000000&layers=2", "--cluster", "2xh100-80gb")
     assert (answer.code, answer.err) == (1, "")
     assert answer.out.startswith("NO  Sequential (8.00 T parameters) does not fit 2xh100-80gb")
+
+
+@pytest.mark.filterwarnings("ignore:torchvision's compiled part:RuntimeWarning")
+def test_a_detector_is_answered_without_its_activations_and_that_is_said(outsize: Outsize) -> None:
+    answer = outsize("fit", "torchvision:ssdlite320_mobilenet_v3_large", "--cluster", "2x12GB")
+    assert answer.code == 0
+    assert "That is weights, gradients and states alone: activations come on top." in answer.out
+    answer = outsize("fit", WIDE, "--cluster", "2x0.6GB", "--json")
+    assert document(answer)["whole"] is True
