@@ -1,4 +1,4 @@
-"""What a plan that nothing runs yet says of itself: its tokens, its host, and why an axis is missing."""
+"""What a plan says of itself beside its cuts: what it takes, what nothing runs yet, why an axis is missing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import BatchNormMode
 from outsize.planner.context import context
+from outsize.planner.estimate import Estimate
 from outsize.planner.layout import Layout
 from outsize.planner.offload import host_reason
+from outsize.planner.reasons import stages_text
 
 
 def beyond_reasons(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: str) -> Iterator[str]:
@@ -21,3 +24,18 @@ def beyond_reasons(graph: ModelGraph, layout: Layout, cluster: Cluster, optimize
         yield f"each of {cp} devices (cp) has {tokens}; keys and values go round beside the attention"
     elif len(cluster.devices) > 1 and found.refusal:
         yield f"not cp: {found.refusal}"
+
+
+def costly(bn: BatchNormMode, best: Estimate) -> Iterator[str]:
+    """What was asked for or had to be, and what it takes."""
+    again = [stage for stage, case in enumerate(best.cases) if case.recompute == "full"]
+    if len(again) == len(best.cases):
+        kept = "blocks" if best.layout.weights == "host" else "stages"
+        yield f"everything is recomputed: a backward takes a forward more, and {kept} keep what they receive"
+    elif again:
+        yield f"recomputed for want of memory: {stages_text(again)}; a backward takes a forward more there"
+    if bn == "sync":
+        yield "BatchNorm of the whole batch: it runs as one microbatch, so stages do not overlap"
+    if best.layout.ranks != best.pipeline.ranks:
+        order = ", ".join(device.name for device in best.devices)
+        yield f"devices differ, and this order is the fastest: start the ranks as {order}"
