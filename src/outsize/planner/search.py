@@ -46,7 +46,7 @@ from outsize.ir.plan import (
     stages_from_bounds,
 )
 from outsize.ir.profile import Profile
-from outsize.planner.beyond import beyond_reasons
+from outsize.planner.beyond import beyond_reasons, costly
 from outsize.planner.context import context
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, reasons
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
@@ -55,7 +55,7 @@ from outsize.planner.limits import limited_by
 from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
-from outsize.planner.reasons import microbatches_text, stages_text
+from outsize.planner.reasons import microbatches_text
 from outsize.planner.rivals import CLOSE, alternative, choose, compared_with, rivals, shown
 from outsize.planner.selective import counted, selective_reasons, written
 from outsize.planner.split import Pipeline, Tables
@@ -358,7 +358,7 @@ def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan
         why=(
             *(graph.notes if graph.form == "modules" else ()),
             *reasons(best, graph, bounds),
-            *_costly(request, best),
+            *costly(request.bn, best),
             *selective_reasons(best, anew, bounds),
             *(beyond_reasons(graph, layout, cluster, request.optimizer) if request.what_if else ()),
             *compared_with(best, others),
@@ -393,17 +393,3 @@ def _expected(request: Request, best: Estimate, found: _Found, bounds: Sequence[
         }
     )
 
-
-def _costly(request: Request, best: Estimate) -> Iterator[str]:
-    """What was asked for or had to be, and what it takes."""
-    again = [stage for stage, case in enumerate(best.cases) if case.recompute == "full"]
-    if len(again) == len(best.cases):
-        kept = "blocks" if best.layout.weights == "host" else "stages"
-        yield f"everything is recomputed: a backward takes a forward more, and {kept} keep what they receive"
-    elif again:
-        yield f"recomputed for want of memory: {stages_text(again)}; a backward takes a forward more there"
-    if request.bn == "sync":
-        yield "BatchNorm of the whole batch: it runs as one microbatch, so stages do not overlap"
-    if best.layout.ranks != best.pipeline.ranks:
-        order = ", ".join(device.name for device in best.devices)
-        yield f"devices differ, and this order is the fastest: start the ranks as {order}"
