@@ -123,6 +123,9 @@ class Posted(transport.Pending):
         buffer, self._buffer = self._buffer, None
         return buffer.copy_(sent)
 
+    def release(self) -> None:
+        """Freed with its last holder."""
+
 
 @contextlib.contextmanager
 def metered(meter: Meter) -> Iterator[None]:

@@ -94,8 +94,9 @@ def table(result: dict[str, Any]) -> str:
     for r in result["rows"]:
         over = r["overhead_us"]
         lines.append(
-            f"{r['processes']:9d}  {r['system']:16s}  {r['step_us']:8.0f} {r['bare_us']:8.0f} {r['wire_us']:8.0f}"
-            f"  {over['median']:11.0f}  ({over['q1']:.0f} to {over['q3']:.0f})"
+            f"{r['processes']:9d}  {r['system']:16s}  {r['step_us']:8.0f}"
+            f" {r['bare_us']:8.0f} {r['wire_us']:8.0f}  {over['median']:11.0f}"
+            f"  ({over['q1']:.0f} to {over['q3']:.0f})"
         )
     return "\n".join([*lines, f"load {result['load']:.1f}"])
 

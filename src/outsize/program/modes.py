@@ -35,9 +35,14 @@ def entering(modes: Modes, ambient: Modes) -> list[str]:
     return contexts
 
 
+def casting_devices() -> list[str]:
+    """The device types on which autocast is on."""
+    return [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+
+
 def forget_casts() -> None:
     """As at the begin of a `with torch.autocast` around each forward of a plain loop: nothing is cast yet."""
-    if any(torch.is_autocast_enabled(d) for d in _DEVICES):
+    if casting_devices():
         torch.clear_autocast_cache()
 
 
@@ -46,7 +51,7 @@ def outside_autocast() -> Iterator[None]:
     """As behind the `with torch.autocast` of a plain loop: a backward does not cast by itself, and weights
     that were cast are cast anew next time, for an optimizer may have changed them.
     """
-    enabled = [d for d in _DEVICES if torch.is_autocast_enabled(d)]
+    enabled = casting_devices()
     with ExitStack() as stack:
         for device in enabled:
             stack.enter_context(torch.autocast(device, enabled=False))

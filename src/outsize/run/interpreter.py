@@ -7,17 +7,18 @@
     0RECV_F1    post receives    nothing
     ...
 
-Each action of the row is bound to its handler once, when the interpreter is built; a step walks the list.
+Each action of the row is bound to its handler once, when the interpreter is built: which boundaries it moves,
+on which channels, and the cells in which they wait between two actions of the rank. A step walks the list.
 New behaviour is a new action or a lowering pass, never an `if` here. In one process several interpreters
 take turns (`run_together`): each runs until its next compute action lacks a message.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from time import perf_counter
+from typing import Any, Final, final
 
 from torch import Tensor
 
@@ -26,12 +27,15 @@ from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.boundary import Boundary
 from outsize.run.cut import Cut, StageProgram
+from outsize.run.marks import Marks
 from outsize.run.rng import Seed
 from outsize.run.stage import Gradients, Stage
 from outsize.run.transport import Pending, Transport
 
 MakeStage = Callable[[StageProgram], Stage]
 Message = tuple[int, int, int]  # boundary key, consuming stage, microbatch
+Cell = list[Any]  # one item: what came in or is about to leave, a Pending, or _MISSING
+_MISSING: Final = object()
 
 
 @final
@@ -49,21 +53,22 @@ class StepInputs:
 class StepOutputs:
     """What a rank has at the end of a step."""
 
+    marks: Marks
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, tuple[Any, ...]] = field(default_factory=dict)
-    spans: list[tuple[str, Lane, float, float]] = field(default_factory=list)  # action, lane, start, end
 
 
 @final
 @dataclass(slots=True)
 class _Op:
-    """A bound action: `gather` waits for its messages, `run` acts on them."""
+    """A bound action: `gather` waits for its messages, `run` acts on them; None: it has none to wait for."""
 
     text: str
     lane: Lane
     run: Callable[[Any], None]
-    gather: Callable[[], Any] = lambda: None
-    ready: Callable[[], bool] = lambda: True
+    gather: Callable[[], Any] | None = None
+    ready: Callable[[], bool] | None = None
+    at: int = 0  # of its marks
 
 
 @final
@@ -83,6 +88,10 @@ class Interpreter:
         self._transport = transport
         self._handlers = _Handlers(rank, schedule, cut, make_stage, transport, channel_base)
         self._ops = [self._handlers.bind(action) for action in schedule.actions[rank]]
+        for number, op in enumerate(self._ops):
+            op.at = 3 * number
+        self._names: list[tuple[str, Lane]] = [(op.text, op.lane) for op in self._ops]
+        self._times: list[float] = []
         self._at = 0
 
     @property
@@ -93,7 +102,9 @@ class Interpreter:
     def begin(self, step: StepInputs) -> None:
         """Set the data of a step."""
         self._at = 0
-        self._handlers.begin(step)
+        marks = Marks(self._names)
+        self._times = marks.times
+        self._handlers.begin(step, StepOutputs(marks))
 
     def run(self) -> StepOutputs:
         """All actions, blocking on receives."""
@@ -107,7 +118,7 @@ class Interpreter:
         if self._at == len(self._ops):
             return None
         op = self._ops[self._at]
-        if not op.ready():
+        if op.ready is not None and not op.ready():
             return False
         self._execute(op)
         self._at += 1
@@ -122,19 +133,18 @@ class Interpreter:
         self._handlers.reset()
 
     def _execute(self, op: _Op) -> None:
-        asked = time.perf_counter()
-        messages = op.gather()
-        start = time.perf_counter()
+        times, at, messages = self._times, op.at, None
+        times[at] = perf_counter()
+        if op.gather is not None:
+            messages = op.gather()
+            times[at + 1] = perf_counter()
         op.run(messages)
-        spans = self.outputs.spans
-        if messages:
-            spans.append((op.text, "wait", asked, start))
-        spans.append((op.text, op.lane, start, time.perf_counter()))
+        times[at + 2] = perf_counter()
 
 
 @final
 class _Handlers:
-    """The table {action -> handler} of one rank, and the messages between them.
+    """The table {action -> handler} of one rank, and the cells between them.
 
     It does not hold the ops that it binds: an engine that is dropped is freed at once, not when Python's
     collector next runs.
@@ -149,31 +159,37 @@ class _Handlers:
         transport: Transport,
         channel_base: int,
     ) -> None:
-        self._rank_of = schedule.rank_of
+        self._rank, self._rank_of = rank, schedule.rank_of
         self._count = len(cut.programs)
         self._transport, self._base = transport, channel_base
         own = {a.stage for a in schedule.actions[rank]}
         self._stages = {s: make_stage(cut.programs[s]) for s in sorted(own)}
-        # What came in or is about to leave: whoever takes it, a compute action or a send, takes it out.
-        self._values: dict[Message, Pending | Tensor] = {}
-        self._gradients: dict[Message, Pending | Tensor | None] = {}
-        self._held: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+        # Whoever takes a message, a compute action or a send, takes it out of its cell. A tied weight comes
+        # with microbatch 0 and stays for the step.
+        self._values: dict[Message, Cell] = {}
+        self._gradients: dict[Message, Cell] = {}
+        self._tied: list[Cell] = []
+        self._held: dict[tuple[int, int], list[Pending]] = {}
         self._trains = any(a.kind in (Kind.B, Kind.I) for a in schedule.actions[rank])
-        self._weights: dict[tuple[int, int], Tensor] = {}
         self._step = StepInputs((), (), ())
-        self.outputs = StepOutputs()
+        self.outputs = StepOutputs(Marks(()))
 
-    def begin(self, step: StepInputs) -> None:
+    def begin(self, step: StepInputs, outputs: StepOutputs) -> None:
         """A new step's data."""
-        self._step, self.outputs = step, StepOutputs()
-        self._weights.clear()
+        self._step, self.outputs = step, outputs
+        for cell in self._tied:
+            cell[0] = _MISSING
+        for stage in self._stages.values():
+            stage.begin()
 
     def reset(self) -> None:
         """Forget an unfinished step."""
         for stage in self._stages.values():
             stage.forget()
-        for table in (self._values, self._gradients, self._held, self._weights):
-            table.clear()
+        for cell in (*self._values.values(), *self._gradients.values()):
+            cell[0] = _MISSING
+        for held in self._held.values():
+            held.clear()
 
     def bind(self, action: Action) -> _Op:
         """The action with its handler."""
@@ -189,166 +205,178 @@ class _Handlers:
         }
         return table[action.kind](action)
 
-    def _channel(self, boundary: Boundary, stage: int, backward: bool) -> int:
-        """One channel per boundary value, far stage and direction."""
-        return self._base + (boundary.key * self._count + stage) * 2 + backward
+    def _down(self, boundary: Boundary, stage: int) -> int:
+        """One channel per boundary value, consuming stage and direction: this is the value's."""
+        return self._base + (boundary.key * self._count + stage) * 2
+
+    def _up(self, boundary: Boundary, stage: int) -> int:
+        """The gradient's."""
+        return self._down(boundary, stage) + 1
+
+    # -- compute -------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> _Op:
         stage, mb = self._stages[action.stage], action.microbatch
-        wanted = [(b, (b.key, action.stage, mb)) for b in stage.program.received]
-        leaving = [(b, c) for b in stage.program.sent for c in b.consumers if b.weight is None or mb == 0]
+        wanted = [self._wanted(b, action.stage, mb) for b in stage.program.received]
+        held, release = self._held_of(action), self._release(action) if not self._trains else None
+        pairs = [(b, c) for b in stage.program.sent for c in b.consumers]
+        leaving = [(self._value(b.key, c, mb), b.key) for b, c in pairs if b.weight is None]
+        lent = [(self._value(b.key, c, 0), b.key) for b, c in pairs if b.weight is not None and mb == 0]
 
-        def gather() -> list[Tensor]:
-            return [self._value(b, message) for b, message in wanted]
-
-        def run(received: list[Tensor]) -> None:
+        def run(received: list[Tensor] | None) -> None:
             step = self._step
-            result = stage.forward(mb, step.inputs[mb], received, step.seeds[mb])
+            result = stage.forward(mb, step.inputs[mb], received or (), step.seeds[mb])
             if result.loss is not None:
                 self.outputs.losses[mb] = result.loss.detach()
             if result.outputs:
                 self.outputs.outputs[mb] = result.outputs
-            for boundary, consumer in leaving:
-                value = stage.own(boundary.key) if boundary.weight is not None else result.sent[boundary.key]
-                self._values[boundary.key, consumer, mb] = value.detach()
+            for cell, key in leaving:
+                cell[0] = result.sent[key].detach()
+            for cell, key in lent:
+                cell[0] = stage.own(key).detach()
+            if release is not None:
+                release()
 
-        def ready() -> bool:
-            return all(self._is_ready(self._values, m) or self._is_kept(b, m) for b, m in wanted)
+        def gather() -> list[Tensor]:
+            return [_take(cell, remote, keep, held) for cell, remote, keep in wanted]
 
-        return _Op(str(action), "compute", run, gather, ready)
+        op = _Op(str(action), "compute", run)
+        return replace(op, gather=gather, ready=_ready([w[:2] for w in wanted])) if wanted else op
 
     def _backward(self, action: Action) -> _Op:
-        stage, mb = self._stages[action.stage], action.microbatch
-        gradients = self._gradients_through(action, stage.backward)
-
-        def run(found: Gradients) -> None:
-            gradients.run(found)
-            self._release(stage, mb)
-
-        return replace(gradients, run=run)
+        return self._gradients_through(action, self._stages[action.stage].backward, self._release(action))
 
     def _backward_input(self, action: Action) -> _Op:
-        return self._gradients_through(action, self._stages[action.stage].backward_input)
+        return self._gradients_through(action, self._stages[action.stage].backward_input, lambda: None)
 
     def _backward_weight(self, action: Action) -> _Op:
-        stage, mb = self._stages[action.stage], action.microbatch
+        stage, mb, release = self._stages[action.stage], action.microbatch, self._release(action)
 
         def run(_: None) -> None:
             stage.backward_weight(mb)
-            self._release(stage, mb)
+            release()
 
         return _Op(str(action), "compute", run)
 
-    def _release(self, stage: Stage, mb: int) -> None:
-        """Buffers of received values may be used anew."""
-        for channel, buffer in self._held.pop((stage.program.stage, mb), ()):
-            self._transport.release(channel, buffer)
-
     def _gradients_through(
-        self, action: Action, backward: Callable[[int, float, Gradients], Gradients]
+        self, action: Action, backward: Callable[[int, float, Gradients], Gradients], end: Callable[[], None]
     ) -> _Op:
         """Gradients of what the stage sent, and the last stage's loss, become those of what it received."""
-        stage, mb = self._stages[action.stage], action.microbatch
-        incoming = self._incoming_gradients(stage, mb)
-        returned = [b for b in stage.program.received if b.requires_grad]
+        number, mb, held = action.stage, action.microbatch, self._held_of(action)
+        program = self._stages[number].program
+        ours = [(b, b.following(number)) for b in (*program.sent, *program.received) if b.requires_grad]
+        incoming = [(b.key, self._gradient(b.key, number, mb), far) for b, far in ours if far is not None]
+        incoming = [(key, cell, self._rank_of[far] != self._rank) for key, cell, far in incoming]
+        back = [b for b in program.received if b.requires_grad]
+        returned = [(self._gradient(b.key, b.previous(number), mb), b.key) for b in back]
+
+        def run(gradients: Gradients | None) -> None:
+            sink = backward(mb, self._step.weights[mb], gradients or {})
+            for cell, key in returned:
+                cell[0] = sink.get(key)
+            end()
 
         def gather() -> Gradients:
-            return {key: self._gradient(message) for key, message in incoming}
+            return {key: _take(cell, remote, False, held) for key, cell, remote in incoming}
 
-        def run(gradients: Gradients) -> None:
-            sink = backward(mb, self._step.weights[mb], gradients)
-            for boundary in returned:
-                self._gradients[boundary.key, boundary.previous(action.stage), mb] = sink.get(boundary.key)
+        op = _Op(str(action), "compute", run)
+        return replace(op, gather=gather, ready=_ready([i[1:] for i in incoming])) if incoming else op
 
-        def ready() -> bool:
-            return all(self._is_ready(self._gradients, m) for _, m in incoming)
-
-        return _Op(str(action), "compute", run, gather, ready)
-
-    def _incoming_gradients(self, stage: Stage, mb: int) -> list[tuple[int, Message]]:
-        number = stage.program.stage
-        ours = [b for b in (*stage.program.sent, *stage.program.received) if b.requires_grad]
-        return [(b.key, (b.key, number, mb)) for b in ours if b.following(number) is not None]
+    # -- transfers -----------------------------------------------------------------------------------
 
     def _send_values(self, action: Action) -> _Op:
-        stage, mb, peer = self._stages[action.stage], action.microbatch, action.peer
-        leaving = [b for b in stage.program.sent if peer in b.consumers and (b.weight is None or mb == 0)]
-
-        def run(_: None) -> None:
-            for boundary in leaving:
-                channel = self._channel(boundary, peer, False)
-                value = self._values.pop((boundary.key, peer, mb))
-                assert isinstance(value, Tensor)
-                self._transport.send(self._rank_of[peer], channel, mb, value)
-
-        return _Op(str(action), "send", run)
+        mb, peer = action.microbatch, action.peer
+        sent = self._stages[action.stage].program.sent
+        leaving = [b for b in sent if peer in b.consumers and (b.weight is None or mb == 0)]
+        return self._send(action, [(self._value(b.key, peer, mb), self._down(b, peer)) for b in leaving])
 
     def _receive_values(self, action: Action) -> _Op:
-        mb, stage, peer = action.microbatch, self._stages[action.stage], action.peer
-        coming = [b for b in stage.program.received if b.producer == peer and (b.weight is None or mb == 0)]
-
-        def run(_: None) -> None:
-            for boundary in coming:
-                channel = self._channel(boundary, action.stage, False)
-                pending = self._transport.post(self._rank_of[peer], channel, mb)
-                self._values[boundary.key, action.stage, mb] = pending
-
-        return _Op(str(action), "recv", run)
+        mb, here = action.microbatch, action.stage
+        received = self._stages[here].program.received
+        coming = [b for b in received if b.producer == action.peer and (b.weight is None or mb == 0)]
+        return self._receive(action, [(self._value(b.key, here, mb), self._down(b, here)) for b in coming])
 
     def _send_gradients(self, action: Action) -> _Op:
-        mb, stage, peer = action.microbatch, self._stages[action.stage], action.peer
-        back = [b for b in stage.program.received if b.requires_grad and b.previous(action.stage) == peer]
+        mb, here, peer = action.microbatch, action.stage, action.peer
+        received = self._stages[here].program.received
+        back = [b for b in received if b.requires_grad and b.previous(here) == peer]
+        return self._send(action, [(self._gradient(b.key, peer, mb), self._up(b, here)) for b in back])
+
+    def _receive_gradients(self, action: Action) -> _Op:
+        mb, here, peer = action.microbatch, action.stage, action.peer
+        program = self._stages[here].program
+        ours = [b for b in (*program.sent, *program.received) if b.requires_grad]
+        coming = [b for b in ours if b.following(here) == peer]
+        return self._receive(action, [(self._gradient(b.key, here, mb), self._up(b, peer)) for b in coming])
+
+    def _send(self, action: Action, leaving: list[tuple[Cell, int]]) -> _Op:
+        rank, mb, send = self._rank_of[action.peer], action.microbatch, self._transport.send
 
         def run(_: None) -> None:
-            for boundary in back:
-                channel = self._channel(boundary, action.stage, True)
-                gradient = self._gradient((boundary.key, peer, mb))
-                self._transport.send(self._rank_of[peer], channel, mb, gradient)
+            for cell, channel in leaving:
+                tensor, cell[0] = cell[0], _MISSING
+                send(rank, channel, mb, tensor)
 
         return _Op(str(action), "send", run)
 
-    def _receive_gradients(self, action: Action) -> _Op:
-        mb, stage, peer = action.microbatch, self._stages[action.stage], action.peer
-        ours = [b for b in (*stage.program.sent, *stage.program.received) if b.requires_grad]
-        coming = [b for b in ours if b.following(action.stage) == peer]
+    def _receive(self, action: Action, coming: list[tuple[Cell, int]]) -> _Op:
+        rank, mb, post = self._rank_of[action.peer], action.microbatch, self._transport.post
 
         def run(_: None) -> None:
-            for boundary in coming:
-                channel = self._channel(boundary, peer, True)
-                pending = self._transport.post(self._rank_of[peer], channel, mb)
-                self._gradients[boundary.key, action.stage, mb] = pending
+            for cell, channel in coming:
+                cell[0] = post(rank, channel, mb)
 
         return _Op(str(action), "recv", run)
 
-    # -- messages ------------------------------------------------------------------------------------
+    # -- cells ---------------------------------------------------------------------------------------
 
-    def _value(self, boundary: Boundary, message: Message) -> Tensor:
-        """Wait for a received value. A tied weight came with microbatch 0 and is kept for the step."""
-        key, stage, mb = message
-        if self._is_kept(boundary, message):
-            return self._weights[key, stage]
-        found = self._values.pop(message)
-        value = found.wait() if isinstance(found, Pending) else found
-        assert value is not None
-        if boundary.weight is not None:
-            self._weights[key, stage] = value
-        elif isinstance(found, Pending) and self._trains:
-            self._held.setdefault((stage, mb), []).append((self._channel(boundary, stage, False), value))
-        return value
+    def _value(self, key: int, stage: int, mb: int) -> Cell:
+        return self._values.setdefault((key, stage, mb), [_MISSING])
 
-    def _is_kept(self, boundary: Boundary, message: Message) -> bool:
-        return boundary.weight is not None and (message[0], message[1]) in self._weights
+    def _gradient(self, key: int, stage: int, mb: int) -> Cell:
+        return self._gradients.setdefault((key, stage, mb), [_MISSING])
 
-    def _gradient(self, message: Message) -> Tensor | None:
-        found = self._gradients.pop(message)
-        return found.wait() if isinstance(found, Pending) else found
+    def _wanted(self, boundary: Boundary, stage: int, mb: int) -> tuple[Cell, bool, bool]:
+        """The cell of a received value; does it come from another rank, does it stay for the step?"""
+        remote = self._rank_of[boundary.producer] != self._rank
+        if boundary.weight is None:
+            return self._value(boundary.key, stage, mb), remote, False
+        cell = self._value(boundary.key, stage, 0)
+        if mb == 0:
+            self._tied.append(cell)
+        return cell, remote and mb == 0, True
 
-    def _is_ready(self, table: dict[Message, Any], message: Message) -> bool:
-        found = table.get(message, _MISSING)
-        return found.ready() if isinstance(found, Pending) else found is not _MISSING
+    def _held_of(self, action: Action) -> list[Pending]:
+        return self._held.setdefault((action.stage, action.microbatch), [])
+
+    def _release(self, action: Action) -> Callable[[], None]:
+        """Memory of what the microbatch received may be used anew."""
+        held = self._held_of(action)
+
+        def release() -> None:
+            for pending in held:
+                pending.release()
+            held.clear()
+
+        return release
 
 
-_MISSING = object()
+def _take(cell: Cell, remote: bool, keep: bool, held: list[Pending]) -> Any:
+    """The message, waited for; of another rank's, the receive goes to `held` unless the message stays."""
+    found = cell[0]
+    if remote:
+        pending, found = found, found.wait()
+        if not keep:
+            held.append(pending)
+    cell[0] = found if keep else _MISSING
+    return found
+
+
+def _ready(wanted: Sequence[tuple[Cell, bool]]) -> Callable[[], bool]:
+    def ready() -> bool:
+        return all(cell[0] is not _MISSING and (not remote or cell[0].ready()) for cell, remote in wanted)
+
+    return ready
 
 
 def run_together(interpreters: Sequence[Interpreter]) -> list[StepOutputs]:

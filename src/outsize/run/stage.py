@@ -1,64 +1,73 @@
 """One stage at work: forward and backward of a microbatch, gradients at its boundaries.
 
-A received value enters as `_Entry(value)`, an alias whose backward hands the gradient to us instead of
-accumulating it in a leaf: AccumulateGrad would re-lay it out to the leaf's strides, and with other strides
-reductions downstream add in another order (rule 13; errors of 1e-15 to 1e-4).
+A received value enters as an alias whose backward hands the gradient to us instead of accumulating it in a
+leaf: AccumulateGrad would re-lay it out to the leaf's strides, and with other strides reductions downstream
+add in another order (rule 13; errors of 1e-15 to 1e-4).
 
 A partial gradient from a later consumer enters as a root on that alias, so autograd adds this stage's part
 to it, in the order of the one-process run (law 2).
+
+What a microbatch costs beyond its kernels is Python: `benchmarks/overhead` counts it. So what does not change
+within a step (`begin`) is asked once, and the engine is called as `torch.autograd.backward` calls it, without
+its checks of shapes, which hold by construction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 
 from outsize.errors import BoundaryMismatch
-from outsize.program.modes import forget_casts, outside_autocast
-from outsize.run.boundary import Boundary
+from outsize.program.modes import casting_devices, outside_autocast
 from outsize.run.cut import StageProgram
 from outsize.run.rng import Seed
 from outsize.run.split_backward import Later, input_backward
 
 Gradients = dict[int, Tensor | None]  # boundary key -> gradient
+_GONE: Final = (None,)
+_IN_PLACE: Final = nullcontext()
+
+
+def enter(value: Tensor, sink: Gradients, key: int) -> Tensor:
+    """An alias of a received value; in the backward its summed gradient goes to `sink[key]`, no further."""
+    # Not view_as, which writes the strides of dimensions of size 1 anew; kernels choose by them.
+    alias = torch.ops.aten.alias.default(value.detach().requires_grad_())
+
+    def arrive(gradients: Sequence[Tensor | None]) -> tuple[None]:
+        sink[key] = gradients[0]
+        return _GONE
+
+    alias.grad_fn.register_prehook(arrive)
+    return alias
+
+
+def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward(roots, gradients)` for gradients that fit their roots."""
+    Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 @final
-class _Entry(torch.autograd.Function):
-    """Alias of a received value; its backward stores the summed gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, sink: Gradients, key: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.set_materialize_grads(False)
-        ctx.sink, ctx.key = sink, key
-        # Not view_as, which writes the strides of dimensions of size 1 anew; kernels choose by them.
-        return torch.ops.aten.alias.default(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.sink[ctx.key] = grad
-        return None, None, None
-
-
-@final
-@dataclass(slots=True)
 class _Saved:
     """What the backward of one microbatch needs."""
 
-    aliases: dict[int, Tensor] = field(default_factory=dict)  # received boundaries
-    sent: dict[int, Tensor] = field(default_factory=dict)
-    loss: Tensor | None = None
-    sink: Gradients = field(default_factory=dict)
+    __slots__ = ("aliases", "loss", "sent", "sink")
+
+    def __init__(self) -> None:
+        self.aliases: dict[int, Tensor] = {}  # received boundaries
+        self.sent: dict[int, Tensor] = {}
+        self.loss: Tensor | None = None
+        self.sink: Gradients = {}
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """A forward's exits: values to send by boundary key, the loss, the outputs."""
 
     sent: dict[int, Tensor]
@@ -75,7 +84,10 @@ class Stage:
     ) -> None:
         self.program = program
         self._function, self._again = program.function, again
-        self._slots = tuple(b for b in program.sent if b.weight is None)
+        self._inputs = program.inputs
+        slots = [b for b in program.sent if b.weight is None]
+        self._keys = tuple(b.key for b in slots)
+        self._slots = tuple(slots)
         # By name: the user may put another parameter there between steps (`load_state_dict(assign=True)`).
         self._own = {b.key: b.weight for b in program.sent if b.weight is not None}
         self._model = model
@@ -83,23 +95,26 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         self._later: dict[int, list[Later]] = {}
         self._checked = False
+        self._grad = self._casts = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Read the caller's modes, which hold for a whole step."""
+        self._grad, self._casts = torch.is_grad_enabled(), bool(casting_devices())
 
     def forward(
         self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
     ) -> Result:
         """`inputs` are all input tensors of the microbatch; `received` follow `program.received`."""
-        grad = torch.is_grad_enabled()
-        forget_casts()
-        saved = _Saved()
-        entries = [
-            self._enter(saved, b, t, grad) for b, t in zip(self.program.received, received, strict=True)
-        ]
-        values = (*(inputs[p] for p in self.program.inputs), *entries, seed)
+        if self._casts:
+            torch.clear_autocast_cache()  # as at the begin of `with torch.autocast` around each forward
+        saved, grad = _Saved(), self._grad
+        entries = self._enter(saved, received) if grad else received
         function = self._again if grad and self._again is not None else self._function
         with self._keeping():
-            exits = function(*values)
-        sent = {b.key: value for b, value in zip(self._slots, exits, strict=False)}
-        at = len(self._slots)
+            exits = function(*[inputs[p] for p in self._inputs], *entries, seed)
+        sent = dict(zip(self._keys, exits, strict=False))
+        at = len(self._keys)
         loss = exits[at] if self.program.has_loss else None
         if not self._checked:
             self._check(sent, grad)
@@ -113,8 +128,8 @@ class Stage:
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
-            with outside_autocast():
-                torch.autograd.backward(roots, grads)
+            with self._uncast():
+                run_backward(roots, grads)
         return saved.sink
 
     def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
@@ -122,14 +137,14 @@ class Stage:
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
-            with outside_autocast():
+            with self._uncast():
                 # Recomputed activations would be computed once more for each weight.
                 self._later[microbatch] = input_backward(roots, grads, whole=self._again is not None)
         return saved.sink
 
     def backward_weight(self, microbatch: int) -> None:
         """What `backward_input` of this microbatch has left."""
-        with outside_autocast():
+        with self._uncast():
             for later in self._later.pop(microbatch, ()):
                 later.run()
 
@@ -155,18 +170,21 @@ class Stage:
         self._saved.clear()
         self._later.clear()
 
-    def _enter(self, saved: _Saved, boundary: Boundary, value: Tensor, grad: bool) -> Tensor:
-        if not (grad and boundary.requires_grad):
-            return value
-        alias = _Entry.apply(value.detach().requires_grad_(), saved.sink, boundary.key)
-        assert isinstance(alias, Tensor)
-        saved.aliases[boundary.key] = alias
-        return alias
+    def _enter(self, saved: _Saved, received: Sequence[Tensor]) -> list[Tensor]:
+        entries = []
+        for boundary, value in zip(self.program.received, received, strict=True):
+            if boundary.requires_grad:
+                value = saved.aliases[boundary.key] = enter(value, saved.sink, boundary.key)
+            entries.append(value)
+        return entries
+
+    def _uncast(self) -> AbstractContextManager[Any]:
+        return outside_autocast() if self._casts else _IN_PLACE
 
     def _keeping(self) -> AbstractContextManager[Any]:
         """The forward of a later microbatch may write a weight before this one's backward has read it."""
         if not self._written:
-            return nullcontext()
+            return _IN_PLACE
 
         def pack(tensor: Tensor) -> Tensor:
             place = tensor.untyped_storage().data_ptr()

@@ -7,6 +7,10 @@
 A channel is one boundary value in one direction between two stages. Its layout travels once, before the
 first tensor; after that both ends know it and only elements travel. `ProcessTransport` is torch.distributed
 with non-blocking sends and receives and pooled buffers; `LocalTransport` hands tensors over in one process.
+
+A pooled buffer is lent: a receiver gets a tensor of its own on it, and gives the buffer back (`release`). It
+is received into again only once nothing else lives in its memory, so that a gradient that autograd passed on,
+or that the user's hook keeps, is never overwritten.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -38,6 +42,13 @@ class Pending(ABC):
     def wait(self) -> Tensor | None:
         """The tensor; None when no gradient flows on this channel."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """The receiver is done with the tensor: its memory may be received into again when nobody holds it.
+
+        What is not released is freed like any tensor when its last holder lets go.
+        """
+
 
 class Transport(ABC):
     """Moves tensors between ranks."""
@@ -49,13 +60,6 @@ class Transport(ABC):
     @abstractmethod
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
         """Start receiving."""
-
-    @abstractmethod
-    def release(self, channel: int, tensor: Tensor) -> None:
-        """Nobody holds a received tensor or a view of it any more: its memory may be received into again.
-
-        What is not released is freed like any tensor when its last holder lets go.
-        """
 
     @abstractmethod
     def flush(self) -> None:
@@ -81,14 +85,10 @@ class LocalTransport(Transport):
         self._rank, self._boxes = rank, mailboxes.boxes
 
     def send(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
-        key = (self._rank, peer, channel, microbatch)
-        self._boxes[key] = tensor.detach() if tensor is not None else None
+        self._boxes[self._rank, peer, channel, microbatch] = tensor
 
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
         return _LocalPending(self._boxes, (peer, self._rank, channel, microbatch))
-
-    def release(self, channel: int, tensor: Tensor) -> None:
-        """Nothing was copied, so nothing comes back."""
 
     def flush(self) -> None:
         """Nothing is under way."""
@@ -106,6 +106,9 @@ class _LocalPending(Pending):
 
     def wait(self) -> Tensor | None:
         return self._boxes.pop(self._key)
+
+    def release(self) -> None:
+        """Nothing was copied, so nothing comes back."""
 
 
 # -- processes -----------------------------------------------------------------------------------------
@@ -133,39 +136,29 @@ class ProcessTransport(Transport):
 
     def __init__(self, groups: Groups, device: torch.device, depth: int = 16) -> None:
         self._groups, self._device, self._depth = groups, device, depth
-        self._sent: dict[int, Layout | None] = {}
-        self._known: dict[int, Layout | None] = {}
-        self._free: dict[int, list[Tensor]] = {}
-        self._leaving: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
-        self._unknown: dict[int, _Introduction] = {}
-        self.buffers_made = 0
+        self._outlets: dict[int, _Outlet] = {}
+        self._inlets: dict[int, _Inlet] = {}
+
+    @property
+    def buffers_made(self) -> int:
+        """Receive buffers since the beginning."""
+        return sum(inlet.made for inlet in self._inlets.values())
 
     def send(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
-        layout = Layout.of(tensor) if tensor is not None else None
-        if channel not in self._sent:
-            self._sent[channel] = layout
-            header = layout.encode() if layout is not None else NOTHING
-            self._start(self._groups.layouts, peer, header, _header_tag(channel))
-        elif self._sent[channel] != layout:
-            raise _changed(channel, self._sent[channel], layout)
-        if tensor is not None:
-            self._start(self._groups.of(channel), peer, pack(tensor), _tag(channel, microbatch))
+        outlet = self._outlets.get(channel)
+        if outlet is None:
+            outlet = self._outlets[channel] = _Outlet(self._groups, peer, channel, self._depth)
+        outlet.send(microbatch, tensor)
 
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
-        pending = _ProcessPending(self, channel, microbatch)
-        if channel in self._known:
-            pending.start(peer)
-        else:
-            self._introduction(peer, channel).waiting.append(pending)
-        return pending
-
-    def release(self, channel: int, tensor: Tensor) -> None:
-        self._free.setdefault(channel, []).append(tensor)
+        inlet = self._inlets.get(channel)
+        if inlet is None:
+            inlet = self._inlets[channel] = _Inlet(self._groups, peer, channel, self._device)
+        return inlet.post(microbatch)
 
     def flush(self) -> None:
-        for leaving in self._leaving.values():
-            while leaving:
-                leaving.popleft()[0].wait()
+        for outlet in self._outlets.values():
+            outlet.flush()
 
     def to_first(self, tensor: Tensor, source: int) -> Tensor | None:
         """The tensor of rank `source` on the CPU of rank 0, over gloo; None on the other ranks.
@@ -188,86 +181,155 @@ class ProcessTransport(Transport):
     def forget(self, first_channel: int) -> None:
         """Drop layouts and pooled buffers of the program whose channels begin here; it will not run again."""
         gone = range(first_channel, first_channel + CHANNELS)
-        for table in (self._sent, self._known, self._free):
+        for table in (self._outlets, self._inlets):
             for channel in [c for c in table if c in gone]:
                 del table[channel]
 
-    def learn(self, channel: int) -> None:
-        """Wait for a channel's layout, then start every receive that was posted before it was known."""
-        met = self._unknown.pop(channel)
-        met.work.wait()
-        self._known[channel] = Layout.decode(met.header)
-        for pending in met.waiting:
-            pending.start(met.peer)
 
-    def receive(self, peer: int, channel: int, microbatch: int) -> tuple[Tensor | None, dist.Work | None]:
-        """A pooled buffer and the receive into it; nothing when nothing travels on the channel."""
-        layout = self._known[channel]
-        if layout is None:
-            return None, None
-        tensor = self._buffer(channel, layout)
-        flat, group = layout.memory(tensor), self._groups.of(channel)
-        return tensor, dist.irecv(flat, group=group, group_src=peer, tag=_tag(channel, microbatch))
+@final
+class _Outlet:
+    """The sending end of a channel."""
 
-    def _buffer(self, channel: int, layout: Layout) -> Tensor:
-        free = self._free.get(channel)
-        if free:
-            return free.pop()
-        self.buffers_made += 1
-        return layout.empty(self._device)
+    def __init__(self, groups: Groups, peer: int, channel: int, depth: int) -> None:
+        self._groups, self._peer, self._channel, self._depth = groups, peer, channel, depth
+        self._group, self._tag = groups.of(channel), _tag(channel, 0)
+        self._layout: Layout | None = None
+        self._met = False
+        # Shape and strides of tensors whose memory is the message as it is.
+        self._plain: tuple[Any, ...] = ()
+        self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def _introduction(self, peer: int, channel: int) -> _Introduction:
-        if channel not in self._unknown:
-            header = torch.empty(HEADER, dtype=torch.int64)
-            tag = _header_tag(channel)
-            work = dist.irecv(header, group=self._groups.layouts, group_src=peer, tag=tag)
-            assert work is not None
-            self._unknown[channel] = _Introduction(peer, header, work, [])
-        return self._unknown[channel]
-
-    def _start(self, group: dist.ProcessGroup, peer: int, flat: Tensor, tag: int) -> None:
-        leaving = self._leaving.setdefault(peer, deque())
+    def send(self, microbatch: int, tensor: Tensor | None) -> None:
+        if tensor is None or (tensor.shape, tensor.stride(), tensor.dtype) != self._plain:
+            tensor = self._packed(tensor)
+        if tensor is None:
+            return
         # A bounded number of sends is under way, so a slow peer cannot make this rank keep every tensor.
-        while len(leaving) >= self._depth:
-            leaving.popleft()[0].wait()
-        work = dist.isend(flat, group=group, group_dst=peer, tag=tag)
-        assert work is not None
-        leaving.append((work, flat))
+        if len(self._leaving) >= self._depth:
+            self._leaving.popleft()[0].wait()
+        # Not dist.isend, which takes longer to check its arguments than gloo takes to send 2 KiB.
+        work = self._group.send([tensor], self._peer, self._tag + microbatch)
+        self._leaving.append((work, tensor))
+
+    def flush(self) -> None:
+        """Wait until everything has left."""
+        while self._leaving:
+            self._leaving.popleft()[0].wait()
+
+    def _packed(self, tensor: Tensor | None) -> Tensor | None:
+        """The tensor as it travels; the peer hears of its layout first. Raises BoundaryMismatch."""
+        layout = Layout.of(tensor) if tensor is not None else None
+        if not self._met:
+            self._met, self._layout = True, layout
+            header = layout.encode() if layout is not None else NOTHING
+            work = self._groups.layouts.send([header], self._peer, _header_tag(self._channel))
+            self._leaving.append((work, header))
+        elif self._layout != layout:
+            raise _changed(self._channel, self._layout, layout)
+        if tensor is None:
+            return None
+        if tensor.is_contiguous() and not tensor.is_complex():
+            self._plain = (tensor.shape, tensor.stride(), tensor.dtype)
+            return tensor
+        return _real(pack(tensor))
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Introduction:
-    """A channel whose layout is on its way, and the receives that wait for it, in order."""
+class _Inlet:
+    """The receiving end of a channel, with its pool of buffers."""
 
-    peer: int
-    header: Tensor
-    work: dist.Work
-    waiting: list[_ProcessPending]
+    def __init__(self, groups: Groups, peer: int, channel: int, device: torch.device) -> None:
+        self._group, self._peer, self._tag = groups.of(channel), peer, _tag(channel, 0)
+        self._device = device
+        self._layout: Layout | None = None
+        self._header = torch.empty(HEADER, dtype=torch.int64)
+        self._meeting: dist.Work | None = groups.layouts.recv([self._header], peer, _header_tag(channel))
+        self._waiting: list[_Arrival] = []  # posted before the layout is known, in order
+        self.lent: deque[_Arrival] = deque()  # given back, perhaps still held by somebody
+        self.made = 0
+
+    def post(self, microbatch: int) -> Pending:
+        arrival = self._free() or _Arrival(self)
+        arrival.microbatch = microbatch
+        if self._meeting is None:
+            self.start(arrival)
+        else:
+            self._waiting.append(arrival)
+        return arrival
+
+    def start(self, arrival: _Arrival) -> None:
+        """Receive the elements, now that the layout is known; nothing when nothing travels here."""
+        if self._layout is None:
+            return
+        if arrival.flat is None:
+            self.made += 1
+            arrival.own(self._layout, self._device)
+        assert arrival.flat is not None
+        arrival.work = self._group.recv([arrival.flat], self._peer, self._tag + arrival.microbatch)
+
+    def learn(self) -> None:
+        """Wait for the layout, then start every receive that was posted before it was known."""
+        if self._meeting is not None:
+            self._meeting.wait()
+            self._meeting, self._layout = None, Layout.decode(self._header)
+            for arrival in self._waiting:
+                self.start(arrival)
+            self._waiting.clear()
+
+    def _free(self) -> _Arrival | None:
+        """A buffer that was given back and that nobody holds any more; held ones are their holders'."""
+        while self.lent:
+            arrival = self.lent.popleft()
+            if arrival.is_free():
+                return arrival
+        return None
 
 
 @final
-class _ProcessPending(Pending):
-    def __init__(self, transport: ProcessTransport, channel: int, microbatch: int) -> None:
-        self._transport, self._channel, self._microbatch = transport, channel, microbatch
-        self._started = False
+class _Arrival(Pending):
+    """A receive and its buffer, which is used again and again."""
+
+    __slots__ = ("_holders", "_inlet", "_place", "_tensor", "flat", "microbatch", "work")
+
+    def __init__(self, inlet: _Inlet) -> None:
+        self._inlet, self.microbatch = inlet, 0
         self._tensor: Tensor | None = None
-        self._work: dist.Work | None = None
+        self.flat: Tensor | None = None
+        self.work: dist.Work | None = None
+        self._place = self._holders = 0
 
-    def start(self, peer: int) -> None:
-        """Receive the elements, now that the layout is known."""
-        self._tensor, self._work = self._transport.receive(peer, self._channel, self._microbatch)
-        self._started = True
+    def own(self, layout: Layout, device: torch.device) -> None:
+        """Make the buffer."""
+        self._tensor = layout.empty(device)
+        self.flat = _real(layout.memory(self._tensor))
+        self._place = self._tensor.untyped_storage()._cdata
+        self._holders = _tensors_in(self._place)
+
+    def is_free(self) -> bool:
+        """Does no tensor but our own live in the buffer?"""
+        return self._tensor is not None and _tensors_in(self._place) == self._holders
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> Tensor | None:
-        if not self._started:
-            self._transport.learn(self._channel)
-        if self._work is not None:
-            self._work.wait()
-        return self._tensor
+        self._inlet.learn()
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self._tensor.detach() if self._tensor is not None else None
+
+    def release(self) -> None:
+        self._inlet.lent.append(self)
+
+
+def _tensors_in(place: int) -> int:
+    return torch._C._storage_Use_Count(place)
+
+
+def _real(flat: Tensor) -> Tensor:
+    """Backends move real numbers."""
+    return torch.view_as_real(flat) if flat.is_complex() else flat
 
 
 # 2048 microbatches per channel, and one more tag for the header. Tags are 32-bit numbers, so programs share

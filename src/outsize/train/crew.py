@@ -21,6 +21,7 @@ from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.cut import Cut
 from outsize.run.interpreter import Interpreter, MakeStage, StepInputs, StepOutputs, run_together
+from outsize.run.marks import Marks
 from outsize.run.rng import Seed
 from outsize.run.transport import CHANNELS, Groups, LocalTransport, Mailboxes, ProcessTransport
 from outsize.schedules.builders import build
@@ -54,7 +55,7 @@ class Crew(ABC):
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
     def __init__(self) -> None:
-        self._spans: list[RawSpan] = []
+        self._marks: list[tuple[int, Marks]] = []
 
     @abstractmethod
     def run(
@@ -101,12 +102,16 @@ class Crew(ABC):
     def start_step(self) -> None:
         """A new step: forget the last one's spans. An evaluation is no step and leaves no spans."""
         if torch.is_grad_enabled():
-            self._spans = []
+            self._marks = []
 
-    def keep(self, rank: int, spans: Iterable[tuple[str, Lane, float, float]]) -> None:
+    def keep(self, rank: int, marks: Marks) -> None:
         """What a rank did in this step, for the timeline."""
         if torch.is_grad_enabled():
-            self._spans += [(rank, *span) for span in spans]
+            self._marks.append((rank, marks))
+
+    def own_spans(self) -> list[RawSpan]:
+        """Spans of this process since `start_step`."""
+        return [(rank, *span) for rank, marks in self._marks for span in marks.spans()]
 
     def timeline(self) -> Timeline:
         """The last step, on a clock that starts with its first action."""
@@ -195,7 +200,7 @@ class LocalCrew(Crew):
             self._built.clear()
             raise
         for interpreter, result in zip(interpreters, results, strict=True):
-            self.keep(interpreter.rank, result.spans)
+            self.keep(interpreter.rank, result.marks)
         return _outputs(variant, interpreters[0].schedule, results)
 
     def _interpreters(self, variant: Variant, make_stage: MakeStage, microbatches: int) -> list[Interpreter]:
@@ -227,7 +232,7 @@ class LocalCrew(Crew):
         return tensor.detach().cpu()
 
     def gather_spans(self) -> list[RawSpan]:
-        return self._spans
+        return self.own_spans()
 
 
 def device_of(plan: Plan) -> torch.device:
@@ -273,7 +278,7 @@ class ProcessCrew(Crew):
         interpreter = self._interpreter(variant, make_stage, len(inputs))
         interpreter.begin(StepInputs(inputs, weights, seeds))
         result = interpreter.run()
-        self.keep(self.rank, result.spans)
+        self.keep(self.rank, result.marks)
         return _outputs(variant, interpreter.schedule, [result])
 
     def _interpreter(self, variant: Variant, make_stage: MakeStage, microbatches: int) -> Interpreter:
@@ -309,5 +314,5 @@ class ProcessCrew(Crew):
 
     def gather_spans(self) -> list[RawSpan]:
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, self._spans, group=self._group)
+        dist.all_gather_object(found, self.own_spans(), group=self._group)
         return [span for spans in found for span in spans]

@@ -18,6 +18,7 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.exchange import Exchange
 from outsize.run.homes import Holders, Placement
+from outsize.run.host_memory import keep_freed_memory
 from outsize.run.load import load_weights
 from outsize.run.owned import OwnedRun
 from outsize.run.weight_files import WeightFiles
@@ -43,6 +44,8 @@ class Ownership:
             self._load(self._files)
         if self._crew.device is not None:
             move_weights(self._model, self._crew.device)
+            if self._crew.device.type == "cpu":
+                keep_freed_memory()
 
     def adopt(self, find: Callable[[], Placement]) -> None:
         """Another program may be the first to use a weight: from now on its stage owns it."""
