@@ -1,4 +1,4 @@
-"""What a plan says of itself beside its cuts: what it takes, what nothing runs yet, why an axis is missing."""
+"""What a plan says of itself beside its cuts: what it takes, what nothing runs yet, which axis is missing."""
 
 from __future__ import annotations
 

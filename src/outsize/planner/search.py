@@ -392,4 +392,3 @@ def _expected(request: Request, best: Estimate, found: _Found, bounds: Sequence[
             "limited_by": limited_by(best, menu.work(best.layout), menu.graph(best.layout), bounds),
         }
     )
-
