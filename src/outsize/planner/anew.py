@@ -134,6 +134,14 @@ class StageBytes:
         sent = [s for s in self.stores if s.made >= 0 and s.last >= self.units]
         return tuple(sum(s.size_bytes for s in sent if s.made <= k) for k in range(self.units))
 
+    @cached_property
+    def _made_by(self) -> list[list[Store]]:
+        found: list[list[Store]] = [[] for _ in range(self.units)]
+        for store in self.stores:
+            if store.made >= 0:
+                found[store.made].append(store)
+        return found
+
     def held(self, chosen: Collection[int]) -> Held:
         """What is held when these units are recomputed."""
         parts, since = segments(self.block, chosen), {}
@@ -163,7 +171,7 @@ class StageBytes:
 
         The second forward ends with the last tensor that is saved: what is made for others only is not there.
         """
-        made = [s for s in self.stores if a <= s.made < b]
+        made = [s for u in range(a, b) for s in self._made_by[u]]
         since = [min((u for u in s.keepers if u < b), default=b) for s in made]
         until = [max((u for u in s.used if u < b), default=-1) for s in made]
         saved, again, backward, first_backward = 0, 0, NOTHING, NOTHING

@@ -30,9 +30,9 @@ from typing import Final, final
 from outsize.ir.segments import Run
 from outsize.planner.anew import Anew, StageBytes
 
-LONGEST: Final = 16
-WIDTH: Final = 16
-MOST: Final = 400
+LONGEST: Final = 12
+WIDTH: Final = 6
+MOST: Final = 200
 MOST_STATES: Final = 64
 # Of the price of a byte in seconds: beyond this it is bytes alone that count; and how sharp it gets.
 HIGHEST: Final = 1e6
@@ -117,7 +117,11 @@ class _Paths:
     def __init__(self, stage: StageBytes, forward_s: Sequence[float]) -> None:
         self._stage, self._forward_s = stage, tuple(forward_s)
         inner, stores = stage.inner, stage.stores
-        self._anew = dict[Run, Anew]()
+        self._anew = dict[Run, tuple[Anew, float]]()
+        self._used_by: list[list[int]] = [[] for _ in range(stage.units)]
+        for i in inner:
+            for unit in stores[i].used:
+                self._used_by[unit].append(i)
         alive = [
             sum(stores[i].size_bytes for i in inner if stores[i].made <= k <= stores[i].last)
             for k in range(stage.units)
@@ -156,27 +160,24 @@ class _Paths:
         size = stage.own[k] + self._size(there - kept)
         worst = self._held_forward(k, there), stage.backward[k], stage.first_backward[k]
         yield _Arc(k + 1, 0.0, size, worst, (self._used_from(k + 1, there), False), segment=False)
+        read = set[int]()
         for end in range(k + 1, min(stage.units, k + LONGEST) + 1):
             if block[end - 1] != block[k] or (just_ended and block[k] == block[k - 1]):
                 return
-            yield self._segment(k, end, kept)
+            read.update(i for i in self._used_by[end - 1] if stage.stores[i].made < k)
+            yield self._segment(k, end, kept, kept | read)
 
-    def _segment(self, k: int, end: int, kept: frozenset[int]) -> _Arc:
-        stores, inner = self._stage.stores, self._stage.inner
-        read = {i for i in inner if stores[i].made < k and any(k <= u < end for u in stores[i].used)}
-        there = kept | read
+    def _segment(self, k: int, end: int, kept: frozenset[int], there: frozenset[int]) -> _Arc:
+        """`there`: with what the segment reads."""
         if (k, end) not in self._anew:
-            self._anew[k, end] = self._stage.segment(k, end)
-        acting = self._anew[k, end]
+            self._anew[k, end] = self._stage.segment(k, end), sum(self._forward_s[k:end])
+        acting, seconds = self._anew[k, end]
+        forward = max(self._held_forward(u, there) for u in range(k, end))
         return _Arc(
             end,
-            sum(self._forward_s[k:end]),
+            seconds,
             self._size(there - kept),
-            (
-                max(self._held_forward(u, there) for u in range(k, end)),
-                acting.backward,
-                acting.first_backward,
-            ),
+            (forward, acting.backward, acting.first_backward),
             (self._used_from(end, there), True),
             segment=True,
         )
@@ -221,7 +222,7 @@ class _Search:
         while here.before is not None:
             units |= set(range(here.start, end)) if here.segment else set()
             here, end = here.before, here.start
-        least_s = self._best.seconds if self._proven else self._hope_s(self._first, 0, START)
+        least_s = self._best.seconds if self._proven else self._hope_s(0.0, 0, 0, START)
         return Choice(frozenset(units), self._best.seconds, min(least_s, self._best.seconds))
 
     def run(self, width: int | None) -> None:
@@ -231,7 +232,10 @@ class _Search:
         looked_at = 0
         for k in range(self._n):
             labels = [(state, p) for state, found in fronts[k].items() for p in _undominated(found)]
-            labels = [(self._hope_s(p, k, state), p.kept, n, state, p) for n, (state, p) in enumerate(labels)]
+            labels = [
+                (self._hope_s(p.seconds, p.kept, k, state), p.kept, n, state, p)
+                for n, (state, p) in enumerate(labels)
+            ]
             for hope_s, _, _, state, partial in sorted(labels)[:width]:
                 if hope_s < self._known_s():
                     looked_at += 1
@@ -276,24 +280,24 @@ class _Search:
         self._consider([partial] if partial is not None and k == self._n else [])
         return kept
 
-    def _hope_s(self, partial: _Partial, k: int, state: State) -> float:
-        """The least seconds of a whole choice that begins like this."""
-        left = self._most_kept - partial.kept
+    def _hope_s(self, seconds: float, kept: int, k: int, state: State) -> float:
+        """The least seconds of a whole choice that begins with these seconds and bytes."""
+        left = self._most_kept - kept
         if self._least[k][state][0] > left:
             return inf
-        return partial.seconds + max(0.0, self._rest[k][state][0] - self._price * left)
+        return seconds + max(0.0, self._rest[k][state][0] - self._price * left)
 
     def _extended(self, partial: _Partial, k: int, arc: _Arc) -> _Partial | None:
-        kept = partial.kept + arc.kept
-        a, b, c = (
-            max(before, kept + moment) for before, moment in zip(partial.worst, arc.worst, strict=True)
-        )
-        found = _Partial(partial.seconds + arc.extra_s, kept, (a, b, c), k, arc.segment, partial)
-        if self._hope_s(found, arc.end, arc.state) >= self._known_s():
+        kept, seconds = partial.kept + arc.kept, partial.seconds + arc.extra_s
+        if self._hope_s(seconds, kept, arc.end, arc.state) >= self._known_s():
             return None
-        acting = (a, b, c, 0)
-        fits = all(waiting * kept + acting[at] <= room for room, waiting, at in self._limits)
-        return found if fits else None
+        (a, b, c), (x, y, z) = partial.worst, arc.worst
+        worst = max(a, kept + x), max(b, kept + y), max(c, kept + z)
+        acting = (*worst, 0)
+        for room, waiting, at in self._limits:
+            if waiting * kept + acting[at] > room:
+                return None
+        return _Partial(seconds, kept, worst, k, arc.segment, partial)
 
     def _kept_at_most(self, room: int, waiting: int, phase: int) -> int:
         """Of one microbatch, by one limit: the last unit's moment comes on top of all that is kept."""

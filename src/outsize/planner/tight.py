@@ -8,7 +8,7 @@ least (recompute.py). e is not known for all runs; it is at least
 
 for a unit that is recomputed frees no more than what it saves. So: take these bounds for prices, find the
 best cut, compute e of its runs, until a best cut has no bound left in it. That cut is exact, as in a best
-first search; after MOST choices it is the best of those that were met. All cuts met, and the one that was
+first search; after MOST choices, or MOST_UNITS, it is the best of those that were met. All cuts met, and the one that was
 given, are simulated, links and all; the shortest step that fits is taken, never longer than the given one.
 
 Only pipelines of one stage on a device: what several hold of it together is no limit of one. Complexity: MOST
@@ -39,6 +39,8 @@ from outsize.planner.selective import Fine, Units, choice, kept_case, recomputin
 from outsize.planner.split import Case
 
 MOST: Final = 24
+# Units of all stages for which something was chosen: no further cut is looked at then.
+MOST_UNITS: Final = 1_500
 # Less than this share of a step is no reason to look for another cut.
 WORTH: Final = 1e-3
 
@@ -81,7 +83,7 @@ class _Tight:
         """The one that was given, and the best ones by what was known."""
         found = dict.fromkeys([self._given.bounds])
         self._learn(self._given.bounds)
-        while len(self._known) < MOST:
+        while len(self._known) < MOST and self._units_known() < MOST_UNITS:
             price = partial(self._price, self._extra)
             bounds = partition(len(self._stages), price, np.zeros_like(self._over[0]))
             if bounds is None:
@@ -90,6 +92,10 @@ class _Tight:
             if not self._learn(bounds):
                 break
         return list(found)
+
+    def _units_known(self) -> int:
+        ends = self._menu.ends(self._given.layout)
+        return sum(ends[end] - ends[first] for _, (first, end) in self._known)
 
     def estimate(self, bounds: tuple[int, ...]) -> tuple[Estimate, dict[int, Units]] | None:
         """With the stages that do not fit recomputed as they do best; None where one never fits."""
