@@ -264,3 +264,8 @@ def test_a_step_of_which_only_a_part_is_drawn(tmp_path: Path) -> None:
     page = page_of(tmp_path, plan=plan.model_copy(update={"expected": twice}), predicted=samples.predicted())
     assert "2.00 s, bubble 10 %, its first 6 microbatches" in page
     assert '<span class="value">2.00 s</span>' in page
+
+
+def test_a_stage_that_recomputes_some_units_says_how_many(tmp_path: Path) -> None:
+    page = page_of(tmp_path, plan=samples.selective(), predicted=samples.predicted())
+    assert "<td>9 of 40 units</td>" in page

@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 
 from outsize.ir.plan import Alternative, Axes, Plan
 from outsize.report.tables import check_table, plan_table, run_table, units_table
+from outsize.report.why import why_table
 
 Golden = Callable[[str, str], None]
 BARE = Plan.model_validate({**samples.plan().model_dump(), "expected": None, "why": ()})
@@ -27,6 +28,8 @@ TABLES = {
     "plan": plan_table(samples.plan(), samples.graph()),
     "plan_bare": plan_table(BARE),
     "plan_interleaved": plan_table(samples.interleaved()),
+    "plan_selective": plan_table(samples.selective()),
+    "why_selective": why_table(samples.selective(), ()),
     "plan_what_if": plan_table(samples.what_if(), samples.graph()),
     "check_equal": check_table(samples.verdict()),
     "check_differs": check_table(samples.verdict(bit_equal=False)),
