@@ -4,6 +4,7 @@
     tensor [N, C, ...]                       integers [N, ...]    ce(output)
     mapping, named tuple or dataclass        of its main tensor   ce(main) + 0.4 ce(aux) + ...
     list of tensors of one shape             of the last          ce(last) + 0.4 ce(those before) + ...
+    mapping of numbers (detectors)           none                 their sum
 
 The main tensor of a mapping is `out` (torchvision's segmentation) or `logits` (its Inception and GoogLeNet,
 transformers' heads), else the first floating one; auxiliary heads are the entries whose names begin with
@@ -54,6 +55,11 @@ def default_loss(output: Any, target: Tensor) -> Tensor:
     return loss
 
 
+def sum_of_losses(output: dict[str, Tensor]) -> Tensor:
+    """The losses that a detector returns, added up, as in torchvision's references."""
+    return torch.stack([*output.values()]).sum()
+
+
 def objective(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> Objective:
     """Nothing when the model returns its loss; else `default_loss` with random classes.
 
@@ -62,6 +68,8 @@ def objective(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], s
     output, has_loss = _output(model, args, kwargs)
     if has_loss:
         return Objective()
+    if isinstance(output, dict) and all(isinstance(x, Tensor) and x.ndim == 0 for x in output.values()):
+        return Objective(sum_of_losses)
     main, _ = _heads(output)
     samples, classes, *rest = main.shape
     generator = torch.Generator().manual_seed(seed)

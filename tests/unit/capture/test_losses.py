@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.capture.losses import AUXILIARY_WEIGHT, Objective, default_loss, objective
+from outsize.capture.losses import AUXILIARY_WEIGHT, Objective, default_loss, objective, sum_of_losses
 from outsize.errors import BadOption
 
 GoogLeNetOutputs = namedtuple("GoogLeNetOutputs", ["logits", "aux_logits2", "aux_logits1"])
@@ -133,3 +133,22 @@ def test_a_list_of_equal_tensors_refines_one_answer() -> None:
     expected = F.cross_entropy(last, target) + AUXILIARY_WEIGHT * F.cross_entropy(first, target)
     assert torch.equal(default_loss([first, last], target), expected)
     assert torch.equal(default_loss([first, last[:1]], target), F.cross_entropy(first, target))
+
+
+class Detector(nn.Module):
+    """Returns its losses by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        out = self.head(x)
+        return {"classification": out[:, 0].mean(), "boxes": out[:, 1].abs().mean()}
+
+
+def test_losses_by_name_are_added_up() -> None:
+    model, x = Detector(), torch.randn(3, 2)
+    assert objective(model, (x,), {}) == Objective(sum_of_losses)
+    losses = model(x)
+    assert torch.allclose(sum_of_losses(losses), losses["classification"] + losses["boxes"])
