@@ -8,8 +8,8 @@ least (recompute.py). e is not known for all runs; it is at least
 
 for a unit that is recomputed frees no more than what it saves. So: take these bounds for prices, find the
 best cut, compute e of its runs, until a best cut has no bound left in it. That cut is exact, as in a best
-first search; after MOST choices (or MOST_UNITS) it is the best of those met. All cuts met, and the one that was
-given, are simulated, links and all; the shortest step that fits is taken, never longer than the given one.
+first search; after MOST choices (or MOST_UNITS) it is the best of those met. All cuts met and the one that
+was given are simulated, links and all; the shortest step that fits is taken, never longer than the given one.
 
 Only pipelines of one stage on a device: what several hold of it together is no limit of one. Complexity: MOST
 choices and partitions. Oracle: tests/unit/planner/test_tight.py, all cuts and all subsets of units.
