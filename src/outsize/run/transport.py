@@ -117,17 +117,18 @@ class _LocalPending(Pending):
 @final
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Process groups of a transport. NCCL has one queue per pair and group, so each direction has its own;
-    layouts are numbers for the host and go over gloo. On gloo one group serves all three.
+    """Process groups of a transport. NCCL has one queue per group and pair, in which a receive holds up what
+    is posted behind it; so values and gradients, to higher and to lower ranks, have a group each: `queues`.
+    Its communicators are made at the first message of a pair, once. Layouts are numbers for the host and go
+    over gloo; on gloo, which has tags, one group serves all.
     """
 
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
+    queues: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]
     layouts: dist.ProcessGroup
 
-    def of(self, channel: int) -> dist.ProcessGroup:
+    def of(self, channel: int, source: int, destination: int) -> dist.ProcessGroup:
         """The group that moves a channel's elements; odd channels carry gradients."""
-        return self.backward if channel % 2 else self.forward
+        return self.queues[channel % 2 * 2 + (source < destination)]
 
 
 @final
@@ -192,7 +193,7 @@ class _Outlet:
 
     def __init__(self, groups: Groups, peer: int, channel: int, depth: int) -> None:
         self._groups, self._peer, self._channel, self._depth = groups, peer, channel, depth
-        self._group, self._tag = groups.of(channel), _tag(channel, 0)
+        self._group, self._tag = groups.of(channel, groups.layouts.rank(), peer), _tag(channel, 0)
         self._layout: Layout | None = None
         self._met = False
         # Shape and strides of tensors whose memory is the message as it is.
@@ -239,7 +240,8 @@ class _Inlet:
     """The receiving end of a channel, with its pool of buffers."""
 
     def __init__(self, groups: Groups, peer: int, channel: int, device: torch.device) -> None:
-        self._group, self._peer, self._tag = groups.of(channel), peer, _tag(channel, 0)
+        self._group, self._peer = groups.of(channel, peer, groups.layouts.rank()), peer
+        self._tag = _tag(channel, 0)
         self._device = device
         self._layout: Layout | None = None
         self._header = torch.empty(HEADER, dtype=torch.int64)

@@ -243,15 +243,13 @@ def device_of(plan: Plan) -> torch.device:
 
 
 def make_groups(group: dist.ProcessGroup, device: torch.device) -> Groups:
-    """One gloo group for everything on CPU; on CUDA one NCCL group per direction and gloo for layouts."""
+    """One gloo group for everything on CPU; on CUDA an NCCL group per queue and gloo for layouts."""
     if device.type == "cpu":
-        return Groups(group, group, group)
+        return Groups((group, group, group, group), group)
     ranks = dist.get_process_group_ranks(group)
-    backward = dist.new_group(ranks, backend="nccl")
-    layouts = dist.new_group(ranks, backend="gloo")
-    assert isinstance(backward, dist.ProcessGroup)
-    assert isinstance(layouts, dist.ProcessGroup)
-    return Groups(group, backward, layouts)
+    made = [dist.new_group(ranks, backend=b) for b in ("nccl", "nccl", "nccl", "gloo")]
+    second, third, fourth, layouts = (g for g in made if isinstance(g, dist.ProcessGroup))
+    return Groups((group, second, third, fourth), layouts)
 
 
 @final

@@ -51,20 +51,32 @@ class Work:
 class Group:
     """One rank's end of a process group."""
 
-    rank: int
+    number: int
     wires: Wires
 
+    def rank(self) -> int:
+        return self.number
+
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        self.wires.boxes[self.rank, peer, tag].put(tensors[0].detach().clone())
+        self.wires.boxes[self.number, peer, tag].put(tensors[0].detach().clone())
         return Work(self.wires, "send")
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
-        return Work(self.wires, "receive", self.wires.boxes[peer, self.rank, tag], tensors[0])
+        return Work(self.wires, "receive", self.wires.boxes[peer, self.number, tag], tensors[0])
 
 
 def transport_of(rank: int, wires: Wires) -> ProcessTransport:
     group = cast("Any", Group(rank, wires))
-    return ProcessTransport(Groups(group, group, group), CPU)
+    return ProcessTransport(Groups((group, group, group, group), group), CPU)
+
+
+def test_each_directed_pair_has_a_queue_for_values_and_one_for_gradients() -> None:
+    """Under interleaved stages values go both ways between two ranks."""
+    names = cast("Any", tuple("abcde"))
+    groups = Groups(names[:4], names[4])
+    found = {groups.of(channel, *ends) for channel in (0, 1) for ends in ((0, 1), (1, 0))}
+    assert len(found) == 4
+    assert groups.of(2, 0, 1) is groups.of(0, 0, 1)
 
 
 @pytest.fixture
