@@ -67,7 +67,7 @@ def selective_reasons(found: Estimate, chosen: Mapping[int, Units], bounds: Sequ
         again_s = float((found.cases[stage].seconds.given - kept.seconds.given)[run].sum())
         share = f"{seconds_text(again_s)} of its forward's {seconds_text(found.costs[stage].forward_s)}"
         count = f"{len(units)} of {bounds[stage + 1] - bounds[stage]} units"
-        yield f"stage {stage} recomputes {count}, for want of memory: {share} twice"
+        yield f"stage {stage} recomputes {count} to save memory: {share} twice"
 
 
 def counted(figures: Expected, chosen: Mapping[int, Units]) -> Expected:

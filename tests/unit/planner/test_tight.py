@@ -111,7 +111,7 @@ def test_what_is_chosen_is_in_the_plan_and_priced_as_it_says() -> None:
     plan = by_memory(75_000)
     assert plan.expected is not None
     assert (plan.expected.stages[0].recomputed, plan.expected.stages[0].units) == (1, 4)
-    assert any("for want of memory" in why for why in plan.why)
+    assert any("to save memory" in why for why in plan.why)
     again = price(plan, *HEAVY, small(2, 75_000))
     assert again.expected == plan.expected.model_copy(update={"gap": None})
 

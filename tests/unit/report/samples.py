@@ -126,7 +126,7 @@ def selective() -> Plan:
             "stages": (stages[0].model_copy(update=some), *stages[1:]),
             "expected": expected().model_copy(update={"stages": (counted, *figures[1:])}),
             "why": (
-                "stage 0 recomputes 9 of 40 units, for want of memory: 5.1 ms of its forward's 21.0 ms twice",
+                "stage 0 recomputes 9 of 40 units to save memory: 5.1 ms of its forward's 21.0 ms twice",
             ),
         }
     )
