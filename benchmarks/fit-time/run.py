@@ -65,7 +65,8 @@ def all_cases(config: Path) -> dict[str, list[str]]:
 
     fit = ["-W", "ignore", "-c", "from outsize.cli import main; main()", "fit"]
     llama = [*fit, f"transformers:{config}", *WHERE]
-    cases = {"llama": llama, "llama-bf16": [*llama, "--precision", "bf16"]}
+    cases = {"llama": llama}
+    cases |= {f"llama-{p}": [*llama, "--precision", p] for p in ("bf16", "bf16-mixed", "fp16-mixed")}
     for name in import_torchvision().models.list_models():
         cases[name] = [*fit, f"torchvision:{name}", "--cluster", "2x12GB", "--batch", "8"]
     return cases
