@@ -19,7 +19,7 @@ from outsize.planner.anew import StageBytes
 from outsize.planner.estimate import Estimate, estimate
 from outsize.planner.memory import Alive, Phase, held_bytes
 from outsize.planner.menu import Menu
-from outsize.planner.moments import moments_by_stage
+from outsize.planner.moments import moments_by_rank, moments_by_stage
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.ranges import Bytes, Ranges, owned_gradients
 from outsize.planner.recompute import BACKWARD, FIRST_BACKWARD, FORWARD, NOTHING, Choice, Limit, choose
@@ -121,9 +121,28 @@ def choice(pipeline: Pipeline, stage: int, run: Run, fine: Fine) -> Choice | Non
     empty = replace(here, **dict.fromkeys(OWN, np.zeros_like(here.saved)))
     how = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
     limits = [_limit(empty, alive) for alive in moments_by_stage(*how)[stage]]
+    return _best(fine, run, limits, pipeline.room_bytes(stage))
+
+
+def shared_choice(found: Estimate, stage: int, fine: Fine) -> Choice | None:
+    """The same for a stage that shares its device, while the others there run as they do."""
+    layout, pipeline, p = found.layout, found.pipeline, found.layout.axes.pp
+    runs, rank = tuple(pairwise(found.bounds)), stage % p
+    here = [case.ranges.only(*run) for case, run in zip(found.cases[rank::p], runs[rank::p], strict=True)]
+    here[stage // p] = empty = replace(here[stage // p], **dict.fromkeys(OWN, np.zeros_like(here[0].saved)))
+    worst = dict[tuple[int, int], int]()
+    for moment in moments_by_rank(layout.schedule, layout.stages, layout.microbatches, p)[rank]:
+        own = _limit(empty, moment[stage // p])
+        key, fixed = (own.waiting, own.phase), sum(map(held_bytes, here, moment))
+        worst[key] = max(fixed, worst.get(key, fixed))
+    limits = [Limit(fixed, *key) for key, fixed in worst.items()]
+    return _best(fine, runs[stage], limits, pipeline.room.devices[pipeline.ranks[stage]].memory_bytes)
+
+
+def _best(fine: Fine, run: Run, limits: Sequence[Limit], room: int) -> Choice | None:
     first, end = fine.ends[run[0]], fine.ends[run[1]]
     forward_s: list[float] = fine.seconds.forward[first:end].tolist()
-    found = choose(fine.stage(run), forward_s, limits, pipeline.room_bytes(stage))
+    found = choose(fine.stage(run), forward_s, limits, room)
     return replace(found, units=frozenset(first + unit for unit in found.units)) if found else None
 
 

@@ -11,8 +11,9 @@ best cut, compute e of its runs, until a best cut has no bound left in it. That 
 first search; after MOST choices (or MOST_UNITS) it is the best of those met. All cuts met and the one that
 was given are simulated, links and all; the shortest step that fits is taken, never longer than the given one.
 
-Only pipelines of one stage on a device: what several hold of it together is no limit of one. Complexity: MOST
-choices and partitions. Oracle: tests/unit/planner/test_tight.py, all cuts and all subsets of units.
+Where stages share a device the cut stays, and each stage that recomputes takes in turn what room the others
+leave. Complexity: MOST choices and partitions. Oracle: tests/unit/planner/test_tight.py, all cuts and all
+subsets of units.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from outsize.planner.moments import moments_by_stage
 from outsize.planner.partition import bottleneck, partition
 from outsize.planner.ranges import Bytes, Seconds
 from outsize.planner.seconds import fastest
-from outsize.planner.selective import Fine, Units, choice, kept_case, recomputing
+from outsize.planner.selective import Fine, Units, choice, kept_case, recomputing, shared_choice
 from outsize.planner.split import Case
 
 MOST: Final = 24
 # Units of all stages for which something was chosen: no further cut is looked at then.
 MOST_UNITS: Final = 1_500
+# Stages that share devices with others and are looked at.
+SHARING: Final = 12
 # Less than this share of a step is no reason to look for another cut.
 WORTH: Final = 1e-3
 
@@ -48,8 +51,10 @@ WORTH: Final = 1e-3
 def selective(best: Estimate, menu: Menu, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
     """The best cut and choices of units by stage; the estimate given, and none, where nothing is better."""
     layout, chosen = best.layout, dict[int, Units]()
-    if layout.group > 1 or layout.chunks > 1 or layout.weights == "host" or len(best.pipeline.ways[0]) == 1:
+    if layout.group > 1 or layout.weights == "host" or len(best.pipeline.ways[0]) == 1:
         return best, chosen
+    if layout.chunks > 1:
+        return _one_by_one(best, menu, optimizer)
     whole = any(case.recompute == "full" for case in best.cases)
     least_s = menu.work(layout).floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
     if not whole and best.floor_s <= least_s * (1 + WORTH):
@@ -60,6 +65,20 @@ def selective(best: Estimate, menu: Menu, optimizer: str) -> tuple[Estimate, dic
         if found is not None and found[0].fits and found[0].step_s < best.step_s:
             best, chosen = found
     return replace(best, floor_s=min(best.step_s, tight.floor_s)), chosen
+
+
+def _one_by_one(best: Estimate, menu: Menu, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
+    """The same cut where stages share devices: each that recomputes takes what room the others leave."""
+    found, chosen = best, dict[int, Units]()
+    whole = [stage for stage, case in enumerate(best.cases) if case.recompute == "full"]
+    for stage in whole[:SHARING]:
+        some = shared_choice(found, stage, Fine.of(menu, best.pipeline, stage, optimizer))
+        if some is not None:
+            more = chosen | {stage: some.units}
+            tried = recomputing(best.pipeline, best.bounds, best.ways, more, menu, optimizer)
+            if tried.fits and tried.step_s <= found.step_s:
+                found, chosen = replace(tried, floor_s=best.floor_s), more
+    return found, chosen
 
 
 @final

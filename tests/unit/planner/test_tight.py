@@ -130,3 +130,17 @@ def test_a_choice_edited_by_hand_is_priced_as_it_says() -> None:
 def test_full_where_it_was_asked_for() -> None:
     found = search(REQUEST.model_copy(update={"recompute": "full"}), {4: HEAVY}, small(2, 90_000))
     assert {found.recompute_of(stage) for stage in range(2)} == {"full"}
+
+
+def test_stages_that_share_devices_take_what_room_is_left() -> None:
+    ask = REQUEST.model_copy(update={"schedule": "interleaved", "stages": 2})
+    plans = [search(ask, {4: HEAVY}, small(2, memory)) for memory in (200_000, 80_000, 70_000, 60_000)]
+    some = [plan for plan in plans if any(stage.recomputed for stage in plan.stages)]
+    assert some
+    for plan, memory in zip(plans, (200_000, 80_000, 70_000, 60_000), strict=True):
+        cluster, expected = small(2, memory), plan.expected
+        assert expected is not None
+        held = [sum(s.peak_bytes for s in expected.stages[rank::2]) for rank in range(2)]
+        assert max(held) <= room_bytes(cluster.devices[0])
+        assert price(plan, *HEAVY, cluster).expected == expected.model_copy(update={"gap": None})
+    assert step_s(plans[0]) < min(map(step_s, some))
