@@ -65,6 +65,7 @@ def by_the_clock(extra: list[str]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "processes": 2,
+                "width": 256,
                 "schedule": schedule,
                 "microbatches": m,
                 "step_s": step,
@@ -79,9 +80,9 @@ def by_the_clock(extra: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def by_cpu_seconds(extra: list[str]) -> list[dict[str, Any]]:
+def by_cpu_seconds(tokens: int, width: int, extra: list[str]) -> list[dict[str, Any]]:
     """Four processes: CPU seconds of the bare stages over those of the step."""
-    found = measure(4, FOUR, extra)
+    found = measure(4, FOUR, ["--tokens", str(tokens), "--width", str(width), *extra])
     each = sum(cpu for _, _, cpu in found["stages"])
     rows = []
     for case in found["rows"]:
@@ -89,6 +90,7 @@ def by_cpu_seconds(extra: list[str]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "processes": 4,
+                "width": width,
                 "schedule": case["schedule"],
                 "microbatches": case["microbatches"],
                 "step_s": step,
@@ -112,7 +114,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--tag", default="", help="suffix of the result's name")
     options, extra = parser.parse_known_args()
-    rows = by_the_clock(extra) + by_cpu_seconds(extra)
+    rows = by_the_clock(extra) + by_cpu_seconds(256, 256, extra) + by_cpu_seconds(128, 512, extra)
     machine = f"{platform.machine()}-{platform.system().lower()}"
     result = {
         "date": str(datetime.date.today()),
@@ -130,12 +132,13 @@ def main() -> None:
 
 def table(result: dict[str, Any]) -> str:
     """The same for people."""
-    lines = ["processes  schedule   m   step ms  bound ms  bound/step  of bare stages"]
+    lines = ["processes  width  schedule   m   step ms  bound ms  bound/step  best step  of bare stages"]
     for r in result["rows"]:
         strict, step, bound = r.get("efficiency_of_bare_stages"), r["step_s"]["median"], r["bound_s"]
         lines.append(
-            f"{r['processes']:9d}  {r['schedule']:8s}  {r['microbatches']:2d}  {step * 1e3:8.1f}"
-            f"  {bound * 1e3:8.1f}  {r['efficiency']:10.3f}  {'' if strict is None else f'{strict:.3f}'}"
+            f"{r['processes']:9d}  {r['width']:5d}  {r['schedule']:8s}  {r['microbatches']:2d}"
+            f"  {step * 1e3:8.1f}  {bound * 1e3:8.1f}  {r['efficiency']:10.3f}"
+            f"  {bound / r['step_s']['best']:9.3f}  {'' if strict is None else f'{strict:.3f}'}"
         )
     return "\n".join([*lines, f"load {result['load']:.1f}"])
 

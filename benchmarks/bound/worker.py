@@ -22,42 +22,44 @@ import outsize
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.train.launch import join, leave
 
-WIDTH, TOKENS, BLOCKS = 256, 256, 2
+BLOCKS = 2
+Size = tuple[int, int]  # tokens of a microbatch, width
 
 
 class Block(nn.Module):
     """x + W2 gelu(W1 norm(x))."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """[rows, width] -> the same."""
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def build(stages: int) -> nn.Sequential:
+def build(stages: int, width: int) -> nn.Sequential:
     """Two blocks for each stage."""
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS * stages)))
+    return nn.Sequential(*(Block(width) for _ in range(BLOCKS * stages)))
 
 
-def batch_of(microbatches: int) -> tuple[Tensor, Tensor]:
+def batch_of(microbatches: int, size: Size) -> tuple[Tensor, Tensor]:
     """Inputs and targets, [tokens x microbatches, width]."""
     draw = torch.Generator().manual_seed(1)
-    shape = (TOKENS * microbatches, WIDTH)
+    shape = (size[0] * microbatches, size[1])
     return torch.randn(shape, generator=draw), torch.randn(shape, generator=draw)
 
 
 class Case:
     """An engine with one schedule and one number of microbatches."""
 
-    def __init__(self, schedule: str, microbatches: int, stages: int) -> None:
-        model, (x, y) = build(stages), batch_of(microbatches)
+    def __init__(self, schedule: str, microbatches: int, stages: int, size: Size) -> None:
+        (tokens, width), (x, y) = size, batch_of(microbatches, size)
+        model = build(stages, width)
         self.x, self.y = x, y
-        graph = outsize.capture(model, (x[:TOKENS],), {}, loss_fn=F.mse_loss, target=y[:TOKENS])
+        graph = outsize.capture(model, (x[:tokens],), {}, loss_fn=F.mse_loss, target=y[:tokens])
         names = [unit.name for unit in graph.units]
         starts = [f"{BLOCKS * stage}." for stage in range(1, stages)]
         bounds = (0, *(next(i for i, n in enumerate(names) if n.startswith(s)) for s in starts), len(names))
@@ -102,9 +104,9 @@ class Case:
 class Bare:
     """This rank's stage by hand."""
 
-    def __init__(self, rank: int, stages: int) -> None:
-        blocks = list(build(stages))[BLOCKS * rank : BLOCKS * (rank + 1)]
-        self.stage, (self.x, self.y) = nn.Sequential(*blocks), batch_of(1)
+    def __init__(self, rank: int, stages: int, size: Size) -> None:
+        blocks = list(build(stages, size[1]))[BLOCKS * rank : BLOCKS * (rank + 1)]
+        self.stage, (self.x, self.y) = nn.Sequential(*blocks), batch_of(1, size)
         self.first, self.last = rank == 0, rank == stages - 1
         self.laps: list[tuple[float, float, float]] = []  # forward, backward, CPU seconds of both
 
@@ -135,6 +137,8 @@ def main() -> None:
     """Rounds of all cases."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", required=True)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -143,8 +147,9 @@ def main() -> None:
     os.sched_setaffinity(0, {cores[world.rank % len(cores)]})
     torch.set_num_threads(1)
     named = [case.split(":") for case in options.cases.split(",")]
-    cases = [Case(schedule, int(m), world.world_size) for schedule, m in named]
-    bare = Bare(world.rank, world.world_size)
+    size = (options.tokens, options.width)
+    cases = [Case(schedule, int(m), world.world_size, size) for schedule, m in named]
+    bare = Bare(world.rank, world.world_size, size)
     for case in cases:
         case.lap()
         case.forget()

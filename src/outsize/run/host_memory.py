@@ -4,10 +4,10 @@
                              free -> munmap, malloc -> mmap, and a page fault for every 4 KiB touched
     after keep_freed_memory  all tensors live in the heap, which never shrinks: no fault in a steady step
 
-A training step allocates the same tensors again and again. ResNet-50 on one core: 5 % of a step's CPU seconds
-with microbatches of 6 x 96 x 96, 11 to 20 % with 36 x 128 x 128; the peak of resident memory is within 4 % of
-what it was (`benchmarks/bound/README.md`). Numbers are the same to the bit: only addresses differ. On CUDA
-torch's caching allocator keeps what is freed by itself (`expandable_segments:True` helps against fragments).
+A training step allocates the same tensors again and again. ResNet-50 on one core: 1 % of a step's CPU seconds
+with microbatches of 6 x 96 x 96, where glibc's own adaptation does most of it, 12 % with 24 x 128 x 128; the
+peak of resident memory grows by at most 11 % (`benchmarks/bound/lever.py`). Numbers are the same to the bit:
+only addresses differ. On CUDA torch's caching allocator keeps what is freed by itself.
 glibc's mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD. Oracle: tests/unit/run/test_host_memory.py counts faults.
 """
 
