@@ -35,8 +35,8 @@ _CALLED = {
     "torchvision.ops": (),
 }
 # Functions of torch.fx.experimental.symbolic_shapes, by what they give for sizes that are numbers.
-_ITSELF = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious")
-_ITSELF = (*_ITSELF, "guarding_hint_or_throw", "statically_known_true", "guard_int")
+_ITSELF = ("expect_true", "guard_int", "guard_or_false", "guard_or_true", "guard_size_oblivious")
+_ITSELF += ("guarding_hint_or_throw", "statically_known_true")
 _NO_SYMBOLS = ("_iterate_exprs", "_iterate_nodes", "free_unbacked_symbols")
 _FALSE = ("has_free_unbacked_symbols", "is_nested_int", "is_symbolic")
 
@@ -63,8 +63,12 @@ def stand_in(provider: str = "") -> None:
 
 def _place_sizes() -> None:
     known = {name: _itself(name) for name in _ITSELF}
-    known |= dict.fromkeys(_NO_SYMBOLS, _nothing) | dict.fromkeys(_FALSE, _never)
-    known |= {"has_guarding_hint": _always, "compute_unbacked_bindings": _none, "sym_eq": _equal}
+    known |= dict.fromkeys(_NO_SYMBOLS, lambda _: ()) | dict.fromkeys(_FALSE, _never)
+    known |= {
+        "has_guarding_hint": lambda _: True,
+        "compute_unbacked_bindings": lambda *_, **__: None,
+        "sym_eq": _equal,
+    }
     known |= {"sym_and": lambda *given: all(given), "sym_or": lambda *given: any(given)}
     _place("torch.fx.experimental.symbolic_shapes", GuardOnDataDependentSymNode=_NoError, **known)
     _place("torch.utils._sympy.functions", Max=_NoSource)
@@ -161,15 +165,3 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _never(*_: Any) -> bool:
     return False
-
-
-def _always(*_: Any) -> bool:
-    return True
-
-
-def _nothing(*_: Any) -> tuple[()]:
-    return ()
-
-
-def _none(*_: Any, **__: Any) -> None:
-    return None
