@@ -12,9 +12,9 @@ from outsize.ir.timeline import Lane
 class Marks:
     """Three times per action, in seconds: it asked for its messages, had them (0: needs none), ended."""
 
-    def __init__(self, names: Sequence[tuple[str, Lane]]) -> None:
+    def __init__(self, names: Sequence[tuple[str, Lane]], times: list[float] | None = None) -> None:
         self._names = names
-        self.times = [0.0] * (3 * len(names))
+        self.times = times or [0.0] * (3 * len(names))
 
     def spans(self) -> Iterator[tuple[str, Lane, float, float]]:
         """Action, lane, start, end; of actions that have not run, nothing."""

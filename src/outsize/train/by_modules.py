@@ -24,6 +24,7 @@ from outsize.ir.plan import Plan
 from outsize.program.modes import outside_autocast
 from outsize.run import exchange
 from outsize.run.homes import Placement, placement_of_modules
+from outsize.run.marks import Marks
 from outsize.run.owned import OwnedRun
 from outsize.run.rng import Seed, seeder
 from outsize.train.batch import Batch, evaluating_loss
@@ -129,7 +130,7 @@ class ByModules(Way):
 
     def _keep(self, action: str, start_s: float) -> None:
         rank = self._crew.rank
-        self._crew.keep(rank, [(f"{rank}{action}", "compute", start_s, time.perf_counter())])
+        self._crew.keep(rank, Marks([(f"{rank}{action}", "compute")], [start_s, 0.0, time.perf_counter()]))
 
 
 @contextmanager
