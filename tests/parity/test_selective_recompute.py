@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from parity_runs import Combination, at_random, captured, interleaved, reference, split_run
 
 from outsize.ir.cluster import make_cluster, parse_cluster
 from outsize.ir.names import compress_units
-from outsize.ir.plan import Plan, ScheduleName
+from outsize.ir.plan import Plan, ScheduleName, Stage
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request, search
 from outsize.train.parity import compare
@@ -70,3 +71,24 @@ def test_what_the_planner_chooses_runs() -> None:
 def peak_bytes(plan: Plan) -> int:
     assert plan.expected is not None
     return max(stage.peak_bytes for stage in plan.expected.stages)
+
+
+def test_deferred_statistics_count_each_microbatch_once() -> None:
+    plain = at_random(Combination("unet", 3, 2, "1f1b"), seed=1).model_copy(update={"bn": "deferred"})
+    plan = some_again(plain, "unet", random.Random(3))
+    found = compare(split_run("unet", plain), split_run("unet", plan))
+    assert found.bit_equal, found
+
+
+@pytest.mark.parametrize("name", ["gpt2"])
+def test_under_autocast(name: str) -> None:
+    plan = some_again(at_random(Combination(name, 3, 2, "1f1b"), seed=1), name, random.Random(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = compare(
+            split_run(name, plan.model_copy(update={"stages": _kept(plan)})), split_run(name, plan)
+        )
+    assert found.bit_equal, found
+
+
+def _kept(plan: Plan) -> tuple[Stage, ...]:
+    return tuple(s.model_copy(update={"recompute": None, "recomputed": ()}) for s in plan.stages)
