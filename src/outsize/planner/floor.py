@@ -28,8 +28,11 @@ Complexity: O(p n) for each T. Oracle: tests/unit/planner/test_floor.py simulate
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Self, final
+from functools import cached_property, partial
+from typing import Any, Final, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +52,7 @@ BRANCH: Final = 0.02
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Work:
     """Seconds per microbatch, summed over units: of shape (n + 1,).
 
@@ -107,23 +110,8 @@ class Work:
 
         `place`: how many stages are before it, and how many after it.
         """
-        m, (earlier, later) = microbatches, place
-        before = np.maximum(0.0, self.before[first] - earlier * self.slack_s)
-        behind = np.maximum(0.0, self.behind[end] - later * self.slack_s)
-        forward, backward = self.forward[end] - self.forward[first], self.backward[end] - self.backward[first]
-        once = forward + backward
-        # A stage that lies between a unit and what it hangs on may have nothing behind it.
-        behind = np.where(once > self.slack_s, behind, 0.0)
-        if schedule == "naive":
-            return m * (before + once + behind)
-        if schedule == "gpipe":
-            return before + m * once + behind
-        if schedule == "1f1b":
-            paced = once + behind + (m - 1) * backward + (m - min(later + 1, m)) * forward
-            return before + np.maximum(m * once, np.where(once > self.slack_s, paced, 0.0))
-        if schedule == "zero-bubble":
-            return np.maximum(0.0, self.before_forward[first] - earlier * self.slack_s) + m * once
-        return m * once
+        rows = self.forward, self.backward, self.before, self.before_forward, self.behind
+        return _through(rows, self.slack_s, schedule, first, end, place, microbatches, np.maximum, np.where)
 
     def balanced_s(self, stages: int, ranks: int, microbatches: int) -> float:
         """An interleaved step of equal chunks (arXiv 2104.04473, sec. 2.2): about what the best cut takes."""
@@ -147,17 +135,71 @@ class Work:
     def _reaches(self, schedule: ScheduleName, stages: int, microbatches: int, limit_s: float) -> bool:
         """Whether so many stages get to the end, none of them above the limit."""
         first, n = 0, len(self.forward) - 1
-        total = self.forward + self.backward
         for stage in range(stages):
             place = stage, stages - 1 - stage
-            furthest = int(
-                np.searchsorted(total, total[first] + limit_s / microbatches * (1 + PRECISE), "right")
-            )
-            ends = np.arange(first, min(furthest, n + 1))
-            taken = self.stage_s(schedule, np.intp(first), ends, place, microbatches)
-            within = np.flatnonzero(taken <= limit_s)
-            first += int(within[-1]) if len(within) else 0
+            longest_s = limit_s / microbatches * (1 + PRECISE)
+            ends = range(first, bisect_right(self._total, self._total[first] + longest_s))
+            # In plain numbers: arrays of one take ten times as long.
+            seconds = partial(self._one_s, schedule, place, microbatches, first)
+            if self._unbroken:
+                first += max(0, bisect_right(ends, limit_s, key=seconds) - 1)
+            else:
+                first = next((end for end in reversed(ends) if seconds(end) <= limit_s), first)
         return first == n
+
+    def _one_s(
+        self, schedule: ScheduleName, place: tuple[int, int], microbatches: int, first: int, end: int
+    ) -> float:
+        return _through(self._rows, self.slack_s, schedule, first, end, place, microbatches, max, _either)
+
+    @cached_property
+    def _unbroken(self) -> bool:
+        """Whether a stage that takes more units never takes less time: all units are in one row."""
+        total = self.forward + self.backward
+        return bool(np.allclose(self.behind[1:], total[-1] - total[1:], rtol=0.0, atol=1e-9 * total[-1]))
+
+    @cached_property
+    def _rows(self) -> tuple[list[float], ...]:
+        rows = self.forward, self.backward, self.before, self.before_forward, self.behind
+        return tuple(row.tolist() for row in rows)
+
+    @cached_property
+    def _total(self) -> list[float]:
+        return (self.forward + self.backward).tolist()
+
+
+def _through(
+    rows: Sequence[Any],
+    slack_s: float,
+    schedule: ScheduleName,
+    first: Any,
+    end: Any,
+    place: tuple[int, int],
+    m: int,
+    larger: Callable[..., Any],
+    either: Callable[..., Any],
+) -> Any:
+    """The critical path through a stage, for arrays or for numbers, as `larger` and `either` are."""
+    (forwards, backwards, befores, before_forwards, behinds), (earlier, later) = rows, place
+    before = larger(0.0, befores[first] - earlier * slack_s)
+    forward, backward = forwards[end] - forwards[first], backwards[end] - backwards[first]
+    once = forward + backward
+    # A stage that lies between a unit and what it hangs on may have nothing behind it.
+    behind = either(once > slack_s, larger(0.0, behinds[end] - later * slack_s), 0.0)
+    if schedule == "naive":
+        return m * (before + once + behind)
+    if schedule == "gpipe":
+        return before + m * once + behind
+    if schedule == "1f1b":
+        paced = once + behind + (m - 1) * backward + (m - min(later + 1, m)) * forward
+        return before + larger(m * once, either(once > slack_s, paced, 0.0))
+    if schedule == "zero-bubble":
+        return larger(0.0, before_forwards[first] - earlier * slack_s) + m * once
+    return m * once
+
+
+def _either(condition: bool, yes: float, no: float) -> float:
+    return yes if condition else no
 
 
 def made_for(graph: ModelGraph) -> NDArray[np.int64]:

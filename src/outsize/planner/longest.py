@@ -38,8 +38,9 @@ Edges = Set[tuple[int, int]]
 Nodes = NDArray[np.int64]
 CODES: Final = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 NOBODY: Final = -1
-# Nodes a level from which on an array operation pays.
+# Nodes a level, and in all, from which on array operations pay.
 WIDE: Final = 24
+MANY: Final = 30_000
 
 
 @final
@@ -181,6 +182,34 @@ def _posted(rows: _Rows, wanted: Nodes) -> Nodes:
 
 def _by_level(nodes: int, arcs: Nodes) -> tuple[Nodes, tuple[int, ...]]:
     """The nodes in such an order, and where each level begins, then their number."""
+    found, levels = (_by_arrays if nodes > MANY else _one_by_one)(nodes, arcs)
+    if len(found) < nodes:
+        raise _hangs(nodes - len(found), nodes)
+    return found, tuple(levels)
+
+
+def _by_arrays(nodes: int, arcs: Nodes) -> tuple[Nodes, list[int]]:
+    """A frontier at a time, for many nodes, of which many are free at once."""
+    arcs = arcs[:, np.argsort(arcs[0], kind="stable")]
+    first = np.searchsorted(arcs[0], np.arange(nodes + 1))
+    left = np.bincount(arcs[1], minlength=nodes)
+    frontier, found, levels = np.flatnonzero(left == 0), list[Nodes](), [0]
+    while len(frontier):
+        found.append(frontier)
+        levels.append(levels[-1] + len(frontier))
+        reached = arcs[1, _spans(first[frontier], first[frontier + 1])]
+        np.subtract.at(left, reached, 1)
+        frontier = np.unique(reached[left[reached] == 0])
+    return np.concatenate(found), levels
+
+
+def _spans(firsts: Nodes, ends: Nodes) -> Nodes:
+    """All numbers from each first to its end."""
+    lengths = ends - firsts
+    return np.arange(lengths.sum()) + np.repeat(firsts - np.cumsum(lengths) + lengths, lengths)
+
+
+def _one_by_one(nodes: int, arcs: Nodes) -> tuple[Nodes, list[int]]:
     after: list[list[int]] = [[] for _ in range(nodes)]
     for before, waiting in arcs.T.tolist():
         after[before].append(waiting)
@@ -190,9 +219,7 @@ def _by_level(nodes: int, arcs: Nodes) -> tuple[Nodes, tuple[int, ...]]:
         found += frontier
         levels.append(len(found))
         frontier = _freed(frontier, after, left)
-    if len(found) < nodes:
-        raise _hangs(nodes - len(found), nodes)
-    return np.array(found), tuple(levels)
+    return np.array(found, np.int64), levels
 
 
 def _freed(done: Sequence[int], after: Sequence[Sequence[int]], left: list[int]) -> list[int]:

@@ -32,7 +32,7 @@ from outsize.planner.roofline import roofline
 from outsize.planner.seconds import UnitSeconds, fastest
 from outsize.planner.sharding import context_parallel, sharded, tensor_parallel
 from outsize.planner.split import Case, Pipeline
-from outsize.planner.spread import Sharing, spread
+from outsize.planner.spread import Sharing, spread, sync_s
 from outsize.planner.twice import held_bytes, twice_s
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
@@ -56,11 +56,16 @@ class Menu:
     ) -> None:
         self._candidates, self._cluster, self._optimizer = candidates, cluster, optimizer
         self._rooms, self._most = rooms(cluster), most
+        self._unequal = cluster.unequal
+        self._groups: dict[int, Cluster | None] = {}
+        self._most_bytes: dict[int, tuple[int, ...]] = {}
+        self._kinds = tuple({device.kind: device for device in cluster.devices}.values())
         self._ends = dict(ends)
         self._costs: dict[Key, UnitSeconds] = {}
         self._made: dict[int, NDArray[np.int64]] = {}
         self._shares: dict[int, Sharing] = {}
         self._works: dict[Key, Work] = {}
+        self._piece_works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
         self._paces: dict[Key, float] = {}
         self._forward: dict[Key, tuple[Seconds, Bytes]] = {}
@@ -73,7 +78,7 @@ class Menu:
 
         None where the cluster cannot be laid out so.
         """
-        room = grouped(self._rooms, layout.group)
+        room = self._grouped(layout.group)
         if room is None:
             return None
         ranks = layout.ranks if places is None else tuple(places)
@@ -81,10 +86,23 @@ class Menu:
         ways = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
         return Pipeline(layout, self._cluster, room, ranks, ways)
 
+    def _grouped(self, group: int) -> Cluster | None:
+        """A device for each group, with what a peak may take of it."""
+        if group not in self._groups:
+            self._groups[group] = grouped(self._rooms, group)
+        return self._groups[group]
+
+    def _room_bytes(self, group: int) -> tuple[int, ...]:
+        """What peaks may take of the first device of each group, in descending order."""
+        if group not in self._most_bytes:
+            sizes = (device.memory_bytes for device in self._rooms.devices[::group])
+            self._most_bytes[group] = tuple(sorted(sizes, reverse=True))
+        return self._most_bytes[group]
+
     @property
     def unequal(self) -> bool:
         """Whether the order of the devices matters."""
-        return self._cluster.unequal
+        return self._unequal
 
     def pipelines(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
         """In rank order, and where devices differ in the order that is best balanced."""
@@ -130,10 +148,17 @@ class Menu:
         """Seconds of all units, not of pieces, on the fastest devices."""
         key = _spread_key(layout)
         if key not in self._works:
-            kinds = {device.kind: device for device in self._cluster.devices}
-            costs = [self._seconds(layout, device) for device in kinds.values()]
+            costs = [self._seconds(layout, device) for device in self._kinds]
             self._works[key] = Work.along(self._made_for(layout.captured), fastest(costs))
         return self._works[key]
+
+    def piece_work(self, layout: Layout) -> Work:
+        """The same of the pieces between which a cut is looked for."""
+        key = _spread_key(layout)
+        if key not in self._piece_works:
+            case = self.case(layout, self._kinds[0], "none")
+            self._piece_works[key] = Work.of(case.graph, case.seconds)
+        return self._piece_works[key]
 
     def may_fit(self, layout: Layout) -> bool:
         """Whether all devices together hold weights, gradients, states, and what one microbatch keeps in the
@@ -145,7 +170,7 @@ class Menu:
         axes = layout.axes
         ways = axes.dp_shard if layout.weights == "sharded" else 1
         whole = (weights + gradients) // ways + states // axes.dp_shard
-        rooms = sum(device.memory_bytes for device in self._rooms.devices[:: layout.group])
+        rooms = sum(self._room_bytes(layout.group))
         return (whole + saved // layout.chunks // axes.cp) // axes.tp <= rooms
 
     def _whole_bytes(self, captured: int) -> tuple[int, int, int, int]:
@@ -167,7 +192,7 @@ class Menu:
         if key not in self._forward:
             saved = np.array([u.saved_bytes - u.saved_input_bytes for u in graph.units], np.int64)
             self._forward[key] = np.diff(self.work(layout).forward), saved // layout.ways
-        rooms = [device.memory_bytes for device in self._rooms.devices[:: layout.group]]
+        rooms = self._room_bytes(layout.group)
         return twice_s(*self._forward[key], held_bytes(layout, rooms, self._fixed_bytes(layout)))
 
     def _fixed_bytes(self, layout: Layout) -> int:
@@ -175,6 +200,14 @@ class Menu:
         weights, _, states, _ = self._whole_bytes(layout.captured)
         ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
         return (weights // ways + states // layout.axes.dp_shard) // layout.axes.tp
+
+    def together_s(self, layout: Layout) -> float:
+        """Seconds that replicas take to add up the gradients of an average stage."""
+        if layout.weights == "host":
+            return 0.0
+        ways = layout.axes.tp * (layout.axes.dp_shard if layout.weights == "sharded" else 1)
+        size = self._whole_bytes(layout.captured)[1] // ways // layout.stages
+        return sync_s(size, 0.0, layout, self._cluster)
 
     def pace_s(self, layout: Layout) -> float:
         """No arrangement of unequal devices has a faster slowest stage; 0 where all are alike."""

@@ -10,10 +10,12 @@ from typing import Final
 from outsize.ir.plan import ScheduleName
 from outsize.ir.schedule import Schedule
 from outsize.planner.memory import Alive, joint_moments, moments
-from outsize.schedules.builders import build
-from outsize.schedules.lower import lower
+from outsize.schedules.builders import build, row_of
+from outsize.schedules.lower import in_chain, lower
 
 # Schedules that do the same over and over once they have had so many microbatches for each stage.
+# Of these what a stage holds depends on the stages behind it alone, but for what the first one lacks.
+FROM_BEHIND: Final = frozenset({"naive", "gpipe", "1f1b"})
 ENOUGH: Final[dict[str, int]] = {"naive": 1, "1f1b": 1, "zero-bubble": 2, "interleaved": 3}
 
 
@@ -22,8 +24,25 @@ def moments_by_stage(
     schedule: ScheduleName, stages: int, microbatches: int, ranks: int
 ) -> tuple[tuple[Alive, ...], ...]:
     """Moments of each stage in a chain: receives sit at the same places whatever the real edges are."""
-    found = _by_stage(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
+    if schedule in FROM_BEHIND:
+        found = tuple(_from_behind(schedule, stages, stage, microbatches) for stage in range(stages))
+    else:
+        found = _by_stage(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
     return tuple(_of_batch(moment, microbatches) for moment in found)
+
+
+def _from_behind(schedule: ScheduleName, stages: int, stage: int, microbatches: int) -> tuple[Alive, ...]:
+    """Of a stage that does what another one does with as many behind it: the first, or the one after it."""
+    here = min(stage, 1)
+    behind = stages - stage + here
+    return _alone(schedule, behind, here, held_in(schedule, behind, microbatches, behind))
+
+
+@lru_cache(maxsize=4096)
+def _alone(schedule: ScheduleName, stages: int, stage: int, played: int) -> tuple[Alive, ...]:
+    """Of one stage, by its own row."""
+    row = in_chain(row_of(schedule, stage, stages, played), stages)
+    return moments(Schedule(schedule, played, (row,)), stage)
 
 
 @lru_cache(maxsize=64)

@@ -23,9 +23,8 @@ layout as well.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import inf
 from typing import Final, final
@@ -46,9 +45,10 @@ from outsize.ir.plan import (
     stages_from_bounds,
 )
 from outsize.ir.profile import Profile
+from outsize.planner.best_first import Found, Hunt
 from outsize.planner.beyond import beyond_reasons, costly
 from outsize.planner.context import context
-from outsize.planner.estimate import Estimate, check_enough, estimate, expected, reasons
+from outsize.planner.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
 from outsize.planner.layout import Layout, everything, hosted, pipelines
 from outsize.planner.limits import limited_by
@@ -56,18 +56,14 @@ from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
 from outsize.planner.reasons import microbatches_text
-from outsize.planner.rivals import CLOSE, alternative, choose, compared_with, rivals, shown
+from outsize.planner.rivals import alternative, choose, compared_with, rivals, shown
 from outsize.planner.selective import counted, selective_reasons, written
-from outsize.planner.split import Pipeline, Tables
 from outsize.planner.tight import selective
 
 # zero-bubble only where it is asked for: gradients wait for their weights' turn, and no account counts them.
 SCHEDULES: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved")
 # Of a what-if, that are tried with several stages on a device.
 MESHES: Final = 3
-# Layouts that are priced in one search; what is left then counts in the gap.
-MOST_TRIED: Final = 24
-FEW: Final = 24
 REJECTIONS: Final = 6
 # A gap that no prediction could see.
 OPTIMAL: Final = 1e-4
@@ -102,12 +98,12 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
         check_enough(request.batch_size, count)
     layouts = tuple(_layouts(request, asked, cluster))
     menu = Menu(candidates, cluster, request.optimizer)
-    hunt = _Hunt(menu, _recompute(request))
+    hunt = Hunt(menu, _recompute(request))
     found = hunt.run(layouts)
     if request.what_if and request.schedule is None:
         found = hunt.run(tuple(_interleaved(found, menu)))
     if not found.estimates:
-        on_host = _Hunt(menu, _recompute(request)).run(tuple(_layouts(request, asked, cluster, True)))
+        on_host = Hunt(menu, _recompute(request)).run(tuple(_layouts(request, asked, cluster, True)))
         if not (request.what_if and on_host.estimates):
             raise _nothing_fits(request, candidates, layouts, menu, cluster, bool(on_host.estimates))
         found = replace(on_host, rejected=found.rejected)
@@ -161,7 +157,7 @@ def _layouts(
     yield from pipelines(Axes(pp=ranks), [(c, c) for c in candidates], schedules, units)
 
 
-def _interleaved(found: _Found, menu: Menu) -> Iterator[Layout]:
+def _interleaved(found: Found, menu: Menu) -> Iterator[Layout]:
     """The best meshes again with several stages on a device: such cuts take long to price."""
     for each in sorted(found.estimates, key=lambda e: e.step_s)[:MESHES]:
         layout = each.layout
@@ -194,108 +190,6 @@ def _ranks(request: Request, units: int, cluster: Cluster) -> int:
     return stages
 
 
-# -- trying it -------------------------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """What was priced, what does not fit, and the least step that anything that was allowed could take."""
-
-    estimates: tuple[Estimate, ...]
-    rejected: tuple[Pipeline, ...]
-    floor_s: float
-
-
-@final
-class _Hunt:
-    """Layouts by ascending floor, priced until the next one cannot win."""
-
-    def __init__(self, menu: Menu, recompute: Sequence[Recompute]) -> None:
-        self._menu, self._recompute = menu, tuple(recompute)
-        self._found: list[Estimate] = []
-        self._rejected: list[Pipeline] = []
-        self._floors: list[float] = []
-
-    def run(self, layouts: Sequence[Layout]) -> _Found:
-        queue = [(self._least(layout), False, place) for place, layout in enumerate(layouts)]
-        heapify(queue)
-        while queue and not self._over(queue[0][0], len(queue)):
-            floor_s, sharp, place = heappop(queue)
-            if sharp:
-                self._try(layouts[place], floor_s, len(queue))
-            else:
-                heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
-        self._floors += [floor_s for floor_s, *_ in queue]
-        return _Found(tuple(self._found), tuple(self._rejected), min(self._floors, default=inf))
-
-    def _over(self, floor_s: float, left: int) -> bool:
-        """A few are always priced, so that there is something to compare with."""
-        if not self._found:
-            return floor_s == inf
-        enough = len(self._found) >= MOST_TRIED and not self._few(left)
-        return enough or self._beaten(floor_s, left)
-
-    def _beaten(self, floor_s: float, left: int) -> bool:
-        """Whether nothing above this floor can win, and there is enough to compare with."""
-        if not self._found or self._few(left):
-            return False
-        return floor_s > self._close_s()
-
-    def _close_s(self) -> float:
-        """Beyond it nothing wins."""
-        return CLOSE * min((f.step_s for f in self._found), default=inf)
-
-    def _few(self, left: int) -> bool:
-        return len(self._found) + len(self._rejected) + left <= FEW
-
-    def _least(self, layout: Layout) -> float:
-        if not self._menu.may_fit(layout):
-            return inf
-        m, pp = layout.microbatches, layout.axes.pp
-        work = self._menu.work(layout)
-        paced_s = max(self._menu.pace_s(layout), (work.total_s + self._menu.twice_s(layout)) / pp)
-        return max(work.least_s(pp, m), m * paced_s)
-
-    def _floor(self, layout: Layout) -> float:
-        """Of an interleaved layout what its balanced cut takes: its floor would bring all of them first."""
-        work, m = self._menu.work(layout), layout.microbatches
-        if layout.chunks > 1:
-            again_s = self._menu.twice_s(layout) * m / layout.axes.pp
-            return work.balanced_s(layout.stages, layout.axes.pp, m) + again_s
-        return work.floor_s(layout.schedule, layout.stages, layout.axes.pp, m)
-
-    def _try(self, layout: Layout, floor_s: float, left: int) -> None:
-        tables = [Tables(each, floor_s) for each in self._menu.pipelines(layout, self._recompute)]
-        if not tables:
-            return
-        most_s = inf if self._few(left) else self._close_s()
-        known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
-        if known_s < inf and self._beaten(known_s, left):
-            self._floors.append(known_s)
-            return
-        priced = [each for each in map(self._priced, tables) if each is not None and each.fits]
-        if not priced:
-            self._rejected.append(tables[0].pipeline)
-            return
-        best = min(priced, key=lambda each: each.step_s)
-        self._found.append(best)
-        # One stage has one cut, and interleaved cuts are balanced.
-        self._floors.append(best.step_s if layout.chunks > 1 or layout.stages == 1 else known_s)
-
-    def _priced(self, tables: Tables) -> Estimate | None:
-        """With the best cut; None where none fits."""
-        pipeline, cut = tables.pipeline, tables.split()
-        if cut is None:
-            return None
-        known_s = cut.floor_s if self._exact(pipeline.layout) else 0.0
-        return estimate(pipeline, cut.bounds, cut.ways, known_s)
-
-    def _exact(self, layout: Layout) -> bool:
-        """Whether its tables say what no cut of it beats."""
-        return layout.chunks == 1 and self._menu.exact(layout) and not self._menu.unequal
-
-
 def _nothing_fits(
     request: Request,
     candidates: Mapping[int, tuple[ModelGraph, Profile]],
@@ -325,7 +219,7 @@ def _over_all(cluster: Cluster, count: int) -> Layout:
 # -- what comes out --------------------------------------------------------------------------------------
 
 
-def _plan(request: Request, found: _Found, menu: Menu, cluster: Cluster) -> Plan:
+def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
     best = polish(choose(found.estimates))
     if not menu.exact(best.layout):
         menu, best = _refined(request, menu, best)
@@ -371,12 +265,12 @@ def _refined(request: Request, menu: Menu, best: Estimate) -> tuple[Menu, Estima
     """The winner again, with every cut near the ones that were found between pieces."""
     ends = menu.ends(best.layout)
     finer = menu.finer(best.layout, [ends[bound] for bound in best.bounds])
-    again = _Hunt(finer, _recompute(request)).run([best.layout]).estimates
+    again = Hunt(finer, _recompute(request)).run([best.layout]).estimates
     better = polish(again[0]) if again else best
     return (finer, better) if better.step_s < best.step_s else (menu, best)
 
 
-def _expected(request: Request, best: Estimate, found: _Found, bounds: Sequence[int], menu: Menu) -> Expected:
+def _expected(request: Request, best: Estimate, found: Found, bounds: Sequence[int], menu: Menu) -> Expected:
     figures = expected(best, request.batch_size, bounds)
     floor_s = min(found.floor_s, best.floor_s or inf)
     if best.layout.chunks > 1:  # its other cuts are not among those that were priced

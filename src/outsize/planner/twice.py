@@ -22,7 +22,10 @@ from outsize.planner.layout import Layout
 
 
 def held_bytes(layout: Layout, rooms: Sequence[int], fixed: int = 0) -> float:
-    """Of what a microbatch keeps, the most that all devices of the pipeline can hold beside `fixed` bytes."""
+    """Of what a microbatch keeps, the most that all devices of the pipeline can hold beside `fixed` bytes.
+
+    `rooms` of the devices, or of more.
+    """
     p, m = layout.axes.pp, layout.microbatches
     flying = {"naive": [1] * p, "gpipe": [m] * p}.get(layout.schedule, [min(p - r, m) for r in range(p)])
     ranked, counts = sorted(rooms, reverse=True)[:p], sorted(flying)

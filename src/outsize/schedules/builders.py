@@ -54,6 +54,11 @@ def build(name: str, stages: int, microbatches: int, ranks: int | None = None) -
     return Schedule(name, microbatches, tuple(tuple(row) for row in rows))
 
 
+def row_of(name: str, rank: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+    """One row of a schedule with a stage on each rank."""
+    return tuple(_ROWS[name](rank, stages, microbatches, stages))
+
+
 def naive_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
     """F and B of a microbatch, then the next one; nothing overlaps in a chain of stages.
 

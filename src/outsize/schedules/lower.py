@@ -66,6 +66,21 @@ def lower(
     return Schedule(schedule.name, schedule.microbatches, tuple(rows))
 
 
+def in_chain(row: Sequence[Action], stages: int) -> tuple[Action, ...]:
+    """One row as `lower` has it, where each rank has one stage, whose neighbours are its only ones."""
+    arriving: dict[Action, list[Action]] = {}
+    leaving: dict[Action, list[Action]] = {}
+    for action in row:
+        before, behind = action.stage - 1, action.stage + 1
+        forward = action.kind is Kind.F
+        source, destination = (before, behind) if forward else (behind, before)
+        receive, send = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_B, Kind.SEND_B)
+        for peer, kind, cells in ((source, receive, arriving), (destination, send, leaving)):
+            if action.kind is not Kind.W and 0 <= peer < stages:
+                cells[action] = [Action.transfer(action.stage, kind, action.microbatch, peer)]
+    return tuple(_lower_row(row, arriving, leaving))
+
+
 def _lower_row(
     row: Sequence[Action], arriving: dict[Action, list[Action]], leaving: dict[Action, list[Action]]
 ) -> Iterable[Action]:

@@ -1,0 +1,145 @@
+"""Problem: of many layouts, which to price, and how good may those be that were not?
+
+Layouts wait in a queue by the least step that they can take (floor.py, twice.py), first a bound that needs no
+more than a sum, then the sharp one. They are priced, best floor first: exact partition, memory account,
+simulation. It ends when the next floor is above what was found, or enough was priced; the least of all
+floors, of what was tried and what was not, is what no plan beats.
+
+Best-first branch and bound: Land and Doig, Econometrica 28(3), 1960. Complexity: O(layouts x log layouts)
+and the layouts that are tried. Oracle: tests/unit/planner/test_joint.py prices everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Final, final
+
+from outsize.ir.plan import Recompute
+from outsize.planner.estimate import Estimate, estimate
+from outsize.planner.layout import Layout
+from outsize.planner.menu import Menu
+from outsize.planner.rivals import CLOSE
+from outsize.planner.split import Pipeline, Tables
+
+# Layouts that are priced in one search; what is left then counts in the gap.
+MOST_TRIED: Final = 24
+FEW: Final = 24
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What was priced, what does not fit, and the least step that anything that was allowed could take."""
+
+    estimates: tuple[Estimate, ...]
+    rejected: tuple[Pipeline, ...]
+    floor_s: float
+
+
+@final
+class Hunt:
+    """Layouts by ascending floor, priced until the next one cannot win."""
+
+    def __init__(self, menu: Menu, recompute: Sequence[Recompute]) -> None:
+        self._menu, self._recompute = menu, tuple(recompute)
+        self._found: list[Estimate] = []
+        self._rejected: list[Pipeline] = []
+        self._floors: list[float] = []
+
+    def run(self, layouts: Sequence[Layout]) -> Found:
+        """Price what may win, best floor first."""
+        floors = {place: self._least(layout) for place, layout in enumerate(layouts)}
+        queue = [(floor_s, False, place) for place, floor_s in floors.items()]
+        heapify(queue)
+        while queue and not self._over(queue[0][0], len(queue)):
+            floor_s, sharp, place = heappop(queue)
+            if sharp:
+                self._try(layouts[place], floors[place], len(queue))
+            else:
+                floors[place] = max(floor_s, self._floor(layouts[place]))
+                heappush(queue, (max(floors[place], self._likely(layouts[place])), True, place))
+        self._floors += [floors[place] for *_, place in queue]
+        return Found(tuple(self._found), tuple(self._rejected), min(self._floors, default=inf))
+
+    def _over(self, floor_s: float, left: int) -> bool:
+        """A few are always priced, so that there is something to compare with."""
+        if not self._found:
+            return floor_s == inf
+        enough = len(self._found) >= MOST_TRIED and not self._few(left)
+        return enough or self._beaten(floor_s, left)
+
+    def _beaten(self, floor_s: float, left: int) -> bool:
+        """Whether nothing above this floor can win, and there is enough to compare with."""
+        if not self._found or self._few(left):
+            return False
+        return floor_s > self._close_s()
+
+    def _close_s(self) -> float:
+        """Beyond it nothing wins."""
+        return CLOSE * min((f.step_s for f in self._found), default=inf)
+
+    def _few(self, left: int) -> bool:
+        return len(self._found) + len(self._rejected) + left <= FEW
+
+    def _least(self, layout: Layout) -> float:
+        if not self._menu.may_fit(layout):
+            return inf
+        m, pp = layout.microbatches, layout.axes.pp
+        work = self._menu.work(layout)
+        paced_s = max(self._menu.pace_s(layout), (work.total_s + self._menu.twice_s(layout)) / pp)
+        return self._together(layout, max(work.least_s(pp, m), m * paced_s))
+
+    def _floor(self, layout: Layout) -> float:
+        """Of an interleaved layout what its balanced cut takes: its floor would bring all of them first."""
+        work, m = self._menu.work(layout), layout.microbatches
+        if layout.chunks > 1:
+            again_s = self._menu.twice_s(layout) * m / layout.axes.pp
+            return work.balanced_s(layout.stages, layout.axes.pp, m) + again_s
+        return self._together(layout, work.floor_s(layout.schedule, layout.stages, layout.axes.pp, m))
+
+    def _together(self, layout: Layout, pipeline_s: float) -> float:
+        """With the gradients of replicas, of which a microbatch hides some: one stage at least has its
+        part of them, and no more than that of the pipeline's seconds.
+        """
+        share_s = pipeline_s / layout.microbatches
+        return pipeline_s + max(0.0, self._menu.together_s(layout) - share_s)
+
+    def _likely(self, layout: Layout) -> float:
+        """Where cuts are looked for between pieces only: their floor, which says what will be found."""
+        if self._menu.exact(layout) or layout.chunks > 1:
+            return 0.0
+        work, m = self._menu.piece_work(layout), layout.microbatches
+        return self._together(layout, work.floor_s(layout.schedule, layout.stages, layout.axes.pp, m))
+
+    def _try(self, layout: Layout, floor_s: float, left: int) -> None:
+        tables = [Tables(each, floor_s) for each in self._menu.pipelines(layout, self._recompute)]
+        if not tables:
+            return
+        most_s = inf if self._few(left) else self._close_s()
+        known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
+        if known_s < inf and self._beaten(known_s, left):
+            self._floors.append(known_s)
+            return
+        priced = [each for each in map(self._priced, tables) if each is not None and each.fits]
+        if not priced:
+            self._rejected.append(tables[0].pipeline)
+            return
+        best = min(priced, key=lambda each: each.step_s)
+        self._found.append(best)
+        # One stage has one cut, and interleaved cuts are balanced.
+        self._floors.append(best.step_s if layout.chunks > 1 or layout.stages == 1 else known_s)
+
+    def _priced(self, tables: Tables) -> Estimate | None:
+        """With the best cut; None where none fits."""
+        pipeline, cut = tables.pipeline, tables.split()
+        if cut is None:
+            return None
+        known_s = cut.floor_s if self._exact(pipeline.layout) else 0.0
+        return estimate(pipeline, cut.bounds, cut.ways, known_s)
+
+    def _exact(self, layout: Layout) -> bool:
+        """Whether its tables say what no cut of it beats."""
+        return layout.chunks == 1 and self._menu.exact(layout) and not self._menu.unequal
