@@ -14,6 +14,9 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Final, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outsize.errors import TooFewSamples
 from outsize.ir.cluster import Device
 from outsize.ir.graph import ModelGraph
@@ -24,7 +27,7 @@ from outsize.planner.edges import Edge, Edges, edges_of
 from outsize.planner.layout import Layout
 from outsize.planner.longest import Cost, Network
 from outsize.planner.margin import margin_text, p50_bytes, p95_bytes
-from outsize.planner.memory import Alive, StageMemory, account_run, held_bytes
+from outsize.planner.memory import Alive, StageMemory, account_run, columns, counts
 from outsize.planner.moments import moments_by_rank, moments_by_stage
 from outsize.planner.reasons import fullest_reason, pace_reason
 from outsize.planner.seconds import UnitSeconds
@@ -241,8 +244,17 @@ def _account(case: Case, run: Run, moments: tuple[Alive, ...]) -> StageMemory:
 @lru_cache(maxsize=128)
 def _worst(cases: tuple[Case, ...], runs: tuple[Run, ...], how: How, rank: int) -> tuple[Alive, ...]:
     """When the stages of a device hold most together."""
-    here = [case.ranges.only(*run) for case, run in zip(cases, runs, strict=True)]
-    return max(moments_by_rank(*how)[rank], key=lambda moment: sum(map(held_bytes, here, moment)))
+    here = (case.ranges.only(*run) for case, run in zip(cases, runs, strict=True))
+    parts = np.concatenate([columns(ranges, how[2]) for ranges in here])
+    return moments_by_rank(*how)[rank][int(np.argmax(_counts(how, rank) @ parts))]
+
+
+@lru_cache(maxsize=64)
+def _counts(how: How, rank: int) -> NDArray[np.float64]:
+    """For each moment of a rank the parts that its stages hold, one stage after the other."""
+    return np.array(
+        [np.concatenate([counts(alive) for alive in moment]) for moment in moments_by_rank(*how)[rank]]
+    )
 
 
 def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost) -> float:

@@ -41,6 +41,8 @@ NOBODY: Final = -1
 # Nodes a level, and in all, from which on array operations pay.
 WIDE: Final = 24
 MANY: Final = 30_000
+# What a message waits for: who made it, the one before it, its receive.
+FEWEST: Final = 3
 
 
 @final
@@ -76,7 +78,7 @@ class Network:
     def step_s(self, seconds: Mapping[Cost, float]) -> float:
         """When the last node ends."""
         each = [seconds[cost] for cost in self.costs]
-        wide = len(self.kinds) > WIDE * len(self.levels)
+        wide = len(self.kinds) > WIDE * len(self.levels) or len(self.waits) > FEWEST
         return self._by_levels(np.array(each)) if wide else self._by_nodes(each)
 
     def _by_levels(self, each: NDArray[np.float64]) -> float:
@@ -89,11 +91,13 @@ class Network:
     def _by_nodes(self, each: Sequence[float]) -> float:
         """The same, where an array operation would have next to nothing to do."""
         ends = [0.0] * (len(self.kinds) + 1)
-        for node, (kind, *waits) in enumerate(self.rows):
-            start = 0.0
-            for before in waits:
-                if ends[before] > start:
-                    start = ends[before]
+        for node, (kind, a, b, c) in enumerate(self.rows):
+            start, other = ends[a], ends[b]
+            if other > start:
+                start = other
+            other = ends[c]
+            if other > start:
+                start = other
             ends[node] = start + each[kind]
         return max(ends)
 
@@ -237,7 +241,7 @@ def _table(nodes: int, arcs: Nodes) -> Nodes:
     """For each node what it waits for, filled up with `nodes`."""
     before, after = arcs[:, np.argsort(arcs[1], kind="stable")]
     first = np.searchsorted(after, np.arange(nodes + 1))
-    waits = np.full((max(1, int(np.diff(first).max(initial=0))), nodes), nodes)
+    waits = np.full((max(FEWEST, int(np.diff(first).max(initial=0))), nodes), nodes)
     waits[np.arange(len(after)) - first[after], after] = before
     return waits
 

@@ -173,7 +173,12 @@ def columns(ranges: Ranges, batch: int) -> NDArray[np.float64]:
 
 def peaks(parts: NDArray[np.float64], worst: Sequence[Alive]) -> NDArray[np.float64]:
     """Peak bytes of each run as a stage with these moments; exact, as whole numbers below 2^53 are."""
-    return (np.array([(1, *_counts(alive)) for alive in worst], np.float64) @ parts).max(axis=0)
+    return (np.array([counts(alive) for alive in worst], np.float64) @ parts).max(axis=0)
+
+
+def counts(alive: Alive) -> tuple[int, ...]:
+    """How many of each of the `columns` a stage holds at a moment."""
+    return 1, *_counts(alive)
 
 
 def moments(schedule: Schedule, stage: int) -> tuple[Alive, ...]:
