@@ -24,7 +24,7 @@ from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
 from outsize.planner.floor import Work, made_for
 from outsize.planner.layout import Layout, grouped
 from outsize.planner.margin import rooms
-from outsize.planner.offload import fetching, hosted
+from outsize.planner.offload import Blocks, fetching, hosted
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.order import first_of, least_pace_s, ordered
 from outsize.planner.ranges import Bytes, Ranges, Seconds
@@ -57,6 +57,7 @@ class Menu:
         self._candidates, self._cluster, self._optimizer = candidates, cluster, optimizer
         self._rooms, self._most = rooms(cluster), most
         self._unequal = cluster.unequal
+        self._blocks: dict[Key, Blocks] = {}
         self._groups: dict[int, Cluster | None] = {}
         self._most_bytes: dict[int, tuple[int, ...]] = {}
         self._kinds = tuple({device.kind: device for device in cluster.devices}.values())
@@ -224,9 +225,9 @@ class Menu:
         key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
         if key not in self._cases:
             if layout.weights == "host":
-                model, alone = self._candidates[layout.captured], self._alone(layout.captured, device)
-                whole, where = self._whole(layout, device), (self.ends(layout), layout, self._cluster)
-                self._cases[key] = hosted(whole, model, alone, *where, self._optimizer, recompute)
+                whole, alone = self._whole(layout, device), self._alone(layout.captured, device)
+                blocks, where = self._blocks_of(layout, device), (self.ends(layout), layout, self._cluster)
+                self._cases[key] = hosted(whole, blocks, alone, *where, recompute)
             elif recompute == "full":
                 self._cases[key] = self.case(layout, device, "none").anew()
             else:
@@ -260,13 +261,18 @@ class Menu:
             if layout.ways > 1 or layout.weights == "sharded":
                 alone = spread(self._sharing(layout), alone, layout, self._cluster)
             elif layout.weights == "host":
-                graph = self.graph(layout)
                 # Recomputed, a unit works for longer and waits for less: a floor has the less of the two.
-                where = layout, self._cluster, optimizer_bytes(self._optimizer)
-                ways = (alone, alone.recomputed())
-                alone = fastest([fetching(graph, way, *where) for way in ways])
+                where = self._blocks_of(layout, device), alone, layout, self._cluster
+                alone = fastest([fetching(*where, again) for again in (False, True)])
             self._costs[key] = alone
         return self._costs[key]
+
+    def _blocks_of(self, layout: Layout, device: Device) -> Blocks:
+        key = layout.captured, device.kind
+        if key not in self._blocks:
+            model, alone = self._candidates[layout.captured], self._alone(layout.captured, device)
+            self._blocks[key] = Blocks.of(*model, alone, optimizer_bytes(self._optimizer))
+        return self._blocks[key]
 
     def _alone(self, captured: int, device: Device) -> UnitSeconds:
         """Seconds on one device of such a kind."""

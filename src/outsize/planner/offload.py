@@ -84,44 +84,60 @@ def layerwise(layout: Layout) -> bool:
     return layout.axes.pp == 1 and layout.schedule == "gpipe"
 
 
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """What is streamed, the same for every layout: first unit of each block of a model, then their number;
+    bytes of runs of blocks; weights that each uses, gradients that it makes; and of each unit gradients, and
+    what its optimizer's step reads and writes.
+    """
+
+    cut: tuple[int, ...]
+    ranges: Ranges
+    taken: tuple[int, ...]
+    given: tuple[int, ...]
+    gradients: Seconds
+    updated: Seconds
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile, alone: UnitSeconds, optimizer: OptimizerBytes) -> Self:
+        """Of about equal work; `alone`: seconds of units on one device."""
+        cut = pieces(graph, alone, BLOCKS)
+        ranges = Ranges.of(coarse_graph(graph, cut), coarse_profile(profile, cut), optimizer)
+        return cls(cut, ranges, *_moved(graph, cut, optimizer), *_updated(graph, optimizer))
+
+
 def hosted(
     whole: Case,
-    model: tuple[ModelGraph, Profile],
+    blocks: Blocks,
     alone: UnitSeconds,
     ends: Sequence[int],
     layout: Layout,
     cluster: Cluster,
-    optimizer: str,
     recompute: Recompute,
 ) -> Case:
     """The case of a layout with weights on the host.
 
-    `whole` is of the model on one device, in pieces that begin at `ends`; `model` and `alone` are unit by
-    unit. All that is not "none" recomputes block by block.
+    `whole` is of the model on one device, in pieces that begin at `ends`; `alone` is unit by unit. All but
+    "none" recomputes block by block.
     """
-    graph, profile = model
-    bytes_of, cut, again = optimizer_bytes(optimizer), pieces(graph, alone, BLOCKS), recompute != "none"
-    blocks = Ranges.of(coarse_graph(graph, cut), coarse_profile(profile, cut), bytes_of)
+    again = recompute != "none"
+    kept = _kept(blocks.ranges, blocks.cut, ends)
     return replace(
         whole,
-        ranges=_on_device(whole.ranges, blocks, _kept(blocks, cut, ends), layout, again),
+        ranges=_on_device(whole.ranges, blocks.ranges, kept, layout, again),
         microbatches=layout.microbatches,
         recompute="full" if again else "none",
-        after_s=_after_s(graph, ends, bytes_of, layout, cluster),
-    ).lasting(fetching(graph, alone, layout, cluster, bytes_of, again).merged(ends))
+        after_s=_after_s(blocks, ends, layout, cluster),
+    ).lasting(fetching(blocks, alone, layout, cluster, again).merged(ends))
 
 
 def fetching(
-    graph: ModelGraph,
-    alone: UnitSeconds,
-    layout: Layout,
-    cluster: Cluster,
-    optimizer: OptimizerBytes,
-    again: bool = False,
+    blocks: Blocks, alone: UnitSeconds, layout: Layout, cluster: Cluster, again: bool = False
 ) -> UnitSeconds:
     """Seconds of units with the weights that they wait for; `again`: a backward begins with a forward."""
-    cut, compute = pieces(graph, alone, BLOCKS), alone.recomputed() if again else alone
-    return streamed(compute, cut, *_moved(graph, cut, optimizer), layout, Host.of(cluster))
+    compute = alone.recomputed() if again else alone
+    return streamed(compute, blocks.cut, blocks.taken, blocks.given, layout, Host.of(cluster))
 
 
 def streamed(
@@ -163,16 +179,17 @@ def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: 
     )
 
 
-def _moved(graph: ModelGraph, cut: Sequence[int], optimizer: OptimizerBytes) -> tuple[list[int], list[int]]:
+def _moved(
+    graph: ModelGraph, cut: Sequence[int], optimizer: OptimizerBytes
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Weights that each block uses, and gradients that it makes."""
     used: list[dict[str, Held]] = [{} for _ in cut[:-1]]
     for block, (first, end) in enumerate(pairwise(cut)):
         for name in (name for unit in graph.units[first:end] for name in unit.parameters):
             parameter = graph.parameter_of[name]
             used[block][parameter.name] = optimizer.held(parameter)
-    return [sum(h.weight for h in u.values()) for u in used], [
-        sum(h.gradient for h in u.values()) for u in used
-    ]
+    weights = tuple(sum(h.weight for h in u.values()) for u in used)
+    return weights, tuple(sum(h.gradient for h in u.values()) for u in used)
 
 
 def _kept(blocks: Ranges, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
@@ -206,21 +223,24 @@ def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, again
     )
 
 
-def _after_s(
-    graph: ModelGraph, ends: Sequence[int], optimizer: OptimizerBytes, layout: Layout, cluster: Cluster
-) -> Seconds:
-    """What a stage does after the last backward, for all runs: gradients added up, the optimizer."""
-    gradients, moved = np.zeros(ends[-1]), np.zeros(ends[-1])
+def _updated(graph: ModelGraph, optimizer: OptimizerBytes) -> tuple[Seconds, Seconds]:
+    """Of each unit the bytes of its gradients, and those that the optimizer reads and writes."""
+    gradients, moved = np.zeros(len(graph.units)), np.zeros(len(graph.units))
     trained = (p for p in graph.parameters if p.trainable and p.name in graph.owner_of)
     for owner, held in ((graph.owner_of[p.name], optimizer.held(p)) for p in trained):
         gradients[owner] += held.gradient
         moved[owner] += held.gradient + 2 * (held.master or held.weight) + 2 * held.state
         moved[owner] += held.weight if held.master else 0
-    total = int(gradients.sum())
+    return gradients, moved
+
+
+def _after_s(blocks: Blocks, ends: Sequence[int], layout: Layout, cluster: Cluster) -> Seconds:
+    """What a stage does after the last backward, for all runs: gradients added up, the optimizer."""
+    total = int(blocks.gradients.sum())
     together_s = collective_s("all_reduce", total, range(layout.group), cluster)
     # One stage is updated once in each node, by all that its memory has.
     speed = HOST_BYTES_PER_S if layout.axes.pp == 1 else Host.of(cluster).bytes_per_s
-    each_s = moved / speed + gradients * (together_s / max(total, 1))
+    each_s = blocks.updated / speed + blocks.gradients * (together_s / max(total, 1))
     return _sums(np.add.reduceat(each_s, np.array(ends[:-1])))
 
 

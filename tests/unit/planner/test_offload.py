@@ -18,7 +18,8 @@ from outsize.ir.links import LINKS, Link
 from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName
 from outsize.planner.layout import Layout
 from outsize.planner.memory import Alive, Phase, peak_table
-from outsize.planner.offload import Host, hosted, layerwise, streamed
+from outsize.planner.offload import Blocks, Host, hosted, layerwise, streamed
+from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.price import price
 from outsize.planner.search import Request, search
 from outsize.planner.seconds import UnitSeconds
@@ -115,8 +116,9 @@ def case_of(where: Layout, recompute: Recompute = "none", n: int = 4, name: str 
     """A chain: 100 bytes of weights a unit, 10 saved, 8 handed on; a block is a unit."""
     graph, profile = chain([1.0] * n)
     whole = Case.of(graph, profile, where.captured, "adamw")
-    model, alone = (graph, profile), UnitSeconds.of(profile)
-    return hosted(whole, model, alone, range(n + 1), where, parse_cluster(name), "adamw", recompute)
+    alone = UnitSeconds.of(profile)
+    blocks = Blocks.of(graph, profile, alone, optimizer_bytes("adamw"))
+    return hosted(whole, blocks, alone, range(n + 1), where, parse_cluster(name), recompute)
 
 
 def peak(case: Case, moment: Alive, n: int = 4) -> int:
