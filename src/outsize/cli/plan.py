@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outsize.cli import options
+from outsize.cli import options, uncollected
 from outsize.cli.screen import Screen
 from outsize.cli.subject import (
     Subject,
@@ -48,6 +48,7 @@ Report = Annotated[
 ]
 
 
+@uncollected()
 def plan(
     model: options.Model,
     input: options.Input = None,

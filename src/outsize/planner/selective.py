@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Self, final
+from typing import Final, Self, final
 
 import numpy as np
 
@@ -22,11 +22,14 @@ from outsize.planner.menu import Menu
 from outsize.planner.moments import moments_by_rank, moments_by_stage
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.ranges import Bytes, Ranges, owned_gradients
+from outsize.planner.reasons import stages_text
 from outsize.planner.recompute import BACKWARD, FIRST_BACKWARD, FORWARD, NOTHING, Choice, Limit, choose
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.split import Case, Pipeline
 
 Units = frozenset[int]
+# So many stages have a line each.
+MANY: Final = 3
 # What a choice changes of a stage's bytes.
 OWN = ("saved", "twice", "again", "forward", "backward", "first_backward")
 
@@ -62,12 +65,23 @@ class Fine:
 
 def selective_reasons(found: Estimate, chosen: Mapping[int, Units], bounds: Sequence[int]) -> Iterator[str]:
     """How much each stage recomputes, and what that takes; `bounds` are those of the graph's units."""
-    for stage, units in chosen.items():
-        run, kept = slice(*found.bounds[stage : stage + 2]), kept_case(found.pipeline, stage)
-        again_s = float((found.cases[stage].seconds.given - kept.seconds.given)[run].sum())
-        share = f"{seconds_text(again_s)} of its forward's {seconds_text(found.costs[stage].forward_s)}"
-        count = f"{len(units)} of {bounds[stage + 1] - bounds[stage]} units"
-        yield f"stage {stage} recomputes {count} to save memory: {share} twice"
+    again_s = {stage: _again_s(found, stage) for stage in chosen}
+    forward_s = {stage: found.costs[stage].forward_s for stage in chosen}
+    units = {stage: bounds[stage + 1] - bounds[stage] for stage in chosen}
+    if len(chosen) > MANY:
+        count = f"{sum(map(len, chosen.values()))} of {sum(units.values())} units"
+        share = f"{seconds_text(sum(again_s.values()))} of {seconds_text(sum(forward_s.values()))}"
+        yield f"{stages_text(sorted(chosen))} recompute {count} to save memory: {share} of their forwards twice"
+        return
+    for stage, which in chosen.items():
+        share = f"{seconds_text(again_s[stage])} of its forward's {seconds_text(forward_s[stage])}"
+        yield f"stage {stage} recomputes {len(which)} of {units[stage]} units to save memory: {share} twice"
+
+
+def _again_s(found: Estimate, stage: int) -> float:
+    """Seconds of a microbatch's forward that a stage computes twice."""
+    run, kept = slice(*found.bounds[stage : stage + 2]), kept_case(found.pipeline, stage)
+    return float((found.cases[stage].seconds.given - kept.seconds.given)[run].sum())
 
 
 def counted(figures: Expected, chosen: Mapping[int, Units]) -> Expected:
