@@ -71,7 +71,7 @@ def selective_reasons(found: Estimate, chosen: Mapping[int, Units], bounds: Sequ
     if len(chosen) > MANY:
         count = f"{sum(map(len, chosen.values()))} of {sum(units.values())} units"
         share = f"{seconds_text(sum(again_s.values()))} of {seconds_text(sum(forward_s.values()))}"
-        yield f"{stages_text(sorted(chosen))} recompute {count} to save memory: {share} of their forwards twice"
+        yield f"{stages_text(sorted(chosen))} recompute {count} to save memory: {share} of forwards twice"
         return
     for stage, which in chosen.items():
         share = f"{seconds_text(again_s[stage])} of its forward's {seconds_text(forward_s[stage])}"
