@@ -12,6 +12,7 @@ AdviceCode = Literal[
     "small-stage",
     "fat-boundary",
     "heavy-unit",
+    "branches",
     "optimizer-state",
     "idle-devices",
     "balance",

@@ -5,6 +5,7 @@
     small-stage        a stage has less than half of an even share of the work
     fat-boundary       what crosses a cut takes a quarter of the slowest stage's time, or more
     heavy-unit         one unit alone has more than an even share: no cut can balance that
+    branches           stages that take branches in another order would be lighter (branches.py)
     optimizer-state    a nearly full device holds mostly optimizer state while another has room for it
     idle-devices       devices without a stage, or idle for more than a third of the step
 
@@ -29,8 +30,10 @@ from outsize.ir.graph import ModelGraph, Value
 from outsize.ir.plan import Expected, Plan, StageFigures
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, percent_text, rate_text, seconds_text
+from outsize.planner.branches import branches
 from outsize.planner.extents import Extents
 from outsize.planner.reasons import microbatches_text
+from outsize.planner.seconds import UnitSeconds
 from outsize.planner.split import Case
 
 NO_MORE: Final = "a larger --batch, or fewer --stages"
@@ -83,7 +86,7 @@ def advise(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     if plan.expected is None:
         return ()
     view = _View(plan, plan.expected, graph, profile, cluster, plan.bounds(graph))
-    rules = (_replicas, _slow_links, _heavy, _small, _fat, _states, _idle)
+    rules = (_replicas, _slow_links, _heavy, _branches, _small, _fat, _states, _idle)
     return tuple(advice for rule in rules for advice in rule(view))
 
 
@@ -185,6 +188,25 @@ def _heaviest(view: _View, amounts: Sequence[float], of_what: str) -> Iterator[A
         f"{percent_text(even)}: no cut into {view.stages} stages is balanced",
         numbers={"share": share, "even_share": even, "amount": amounts[heaviest]},
         next_step=f"--stages {max(1, int(1 / share))}, or a smaller {name}",
+    )
+
+
+def _branches(view: _View) -> Iterator[Advice]:
+    """For devices of one kind with a stage each; a model with a form of its own runs in its own order."""
+    if view.stages < 2 or view.stages > view.plan.axes.pp or view.cluster.unequal:
+        return
+    found = branches(view.graph, UnitSeconds.of(view.profile), view.stages)
+    if found is None:
+        return
+    first = [view.unit(unit) for unit in found.stages[0] if unit >= view.bounds[1]]
+    moved = f"call {first[0]} and what it needs earlier" if first else "call the longest branch first"
+    yield Advice(
+        code="branches",
+        sentence=f"in another order of its branches the model could be cut so that the slowest stage takes "
+        f"{seconds_text(found.stages_s)} a microbatch; no run of its own order does better than "
+        f"{seconds_text(found.runs_s)}",
+        numbers={"runs_s": found.runs_s, "stages_s": found.stages_s},
+        next_step=f"{moved} in the model's forward; outsize cuts the order in which it computes",
     )
 
 

@@ -69,6 +69,15 @@ def test_a_heavy_unit_and_the_small_stage_beside_it() -> None:
     assert thin.numbers["share"] == pytest.approx(1 / 12)
 
 
+def test_branches_in_another_order() -> None:
+    """Five towers of 3, 2, 3, 2, 2 and what joins them: 7 by runs, 6 in any order."""
+    graph = graph_of([unit(i) for i in range(6)], [value(i, i, (5,), 8) for i in range(5)])
+    model = graph, profile_of(graph, [1.0, 2 / 3, 1.0, 2 / 3, 2 / 3, 0.0])
+    found = advice(model, (0, 2, 6), cluster())["branches"]
+    assert found.numbers == pytest.approx({"runs_s": 7.0, "stages_s": 6.0})
+    assert "h.3" in found.next_step, "the first unit of the first stage that its own order has later"
+
+
 def test_a_fat_boundary_names_its_values() -> None:
     values = [value(0, 0, (1,), 4), value(1, 1, (2,), 400), value(2, 0, (3,), 4_000, grad=False)]
     parameters = [parameter(f"h.{i}.weight", size_bytes=4) for i in range(4)]
