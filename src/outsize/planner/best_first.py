@@ -85,12 +85,7 @@ class Hunt:
         return len(self._found) + len(self._rejected) + left <= FEW
 
     def _least(self, layout: Layout) -> float:
-        if not self._menu.may_fit(layout):
-            return inf
-        m, pp = layout.microbatches, layout.axes.pp
-        work = self._menu.work(layout)
-        paced_s = max(self._menu.pace_s(layout), (work.total_s + self._menu.twice_s(layout)) / pp)
-        return self._together(layout, max(work.least_s(pp, m), m * paced_s))
+        return self._together(layout, self._menu.least_s(layout)) if self._menu.may_fit(layout) else inf
 
     def _floor(self, layout: Layout) -> float:
         """Of an interleaved layout what its balanced cut takes: its floor would bring all of them first."""

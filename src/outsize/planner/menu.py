@@ -184,6 +184,12 @@ class Menu:
             self._states[captured] = sum(h.weight for h in held), sum(h.gradient for h in held), states, saved
         return self._states[captured]
 
+    def least_s(self, layout: Layout) -> float:
+        """Below every step of the layout: all work, with what memory wants computed twice, on all devices."""
+        m, pp, work = layout.microbatches, layout.axes.pp, self.work(layout)
+        paced_s = max(self.pace_s(layout), (work.total_s + self.twice_s(layout)) / pp)
+        return max(work.least_s(pp, m), m * paced_s)
+
     def twice_s(self, layout: Layout) -> float:
         """Seconds of a microbatch's forward that memory wants computed twice, at least."""
         if layout.weights == "host":

@@ -274,11 +274,7 @@ def _expected(request: Request, best: Estimate, found: Found, bounds: Sequence[i
     figures = expected(best, request.batch_size, bounds)
     floor_s = min(found.floor_s, best.floor_s or inf)
     if best.layout.chunks > 1:  # its other cuts are not among those that were priced
-        layout = best.layout
-        floor_s = min(
-            floor_s,
-            menu.work(layout).floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches),
-        )
+        floor_s = min(floor_s, menu.least_s(best.layout))
     gap = max(0.0, best.step_s / floor_s - 1) if floor_s > 0 else None
     return figures.model_copy(
         update={
