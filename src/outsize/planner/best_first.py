@@ -51,17 +51,15 @@ class Hunt:
 
     def run(self, layouts: Sequence[Layout]) -> Found:
         """Price what may win, best floor first."""
-        floors = {place: self._least(layout) for place, layout in enumerate(layouts)}
-        queue = [(floor_s, False, place) for place, floor_s in floors.items()]
+        queue = [(self._least(layout), False, place) for place, layout in enumerate(layouts)]
         heapify(queue)
         while queue and not self._over(queue[0][0], len(queue)):
             floor_s, sharp, place = heappop(queue)
             if sharp:
-                self._try(layouts[place], floors[place], len(queue))
+                self._try(layouts[place], floor_s, len(queue))
             else:
-                floors[place] = max(floor_s, self._floor(layouts[place]))
-                heappush(queue, (max(floors[place], self._likely(layouts[place])), True, place))
-        self._floors += [floors[place] for *_, place in queue]
+                heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
+        self._floors += [floor_s for floor_s, *_ in queue]
         return Found(tuple(self._found), tuple(self._rejected), min(self._floors, default=inf))
 
     def _over(self, floor_s: float, left: int) -> bool:
@@ -101,13 +99,6 @@ class Hunt:
         """
         share_s = pipeline_s / layout.microbatches
         return pipeline_s + max(0.0, self._menu.together_s(layout) - share_s)
-
-    def _likely(self, layout: Layout) -> float:
-        """Where cuts are looked for between pieces only: their floor, which says what will be found."""
-        if self._menu.exact(layout) or layout.chunks > 1:
-            return 0.0
-        work, m = self._menu.piece_work(layout), layout.microbatches
-        return self._together(layout, work.floor_s(layout.schedule, layout.stages, layout.axes.pp, m))
 
     def _try(self, layout: Layout, floor_s: float, left: int) -> None:
         tables = [Tables(each, floor_s) for each in self._menu.pipelines(layout, self._recompute)]

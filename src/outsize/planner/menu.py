@@ -66,7 +66,6 @@ class Menu:
         self._made: dict[int, NDArray[np.int64]] = {}
         self._shares: dict[int, Sharing] = {}
         self._works: dict[Key, Work] = {}
-        self._piece_works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
         self._paces: dict[Key, float] = {}
         self._forward: dict[Key, tuple[Seconds, Bytes]] = {}
@@ -152,14 +151,6 @@ class Menu:
             costs = [self._seconds(layout, device) for device in self._kinds]
             self._works[key] = Work.along(self._made_for(layout.captured), fastest(costs))
         return self._works[key]
-
-    def piece_work(self, layout: Layout) -> Work:
-        """The same of the pieces between which a cut is looked for."""
-        key = _spread_key(layout)
-        if key not in self._piece_works:
-            case = self.case(layout, self._kinds[0], "none")
-            self._piece_works[key] = Work.of(case.graph, case.seconds)
-        return self._piece_works[key]
 
     def may_fit(self, layout: Layout) -> bool:
         """Whether all devices together hold weights, gradients, states, and what one microbatch keeps in the

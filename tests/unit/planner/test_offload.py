@@ -18,6 +18,7 @@ from outsize.ir.links import LINKS, Link
 from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName
 from outsize.planner.layout import Layout
 from outsize.planner.memory import Alive, Phase, peak_table
+from outsize.planner.menu import Menu
 from outsize.planner.offload import Blocks, Host, hosted, layerwise, streamed
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.price import price
@@ -261,3 +262,13 @@ def test_a_plan_on_the_host_is_priced_as_it_was_made(schedule: ScheduleName) -> 
     assert again.expected.step_s == pytest.approx(plan.expected.step_s)
     assert again.expected.stages == plan.expected.stages
     assert all(a < b for a, b in pairwise(plan.bounds(graph)))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_floor_is_below_both_ways(recompute: Recompute) -> None:
+    """What a block waits for is with its first unit: where it recomputes it works longer and waits less."""
+    graph, profile = chain([20e-6] * 130, weight_bytes=2_000_000)
+    where, cluster = Layout(Axes(pp=100), 100, "1f1b", 2, 2, "host"), parse_cluster("100xh100-80gb")
+    menu = Menu({2: (graph, profile)}, cluster, "adamw")
+    seconds = menu.case(where, cluster.devices[0], recompute).seconds.total
+    assert menu.least_s(where) <= 2 * max(seconds.sum() / 100, seconds.max()) * (1 + 1e-9)
