@@ -1,0 +1,90 @@
+"""Where the time of the devices went in one step, and why it was lost if more than half of it was."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, final
+
+from outsize.ir.base import Record
+from outsize.ir.text import percent_text, seconds_text
+
+Cause = Literal["sequential", "few-microbatches", "uneven-stages", "transfers"]
+# Devices that compute less than this share of the step get an explanation.
+BUSY: Final = 0.5
+
+
+@final
+class Idle(Record):
+    """Warning W210: devices idle `share` of the step, mostly for one cause.
+
+    `change`: the options that mend it, as (name, value); `gain`: how many times as many samples a second the
+    simulator predicts with them, from the stage times of this run.
+    """
+
+    share: float
+    cause: Cause
+    why: str
+    remedy: str
+    gain: float
+    change: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """`devices idle 74 % of the step: the schedule is sequential; ... -> predicted 3.1x`."""
+        gain = f" -> predicted {self.gain:.1f}x" if self.gain > 1 else ""
+        return f"devices idle {percent_text(self.share)} of the step: {self.why}; {self.remedy}{gain}"
+
+    def next_step(self, command: str | None = None) -> str:
+        """What to type: the command of this run with other options, or the call of the library."""
+        if not self.change:
+            return "outsize tune MODEL" if self.cause == "uneven-stages" else "outsize explain W210"
+        if command is not None:
+            return " ".join([command, *(f"--{name} {value}" for name, value in self.change)])
+        return f"outsize.plan(..., {', '.join(f'{n}={_python(v)}' for n, v in self.change)})"
+
+
+@final
+class Utilisation(Record):
+    """Shares of one step's device-seconds, 0 to 1, measured.
+
+    busy        of each device: it computes
+    transfer    of all devices: they send, post receives, or wait for a message that has been sent
+    bound_s     of the step if each action lasts as long as it did and nothing else takes time: no run of this
+                schedule with these stage times is faster
+    """
+
+    step_s: float
+    bound_s: float
+    devices: tuple[str, ...]
+    busy: tuple[float, ...]
+    transfer: float
+    idle: Idle | None = None
+
+    @property
+    def bubble(self) -> float:
+        """Share of all device time in which nobody computes."""
+        return 1.0 - sum(self.busy) / len(self.busy) if self.busy else 0.0
+
+    @property
+    def reached(self) -> float:
+        """Share of the bound that the step reached, 0 to 1."""
+        return self.bound_s / self.step_s if self.step_s else 1.0
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and what is said of them, for tables and pages."""
+        bound = (
+            f"{seconds_text(self.bound_s)}, this schedule without waits: {percent_text(self.reached)} reached"
+        )
+        return [("transfers", f"{percent_text(self.transfer)} of all device time"), ("bound", bound)]
+
+    def __str__(self) -> str:
+        """Lines for a terminal."""
+        busy = ", ".join(f"{d} {percent_text(b)}" for d, b in zip(self.devices, self.busy, strict=True))
+        head = [("step", seconds_text(self.step_s)), ("busy", busy), ("bubble", percent_text(self.bubble))]
+        lines = [f"{name:<9}  {text}" for name, text in (*head, *self.facts())]
+        if self.idle is not None:
+            lines += [f"W210: {self.idle.sentence}. Next: {self.idle.next_step()}"]
+        return "\n".join(lines)
+
+
+def _python(value: str) -> str:
+    return value if value.isdigit() else repr(value)

@@ -1,0 +1,209 @@
+"""Problem: devices idled in a measured step. Why mostly, and what would have been faster?
+
+The idle share of all device-seconds is taken apart exactly, by replays of the step (longest paths):
+
+    idle        1 - busy
+    transfers   step - bound            messages, launches, Python: without them the same actions end earlier
+    uneven      bound - bound of even   ... and earlier still if every stage lasts as long as their mean
+    bubble      what is left            even stages, free messages: fill and drain, or no overlap at all
+
+Below half busy the largest part names the cause (W210). What to type comes from the simulator: the mean stage
+times of this run, scaled to other microbatch sizes by their samples (small ones are slower per sample than
+that), with the seconds that a message took here. Of the counts of microbatches that are predicted within ROOM
+of the fastest the smallest is proposed.
+
+Oracles: tests/unit/planner/test_utilisation.py (the parts add up; the gain is that of the proposal simulated
+from the true costs).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from outsize.ir.cluster import Link
+from outsize.ir.plan import Plan
+from outsize.ir.schedule import Kind, Schedule
+from outsize.ir.text import percent_text
+from outsize.ir.timeline import Timeline
+from outsize.ir.utilisation import BUSY, Cause, Idle, Utilisation
+from outsize.planner.replay import Replay
+from outsize.planner.simulate import StageCost, critical_path_s, simulate
+from outsize.schedules.builders import build
+from outsize.schedules.lower import lower
+
+# A proposal gains at least this much; fewer microbatches are better if they are this close to the fastest.
+WORTH: Final = 1.05
+ROOM: Final = 1.1
+MOST: Final = 16  # microbatches for each stage
+
+
+def utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utilisation:
+    """Of one measured step of the plan; `devices` has a name for each rank, and ranks may share one."""
+    replay, step_s = Replay.of(timeline), timeline.duration_s
+    names = tuple(dict.fromkeys(devices[: timeline.ranks]))
+    busy_s = {n: sum(timeline.busy_s(r) for r in range(timeline.ranks) if devices[r] == n) for n in names}
+    bound_s = max((critical_path_s(replay.schedule, replay.durations_s), *busy_s.values()))
+    whole_s = len(names) * step_s or 1.0
+    found = Utilisation(
+        step_s=step_s,
+        bound_s=bound_s,
+        devices=names,
+        busy=tuple(seconds / (step_s or 1.0) for seconds in busy_s.values()),
+        transfer=(replay.messages_s + replay.late_s()) / whole_s,
+    )
+    explained = 1 - found.bubble < BUSY and 1 < len(names) == timeline.ranks and plan.form == "tape"
+    return found.model_copy(update={"idle": _Why(replay, plan, found).idle()}) if explained else found
+
+
+@final
+@dataclass(frozen=True)
+class _Why:
+    """The causes of one step's idle time, and remedies."""
+
+    replay: Replay
+    plan: Plan
+    found: Utilisation
+
+    def parts(self) -> dict[str, float]:
+        """Shares of the device-seconds that were idle; they add up to the idle share."""
+        step_s, bound_s = self.found.step_s, self.found.bound_s
+        even_s = min(bound_s, self._even_bound_s())
+        transfers, uneven = (step_s - bound_s) / step_s, (bound_s - even_s) / step_s
+        return {"transfers": transfers, "uneven": uneven, "bubble": self.found.bubble - transfers - uneven}
+
+    def idle(self) -> Idle:
+        """The largest part, in words."""
+        parts = self.parts()
+        largest = max(parts, key=lambda name: parts[name])
+        return {"transfers": self._transfers, "uneven": self._uneven, "bubble": self._bubble}[largest]()
+
+    # -- causes ----------------------------------------------------------------------------------------
+
+    def _bubble(self) -> Idle:
+        count, stages = self.plan.microbatches, len(self.plan.stages)
+        if self.plan.schedule == "naive" or count == 1:
+            return self._said("sequential", "the schedule is sequential", *self._more())
+        many = f"{count} microbatches are few for {stages} stages"
+        return self._said("few-microbatches", many, *self._more())
+
+    def _uneven(self) -> Idle:
+        busiest = max(range(len(self._costs)), key=lambda s: self._stage_s(s))
+        share = self._stage_s(busiest) / sum(map(self._stage_s, range(len(self._costs))))
+        gain = self._now_s / self._simulated_s(self.replay.schedule, self._even)
+        why = f"stages are uneven, stage {busiest} computes {percent_text(share)} of the step's work"
+        return self._said("uneven-stages", why, "cuts by measured times, were they even", gain, ())
+
+    def _transfers(self) -> Idle:
+        share = percent_text(self.parts()["transfers"])
+        why = f"{share} of it are messages and what happens between the actions"
+        fewer = [(n, c) for n, c in self._choices() if c < self.plan.microbatches]
+        gain, found = self._best(fewer)
+        if found is None:
+            return self._said("transfers", why, "larger batches, or cuts where less crosses", 1.0, ())
+        return self._said("transfers", why, *self._option(found, gain))
+
+    def _said(
+        self, cause: Cause, why: str, remedy: str, gain: float, change: tuple[tuple[str, str], ...]
+    ) -> Idle:
+        share = self.found.bubble
+        return Idle(share=share, cause=cause, why=why, remedy=remedy, gain=gain, change=change)
+
+    # -- remedies --------------------------------------------------------------------------------------
+
+    def _more(self) -> tuple[str, float, tuple[tuple[str, str], ...]]:
+        """More microbatches that overlap, of this batch or else of a larger one."""
+        gain, found = self._best([(n, c) for n, c in self._choices() if c >= self.plan.microbatches])
+        if found is not None:
+            return self._option(found, gain)
+        larger, count = 2 * self.plan.batch_size, 2 * self.plan.microbatches
+        name = self._overlapping()
+        seconds = self._simulated_s(self._schedule(name, count), self._costs)
+        change = (("batch", str(larger)), *_change(name, count))
+        return f"a batch of {larger} as {count} microbatches with {name}", 2 * self._now_s / seconds, change
+
+    def _option(self, found: tuple[str, int], gain: float) -> tuple[str, float, tuple[tuple[str, str], ...]]:
+        name, count = found
+        plural = "" if count == 1 else "es"
+        return f"{count} microbatch{plural} with {name}", gain, _change(name, count)
+
+    def _choices(self) -> Iterator[tuple[str, int]]:
+        """Schedules and counts of microbatches that the batch has samples for."""
+        stages, count = len(self.plan.stages), self.plan.microbatches
+        most = min(self.plan.batch_size, max(MOST * stages, count))
+        counts = {count, *(2**k for k in range(most.bit_length())), most}
+        return ((self._overlapping(), c) for c in sorted(counts) if c <= most)
+
+    def _overlapping(self) -> str:
+        return self.plan.schedule if self.plan.schedule in ("interleaved", "zero-bubble") else "1f1b"
+
+    def _best(self, choices: Sequence[tuple[str, int]]) -> tuple[float, tuple[str, int] | None]:
+        """The gain, and the choice of fewest microbatches that is near the best; None: nothing gains."""
+        times = {choice: self._simulated_s(*self._scaled(*choice)) for choice in choices}
+        least = min(times.values(), default=self._now_s)
+        near = [choice for choice in choices if times[choice] <= ROOM * least]
+        chosen = min(near, key=lambda choice: choice[1], default=None)
+        gain = self._now_s / times[chosen] if chosen is not None and times[chosen] else 1.0
+        return (gain, chosen) if gain >= WORTH else (1.0, None)
+
+    # -- the simulator ---------------------------------------------------------------------------------
+
+    @property
+    def _costs(self) -> list[StageCost]:
+        return self.replay.costs()
+
+    @property
+    def _even(self) -> list[StageCost]:
+        costs = self._costs
+        return [_mean(costs)] * len(costs)
+
+    @property
+    def _now_s(self) -> float:
+        return self._simulated_s(self.replay.schedule, self._costs)
+
+    def _stage_s(self, stage: int) -> float:
+        cost = self._costs[stage]
+        return cost.forward_s + cost.backward_s
+
+    def _even_bound_s(self) -> float:
+        """The step of the same schedule with free messages and stages that are all alike."""
+        mean = _mean(self._costs)
+        seconds = {
+            Kind.F: mean.forward_s,
+            Kind.B: mean.backward_s,
+            Kind.I: mean.backward_s - mean.weight_s,
+            Kind.W: mean.weight_s,
+        }
+        actions = self.replay.durations_s
+        return critical_path_s(self.replay.schedule, {a: seconds[a.kind] for a in actions})
+
+    def _scaled(self, name: str, count: int) -> tuple[Schedule, list[StageCost]]:
+        share = self.replay.schedule.microbatches / count
+        costs = [
+            StageCost(share * c.forward_s, share * c.backward_s, share * c.weight_s) for c in self._costs
+        ]
+
+        return self._schedule(name, count), costs
+
+    def _schedule(self, name: str, count: int) -> Schedule:
+        replay = self.replay
+        made = build(name, len(self.plan.stages), count, replay.schedule.ranks)
+        return lower(made, replay.edges(Kind.F), replay.edges(Kind.B))
+
+    def _simulated_s(self, schedule: Schedule, costs: Sequence[StageCost]) -> float:
+        replay = self.replay
+        each_s = (replay.messages_s + replay.late_s()) / max(1, len(replay.messages))
+        link = Link(name="measured", latency_s=each_s, bytes_per_s=math.inf)
+        small = {(m.source, m.destination): 1 for m in replay.messages}
+        return simulate(schedule, costs, small, small, lambda _a, _b: link).duration_s
+
+
+def _mean(costs: Sequence[StageCost]) -> StageCost:
+    columns = zip(*((c.forward_s, c.backward_s, c.weight_s) for c in costs), strict=True)
+    return StageCost(*(sum(column) / len(costs) for column in columns))
+
+
+def _change(name: str, count: int) -> tuple[tuple[str, str], ...]:
+    return ("schedule", name), ("microbatches", str(count))
