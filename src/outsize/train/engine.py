@@ -10,7 +10,7 @@ loop; how they run is the affair of a Way (way.py), whose weights are whose that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -23,6 +23,7 @@ from outsize.capture.ladder import LossFn
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
+from outsize.ir.utilisation import Utilisation
 from outsize.program.modes import outside_autocast
 from outsize.program.tree import map_leaves
 from outsize.run.rng import borrowed_generators
@@ -44,6 +45,7 @@ from outsize.train.state import gathered, save
 from outsize.train.way import Way
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+Explain = Callable[[Timeline, Plan, Sequence[str]], Utilisation]
 SHARD_BYTES: Final = 5_000_000_000
 
 
@@ -65,8 +67,10 @@ class Engine:
         weights: WeightFiles | None = None,
         batch_dims: Asked | None = None,
         scaler: GradScaler | None = None,
+        explain: Explain | None = None,
     ) -> None:
         self.model, self.plan, self.crew = model, plan, crew
+        self._explain = explain
         self.clip_norm, self.seed = clip_norm, seed
         self.steps = 0
         self.optimizer: Optimizer | None = None
@@ -172,6 +176,17 @@ class Engine:
         """The last step as it ran, over all ranks; every rank must call this."""
         return self.crew.timeline()
 
+    def report(self) -> Utilisation:
+        """Where the devices' time of the last step went, `print(engine.report())`; every rank must call this.
+
+        Busy share of each device, bubble, transfers, the step's bound, and below half busy why. Raises
+        BadOption before the first step.
+        """
+        measured = self.timeline()
+        if not measured.spans or self._explain is None:
+            raise BadOption("no step has been measured", next_step="engine.step(...) of outsize.parallelize")
+        return self._explain(measured, self.plan, self._device_names(measured.ranks))
+
     def update(self) -> Tensor | None:
         """Unscale and clip (if asked for), optimizer step, zero gradients; returns the norm before clipping.
 
@@ -199,6 +214,12 @@ class Engine:
             self._scaling.unscale(self.optimizer)
 
     # -- inside ----------------------------------------------------------------------------------------
+
+    def _device_names(self, ranks: int) -> list[str]:
+        """Of each rank; ranks that take turns in one process on the CPU share it."""
+        names = [self.plan.stages[rank].device for rank in range(ranks)]
+        shared = self.crew.world_size == 1 and names[0].startswith("cpu")
+        return ["cpu"] * ranks if shared else names
 
     def _parts(self, batch: Batch) -> list[Batch]:
         """The plan's microbatches; of a short batch as many as keep their size."""
