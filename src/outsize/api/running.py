@@ -21,6 +21,7 @@ from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
 from outsize.ir.verdict import Verdict
 from outsize.planner.roofline import roofline
 from outsize.planner.search import search
+from outsize.planner.utilisation import utilisation
 from outsize.run.load import load_weights
 from outsize.run.statistics import of_one_replica
 from outsize.run.weight_files import WeightFiles
@@ -79,6 +80,7 @@ def parallelize(
         weights=files,
         batch_dims=batch_dims,
         scaler=scaler,
+        explain=utilisation,
     )
     example = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims).batch
     engine.prepare(example.resized(plan.batch_size))
