@@ -1,30 +1,36 @@
 """A Timeline as trace events that https://ui.perfetto.dev and chrome://tracing read.
 
     process predicted            process measured
-      rank 0 compute  [0F0][0F1]      ...
-      rank 0 send        [0SEND_F0]
+      rank 0 compute  [step           ]      ...
+                       [0F0][0F1]
+      rank 0 send     [step           ]
+                          [0SEND_F0]
                                 \\  flow arrow
       rank 1 compute             [1F0]
       memory rank 0   counter
 
 Format: "Trace Event Format" (Google, 2016): metadata `M`, complete events `X`, flows `s` -> `f`, counters
-`C`; times in microseconds. Complete events of one track must nest, so spans of a lane that overlap get
-tracks of their own.
+`C`; times in microseconds, ascending. Complete events of one track must nest, so spans of a lane that overlap
+get tracks of their own; within its track all that a lane does is nested in the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
-from outsize.ir.schedule import Action
+from outsize.ir.schedule import Action, Kind
 from outsize.ir.timeline import Lane, Span, Timeline
+from outsize.planner.replay import numbered
 from outsize.schedules.message import SENDS, message_of
 
 Event = dict[str, Any]
 LANES: tuple[Lane, ...] = get_args(Lane)
 MICRO = 1e6
 DIGITS = 3
+# Of events at one moment: a slice comes before the arrows that are tied to it.
+ORDER = "MXsfC"
 # Track ids: room for this many tracks of a lane, and for the lanes of a rank.
 TRACKS = 64
 
@@ -37,6 +43,7 @@ def perfetto(predicted: Timeline | None, measured: Timeline | None) -> dict[str,
     """
     both = [timeline for timeline in (predicted, measured) if timeline is not None]
     events = [event for pid, timeline in enumerate(both, start=1) for event in _process(pid, timeline)]
+    events.sort(key=lambda e: (e.get("ts", -1.0), ORDER.index(e["ph"]), -e.get("dur", 0.0)))
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"producer": "outsize"}}
 
 
@@ -49,6 +56,7 @@ def _process(pid: int, timeline: Timeline) -> Iterator[Event]:
         again = f" ({number + 1})" if number else ""
         yield _name(pid, tid, "thread", f"rank {rank} {lane}{again}")
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+        yield _step(pid, tid, timeline, rank, lane)
         yield from (_complete(pid, tid, span) for span in spans)
     yield from _flows(pid, {id(s): _tid(*key) for key, spans in tracks.items() for s in spans}, timeline)
     yield from (_counter(pid, s.rank, s.time_s, s.alive_bytes) for s in timeline.samples)
@@ -85,6 +93,16 @@ def _name(pid: int, tid: int, what: str, name: str) -> Event:
     return {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_name", "args": {"name": name}}
 
 
+def _step(pid: int, tid: int, timeline: Timeline, rank: int, lane: Lane) -> Event:
+    """The slice in which all others of a lane lie, with the share of it that they fill."""
+    start = _micro(min(s.start_s for s in timeline.spans))
+    duration = round(_micro(max(s.end_s for s in timeline.spans)) - start, DIGITS)
+    seconds = sum(s.duration_s for s in timeline.spans if s.rank == rank and s.lane == lane)
+    details = {"rank": rank, "lane": lane, "seconds": seconds, "step_s": timeline.duration_s}
+    where = {"pid": pid, "tid": tid, "ts": start, "dur": duration}
+    return {"ph": "X", "name": "step", "cat": "step", **where, "args": details}
+
+
 def _complete(pid: int, tid: int, span: Span) -> Event:
     start = _micro(span.start_s)
     # The difference of rounded ends: neighbours that touch still touch.
@@ -114,17 +132,23 @@ def _flows(pid: int, tid_of: dict[int, int], timeline: Timeline) -> Iterator[Eve
 
 def arrows(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
     """Each SEND with the compute span that waits for its message, where both are known and in order."""
-    computes = {span.action.replace("I", "B"): span for span in spans if span.lane == "compute"}
+    ranks = sorted({span.rank for span in spans})
+    pairs = [pair for rank in ranks for pair in numbered(s for s in spans if s.rank == rank)]
+    computes = {_whole(action): span for action, span in pairs if span.lane == "compute"}
     found: list[tuple[Span, Span]] = []
-    for span in spans:
-        action = Action.parse(span.action)
+    for action, span in pairs:
         if span.lane != "send" or action.kind not in SENDS:
             continue
         message = message_of(action)
-        consumer = computes.get(f"{message.destination}{message.kind}{message.microbatch}")
+        consumer = computes.get(Action(message.destination, message.kind, message.microbatch))
         if consumer is not None and consumer.start_s >= span.start_s:
             found.append((span, consumer))
     return found
+
+
+def _whole(action: Action) -> Action:
+    """The input's half of a split backward is what waits for the gradient."""
+    return replace(action, kind=Kind.B) if action.kind is Kind.I else action
 
 
 def _counter(pid: int, rank: int, time_s: float, alive_bytes: int) -> Event:

@@ -176,13 +176,13 @@ class Engine:
         """The last step as it ran, over all ranks; every rank must call this."""
         return self.crew.timeline()
 
-    def report(self) -> Utilisation:
+    def report(self, measured: Timeline | None = None) -> Utilisation:
         """Where the devices' time of the last step went, `print(engine.report())`; every rank must call this.
 
-        Busy share of each device, bubble, transfers, the step's bound, and below half busy why. Raises
-        BadOption before the first step.
+        Busy share of each device, bubble, transfers, the step's bound, and below half busy why. Of an earlier
+        step with its timeline (by any rank). Raises BadOption before the first step.
         """
-        measured = self.timeline()
+        measured = measured or self.timeline()
         if not measured.spans or self._explain is None:
             raise BadOption("no step has been measured", next_step="engine.step(...) of outsize.parallelize")
         return self._explain(measured, self.plan, self._device_names(measured.ranks))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import samples
 
 from outsize.ir.schedule import Action, Kind
-from outsize.ir.timeline import Span, Timeline
+from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.report.trace import apart, arrows, perfetto
 
 Event = dict[str, Any]
@@ -28,6 +27,11 @@ KEYS = {
 
 def phase(ph: str) -> list[Event]:
     return [e for e in EVENTS if e["ph"] == ph]
+
+
+def spans() -> list[Event]:
+    """All slices but the steps in which they lie."""
+    return [e for e in phase("X") if e["cat"] != "step"]
 
 
 def test_it_is_json_without_nan() -> None:
@@ -62,25 +66,46 @@ def test_one_process_for_each_source_and_every_track_has_a_name() -> None:
 
 def test_every_span_is_a_complete_event_in_microseconds() -> None:
     for pid, timeline in BY_SOURCE.items():
-        found = sorted(
-            (e["name"], e["cat"], e["ts"], e["ts"] + e["dur"]) for e in phase("X") if e["pid"] == pid
-        )
+        found = sorted((e["name"], e["cat"], e["ts"], e["ts"] + e["dur"]) for e in spans() if e["pid"] == pid)
         wanted = sorted((s.action, s.lane, s.start_s * 1e6, s.end_s * 1e6) for s in timeline.spans)
         assert [f[:2] for f in found] == [w[:2] for w in wanted]
         assert [f[2:] for f in found] == [pytest.approx(w[2:], abs=2e-3) for w in wanted]
 
 
-def test_events_of_one_track_do_not_overlap() -> None:
-    tracks = {(e["pid"], e["tid"]) for e in phase("X")}
-    for track in tracks:
-        own = sorted((e["ts"], e["dur"]) for e in phase("X") if (e["pid"], e["tid"]) == track)
-        assert all(a + d <= b + 1e-6 for (a, d), (b, _) in pairwise(own))
+def test_slices_of_one_track_nest() -> None:
+    """Begin and end are balanced: no slice ends after one that it began in."""
+    for track in {(e["pid"], e["tid"]) for e in phase("X")}:
+        open_until: list[float] = []
+        for event in (e for e in phase("X") if (e["pid"], e["tid"]) == track):
+            end = event["ts"] + event["dur"]
+            while open_until and open_until[-1] <= event["ts"] + 1e-6:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-6
+            open_until.append(end)
+
+
+def test_a_lane_is_nested_in_its_step() -> None:
+    steps = {(e["pid"], e["tid"]): e for e in phase("X") if e["cat"] == "step"}
+    assert set(steps) == {(e["pid"], e["tid"]) for e in spans()}
+    for event in spans():
+        step = steps[event["pid"], event["tid"]]
+        assert step["ts"] <= event["ts"]
+        assert event["ts"] + event["dur"] <= step["ts"] + step["dur"] + 1e-6
+        assert step["args"]["lane"] == event["cat"]
+    busy = [e["args"]["seconds"] for e in steps.values() if e["pid"] == 1 and e["args"]["lane"] == "compute"]
+    assert busy == [pytest.approx(samples.predicted().busy_s(rank)) for rank in range(3)]
+
+
+def test_timestamps_ascend() -> None:
+    times = [e["ts"] for e in EVENTS if e["ph"] != "M"]
+    assert times == sorted(times)
+    assert [e["ph"] for e in EVENTS[: len(phase("M"))]] == ["M"] * len(phase("M"))
 
 
 def test_an_arrow_goes_from_each_send_to_what_it_feeds() -> None:
     starts, ends = ({(e["cat"], e["name"], e["id"]): e for e in phase(p)} for p in "sf")
     assert starts.keys() == ends.keys()
-    assert len(starts) == len(phase("s")) == len([e for e in phase("X") if e["cat"] == "send"])
+    assert len(starts) == len(phase("s")) == len([e for e in spans() if e["cat"] == "send"])
     for key, start in starts.items():
         source, goal = Action.parse(_under(start)["name"]), Action.parse(_under(ends[key])["name"])
         assert source.kind == Kind(key[1])
@@ -93,16 +118,15 @@ def test_an_arrow_goes_from_each_send_to_what_it_feeds() -> None:
 def _under(flow: Event) -> Event:
     """The slice that the viewer binds the arrow's end to."""
     (only,) = [
-        e for e in phase("X") if (e["pid"], e["tid"]) == (flow["pid"], flow["tid"]) and e["ts"] == flow["ts"]
+        e for e in spans() if (e["pid"], e["tid"]) == (flow["pid"], flow["tid"]) and e["ts"] == flow["ts"]
     ]
     return only
 
 
 def test_counters_are_the_samples() -> None:
     found = [(e["name"], e["args"]) for e in phase("C")]
-    assert found == [
-        (f"memory rank {s.rank}", {"alive_bytes": s.alive_bytes}) for s in samples.measured().samples
-    ]
+    by_time = sorted(samples.measured().samples, key=lambda s: s.time_s)
+    assert found == [(f"memory rank {s.rank}", {"alive_bytes": s.alive_bytes}) for s in by_time]
 
 
 def test_overlapping_spans_get_tracks_of_their_own() -> None:
@@ -123,6 +147,17 @@ def test_no_arrow_back_in_time_and_none_to_nowhere() -> None:
     assert arrows([send]) == []
     assert arrows([send, early]) == []
     assert arrows([send, late]) == [(send, late)]
+
+
+def test_a_second_group_of_microbatches_has_arrows_of_its_own() -> None:
+    """Two groups of one microbatch each have the same actions."""
+    times: tuple[tuple[int, Lane, str], ...] = ((0, "send", "0SEND_F0"), (1, "compute", "1F0"))
+    both = [
+        Span(rank=rank, lane=lane, action=action, start_s=start + rank, end_s=start + rank + 0.5)
+        for start in (0.0, 10.0)
+        for rank, lane, action in times
+    ]
+    assert arrows(both) == [(both[0], both[1]), (both[2], both[3])]
 
 
 def test_nothing_gives_an_empty_trace() -> None:
