@@ -91,7 +91,7 @@ class Hunt:
         if layout.chunks > 1:
             again_s = self._menu.twice_s(layout) * m / layout.axes.pp
             return work.balanced_s(layout.stages, layout.axes.pp, m) + again_s
-        return self._together(layout, work.floor_s(layout.schedule, layout.stages, layout.axes.pp, m))
+        return self._together(layout, self._menu.floor_s(layout, self._recompute))
 
     def _together(self, layout: Layout, pipeline_s: float) -> float:
         """With the gradients of replicas, of which a microbatch hides some: one stage at least has its

@@ -32,6 +32,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
 from typing import Any, Final, Self, final
 
 import numpy as np
@@ -39,6 +40,7 @@ from numpy.typing import NDArray
 
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import ScheduleName
+from outsize.planner.reach import Room, Row
 from outsize.planner.seconds import Seconds, UnitSeconds
 
 Index = np.intp | NDArray[np.intp]
@@ -117,23 +119,40 @@ class Work:
         """An interleaved step of equal chunks (arXiv 2104.04473, sec. 2.2): about what the best cut takes."""
         return self.total_s * (microbatches / ranks + (ranks - 1) / stages)
 
-    def floor_s(self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int) -> float:
-        """No cut into `stages` on `ranks` makes a shorter step."""
+    def floor_s(
+        self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int, room: Room | None = None
+    ) -> float:
+        """No cut into `stages` on `ranks` makes a shorter step; of a row, none that fits into `room`.
+
+        Infinite when nothing fits.
+        """
         low = self.least_s(ranks, microbatches)
         if schedule == "interleaved":
             return low
+        reaches = self._reaching(schedule, stages, microbatches, room)
+        if room is not None and not reaches(inf):
+            return inf
         apart, high = FIRST, low * (1 + FIRST)
-        while not self._reaches(schedule, stages, microbatches, high):  # not far from what the work takes
+        while not reaches(high):  # not far from what the work takes
             apart *= FURTHER
             low, high = high, high * (1 + apart)
         while high > low * (1 + PRECISE):
             middle = (low + high) / 2
-            met = self._reaches(schedule, stages, microbatches, middle)
-            low, high = (low, middle) if met else (middle, high)
+            low, high = (low, middle) if reaches(middle) else (middle, high)
         return low
 
+    def _reaching(
+        self, schedule: ScheduleName, stages: int, microbatches: int, room: Room | None
+    ) -> Callable[[float], bool]:
+        """Limit -> whether so many stages get to the end, none of them above the limit."""
+        if not self._unbroken:
+            return partial(self._reaches, schedule, stages, microbatches)
+        before = self.before_forward if schedule == "zero-bubble" else self.before
+        how = schedule, stages, microbatches
+        return Row(before, (self.forward, self.backward), self.slack_s, how, room).reaches
+
     def _reaches(self, schedule: ScheduleName, stages: int, microbatches: int, limit_s: float) -> bool:
-        """Whether so many stages get to the end, none of them above the limit."""
+        """The same where rows break off."""
         first, n = 0, len(self.forward) - 1
         for stage in range(stages):
             place = stage, stages - 1 - stage
@@ -141,10 +160,7 @@ class Work:
             ends = range(first, bisect_right(self._total, self._total[first] + longest_s))
             # In plain numbers: arrays of one take ten times as long.
             seconds = partial(self._one_s, schedule, place, microbatches, first)
-            if self._unbroken:
-                first += max(0, bisect_right(ends, limit_s, key=seconds) - 1)
-            else:
-                first = next((end for end in reversed(ends) if seconds(end) <= limit_s), first)
+            first = next((end for end in reversed(ends) if seconds(end) <= limit_s), first)
         return first == n
 
     def _one_s(

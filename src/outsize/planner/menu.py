@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,8 @@ from outsize.planner.margin import rooms
 from outsize.planner.offload import Blocks, fetching, hosted
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.order import first_of, least_pace_s, ordered
-from outsize.planner.ranges import Bytes, Ranges, Seconds
+from outsize.planner.ranges import Bytes, Ranges, Seconds, bare_units
+from outsize.planner.reach import Room
 from outsize.planner.roofline import roofline
 from outsize.planner.seconds import UnitSeconds, fastest
 from outsize.planner.sharding import context_parallel, sharded, tensor_parallel
@@ -69,7 +70,7 @@ class Menu:
         self._cases: dict[Key, Case] = {}
         self._paces: dict[Key, float] = {}
         self._forward: dict[Key, tuple[Seconds, Bytes]] = {}
-        self._states: dict[int, tuple[int, int, int, int]] = {}
+        self._held: dict[int, dict[str, Bytes]] = {}
 
     def pipeline(
         self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
@@ -158,28 +159,47 @@ class Menu:
         """
         if layout.weights == "host":
             return True
-        weights, gradients, states, saved = self._whole_bytes(layout.captured)
-        axes = layout.axes
-        ways = axes.dp_shard if layout.weights == "sharded" else 1
-        whole = (weights + gradients) // ways + states // axes.dp_shard
+        weights, gradients, states, saved = self._least_bytes(layout)
         rooms = sum(self._room_bytes(layout.group))
-        return (whole + saved // layout.chunks // axes.cp) // axes.tp <= rooms
+        return weights + gradients + states + saved / layout.chunks <= rooms
 
-    def _whole_bytes(self, captured: int) -> tuple[int, int, int, int]:
-        """Of all units: weights, gradients, states with master copies, what a microbatch keeps."""
-        if captured not in self._states:
-            optimizer, graph = optimizer_bytes(self._optimizer), self._candidates[captured][0]
-            held = [optimizer.held(p) for p in graph.parameters if p.name in graph.owner_of]
-            saved = sum(u.saved_bytes - u.saved_input_bytes for u in graph.units)
-            states = sum(h.state + h.master for h in held)
-            self._states[captured] = sum(h.weight for h in held), sum(h.gradient for h in held), states, saved
-        return self._states[captured]
+    def _least_bytes(self, layout: Layout, units: int | slice = -1) -> tuple[Any, Any, Any, Any]:
+        """What devices hold of the units before each: weights, gradients, states with master copies, what a
+        microbatch keeps. Of all units, or of shape (n + 1,).
+        """
+        axes, held = layout.axes, self._units_bytes(layout.captured)
+        ways = axes.tp * (axes.dp_shard if layout.weights == "sharded" else 1)
+        divided = ("weights", ways), ("gradients", ways), ("optimizer", axes.tp * axes.dp_shard)
+        weights, gradients, states = (held[name][units] / by for name, by in divided)
+        return weights, gradients, states, held["saved"][units] / layout.ways
+
+    def _units_bytes(self, captured: int) -> dict[str, Bytes]:
+        """Summed over units, of shape (n + 1,); weights without buffers, of which every device has all."""
+        if captured not in self._held:
+            found = bare_units(*self._candidates[captured], optimizer_bytes(self._optimizer))
+            found["weights"] = found["weights"] - found["buffers"]
+            self._held[captured] = {name: np.append(0, np.cumsum(part)) for name, part in found.items()}
+        return self._held[captured]
 
     def least_s(self, layout: Layout) -> float:
         """Below every step of the layout: all work, with what memory wants computed twice, on all devices."""
         m, pp, work = layout.microbatches, layout.axes.pp, self.work(layout)
         paced_s = max(self.pace_s(layout), (work.total_s + self.twice_s(layout)) / pp)
         return max(work.least_s(pp, m), m * paced_s)
+
+    def floor_s(self, layout: Layout, recompute: Sequence[Recompute]) -> float:
+        """No cut that fits makes a shorter step with a stage on each device, in these ways."""
+        how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
+        return self.work(layout).floor_s(*how, self._room(layout, recompute))
+
+    def _room(self, layout: Layout, recompute: Sequence[Recompute]) -> Room | None:
+        """What each stage may hold; None where weights or seconds depend on which device it is."""
+        if layout.weights == "host" or len(self._kinds) > 1:
+            return None
+        weights, gradients, states, saved = self._least_bytes(layout, slice(None))
+        fixed, room_bytes = weights + states, self._room_bytes(layout.group)[0]
+        ways = tuple(again != "none" for again in recompute)
+        return Room(fixed, fixed + gradients, saved, room_bytes, ways)
 
     def twice_s(self, layout: Layout) -> float:
         """Seconds of a microbatch's forward that memory wants computed twice, at least."""
@@ -195,16 +215,14 @@ class Menu:
 
     def _fixed_bytes(self, layout: Layout) -> int:
         """Weights and states of all stages, of which each device of a group has its share."""
-        weights, _, states, _ = self._whole_bytes(layout.captured)
-        ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
-        return (weights // ways + states // layout.axes.dp_shard) // layout.axes.tp
+        weights, _, states, _ = self._least_bytes(layout)
+        return int(weights + states)
 
     def together_s(self, layout: Layout) -> float:
         """Seconds that replicas take to add up the gradients of an average stage."""
         if layout.weights == "host":
             return 0.0
-        ways = layout.axes.tp * (layout.axes.dp_shard if layout.weights == "sharded" else 1)
-        size = self._whole_bytes(layout.captured)[1] // ways // layout.stages
+        size = int(self._least_bytes(layout)[1]) // layout.stages
         return sync_s(size, 0.0, layout, self._cluster)
 
     def pace_s(self, layout: Layout) -> float:

@@ -105,8 +105,8 @@ class Ranges:
         )
 
     def under(self, graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes) -> Self:
-        """The same tables under another optimizer that keeps gradients as the first does."""
-        return replace(self, **_kept_tables(graph, profile, optimizer))
+        """The same tables under another optimizer that keeps weights and gradients as the first does."""
+        return replace(self, **_state_tables(graph, profile, optimizer, _owned(graph, optimizer)))
 
     def recomputed(self) -> Self:
         """What units save is there for one microbatch at a time, while its backward computes it anew.
@@ -150,15 +150,8 @@ def bare_rows(
     graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes, *, saves: bool
 ) -> Callable[[int], Ranges]:
     """First unit -> that row of `Ranges.bare()`, in O(n); `saves` is off where all is recomputed."""
-    owned, buffers = _owned(graph, optimizer), _buffers(graph)
-    parts = {
-        "weights": owned.weights + buffers,
-        "buffers": buffers,
-        "gradients": owned.gradients,
-        "optimizer": owned.states + owned.masters,
-        "master": owned.masters,
-        "saved": _saved(graph, profile) * saves,
-    }
+    parts = bare_units(graph, profile, optimizer)
+    parts["saved"] *= saves
     prefixes = {name: np.append(0, np.cumsum(part)) for name, part in parts.items()}
     nothing = dict.fromkeys((f.name for f in fields(Ranges)), np.zeros(len(graph.units) + 1, np.int64))
     nothing["inputs"] = np.full(len(graph.units) + 1, graph.input_bytes)
@@ -169,6 +162,19 @@ def bare_rows(
         return Ranges(**{**nothing, **held, **acting, "backward": held["saved"] + held["gradients"]})
 
     return row
+
+
+def bare_units(graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes) -> dict[str, Bytes]:
+    """What single units hold, each of shape (n,), without what comes and goes."""
+    owned, buffers = _owned(graph, optimizer), _buffers(graph)
+    return {
+        "weights": owned.weights + buffers,
+        "buffers": buffers,
+        "gradients": owned.gradients,
+        "optimizer": owned.states + owned.masters,
+        "master": owned.masters,
+        "saved": _saved(graph, profile),
+    }
 
 
 def check_profile(graph: ModelGraph, profile: Profile) -> None:
@@ -217,13 +223,22 @@ def _owners(graph: ModelGraph) -> Iterator[tuple[int, Parameter]]:
 
 
 def _kept_tables(graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes) -> dict[str, Bytes]:
-    """What an optimizer decides."""
+    """What is there for good, and gradients."""
     owned = _owned(graph, optimizer)
     return {
         "weights": _spans(owned.weights + _buffers(graph)),
         "gradients": _spans(owned.gradients),
-        "optimizer": _spans(owned.states + owned.masters),
         "master": _spans(owned.masters),
+        **_state_tables(graph, profile, optimizer, owned),
+    }
+
+
+def _state_tables(
+    graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes, owned: _Owned
+) -> dict[str, Bytes]:
+    """What the kind of optimizer decides."""
+    return {
+        "optimizer": _spans(owned.states + owned.masters),
         "update": _update(graph, optimizer, style_of(profile.device)),
     }
 
