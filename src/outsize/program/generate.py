@@ -47,7 +47,10 @@ _LITERALS = (
 @final
 @dataclass(frozen=True)
 class SliceSpec:
-    """What to generate: `entries` arrive as arguments, `foreign` weights too, `exits` are returned."""
+    """What to generate: `entries` arrive as arguments, `foreign` weights too, `exits` are returned.
+
+    `lent` has by name, at each call, weights whose module holds them on another device.
+    """
 
     name: str
     instructions: Sequence[Instruction]
@@ -55,6 +58,7 @@ class SliceSpec:
     exits: Sequence[int]
     foreign: Sequence[str] = ()
     constants: Mapping[int, Tensor] = field(default_factory=dict)
+    lent: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def compile_slice(spec: SliceSpec, model: nn.Module, ambient: Modes) -> Callable[..., tuple[Any, ...]]:
@@ -83,11 +87,13 @@ class _Writer:
         self._spec, self._model = spec, model
         self._modules = dict(model.named_modules())
         self._foreign = {name: f"p{i}" for i, name in enumerate(spec.foreign)}
+        self._elsewhere = self._foreign | {name: f"lent[{name!r}]" for name in spec.lent}
         self._names: dict[str, Any] = {
             "torch": torch,
             "resolve": resolve,
             "swapped": swapped,
             "expect": expect,
+            "lent": spec.lent,
         }
         self._name_of: dict[int, str] = {}
         self._lines: list[str] = []
@@ -145,18 +151,18 @@ class _Writer:
         """The call, inside a swap of tied parameters where it uses some that live elsewhere."""
         comment = f"  # {instruction.name}"
         named = {leaf for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Weight)}
-        borrowed = [w.name for w in instruction.weights if w.name in self._foreign and w not in named]
+        borrowed = [w.name for w in instruction.weights if w.name in self._elsewhere and w not in named]
         if not borrowed:
             return [line + comment]
         places = [
-            (table, key, self._foreign[n]) for n in borrowed for table, key in self._places(instruction, n)
+            (table, key, self._elsewhere[n]) for n in borrowed for table, key in self._places(instruction, n)
         ]
         swaps = ", ".join(f"({self._bind(table, 't')}, {key!r}, {value})" for table, key, value in places)
         return [f"with swapped({swaps}):{comment}", f"    {line}"]
 
     def _places(self, instruction: Instruction, name: str) -> list[tuple[dict[str, Any], str]]:
         """Where the call finds the weight: in its own module, else (a module as argument) anywhere."""
-        wanted = self._model.get_parameter(name)
+        wanted = weight_named(self._model, name)
         own = [self._modules[str(instruction.target)]] if instruction.is_leaf else []
         found = (_holders(module, wanted) for module in (*own, self._model))
         return next((places for places in found if places), [])
@@ -175,7 +181,7 @@ class _Writer:
         if isinstance(tree, Ref):
             return f"v{tree.slot}"
         if isinstance(tree, Weight):
-            return self._foreign.get(tree.name) or self._weight(tree)
+            return self._elsewhere.get(tree.name) or self._weight(tree)
         if type(tree) in (tuple, list):
             inner = "".join(f"{self._value(item)}, " for item in tree)
             return f"({inner})" if type(tree) is tuple else f"[{inner}]"
@@ -233,8 +239,16 @@ def _lengths(out: Any, unread: set[int]) -> Iterator[tuple[str, int]]:
             yield place, len(items)
 
 
+def weight_named(model: nn.Module, name: str) -> Tensor:
+    """A parameter or buffer by its name; looked up at each call, for it may have been replaced."""
+    path, _, key = name.rpartition(".")
+    owner = model.get_submodule(path)
+    found = owner._parameters.get(key)
+    return owner.get_buffer(key) if found is None else found
+
+
 def _holders(module: nn.Module, wanted: Tensor) -> list[tuple[dict[str, Any], str]]:
-    tables = [m._parameters for m in module.modules()]
+    tables = [table for m in module.modules() for table in (m._parameters, m._buffers)]
     return [(table, key) for table in tables for key, p in table.items() if p is wanted]
 
 

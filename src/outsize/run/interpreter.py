@@ -124,6 +124,10 @@ class Interpreter:
         self._at += 1
         return True
 
+    def computes(self) -> bool:
+        """Is the next action one of compute?"""
+        return self._at < len(self._ops) and self._ops[self._at].lane == "compute"
+
     def current(self) -> str:
         """The action that `advance` would run next."""
         return self._ops[min(self._at, len(self._ops) - 1)].text
@@ -391,8 +395,11 @@ def run_together(interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
                 left.remove(interpreter)
                 moved = True
         if not moved:
-            waiting = ", ".join(f"rank {i.rank} at {i.current()}" for i in left)
-            raise InvalidSchedule(
-                "no rank can go on", numbers=waiting, next_step="check the schedule: outsize plan"
-            )
+            raise stuck(left)
     return [i.outputs for i in interpreters]
+
+
+def stuck(left: Sequence[Interpreter]) -> InvalidSchedule:
+    """None of these ranks can go on."""
+    waiting = ", ".join(f"rank {i.rank} at {i.current()}" for i in left)
+    return InvalidSchedule("no rank can go on", numbers=waiting, next_step="check the schedule: outsize plan")

@@ -49,6 +49,11 @@ class Layout:
         """The distinct elements of a tensor that `empty` made, as they arrive: flat, in memory order."""
         return tensor.as_strided((self._count(),), (1,))
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the distinct elements."""
+        return self._count() * self.dtype.itemsize
+
     def _count(self) -> int:
         return math.prod(_distinct(self.shape, self.stride))
 

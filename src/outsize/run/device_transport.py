@@ -1,0 +1,161 @@
+"""Transport between the ranks of one process that live on different devices, and how they take turns.
+
+One thread walks the schedule. A launch on CUDA does not block, so the thread is ahead of the devices; and it
+seeds process-wide generators before each random instruction (law 6) and hangs tied weights into modules,
+which threads would do to each other. Ranks take turns of one compute action each, so that every device gets
+its first work early; what the CPU computes runs within its turn, so the CPU goes on only when its message is
+there or nobody else has anything to launch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from outsize.run.interpreter import Interpreter, StepOutputs, stuck
+from outsize.run.links import Link, Parcel, checked_link
+from outsize.run.streams import Streams
+from outsize.run.together import Together
+from outsize.run.transport import Pending, Transport
+
+Key = tuple[int, int, int, int]  # source, destination, channel, microbatch
+Box = dict[Key, Tensor | Parcel | None]
+
+
+@final
+class Places(Together):
+    """The place of each rank, and the links between places that differ, each tried once."""
+
+    def __init__(self, streams: Streams, of_rank: Sequence[str]) -> None:
+        self.streams, self.of_rank = streams, tuple(of_rank)
+        distinct = dict.fromkeys(of_rank)
+        self._links = {(a, b): checked_link(streams, a, b) for a in distinct for b in distinct if a != b}
+        self._boxes: Box = {}
+        self._to_host: deque[Parcel] = deque()
+
+    def transport(self, rank: int) -> Transport:
+        return _DeviceTransport(rank, self)
+
+    def inputs(self, rank: int, tensors: Sequence[Tensor], used: frozenset[int]) -> Sequence[Tensor]:
+        order = sorted(used)
+        brought = self.streams.bring([tensors[p] for p in order], self.of_rank[rank])
+        found = dict(zip(order, brought, strict=True))
+        return [found.get(p, tensor) for p, tensor in enumerate(tensors)]
+
+    def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
+        """One compute action of each rank in turn."""
+        left = list(interpreters)
+        while left:
+            moved = False
+            for interpreter in list(left):
+                with self.streams.working(self.of_rank[interpreter.rank]):
+                    state = _turn(interpreter)
+                moved = moved or state is not False
+                if state is None:
+                    left.remove(interpreter)
+            if not moved and not self._wait_for_one():
+                raise stuck(left)
+        self.flush()
+        return [i.outputs for i in interpreters]
+
+    def link(self, rank: int, peer: int) -> Link | None:
+        """Between two ranks; None on one place."""
+        return self._links.get((self.of_rank[rank], self.of_rank[peer]))
+
+    @property
+    def buffers_made(self) -> int:
+        """Receive buffers since the beginning."""
+        return sum(link.pool.made for link in self._links.values())
+
+    def put(self, key: Key, tensor: Tensor | None) -> None:
+        """Launch it on its way."""
+        link = self.link(key[0], key[1])
+        found = tensor if link is None or tensor is None else link.carry(tensor)
+        if isinstance(found, Parcel) and not found.there():
+            self._to_host.append(found)
+        self._boxes[key] = found
+
+    def at(self, key: Key) -> bool:
+        """Can it be taken without making the host wait?"""
+        if key not in self._boxes:
+            return False
+        found = self._boxes[key]
+        return not isinstance(found, Parcel) or found.there()
+
+    def take(self, key: Key) -> Tensor | Parcel | None:
+        """What was put there."""
+        return self._boxes.pop(key)
+
+    def _wait_for_one(self) -> bool:
+        """The host waits for the oldest copy to it; False when none is under way."""
+        while self._to_host:
+            parcel = self._to_host.popleft()
+            if not parcel.there():
+                parcel.copied.wait()
+                return True
+        return False
+
+    def flush(self) -> None:
+        """The end of a step: what was sent may be freed."""
+        for link in self._links.values():
+            link.flush()
+        self._to_host.clear()
+
+    def reset(self) -> None:
+        self.streams.synchronize()
+        self._boxes.clear()
+        self.flush()
+
+
+@final
+class _DeviceTransport(Transport):
+    def __init__(self, rank: int, places: Places) -> None:
+        self._rank, self._places = rank, places
+
+    def send(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
+        self._places.put((self._rank, peer, channel, microbatch), tensor)
+
+    def post(self, peer: int, channel: int, microbatch: int) -> Pending:
+        return _Coming(self._places, (peer, self._rank, channel, microbatch))
+
+    def flush(self) -> None:
+        self._places.flush()
+
+
+@final
+class _Coming(Pending):
+    __slots__ = ("_key", "_parcel", "_places")
+
+    def __init__(self, places: Places, key: Key) -> None:
+        self._places, self._key = places, key
+        self._parcel: Parcel | None = None
+
+    def ready(self) -> bool:
+        return self._places.at(self._key)
+
+    def wait(self) -> Tensor | None:
+        found = self._places.take(self._key)
+        if not isinstance(found, Parcel):
+            return found
+        self._parcel = found
+        return found.open()
+
+    def release(self) -> None:
+        if self._parcel is not None:
+            self._parcel.give_back()
+            self._parcel = None
+
+
+def _turn(interpreter: Interpreter) -> bool | None:
+    """Up to and with a compute action and what it sends: True if anything ran, None at the end of the row."""
+    computed = moved = False
+    while not (computed and interpreter.computes()):
+        computes = interpreter.computes()
+        state = interpreter.advance()
+        if state is not True:
+            return None if state is None else moved
+        moved, computed = True, computed or computes
+    return True

@@ -1,0 +1,110 @@
+"""A stage's program for another device than the one its tape was made on.
+
+    recorded on cpu                              for a stage on cuda:1
+    torch.arange(9, device=cpu)                  torch.arange(9, device=cuda:1)
+    mask.to("cpu")                               mask.to(cuda:1)
+    a constant on cpu                            a copy on cuda:1, made once
+    a frozen weight that lives with stage 0      lent: a copy, made anew when the weight has changed
+
+What a tape says of its home, the device where model and inputs were, it says of the stage's device; any other
+device that the user's code names stays. A trained weight of two stages is a boundary value and no matter of
+this file. O(instructions), once per program. Oracle: tests/unit/run/test_placed.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.program.generate import SliceSpec, compile_slice, weight_named
+from outsize.program.tape import Instruction, Tape
+from outsize.program.tree import map_leaves
+from outsize.run.cut import StageProgram
+
+_MOVES: Final = frozenset({Tensor.cpu, Tensor.cuda})
+# What makes tensors of nothing; without `device` they are on the CPU.
+_FACTORIES: Final[frozenset[Callable[..., Any]]] = frozenset(
+    {
+        *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.logspace, torch.ones),
+        *(torch.rand, torch.randint, torch.randn, torch.randperm, torch.tensor, torch.zeros),
+        *(torch.tril_indices, torch.triu_indices, torch.scalar_tensor, torch.empty_strided, torch.as_tensor),
+    }
+)
+
+
+def home_of(model: nn.Module, tensors: Sequence[Tensor]) -> torch.device:
+    """Where the model's weights are, or else its inputs; the CPU where nothing has values."""
+    everything = (*model.parameters(), *model.buffers(), *tensors)
+    return next((t.device for t in everything if not t.is_meta), torch.device("cpu"))
+
+
+def placed(
+    program: StageProgram, tape: Tape, model: nn.Module, home: torch.device, device: torch.device
+) -> StageProgram:
+    """The program on `device`; the same one where nothing of it is at home elsewhere."""
+    away = [name for name in sorted(program.weights) if weight_named(model, name).device != device]
+    if device == home and not away:
+        return program
+    spec = replace(
+        program.spec,
+        instructions=tuple(_moved(i, tape, home, device) for i in program.spec.instructions),
+        constants=_constants(program.spec, home, device),
+        lent=Lent(model, away, device),
+    )
+    return replace(program, spec=spec, function=compile_slice(spec, model, tape.modes))
+
+
+@final
+class Lent(Mapping[str, Tensor]):
+    """Weights by name, as they are now, on one device. A change through `.data` is not seen."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
+        self._model, self._names, self._device = model, names, device
+        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = weight_named(self._model, name)
+        known = self._copies.get(name)
+        if known is None or known[0] is not weight or known[1] != weight._version:
+            known = self._copies[name] = (weight, weight._version, weight.detach().to(self._device))
+        return known[2]
+
+
+def _constants(spec: SliceSpec, home: torch.device, device: torch.device) -> dict[int, Tensor]:
+    return {slot: t.to(device) if t.device == home else t for slot, t in spec.constants.items()}
+
+
+def _moved(instruction: Instruction, tape: Tape, home: torch.device, device: torch.device) -> Instruction:
+    if instruction.is_leaf:
+        return instruction
+
+    def swap(leaf: Any) -> Any:
+        return device if isinstance(leaf, torch.device) and _is(leaf, home) else leaf
+
+    target, kwargs = instruction.target, dict(instruction.kwargs)
+    args: tuple[Any, ...] = tuple(instruction.args)
+    at_home = all(tape.metas[slot].device == home for slot in instruction.defines())
+    if target in _MOVES and at_home:
+        return replace(instruction, target=Tensor.to, args=(args[0], device), kwargs={})
+    if isinstance(kwargs.get("device"), str | int):
+        kwargs["device"] = torch.device(kwargs["device"])
+    if target is Tensor.to and len(args) > 1 and isinstance(args[1], str | int):
+        args = (args[0], torch.device(args[1]), *args[2:])
+    if target in _FACTORIES and at_home and kwargs.get("device") is None:
+        kwargs["device"] = device
+    return replace(instruction, args=map_leaves(swap, args), kwargs=map_leaves(swap, kwargs))
+
+
+def _is(named: torch.device, home: torch.device) -> bool:
+    """`cuda` is every GPU that is current, so the home's too."""
+    return named.type == home.type and (named.index is None or named.index == (home.index or 0))

@@ -1,0 +1,56 @@
+"""Together: how the ranks of one process reach each other, and where each of them is.
+
+OnePlace     all on the device where model and batch are: tensors are handed over
+Places       each on a device of its own (device_transport.py)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from outsize.run.interpreter import Interpreter, StepOutputs, run_together
+from outsize.run.transport import LocalTransport, Mailboxes, Transport
+
+
+class Together(ABC):
+    """The ranks of one process."""
+
+    @abstractmethod
+    def transport(self, rank: int) -> Transport:
+        """That of one rank; all of them share mailboxes."""
+
+    @abstractmethod
+    def inputs(self, rank: int, tensors: Sequence[Tensor], used: frozenset[int]) -> Sequence[Tensor]:
+        """A microbatch where the rank computes; it uses the tensors at these positions."""
+
+    @abstractmethod
+    def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
+        """One step of all ranks. Raises InvalidSchedule when nobody can go on."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget an unfinished step."""
+
+
+@final
+class OnePlace(Together):
+    """Stages take turns on one device."""
+
+    def __init__(self) -> None:
+        self._boxes = Mailboxes()
+
+    def transport(self, rank: int) -> Transport:
+        return LocalTransport(rank, self._boxes)
+
+    def inputs(self, rank: int, tensors: Sequence[Tensor], used: frozenset[int]) -> Sequence[Tensor]:
+        return tensors
+
+    def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
+        return run_together(interpreters)
+
+    def reset(self) -> None:
+        self._boxes.boxes.clear()
