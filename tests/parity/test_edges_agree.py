@@ -13,7 +13,7 @@ from outsize.capture.graph import build_graph
 from outsize.capture.ladder import record
 from outsize.planner.edges import edges_between
 from outsize.run.boundary import backward_edges, forward_edges, step_edges
-from outsize.run.cut import cut
+from outsize.run.cut import cut, in_runs
 
 STAGES = 4
 
@@ -27,7 +27,7 @@ def test_the_planner_and_the_runtime_see_the_same_edges(case: Case) -> None:
     bounds = [units * stage // STAGES for stage in range(STAGES + 1)]
 
     planned = edges_between(captured.graph, bounds)
-    program = cut(tape, model, [captured.starts[bound] for bound in bounds], outputs=False)
+    program = cut(tape, model, in_runs([captured.starts[bound] for bound in bounds]), outputs=False)
 
     assert set(planned.forward) == forward_edges(program.boundaries)
     assert set(planned.backward) == backward_edges(program.boundaries)

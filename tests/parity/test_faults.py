@@ -107,12 +107,12 @@ def test_a_dropped_tied_gradient_is_found(monkeypatch: Patch) -> None:
 
 def a_chain(name: str, stages: int) -> Boundary:
     """A value of the model that several stages use."""
-    from outsize.run.cut import cut
+    from outsize.run.cut import cut, in_runs
 
     found = captured(name, 4)
     plan = planned(Combination(name, 4, stages, "1f1b"))
-    edges = [found.starts[u] for u in plan.bounds(found.graph)]
-    made = cut(found.tape, fresh(name), edges, outputs=False)
+    owners = in_runs([found.starts[u] for u in plan.bounds(found.graph)])
+    made = cut(found.tape, fresh(name), owners, outputs=False)
     return next(b for b in made.boundaries if b.weight is None and len(b.consumers) > 1 and b.requires_grad)
 
 

@@ -126,7 +126,7 @@ def check(
     if plan is None:
         where = find_cluster(f"{stages}xcpu")
         plan = search(request, {count: (captured.graph, roofline(captured.graph, where.devices[0]))}, where)
-    plan.bounds(captured.graph)  # a plan of another model, or with other units, must not pass
+    plan.owners(captured.graph)  # a plan of another model, or with other units, must not pass
     question = Question(model, batch, loss_fn, plan, captured, capture_s, steps, seed)
     return verify(question, processes=processes)
 

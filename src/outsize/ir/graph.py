@@ -7,6 +7,7 @@ anywhere without asking. Values that any stage can compute from the inputs are n
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal, final
 
@@ -148,7 +149,30 @@ class ModelGraph(Record):
         """Values produced before unit `cut` and consumed by it or later."""
         return tuple(v for v in self.values if v.producer < cut and v.consumers[-1] >= cut)
 
+    def in_order(self, order: Sequence[int]) -> ModelGraph:
+        """The same model with its units in another order, in which each still comes after what it needs."""
+        if list(order) == sorted(order):
+            return self
+        place = {unit: at for at, unit in enumerate(order)}
+        units = (self.units[unit].model_copy(update={"index": at}) for at, unit in enumerate(order))
+        # Not a copy, which would have what was cached in the old order.
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        values = tuple(_moved(value, place) for value in self.values)
+        return ModelGraph(**{**fields, "units": tuple(units), "values": values})
+
     @property
     def parameter_bytes(self) -> int:
         """Bytes of all parameters, tied ones once."""
         return sum(p.size_bytes for p in self.parameters)
+
+
+def _moved(value: Value, place: Mapping[int, int]) -> Value:
+    """The value after its units have moved; of those that keep its memory the first one has its bytes."""
+    return value.model_copy(
+        update={
+            "producer": place[value.producer],
+            "consumers": tuple(sorted(place[unit] for unit in value.consumers)),
+            "saved_by": place.get(value.saved_by, -1),
+            "also_saved_by": tuple(sorted(place[unit] for unit in value.also_saved_by)),
+        }
+    )

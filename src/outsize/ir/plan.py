@@ -6,7 +6,9 @@ when it decided and is only shown, never used to run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self, final
 
@@ -15,7 +17,8 @@ from pydantic import Field, ValidationError
 from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
 from outsize.ir.base import Record
 from outsize.ir.graph import Form, ModelGraph
-from outsize.ir.names import compress, expand, prefixes, unroll
+from outsize.ir.names import compress_units, expand, prefixes, unroll
+from outsize.ir.quotient import check_quotient, in_stages
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
@@ -247,21 +250,46 @@ class Plan(Record):
                 next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json, without --what-if",
             )
 
-    def bounds(self, graph: ModelGraph) -> tuple[int, ...]:
-        """First unit of each stage, then the number of units: `(0, 7, 15)` is units 0-6 and 7-14.
+    def owners(self, graph: ModelGraph) -> tuple[int, ...]:
+        """The stage of each unit; a stage may have several runs of them.
 
-        Raises ModelMismatch, or BadPlan when a unit is missing, doubled or out of order.
+        Raises ModelMismatch, or BadPlan when a unit is missing or doubled, or when the stages are none of
+        `check_quotient`.
         """
         self.check_model(graph)
         names = [u.name for u in graph.units]
-        edges = [0]
+        found: list[int] = [-1] * len(names)
         for number, stage in enumerate(self.stages):
-            edges.append(_end_of(number, stage, names, edges[-1]))
-        if edges[-1] != len(names):
-            raise _uncovered(names[edges[-1]], f"{len(names) - edges[-1]} units after the last stage")
-        for number in range(len(self.stages)):
-            self._check_recomputed(number, names[edges[number] : edges[number + 1]])
-        return tuple(edges)
+            units = _units_of(number, stage, names)
+            for unit in units:
+                if found[unit] >= 0:
+                    raise _not_once(names[unit], f"it is in stage {found[unit]} and in stage {number}")
+                found[unit] = number
+            self._check_recomputed(number, [names[unit] for unit in units])
+        if -1 in found:
+            missing = [name for name, at in zip(names, found, strict=True) if at < 0]
+            raise _not_once(missing[0], f"{len(missing)} of {len(names)} units are in none")
+        check_quotient(graph, found)
+        return tuple(found)
+
+    def bounds(self, graph: ModelGraph) -> tuple[int, ...]:
+        """First unit of each stage, then the number of units: `(0, 7, 15)` is units 0-6 and 7-14.
+
+        Raises as `owners`, and BadPlan when a stage is no run of these units (see `in_order`).
+        """
+        owners = self.owners(graph)
+        for unit, (before, here) in zip(graph.units[1:], pairwise(owners), strict=True):
+            if here < before:
+                raise BadPlan(
+                    f"the stages are no runs of the model's own order; trouble at {unit.name!r}",
+                    numbers=f"it is in stage {here}, the unit before it in stage {before}",
+                    next_step="outsize plan MODEL --units to list the units in order",
+                )
+        return tuple(bisect_left(owners, stage) for stage in range(len(self.stages) + 1))
+
+    def in_order(self, graph: ModelGraph) -> tuple[int, ...]:
+        """The units, stage after stage: in this order every stage is a run. Raises as `owners`."""
+        return in_stages(self.owners(graph))
 
     def _check_recomputed(self, number: int, names: list[str]) -> None:
         """`names` of the stage's units."""
@@ -282,22 +310,16 @@ class Plan(Record):
             ) from None
 
 
-def _end_of(number: int, stage: Stage, names: list[str], start: int) -> int:
+def _units_of(number: int, stage: Stage, names: list[str]) -> list[int]:
     try:
-        covered = expand(stage.units, names)
+        return expand(stage.units, names)
     except KeyError as error:
         what = f"stage {number} names {error.args[0]!r}, which is no unit of the model"
         raise BadPlan(what, next_step="outsize plan MODEL --units to list them") from None
-    for wanted, found in enumerate(covered, start):
-        if found != wanted:
-            following = repr(names[wanted]) if wanted < len(names) else "the end"
-            numbers = f"stage {number} has {names[found]!r} where {following} comes next"
-            raise _uncovered(names[min(found, wanted)], numbers)
-    return start + len(covered)
 
 
-def _uncovered(unit: str, numbers: str) -> BadPlan:
-    what = f"every unit belongs to exactly one stage, in order; trouble at {unit!r}"
+def _not_once(unit: str, numbers: str) -> BadPlan:
+    what = f"every unit belongs to exactly one stage; trouble at {unit!r}"
     return BadPlan(what, numbers=numbers, next_step="outsize plan MODEL --units to list the units in order")
 
 
@@ -306,10 +328,15 @@ def _first_problem(error: ValidationError) -> str:
     return f"{'.'.join(str(p) for p in problem['loc']) or 'file'}: {problem['msg']}"
 
 
-def stages_from_bounds(
-    graph: ModelGraph, bounds: tuple[int, ...], devices: tuple[str, ...]
-) -> tuple[Stage, ...]:
+def stages_from_bounds(graph: ModelGraph, bounds: Sequence[int], devices: Sequence[str]) -> tuple[Stage, ...]:
     """The inverse of `Plan.bounds`: unit ranges as patterns."""
+    return stages_from_units(graph, [range(*run) for run in pairwise(bounds)], devices)
+
+
+def stages_from_units(
+    graph: ModelGraph, units: Iterable[Collection[int]], devices: Iterable[str]
+) -> tuple[Stage, ...]:
+    """A stage for each set of units, which ascend."""
     names = [u.name for u in graph.units]
-    pairs = zip(bounds, bounds[1:], devices, strict=False)
-    return tuple(Stage(units=compress(names, a, b - 1), device=d) for a, b, d in pairs)
+    pairs = zip(units, devices, strict=False)
+    return tuple(Stage(units=compress_units(names, run), device=device) for run, device in pairs)

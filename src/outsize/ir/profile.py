@@ -7,7 +7,7 @@ them each unit's seconds and bytes lie on a straight line; beyond them nobody ha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Self, final
@@ -66,6 +66,10 @@ class Profile(Record):
         later = ({"backward_input_s": u.backward_input_s + u.forward_s} for u in self.units)
         units = (u.model_copy(update=more) for u, more in zip(self.units, later, strict=True))
         return self.model_copy(update={"units": tuple(units)})
+
+    def in_order(self, order: Sequence[int]) -> Self:
+        """The costs of `ModelGraph.in_order`."""
+        return self.model_copy(update={"units": tuple(self.units[unit] for unit in order)})
 
     @property
     def step_compute_s(self) -> float:

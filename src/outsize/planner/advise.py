@@ -32,6 +32,7 @@ from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, percent_text, rate_text, seconds_text
 from outsize.planner.branches import branches
 from outsize.planner.extents import Extents
+from outsize.planner.price import in_plans_order
 from outsize.planner.reasons import microbatches_text
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.split import Case
@@ -81,10 +82,11 @@ class _View:
 def advise(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> tuple[Advice, ...]:
     """What there is to say, the weightiest first; nothing for a plan without expectations.
 
-    `graph` and `profile` are of one microbatch of the plan. Raises as `Plan.bounds`.
+    `graph` and `profile` are of one microbatch of the plan. Raises as `Plan.owners`.
     """
     if plan.expected is None:
         return ()
+    graph, profile = in_plans_order(plan, graph, profile)
     view = _View(plan, plan.expected, graph, profile, cluster, plan.bounds(graph))
     rules = (_replicas, _slow_links, _heavy, _branches, _small, _fat, _states, _idle)
     return tuple(advice for rule in rules for advice in rule(view))

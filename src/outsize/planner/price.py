@@ -29,6 +29,7 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     `graph` and `profile` are of one microbatch of the plan. Raises ModelMismatch, BadPlan,
     TooFewSamples, and UnknownDevice when the cluster lacks a device of the plan.
     """
+    graph, profile = in_plans_order(plan, graph, profile)
     found = _of_plan(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
     figures = counted(expected(found, plan.batch_size, found.bounds), chosen)
@@ -42,8 +43,14 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
     """The predicted Timeline of one step of the plan, or of its first microbatches; raises as `price`."""
-    found = _of_plan(plan, graph, profile, cluster)
+    found = _of_plan(plan, *in_plans_order(plan, graph, profile), cluster)
     return play(found.pipeline, found.bounds, found.costs)
+
+
+def in_plans_order(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[ModelGraph, Profile]:
+    """The model with its units stage after stage, so that stages are runs. Raises as `Plan.owners`."""
+    order = plan.in_order(graph)
+    return graph.in_order(order), profile.in_order(order)
 
 
 def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Estimate:

@@ -164,6 +164,8 @@ def _size(graph: ModelGraph | None) -> str:
 def _network(plan: Plan, graph: ModelGraph | None, profile: Profile | None) -> str:
     if graph is None or profile is None:
         return ""
+    order = plan.in_order(graph)
+    graph, profile = graph.in_order(order), profile.in_order(order)
     return network_svg("network", graph, profile, plan.bounds(graph))
 
 

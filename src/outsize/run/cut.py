@@ -1,6 +1,6 @@
 """Cut a tape into stage programs: one generated function per stage, and the values between them.
 
-    bounds (0, 7, 15): units 0-6 | 7-14
+    owners (0, 0, 1, 1, 0, 2): any stages whose numbers ascend along values and gradients (ir/quotient.py)
     owned instructions go to the stage of their unit, dead ones nowhere, replicable ones wherever needed
 
 A program never computes what another stage owns; what it needs from there is a Boundary. The outputs of
@@ -9,9 +9,9 @@ the model, when they are wanted (evaluation), are brought to the last stage.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, final
 
 from torch import nn
@@ -53,14 +53,16 @@ class Cut:
     boundaries: tuple[Boundary, ...]
 
 
-def cut(tape: Tape, model: nn.Module, edges: Sequence[int], *, outputs: bool) -> Cut:
-    """Stage programs for the instruction ranges `edges[s] .. edges[s+1]`.
+def cut(
+    tape: Tape, model: nn.Module, owners: Sequence[int], *, outputs: bool, stages: int | None = None
+) -> Cut:
+    """Stage programs, where `owners[i]` is the stage of instruction i (`in_runs`).
 
-    `outputs=False` computes what the loss needs; `outputs=True` also every output of the model.
+    `stages` there are, by default as many as it names. `outputs=False` computes what the loss needs; `outputs=True` also every output of the model.
     """
     wanted = _wanted(tape, outputs)
-    owner = _owners(tape, edges, wanted)
-    last = len(edges) - 2
+    owner = _owners(tape, owners, wanted)
+    last = (max(owners, default=0) + 1 if stages is None else stages) - 1
     needs = [_needs(tape, owner, stage, wanted if stage == last else ()) for stage in range(last + 1)]
     trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     boundaries = find_boundaries(tape, owner, [n.reads for n in needs], trainable)
@@ -71,16 +73,21 @@ def cut(tape: Tape, model: nn.Module, edges: Sequence[int], *, outputs: bool) ->
     return Cut(tape, programs, boundaries)
 
 
+def in_runs(edges: Sequence[int]) -> list[int]:
+    """The stage of each instruction where stage s has the instructions `edges[s] .. edges[s+1] - 1`."""
+    return [stage for stage, run in enumerate(pairwise(edges)) for _ in range(*run)]
+
+
 def _wanted(tape: Tape, outputs: bool) -> tuple[int, ...]:
     """Output slots that the last stage has to hand out."""
     return tuple(dict.fromkeys(tape.output_slots())) if outputs or tape.loss is None else ()
 
 
-def _owners(tape: Tape, edges: Sequence[int], wanted: Sequence[int]) -> list[int]:
+def _owners(tape: Tape, owners: Sequence[int], wanted: Sequence[int]) -> list[int]:
     required = {*wanted, *((tape.loss.slot,) if tape.loss is not None else ())}
     alive, copies = live(tape, required), replicable(tape)
     keep = [a and not c for a, c in zip(alive, copies, strict=True)]
-    return [bisect_right(edges, i) - 1 if keep[i] else -1 for i in range(len(tape.instructions))]
+    return [owner if kept else -1 for owner, kept in zip(owners, keep, strict=True)]
 
 
 @final

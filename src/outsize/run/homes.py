@@ -12,7 +12,6 @@ through: its own Python runs on every rank, and its submodules are asked in turn
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,9 +57,11 @@ def placement_of_cut(cut: Cut, model: nn.Module) -> Placement:
     return Placement(home, holders_of_cut(cut), frozenset(home.keys() - used))
 
 
-def placement_of_modules(graph: ModelGraph, bounds: Sequence[int], model: nn.Module) -> Placement:
-    """Where whole modules put them: with the first unit that has them. Buffers of the glue are everywhere."""
-    stage = [bisect_right(bounds, unit.index) - 1 for unit in graph.units]
+def placement_of_modules(graph: ModelGraph, stage: Sequence[int], model: nn.Module) -> Placement:
+    """Where whole modules put them: with the first unit that has them, whose stage is `stage[unit]`.
+
+    Buffers of the glue are everywhere.
+    """
     held = {p.name: stage[graph.owner_of[p.name]] for p in graph.parameters}
     names = {id(b): name for name, b in model.named_buffers()}
     for unit in graph.units:

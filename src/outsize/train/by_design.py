@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 
 from outsize.capture.graph import Captured
 from outsize.ir.plan import Plan
 from outsize.train.parity import Differences
-from outsize.train.variant import stage_edges
+from outsize.train.variant import instruction_owners
 
 
 def batchnorm_note(plan: Plan, samples: int, whole: Differences) -> str:
@@ -27,11 +26,11 @@ def autocast_note(captured: Captured, plan: Plan) -> Iterator[str]:
     One process casts such a weight once per forward and adds up its gradients in the low precision; stages
     cast it each for itself and add in the weight's own.
     """
-    edges = stage_edges(plan, captured)
+    owners = instruction_owners(plan, captured)
     stages: dict[str, set[int]] = {}
     for instruction in captured.tape.instructions:
         for name in instruction.parameters() if instruction.modes.autocast else ():
-            stages.setdefault(name, set()).add(bisect_right(edges, instruction.index) - 1)
+            stages.setdefault(name, set()).add(owners[instruction.index])
     shared = [name for name, found in stages.items() if len(found) > 1]
     if shared:
         others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""

@@ -78,7 +78,7 @@ class ByModules(Way):
         """Whose weights are whose. Raises ModelMismatch and BadPlan for a plan of another model."""
         graph = module_graph(self._model)
         insist_on_model(self._plan, graph)
-        return placement_of_modules(graph, self._plan.bounds(graph), self._model)
+        return placement_of_modules(graph, self._plan.owners(graph), self._model)
 
     def _run(self, parts: Sequence[Batch], scale: float, step: int) -> tuple[Tensor | None, list[Any]]:
         """Loss of the batch and outputs by microbatch; with grad on, gradients (times `scale`) add up."""

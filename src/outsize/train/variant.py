@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import final
 
 import torch
@@ -19,9 +20,10 @@ from outsize.capture.decide import signature_of
 from outsize.capture.graph import Captured, build_graph
 from outsize.capture.ladder import LossFn, record
 from outsize.errors import BadPlan
+from outsize.ir.graph import ModelGraph
 from outsize.ir.names import prefixes, unroll
 from outsize.ir.plan import Plan
-from outsize.program.liveness import legal_cuts
+from outsize.ir.quotient import check_quotient
 from outsize.program.modes import current_modes
 from outsize.program.reader import slot_reader
 from outsize.program.replay import resolve
@@ -96,12 +98,12 @@ class Variants:
         loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
         tape = record(self._model, part.args, part.kwargs, loss_fn, part.target)
         captured = build_graph(tape, self._model)
-        edges = stage_edges(self._plan, captured)
+        owners = instruction_owners(self._plan, captured)
         self._made += 1
         return Variant(
             self._made - 1,
             captured,
-            cut(tape, self._model, edges, outputs=outputs),
+            cut(tape, self._model, owners, outputs=outputs, stages=len(self._plan.stages)),
             Guards(tape, self._model),
             LossShares(tape, self._model, self._counting, summed=is_sum(loss_fn, tape, part)),
         )
@@ -137,22 +139,31 @@ class Guards:
             return bool(signature_of(guard.target(*args, **kwargs)) == guard.value)
 
 
-def stage_edges(plan: Plan, captured: Captured) -> tuple[int, ...]:
-    """First instruction of each stage, then the number of instructions.
+def instruction_owners(plan: Plan, captured: Captured) -> list[int]:
+    """The stage of each instruction.
 
     The graph the plan was made for is cut at its units. Another signature of the same model (eval, other
     guards) can have other units: each goes to the stage whose patterns cover it, the rest where its
-    predecessor went.
+    predecessor went; or else no unit goes to an earlier stage than its predecessor.
     """
     if captured.graph.fingerprint == plan.fingerprint:
-        return tuple(captured.starts[u] for u in plan.bounds(captured.graph))
-    legal = legal_cuts(captured.tape)
-    owner = _pattern_owner(plan)
-    edges = [0]
-    for stage in range(1, len(plan.stages)):
-        at = _first_of_stage(captured, owner, stage)
-        edges.append(_next_legal(legal, max(at, edges[-1])))
-    return (*edges, len(captured.tape.instructions))
+        owners = plan.owners(captured.graph)
+    else:
+        owners = _by_patterns(plan, captured.graph)
+    runs = zip(owners, pairwise(captured.starts), strict=True)
+    return [stage for stage, run in runs for _ in range(*run)]
+
+
+def _by_patterns(plan: Plan, graph: ModelGraph) -> tuple[int, ...]:
+    find, owners = _pattern_owner(plan), list[int]()
+    for unit in graph.units:
+        found = find(unit.name)
+        owners.append(found if found is not None else owners[-1] if owners else 0)
+    try:
+        check_quotient(graph, owners)
+    except BadPlan:
+        return tuple(accumulate(owners, max))
+    return tuple(owners)
 
 
 def _pattern_owner(plan: Plan) -> Callable[[str], int | None]:
@@ -166,21 +177,3 @@ def _pattern_owner(plan: Plan) -> Callable[[str], int | None]:
 
 def _unrolled(patterns: Sequence[str]) -> list[str]:
     return [name for pattern in patterns for name in unroll(pattern)]
-
-
-def _first_of_stage(captured: Captured, owner: Callable[[str], int | None], stage: int) -> int:
-    units = captured.graph.units
-    owners = [owner(u.name) for u in units]
-    later = [u for u, o in enumerate(owners) if o is not None and o >= stage]
-    return captured.starts[later[0]] if later else len(captured.tape.instructions)
-
-
-def _next_legal(legal: Sequence[bool], at: int) -> int:
-    if at >= len(legal) - 1 or at == 0 or legal[at]:
-        return at
-    found = next((p for p in range(at, len(legal)) if legal[p]), None)
-    if found is None:
-        raise BadPlan(
-            "this input's program cannot be cut where the plan cuts", next_step="plan for this input"
-        )
-    return found

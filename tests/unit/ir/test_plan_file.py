@@ -73,7 +73,7 @@ def test_a_plan_edited_by_hand_is_read(tmp_path: Path) -> None:
         ((("wte", "h.0"), ("h.1",)), "'head'"),
         ((("wte",), ("h.1", "head")), "'h.0.a'"),
         ((("wte", "h.0-1"), ("h.1", "head")), "'h.1.a'"),
-        ((("h.0",), ("wte", "h.1", "head")), "'wte'"),
+        ((("h.0",), ("wte", "h.1", "head")), "'h.0.a'"),
         ((("wte", "h.0"), ("h.7", "head")), "'h.7'"),
     ],
 )
@@ -89,14 +89,21 @@ def test_stages_that_do_not_cover_the_model_in_order(
 @pytest.mark.parametrize(
     ("stages", "numbers"),
     [
-        ((("wte", "h.0.b"), ("h.1", "head")), "stage 0 has 'h.0.b' where 'h.0.a' comes next"),
-        ((("wte", "h.0"), ("h.0.b", "head")), "stage 1 has 'h.0.b' where 'h.1.a' comes next"),
-        ((("wte", "h.0-1", "head"), ("head",)), "stage 1 has 'head' where the end comes next"),
+        ((("wte", "h.0.b"), ("h.1", "head")), "'h.0.a'; 1 of 6 units are in none"),
+        ((("wte", "h.0"), ("h.0.b", "h.1", "head")), "'h.0.b'; it is in stage 0 and in stage 1"),
+        ((("wte", "h.1"), ("h.0", "head")), "'h.1.a'; it is in stage 0, the unit before it in stage 1"),
     ],
 )
 def test_the_message_says_which_unit_stands_where(stages: tuple[tuple[str, ...], ...], numbers: str) -> None:
     with pytest.raises(BadPlan, match=numbers):
         plan(*stages).bounds(graph())
+
+
+def test_stages_need_not_be_runs() -> None:
+    edited = plan(("wte", "h.1"), ("h.0", "head"))
+    assert edited.owners(graph()) == (0, 1, 1, 0, 0, 1)
+    assert edited.in_order(graph()) == (0, 3, 4, 1, 2, 5)
+    assert edited.bounds(graph().in_order(edited.in_order(graph()))) == (0, 3, 6)
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 import outsize
 from outsize.errors import BoundaryMismatch
 from outsize.program.liveness import replicable
-from outsize.run.cut import Cut, cut
+from outsize.run.cut import Cut, cut, in_runs
 from outsize.run.stage import Stage
 
 
 def all_stages(model: nn.Module, *args: Tensor, outputs: bool = False) -> Cut:
     """Every unit a stage."""
     found = captured(model, *args)
-    return cut(found.tape, model, found.starts, outputs=outputs)
+    return cut(found.tape, model, in_runs(found.starts), outputs=outputs)
 
 
 # -- 12: replicated glue -----------------------------------------------------------------------------

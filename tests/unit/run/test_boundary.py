@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outsize.capture.ladder import record
 from outsize.run import boundary as boundary_module
 from outsize.run.boundary import Boundary, backward_edges, forward_edges, step_edges
-from outsize.run.cut import Cut, cut
+from outsize.run.cut import Cut, cut, in_runs
 
 
 @final
@@ -34,7 +34,7 @@ def pictured(frozen: bool = False) -> Cut:
     tape = record(model, (torch.randn(2, 4),), {})
     starts = [i.index for i in tape.instructions if i.name in ("b", "c", "root:add", "add")]
     assert len(starts) == 3
-    return cut(tape, model, (0, *starts, len(tape.instructions)), outputs=False)
+    return cut(tape, model, in_runs((0, *starts, len(tape.instructions))), outputs=False)
 
 
 def drawn(boundary: Boundary) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from outsize.planner.edges import edges_between
 from outsize.run.boundary import Boundary, backward_edges, forward_edges, step_edges
-from outsize.run.cut import Cut, cut
+from outsize.run.cut import Cut, cut, in_runs
 
 MODELS = ("mlp", "unet", "gpt2", "llama", "t5", "mixtral", "bert", "swin", "whisper", "mamba", "resnet18")
 
@@ -24,7 +24,7 @@ def model_of(name: str) -> nn.Module:
 
 def cut_at(name: str, bounds: tuple[int, ...]) -> Cut:
     found = captured(name, 4)
-    return cut(found.tape, model_of(name), [found.starts[u] for u in bounds], outputs=False)
+    return cut(found.tape, model_of(name), in_runs([found.starts[u] for u in bounds]), outputs=False)
 
 
 def size_bytes(boundary: Boundary, model: nn.Module) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.capture.graph import build_graph
 from outsize.capture.ladder import record
-from outsize.run.cut import cut
+from outsize.run.cut import cut, in_runs
 from outsize.run.rng import borrowed_generators, mix, seeder
 
 
@@ -56,7 +56,7 @@ def test_the_seed_is_set_before_each_random_instruction_and_by_its_number() -> N
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
     tape = record(model, (torch.ones(2, 4),), {}, lambda out: out.sum())
     captured = build_graph(tape, model)
-    found = cut(tape, model, (0, captured.starts[2], len(tape.instructions)), outputs=False)
+    found = cut(tape, model, in_runs((0, captured.starts[2], len(tape.instructions))), outputs=False)
     asked: list[int] = []
     middle = found.programs[0].function(torch.ones(2, 4), asked.append)
     found.programs[1].function(*middle, asked.append)
