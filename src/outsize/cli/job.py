@@ -6,6 +6,7 @@ launcher  <-  folder/outcome.json   from rank 0, or folder/error.json from a ran
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from outsize.ir.base import Record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.timeline import Timeline
+from outsize.ir.utilisation import Idle, Utilisation
 
 
 @final
@@ -36,7 +38,15 @@ class Job(Record):
     microbatches: int | None = None
     schedule: ScheduleName | None = None
     measure: bool = False
+    watch_memory: bool = False
     as_json: bool = False
+
+    def command(self, stages: int, idle: Idle) -> str:
+        """What to type for this run of so many stages, but with the remedy's options."""
+        given = {"input": self.input, "batch": str(self.batch), "stages": str(stages)}
+        kept = {name: value for name, value in given.items() if value and name not in dict(idle.change)}
+        words = [f"--{name} {shlex.quote(value)}" for name, value in kept.items()]
+        return idle.next_step(" ".join(["outsize run", shlex.quote(self.model), *words]))
 
 
 @final
@@ -44,7 +54,7 @@ class Outcome(Record):
     """The run of a job.
 
     Loss and seconds of each step, the optimizer's included; the timeline of a typical late step, without
-    the optimizer's, and the predicted one.
+    the optimizer's, where the devices' time went in it, and the predicted timeline.
     """
 
     plan: Plan
@@ -53,6 +63,7 @@ class Outcome(Record):
     steps_s: tuple[float, ...] = Field(min_length=1)
     predicted: Timeline
     measured: Timeline
+    used: Utilisation
 
     def document(self) -> dict[str, Any]:
         """What --json gives: figures, and the plan."""
@@ -60,10 +71,18 @@ class Outcome(Record):
             "loss": list(self.losses),
             "steps_s": list(self.steps_s),
             "samples_per_s": self.plan.batch_size / self.measured.duration_s,
-            "measured": _figures(self.measured),
+            "measured": _figures(self.measured) | self._used(),
             "predicted": _figures(self.predicted),
             "plan": self.plan.model_dump(mode="json"),
         }
+
+    def _used(self) -> dict[str, Any]:
+        """Transfers, the bound, and W210 if the devices idled."""
+        used, idle = self.used, self.used.idle
+        warned = (
+            None if idle is None else {"code": "W210", "text": idle.sentence, **idle.model_dump(mode="json")}
+        )
+        return {"transfer": used.transfer, "bound_s": used.bound_s, "warning": warned}
 
 
 @final

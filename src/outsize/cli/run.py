@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, final
+from typing import Annotated, Any, Final, final
 
 import typer
 from typer.core import TyperCommand
@@ -20,15 +20,10 @@ from outsize.cli.job import Job, Outcome
 from outsize.cli.launching import Place, run_job
 from outsize.cli.screen import Screen
 from outsize.cli.subject import batch_size, load_plan_to_run, write_text
-from outsize.cli.trace import write_trace
+from outsize.cli.trace import outcome_tables, write_trace
 from outsize.errors import BadOption
 from outsize.train.launch import processes_for
 from outsize.train.rendezvous import LOOPBACK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import RenderableType
 
 STEPS: Final = 10
 _PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
@@ -153,11 +148,12 @@ def run(
         microbatches=microbatches,
         schedule=options.schedule_name(schedule),
         measure=measure,
+        watch_memory=trace is not None,
         as_json=json,
     )
     outcome = run_job(job, place, screen)
     if outcome is not None:
-        _deliver(screen, outcome)
+        _deliver(screen, job, outcome)
         _write_files(outcome, report, trace)
 
 
@@ -193,13 +189,8 @@ def _source(ctx: typer.Context, name: str) -> str:
     return source.name if source is not None else ""
 
 
-def _deliver(screen: Screen, outcome: Outcome) -> None:
-    def tables() -> Iterable[RenderableType]:
-        from outsize.report import tables
-
-        yield tables.run_table(outcome.plan, outcome.measured, outcome.losses)
-
-    screen.result(outcome.document(), tables)
+def _deliver(screen: Screen, job: Job, outcome: Outcome) -> None:
+    screen.result(outcome.document(), lambda: outcome_tables(job, outcome))
 
 
 def _write_files(outcome: Outcome, report: Path | None, trace: Path | None) -> None:

@@ -54,26 +54,37 @@ def trace(
         microbatches=microbatches,
         schedule=options.schedule_name(schedule),
         measure=True,
+        watch_memory=True,
         as_json=json,
     )
     outcome = run_job(job, Place(), screen)
     if outcome is not None:
         write_trace(out, outcome)
-        _deliver(screen, outcome, out)
+        _deliver(screen, job, outcome, out)
 
 
 def write_trace(path: Path, outcome: Outcome) -> None:
     """Both timelines of the outcome as trace events. Raises BadOption when the file cannot be written."""
+    from outsize.planner.memory_counter import with_memory
     from outsize.report.trace import perfetto
 
-    write_text(path, json_text.dumps(perfetto(outcome.predicted, outcome.measured)) + "\n")
+    expected = outcome.plan.expected
+    predicted = outcome.predicted if expected is None else with_memory(outcome.predicted, expected)
+    write_text(path, json_text.dumps(perfetto(predicted, outcome.measured)) + "\n")
 
 
-def _deliver(screen: Screen, outcome: Outcome, out: Path) -> None:
+def outcome_tables(job: Job, outcome: Outcome) -> Iterable[RenderableType]:
+    """What a run and a trace show."""
+    from outsize.report import tables
+
+    idle = outcome.used.idle
+    command = None if idle is None else job.command(outcome.plan.axes.pp, idle)
+    yield tables.run_table(outcome.plan, outcome.measured, outcome.losses, outcome.used, command)
+
+
+def _deliver(screen: Screen, job: Job, outcome: Outcome, out: Path) -> None:
     def tables() -> Iterable[RenderableType]:
-        from outsize.report import tables
-
-        yield tables.run_table(outcome.plan, outcome.measured, outcome.losses)
+        return outcome_tables(job, outcome)
 
     screen.result({"trace": str(out), **outcome.document()}, tables)
     screen.note(f"{out}: open it in https://ui.perfetto.dev")

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.train.engine import Engine
 from outsize.train.launch import World, join, leave
+from outsize.train.memory_watch import MemoryWatch, with_memory
 
 # The timeline that is kept is the median one of so many last steps.
 WATCHED = 5
 Decision = tuple[Plan, ModelGraph, Timeline]
+Timed = tuple[float, Timeline]  # when this rank's first action began, and what all did
 
 
 def main(folder: Folder) -> None:
@@ -62,11 +64,27 @@ def train(job: Job, world: World) -> Outcome:
         subject = make_subject(job.model, job.input, job.batch, meta=job.weights is not None, seed=job.seed)
     plan, graph, predicted = _agree(world, job, subject, screen)
     engine = _engine(job, subject, plan)
-    losses, steps_s, timelines = _steps(engine, subject, job.steps, screen)
-    middle = sorted(timelines, key=lambda t: t.duration_s)[len(timelines) // 2]
+    watch = MemoryWatch(engine.crew.device)
+    with watch if job.watch_memory else contextlib.nullcontext():
+        losses, steps_s, timelines = _steps(engine, subject, job.steps, screen)
+    origin_s, middle = sorted(timelines, key=lambda t: t[1].duration_s)[len(timelines) // 2]
     return Outcome(
-        plan=plan, graph=graph, losses=losses, steps_s=steps_s, predicted=predicted, measured=middle
+        plan=plan,
+        graph=graph,
+        losses=losses,
+        steps_s=steps_s,
+        predicted=predicted,
+        measured=with_memory(middle, origin_s, _of_all(world, watch)),
+        used=engine.report(middle),
     )
+
+
+def _of_all(world: World, watch: MemoryWatch) -> Sequence[list[tuple[float, int]]]:
+    """The readings of each rank."""
+    found: list[Any] = [watch.readings] * world.world_size
+    if world.group is not None:
+        dist.all_gather_object(found, watch.readings, group=world.group)
+    return found
 
 
 def _agree(world: World, job: Job, subject: Subject, screen: Screen) -> Decision:
@@ -116,9 +134,9 @@ def _engine(job: Job, subject: Subject, plan: Plan) -> Engine:
 
 def _steps(
     engine: Engine, subject: Subject, steps: int, screen: Screen
-) -> tuple[tuple[float, ...], tuple[float, ...], list[Timeline]]:
+) -> tuple[tuple[float, ...], tuple[float, ...], list[Timed]]:
     """Loss and seconds of each step, and the last timelines; the batch is the same in all."""
-    losses, seconds, timelines = [], [], deque[Timeline](maxlen=WATCHED)
+    losses, seconds, timelines = [], [], deque[Timed](maxlen=WATCHED)
     with screen.bar("training") as progress:
         progress(0, steps)
         for done in range(steps):
@@ -126,7 +144,8 @@ def _steps(
             result = engine.step(*subject.args, target=subject.objective.target, **subject.kwargs)
             losses.append(float(result.loss))
             seconds.append(time.perf_counter() - start)
-            timelines.append(engine.timeline())
+            origin_s = min((s[3] for s in engine.crew.own_spans()), default=start)
+            timelines.append((origin_s, engine.timeline()))
             progress(done + 1, steps)
     return tuple(losses), tuple(seconds), list(timelines)
 

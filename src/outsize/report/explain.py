@@ -292,6 +292,30 @@ What to do
   varies inside one stage, or move the cut: see the units in the plan.
 """
 
+_W210 = """
+IdleDevices [W210]: the devices computed less than half of the step.
+
+A run goes on after a W210, with the right numbers, only slower than it could
+be. The idle share is taken apart from the measured step, and its largest part
+is named:
+  the schedule is sequential   naive, or one microbatch: one device at a time
+  microbatches are few         filling and draining the pipeline costs as many
+                               microbatches as there are stages, less one
+  stages are uneven            all wait for the slowest stage
+  messages                     sends, waits for what is on its way, and what
+                               Python does between two actions
+
+The predicted gain is the simulator's, fed with the stage times of this very
+run. It takes a sample to cost as much in a smaller microbatch; small
+microbatches are slower than that, so try it, or let  outsize tune  try.
+
+What to do
+  Type what stands behind Next. More microbatches with 1f1b need no more memory
+  for activations than the stages have in flight. For uneven stages cut by
+  measured times:  outsize tune MODEL  or  outsize plan MODEL --measure . What
+  each device did when:  outsize trace MODEL .
+"""
+
 # Code -> text; tests/unit/report/test_error_texts.py holds it against the tree of errors.
 TEXTS = MappingProxyType(
     {
@@ -313,12 +337,16 @@ TEXTS = MappingProxyType(
         "E301": _E301,
         "E401": _E401,
         "E402": _E402,
+        "W210": _W210,
     }
 )
 
 
 def explain(code: str) -> str:
-    """The long text of an error, for `E201`, `e201` or `NoFeasiblePlan`. BadOption for any other word."""
+    """The long text of an error or a warning, for `E201`, `e201` or `NoFeasiblePlan`.
+
+    BadOption for any other word.
+    """
     wanted = code.strip().strip("[]").upper()
     for known, text in TEXTS.items():
         name = text.split()[0].upper()

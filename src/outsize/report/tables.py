@@ -26,6 +26,7 @@ from outsize.ir.text import (
     seconds_text,
 )
 from outsize.ir.timeline import Timeline
+from outsize.ir.utilisation import Utilisation
 from outsize.ir.verdict import Verdict
 from outsize.report import pieces
 from outsize.report.placement import device_text, holdings, lanes, recompute_text, recompute_varies
@@ -67,18 +68,33 @@ def check_table(verdict: Verdict) -> Group:
     return Group(heading, setting, *pieces.spaced(_differences(verdict), _cuts(verdict), *notes))
 
 
-def run_table(plan: Plan, measured: Timeline, losses: Sequence[float] = ()) -> Group:
+def run_table(
+    plan: Plan,
+    measured: Timeline,
+    losses: Sequence[float] = (),
+    used: Utilisation | None = None,
+    command: str | None = None,
+) -> Group:
     """The end of a run: each rank's share of work, the step against its prediction, the loss's way.
 
-    `measured` is of one training step, `losses` has one number for each step of the run.
+    `measured` is of one training step, `losses` has one number for each step of the run. `used` adds
+    transfers, the bound and W210, `command` is what to type then.
     """
     table = pieces.table(
         ("rank", "right"), ("device", "left"), *pieces.rights("busy", "computes", "waits", "predicted")
     )
     for rank in range(measured.ranks):
         table.add_row(*_run_row(plan, measured, rank))
-    facts = pieces.facts(run_facts(plan, measured, losses))
-    return Group(Text(f"{plan.model}: one step, measured", "bold"), *pieces.spaced(table, facts))
+    parts = [table, pieces.facts(run_facts(plan, measured, losses, used)), *_warning(used, command)]
+    return Group(Text(f"{plan.model}: one step, measured", "bold"), *pieces.spaced(*parts))
+
+
+def _warning(used: Utilisation | None, command: str | None) -> list[Text]:
+    """W210, when the devices idled."""
+    if used is None or used.idle is None:
+        return []
+    step = f"\nNext: {command or used.idle.next_step()}"
+    return [Text.assemble(("W210", "bold yellow"), f": {used.idle.sentence}.", step)]
 
 
 def units_table(graph: ModelGraph, profile: Profile | None = None) -> Group:
@@ -94,13 +110,16 @@ def units_table(graph: ModelGraph, profile: Profile | None = None) -> Group:
     return Group(Text.assemble((graph.model, "bold"), f": {total}"), *pieces.spaced(table, *notes))
 
 
-def run_facts(plan: Plan, measured: Timeline, losses: Sequence[float]) -> list[tuple[str, str]]:
+def run_facts(
+    plan: Plan, measured: Timeline, losses: Sequence[float], used: Utilisation | None = None
+) -> list[tuple[str, str]]:
     """`("step", "103 ms measured, 97.0 ms predicted (+6 %)")` and so on, for tables and pages."""
     step_s = measured.duration_s
     facts = [("step", _against(step_s, plan.expected))]
     if step_s:
         facts.append(("throughput", f"{rate_text(plan.batch_size / step_s)} samples/s"))
     facts.append(("bubble", _bubble(measured, plan.expected)))
+    facts += used.facts() if used is not None else []
     if losses:
         facts.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps"))
     return facts

@@ -13,6 +13,7 @@ from outsize.cli.job import Job
 from outsize.cli.launching import Place
 from outsize.cli.options import BatchNormOption, RecomputeOption, ScheduleOption
 from outsize.ir.plan import BatchNormMode, Recompute, ScheduleName
+from outsize.ir.utilisation import Idle
 
 Outsize = Callable[..., Any]
 Calls = list[tuple[list[str], int, dict[str, Any]]]
@@ -110,3 +111,14 @@ def test_schedules_of_the_option_are_those_of_a_plan() -> None:
 
 def test_defaults_are_torchruns() -> None:
     assert Place() == Place(None, 1, 0, "127.0.0.1", 0)
+
+
+def test_what_to_type_against_idle_devices_is_the_same_run_with_other_options() -> None:
+    change = (("batch", "16"), ("schedule", "1f1b"), ("microbatches", "16"))
+    idle = Idle(share=0.7, cause="sequential", why="w", remedy="r", gain=2.0, change=change)
+    job = Job(model="transformers:A?b=1&c=2", input="3x8x8", batch=8, steps=1)
+    assert job.command(4, idle) == (
+        "outsize run 'transformers:A?b=1&c=2' --input 3x8x8 --stages 4 "
+        "--batch 16 --schedule 1f1b --microbatches 16"
+    )
+    assert job.command(2, idle.model_copy(update={"change": change[1:]})).count("--batch 8") == 1

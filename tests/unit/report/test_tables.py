@@ -9,6 +9,7 @@ import samples
 from rich.console import Console, RenderableType
 
 from outsize.ir.plan import Alternative, Axes, Plan
+from outsize.ir.utilisation import Idle, Utilisation
 from outsize.report.tables import check_table, plan_table, run_table, units_table
 from outsize.report.why import why_table
 
@@ -138,3 +139,21 @@ def test_what_a_device_needs_for_sure_is_beside_what_is_likely() -> None:
     assert re.search(r"boundary +P50 +P95 +full", text)
     assert re.search(r"cpu:0 12\.0 GiB .* 1024\.0 +3072\.0 +25 %", text)
     assert re.search(r"memory +P95 adds 200 %", text)
+
+
+def test_a_run_says_its_bound_and_why_devices_idle() -> None:
+    idle = Idle(
+        share=0.6, cause="sequential", why="the schedule is sequential", remedy="4 with 1f1b", gain=3.14
+    )
+    used = Utilisation(
+        step_s=0.5, bound_s=0.45, devices=("cpu:0", "cpu:1"), busy=(0.4, 0.4), transfer=0.07, idle=idle
+    )
+    text = text_of(run_table(samples.plan(), samples.measured(), samples.LOSSES, used, "outsize run M"))
+    assert "7 % of all device time" in text
+    assert "450 ms, this schedule without waits: 90 % reached" in text
+    assert "W210: devices idle 60 % of the step: the schedule is sequential;" in text
+    assert "-> predicted 3.1x." in " ".join(text.split())
+    assert "Next: outsize run M" in text
+    assert "W210" not in text_of(
+        run_table(samples.plan(), samples.measured(), used=used.model_copy(update={"idle": None}))
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import case, tokens
 
 import outsize
-from outsize.errors import ExampleRejected
+from outsize.errors import BadOption, ExampleRejected
 from outsize.train.engine import Engine
 from outsize.train.parity import adamw
 from outsize.train.variant import KEPT
@@ -222,3 +222,16 @@ def test_evaluation_hands_out_each_microbatchs_output() -> None:
         with torch.no_grad():
             expected = plain(**part.kwargs)
         assert torch.equal(expected.logits, found.logits)
+
+
+def test_the_report_of_a_step() -> None:
+    engine = split(mlp(), X, target=Y)
+    with pytest.raises(BadOption, match=r"no step has been measured.*Next: engine.step"):
+        engine.report()
+    engine.step(X, target=Y)
+    used = engine.report()
+    assert used.devices == ("cpu",)  # both stages take turns in this process
+    assert 0 < used.busy[0] <= 1
+    assert 0 < used.bound_s <= used.step_s
+    assert used.idle is None
+    assert str(used).startswith("step ")
