@@ -81,6 +81,7 @@ CHECKS = [
     "tied_weights_have_one_optimizer_state",
     "a_plan_for_another_world_is_refused",
     "receive_buffers_follow_the_depth_and_not_the_microbatches",
+    "ranks_that_share_no_memory_use_the_group",
     "an_overflow_on_one_rank_skips_the_step_on_all",
     "recompute_is_bit_equal",
     "deferred_statistics_are_bit_equal",

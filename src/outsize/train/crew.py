@@ -22,8 +22,9 @@ from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.cut import Cut
 from outsize.run.interpreter import Interpreter, MakeStage, StepInputs, StepOutputs, run_together
 from outsize.run.marks import Marks
+from outsize.run.near import connect
 from outsize.run.rng import Seed
-from outsize.run.transport import CHANNELS, Groups, LocalTransport, Mailboxes, ProcessTransport
+from outsize.run.transport import CHANNELS, Groups, LocalTransport, Mailboxes
 from outsize.schedules.builders import build
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
@@ -262,7 +263,7 @@ class ProcessCrew(Crew):
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.stages = tuple(range(self.rank, len(plan.stages), plan.axes.pp))
-        self._transport = ProcessTransport(make_groups(group, device), device)
+        self._transport = connect(make_groups(group, device), device)
         self._built: dict[tuple[int, int, bool], Interpreter] = {}
 
     def run(

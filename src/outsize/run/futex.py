@@ -1,0 +1,46 @@
+"""Sleeping on a number in shared memory until another process has changed it (Linux, futex(2)).
+
+    wait(word, seen, timeout_s)    returns once the word is not `seen`, somebody calls `wake`, or time is up
+    wake(word)                     after the word was changed
+
+The kernel compares and falls asleep in one go, so a change between the look and the sleep is not missed.
+Spurious returns are allowed: the caller looks again. On x86-64 alone, for the number of the system call and
+because stores are seen in order there, so that who sees the word sees what was written before it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from typing import Final, final
+
+AVAILABLE: Final = sys.platform == "linux" and platform.machine() == "x86_64"
+_FUTEX: Final = 202
+_WAIT: Final = 0
+_WAKE: Final = 1
+
+
+@final
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+@final
+class Futex:
+    """A 32-bit word at the begin of a buffer that processes share."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._word = ctypes.c_uint32.from_buffer(memory)
+        self._call = ctypes.CDLL(None, use_errno=False).syscall
+        self._address = ctypes.byref(self._word)
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleep while the word is `seen`, at most so long; other threads run meanwhile."""
+        whole = int(timeout_s)
+        limit = _Time(whole, int((timeout_s - whole) * 1e9))
+        self._call(_FUTEX, self._address, _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0)
+
+    def wake(self) -> None:
+        """Everybody who sleeps on the word."""
+        self._call(_FUTEX, self._address, _WAKE, 1 << 20, None, None, 0)

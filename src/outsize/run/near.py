@@ -1,0 +1,143 @@
+"""Which ranks can share memory; the transport that does, and that uses the process group with all others.
+
+    all ranks      pid, for each peer a ring of their own (its file), cores they may use        all_gather
+    each rank      opens the rings that were made for it; reads their cookies
+    all ranks      whom they could read                                                        all_gather
+    a pair is near when each has read the other's cookie
+
+A rank looks at the bell before it sleeps (`SPIN_S`) only when the ranks of its machine have a core each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outsize.run import futex
+from outsize.run.shared_memory import SPIN_S, Arrival, Inbox, Outbox, Shared, cookie_in
+from outsize.run.transport import CHANNELS, Groups, Pending, ProcessTransport, Transport
+
+
+@final
+class NearTransport(Transport):
+    """Shared memory between the ranks of `outboxes` and `inboxes`, the process group between others."""
+
+    def __init__(
+        self, far: ProcessTransport, outboxes: Mapping[int, Outbox], inboxes: Mapping[int, Inbox]
+    ) -> None:
+        self._far, self._outboxes, self._inboxes = far, outboxes, inboxes
+
+    @property
+    def buffers_made(self) -> int:
+        """What was received into, since the beginning."""
+        return self._far.buffers_made + sum(box.slots for box in self._inboxes.values())
+
+    def send(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
+        box = self._outboxes.get(peer)
+        if box is None:
+            self._far.send(peer, channel, microbatch, tensor)
+        else:
+            box.send(channel, microbatch, tensor)
+
+    def post(self, peer: int, channel: int, microbatch: int) -> Pending:
+        box = self._inboxes.get(peer)
+        return (
+            self._far.post(peer, channel, microbatch) if box is None else Arrival(box, (channel, microbatch))
+        )
+
+    def flush(self) -> None:
+        for box in self._outboxes.values():
+            box.flush()
+        self._far.flush()
+
+    def to_first(self, tensor: Tensor, source: int) -> Tensor | None:
+        """As ProcessTransport's."""
+        return self._far.to_first(tensor, source)
+
+    def forget(self, first_channel: int) -> None:
+        """As ProcessTransport's."""
+        gone = range(first_channel, first_channel + CHANNELS)
+        for box in (*self._outboxes.values(), *self._inboxes.values()):
+            box.forget(gone)
+        self._far.forget(first_channel)
+
+
+def connect(groups: Groups, device: torch.device) -> NearTransport | ProcessTransport:
+    """A collective over `groups.layouts`: memory is shared with every rank that can, on CPUs."""
+    far = ProcessTransport(groups, device)
+    if device.type != "cpu" or groups.layouts.size() == 1:
+        return far
+    rank, inboxes = groups.layouts.rank(), dict[int, Inbox]()
+    outboxes = _outboxes(groups, lambda: any(box.has_unread() for box in inboxes.values()))
+    offers: list[_Offer | None] = _gathered(groups, _Offer.of(outboxes) if outboxes else None)
+    spin_s = SPIN_S if _each_has_a_core([offer for offer in offers if offer is not None]) else 0.0
+    for peer, offer in enumerate(offers):
+        memory = offer.opened(rank) if offer is not None and peer in outboxes else None
+        if offer is not None and memory is not None:
+            inboxes[peer] = Inbox(peer, offer.pid, memory, spin_s, _timeout_s(groups))
+    read: list[set[int]] = _gathered(groups, set(inboxes))
+    near = {peer for peer in inboxes if rank in read[peer]}
+    for far_peer in set(inboxes) - near:
+        del inboxes[far_peer]
+    return NearTransport(far, {peer: outboxes[peer] for peer in near}, inboxes) if near else far
+
+
+def _outboxes(groups: Groups, wanted: Callable[[], bool]) -> dict[int, Outbox]:
+    """A ring for each peer; none where the system shares no memory in this way."""
+    peers = set(range(groups.layouts.size())) - {groups.layouts.rank()}
+    try:
+        return {peer: Outbox(wanted) for peer in sorted(peers)} if futex.AVAILABLE else {}
+    except OSError:
+        return {}
+
+
+def _gathered(groups: Groups, own: Any) -> list[Any]:
+    found: list[Any] = [None] * groups.layouts.size()
+    dist.all_gather_object(found, own, group=groups.layouts)
+    return found
+
+
+def _timeout_s(groups: Groups) -> float:
+    return groups.layouts._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+@final
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank lets others know: its rings (peer -> file) and what is written into them."""
+
+    machine: str
+    pid: int
+    cores: frozenset[int]
+    rings: dict[int, int]
+    cookies: dict[int, bytes]
+
+    @classmethod
+    def of(cls, boxes: Mapping[int, Outbox]) -> Self:
+        rings = {peer: box.memory.file for peer, box in boxes.items()}
+        cookies = {peer: cookie_in(box.memory) for peer, box in boxes.items()}
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+        return cls(boot, os.getpid(), frozenset(os.sched_getaffinity(0)), rings, cookies)
+
+    def opened(self, rank: int) -> Shared | None:
+        """The ring that was made for this rank; None where its memory is not to be had from here."""
+        try:
+            memory = Shared.open(self.pid, self.rings[rank])
+        except OSError:
+            return None
+        return memory if cookie_in(memory) == self.cookies[rank] else None
+
+
+def _each_has_a_core(offers: Sequence[_Offer]) -> bool:
+    """On every machine there are at least as many cores for the ranks as ranks."""
+    machines: dict[str, list[frozenset[int]]] = {}
+    for offer in offers:
+        machines.setdefault(offer.machine, []).append(offer.cores)
+    return all(len(frozenset[int]().union(*cores)) >= len(cores) for cores in machines.values())
