@@ -19,6 +19,7 @@ from outsize.ir.base import Record
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.names import compress_units, expand, prefixes, unroll
 from outsize.ir.quotient import check_quotient, in_stages
+from outsize.ir.schedule import placed
 
 ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full"]
@@ -159,6 +160,8 @@ class Plan(Record):
                 "selective": it does so with some of its units, those of `Stage.recomputed`
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
                 once per batch ("deferred"), or of a batch that is one microbatch ("sync")
+    actions     of schedules "auto" (built by the planner) and "custom" (by a person): what each rank computes,
+                in order, in the grammar of ir/schedule.py; a batch of fewer microbatches leaves out the last
     what_if     some of it is not run by this version of outsize: a plan to read, not to run
     """
 
@@ -171,6 +174,7 @@ class Plan(Record):
     batch_size: Count
     microbatches: Count
     schedule: ScheduleName
+    actions: tuple[str, ...] = ()
     stages: tuple[Stage, ...]
     optimizer: str = "adamw"
     precision: Precision = "fp32"
@@ -186,6 +190,11 @@ class Plan(Record):
     def microbatch_size(self) -> int:
         """Samples of the largest microbatch."""
         return -(-self.batch_size // (self.microbatches * self.axes.replicas))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of the pipeline that each stage is on."""
+        return placed(self.schedule, len(self.stages), self.axes.pp, self.actions)
 
     def recompute_of(self, stage: int) -> Recompute:
         """What the stage does: its own word, or else the plan's."""

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Self, final
 
 
@@ -45,6 +45,8 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 NO_MICROBATCH = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.LOAD, Kind.UNLOAD})
+
+ZERO_BUBBLE_V = "zero-bubble-v"
 
 # The other end of a transfer when the text does not name it.
 _NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
@@ -132,13 +134,28 @@ class Schedule:
     @classmethod
     def from_csv(cls, text: str, name: str = "custom") -> Self:
         """Read what `to_csv` writes; empty cells (torch's idle slots) are skipped."""
-        rows = tuple(_parse_row(line) for line in text.splitlines() if line.strip())
+        rows = tuple(parse_row(line) for line in text.splitlines() if line.strip())
         counts = {a.microbatch for row in rows for a in row if a.kind in COMPUTE}
         return cls(name, len(counts), rows)
 
 
-def _parse_row(line: str) -> tuple[Action, ...]:
+def parse_row(line: str) -> tuple[Action, ...]:
+    """The actions of a rank, separated by commas; ValueError names the first that is none."""
     return tuple(Action.parse(cell) for cell in line.split(",") if cell.strip())
+
+
+def placed(name: str, stages: int, ranks: int, actions: tuple[str, ...] = ()) -> tuple[int, ...]:
+    """Stage -> rank: as the rows of actions say; without them in a round, in a V for `zero-bubble-v`."""
+    if actions:
+        return _placed_by(actions)
+    turn = [*range(ranks), *reversed(range(ranks))] if name == ZERO_BUBBLE_V else range(ranks)
+    return tuple(turn[stage % len(turn)] for stage in range(stages))
+
+
+@lru_cache(maxsize=64)
+def _placed_by(actions: tuple[str, ...]) -> tuple[int, ...]:
+    ranks = {action.stage: rank for rank, row in enumerate(actions) for action in parse_row(row)}
+    return tuple(ranks[stage] for stage in sorted(ranks))
 
 
 def edges_of(actions: Iterable[Action]) -> set[tuple[int, int]]:

@@ -71,9 +71,8 @@ class _View:
 
     def link(self, source: int, destination: int) -> Link:
         """Between the devices of two stages; one device, if they share it, counts as its node's link."""
-        axes = self.plan.axes
-        ranks = (stage % axes.pp * (axes.world_size // axes.pp) for stage in (source, destination))
-        return self.cluster.link(*ranks)
+        group, ranks = self.plan.axes.group_size, self.plan.ranks
+        return self.cluster.link(ranks[source] * group, ranks[destination] * group)
 
     def unit(self, index: int) -> str:
         return self.graph.units[index].name

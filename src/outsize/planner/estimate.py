@@ -20,22 +20,22 @@ from numpy.typing import NDArray
 from outsize.errors import TooFewSamples
 from outsize.ir.cluster import Device
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Expected, ScheduleName, StageFigures
+from outsize.ir.plan import Expected, StageFigures
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.edges import Edge, Edges, edges_of
-from outsize.planner.layout import Layout
+from outsize.planner.layout import How, Layout
 from outsize.planner.longest import Cost, Network
 from outsize.planner.margin import margin_text, p50_bytes, p95_bytes
 from outsize.planner.memory import Alive, StageMemory, account_run, columns, counts
-from outsize.planner.moments import moments_by_rank, moments_by_stage
+from outsize.planner.moments import moments_along, moments_by_rank, moments_by_stage
 from outsize.planner.reasons import fullest_reason, pace_reason
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.simulate import StageCost, simulate
 from outsize.planner.split import Case, Pipeline
 from outsize.planner.spread import sync_s
-from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
+from outsize.schedules.planned import planned
 
 # Forwards that are played of one step, over all stages.
 PLAYED: Final = 4096
@@ -92,8 +92,9 @@ class Estimate:
     @property
     def bubble(self) -> float:
         """Share of all device-seconds in which nobody computes."""
-        pp = self.layout.axes.pp
-        return 1.0 - sum(map(self.busy, range(pp))) / pp if self.step_s else 0.0
+        pp, m = self.layout.axes.pp, self.layout.microbatches
+        computed = m * sum(c.forward_s + c.backward_s for c in self.costs)
+        return 1.0 - computed / self.step_s / pp if self.step_s else 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -102,8 +103,8 @@ class Estimate:
 
     def busy(self, stage: int) -> float:
         """Share of the step in which the stage's device computes."""
-        rank, pp = stage % self.layout.axes.pp, self.layout.axes.pp
-        computed = sum(c.forward_s + c.backward_s for s, c in enumerate(self.costs) if s % pp == rank)
+        here = self.layout.stages_on(self.layout.ranks[stage])
+        computed = sum(self.costs[s].forward_s + self.costs[s].backward_s for s in here)
         return self.layout.microbatches * computed / self.step_s if self.step_s else 0.0
 
     @property
@@ -115,7 +116,7 @@ class Estimate:
 
     def held_bytes(self, rank: int) -> int:
         """All stages of a rank."""
-        return sum(m.peak_bytes for s, m in enumerate(self.memories) if s % self.layout.axes.pp == rank)
+        return sum(self.memories[stage].peak_bytes for stage in self.layout.stages_on(rank))
 
 
 def estimate(
@@ -153,6 +154,8 @@ def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
 
 def played_microbatches(layout: Layout) -> int:
     """All of them, or enough for the others to follow from them."""
+    if layout.actions:
+        return layout.microbatches
     enough = max(PLAYED // layout.stages, 3 * layout.axes.pp)
     return layout.microbatches - max(0, layout.microbatches - enough) // layout.axes.pp * layout.axes.pp
 
@@ -171,17 +174,16 @@ def _step_s(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> flo
 
 
 Along = frozenset[Edge]
-How = tuple[ScheduleName, int, int, int]
 
 
 @lru_cache(maxsize=64)
 def _network(how: How, forward: Along, backward: Along, step: Along) -> Network:
     """The events of one step; the same for all cuts that send along the same edges."""
-    return Network.of(build(*how), forward, backward, step)
+    return Network.of(planned(*how), forward, backward, step)
 
 
 def _network_of(layout: Layout, microbatches: int, edges: Edges) -> Network:
-    how = layout.schedule, layout.stages, microbatches, layout.axes.pp
+    how = layout.how(microbatches)
     return _network(how, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
 
 
@@ -204,7 +206,7 @@ def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) 
     """The predicted Timeline, of the microbatches that are played."""
     layout, edges = pipeline.layout, edges_of(pipeline.case.flows, bounds)
     played = played_microbatches(layout)
-    lowered = lower_along(edges, build(layout.schedule, layout.stages, played, layout.axes.pp))
+    lowered = lower_along(edges, planned(*layout.how(played)))
     first_of = {rank: stage for stage, rank in reversed(tuple(enumerate(layout.ranks)))}
     return simulate(
         lowered,
@@ -226,13 +228,20 @@ Run = tuple[int, int]
 def _memories(pipeline: Pipeline, bounds: Sequence[int], cases: Sequence[Case]) -> tuple[StageMemory, ...]:
     """Of each stage as it runs, at the worst moment of its device."""
     layout, runs = pipeline.layout, tuple(pairwise(bounds))
-    how: How = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
-    if layout.chunks == 1:
-        moments = moments_by_stage(*how)
+    how = layout.how()
+    if layout.chunks == 1 and not layout.actions:
+        moments = moments_by_stage(*how[:4])
         return tuple(_account(*of) for of in zip(cases, runs, moments, strict=True))
-    p, cases = layout.axes.pp, tuple(cases)
-    worst = [_worst(cases[rank::p], runs[rank::p], how, rank) for rank in range(p)]
-    return tuple(_account(cases[s], runs[s], (worst[s % p][s // p],)) for s in range(len(runs)))
+    along = frozenset[Edge](), frozenset[Edge]()
+    if layout.actions:
+        edges = edges_of(pipeline.case.flows, bounds)
+        along = frozenset({*edges.forward, *edges.step}), frozenset(edges.backward)
+    worst: dict[int, Alive] = {}
+    for rank in range(layout.axes.pp):
+        own = layout.stages_on(rank)
+        here = tuple(cases[s] for s in own), tuple(runs[s] for s in own)
+        worst |= dict(zip(own, _worst(*here, how, along, rank), strict=True))
+    return tuple(_account(*of, (worst[s],)) for s, of in enumerate(zip(cases, runs, strict=True)))
 
 
 # Cuts that are compared differ in a stage or two: what the others hold is known. The last tables stay alive.
@@ -242,19 +251,25 @@ def _account(case: Case, run: Run, moments: tuple[Alive, ...]) -> StageMemory:
 
 
 @lru_cache(maxsize=128)
-def _worst(cases: tuple[Case, ...], runs: tuple[Run, ...], how: How, rank: int) -> tuple[Alive, ...]:
+def _worst(
+    cases: tuple[Case, ...], runs: tuple[Run, ...], how: How, along: tuple[Along, Along], rank: int
+) -> tuple[Alive, ...]:
     """When the stages of a device hold most together."""
     here = (case.ranges.only(*run) for case, run in zip(cases, runs, strict=True))
     parts = np.concatenate([columns(ranges, how[2]) for ranges in here])
-    return moments_by_rank(*how)[rank][int(np.argmax(_counts(how, rank) @ parts))]
+    return _moments(how, along)[rank][int(np.argmax(_counts(how, along, rank) @ parts))]
 
 
 @lru_cache(maxsize=64)
-def _counts(how: How, rank: int) -> NDArray[np.float64]:
+def _counts(how: How, along: tuple[Along, Along], rank: int) -> NDArray[np.float64]:
     """For each moment of a rank the parts that its stages hold, one stage after the other."""
     return np.array(
-        [np.concatenate([counts(alive) for alive in moment]) for moment in moments_by_rank(*how)[rank]]
+        [np.concatenate([counts(alive) for alive in moment]) for moment in _moments(how, along)[rank]]
     )
+
+
+def _moments(how: How, along: tuple[Along, Along]) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
+    return moments_along(how, along) if how[-1] else moments_by_rank(*how[:4])
 
 
 def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost) -> float:
@@ -288,7 +303,7 @@ def reasons(found: Estimate, graph: ModelGraph, bounds: Sequence[int]) -> tuple[
     """What sets the pace, and which device is fullest; `bounds` are those of the graph's units."""
     return (
         pace_reason(graph, bounds, found.costs),
-        fullest_reason(found.memories, found.devices, found.layout.axes.pp, found.layout.group),
+        fullest_reason(found.memories, found.devices, found.layout.ranks, found.layout.group),
     )
 
 
@@ -313,7 +328,7 @@ def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
 def _figures(found: Estimate, stage: int, units: int) -> StageFigures:
     first, end = found.bounds[stage], found.bounds[stage + 1]
     memory, cost = found.memories[stage], found.costs[stage]
-    held, device = found.held_bytes(stage % found.layout.axes.pp), found.devices[stage]
+    held, device = found.held_bytes(found.layout.ranks[stage]), found.devices[stage]
     return StageFigures(
         units=units,
         parameters=sum(p.numel for p in found.graph.owned_parameters(first, end - 1)),

@@ -13,10 +13,10 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import COMPUTE, Schedule
 from outsize.ir.timeline import Timeline
-from outsize.planner.edges import edges_between
+from outsize.planner.edges import Edges, edges_between
 from outsize.planner.estimate import forward_bytes, lower_along
 from outsize.planner.simulate import StageCost, critical_path_s, simulate
-from outsize.schedules.builders import build
+from outsize.schedules.planned import planned
 
 
 def expected_timeline(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Timeline:
@@ -28,7 +28,7 @@ def expected_timeline(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Timeli
     if plan.expected is None:
         raise BadOption("the plan holds no expected figures", next_step="outsize plan MODEL --out plan.json")
     costs = [StageCost(stage.forward_s, stage.backward_s) for stage in plan.expected.stages]
-    edges = edges_between(graph, plan.bounds(graph))
+    edges = _edges(plan, graph)
     sizes = forward_bytes(edges, plan.microbatches)
     return simulate(_lowered(plan, graph), costs, sizes, edges.backward, cluster.link)
 
@@ -53,5 +53,10 @@ def measured_bound_s(plan: Plan, graph: ModelGraph, measured: Timeline) -> float
 
 
 def _lowered(plan: Plan, graph: ModelGraph) -> Schedule:
-    edges = edges_between(graph, plan.bounds(graph))
-    return lower_along(edges, build(plan.schedule, len(plan.stages), plan.microbatches))
+    how = plan.schedule, len(plan.stages), plan.microbatches, plan.axes.pp
+    return lower_along(_edges(plan, graph), planned(*how, plan.actions))
+
+
+def _edges(plan: Plan, graph: ModelGraph) -> Edges:
+    graph = graph.in_order(plan.in_order(graph))
+    return edges_between(graph, plan.bounds(graph))

@@ -18,6 +18,7 @@ Oracle: tests/unit/planner/test_planner_layout.py counts the factorisations.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -27,7 +28,10 @@ from typing import Final, final
 from outsize.ir.cluster import Cluster
 from outsize.ir.devices import host_link
 from outsize.ir.plan import Axes, Plan, ScheduleName, Weights
+from outsize.ir.schedule import placed
 
+How = tuple[ScheduleName, int, int, int, tuple[str, ...]]
+"""What `schedules.planned` takes: name, stages, microbatches, ranks, actions."""
 CHUNKS: Final = (2, 4)
 # Of an interleaved layout; with more, what is sent rules.
 MOST_STAGES: Final = 64
@@ -47,16 +51,26 @@ class Layout:
     microbatches: int
     captured: int
     weights: Weights = "resident"
+    actions: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Stage -> rank of the pipeline."""
-        return tuple(stage % self.axes.pp for stage in range(self.stages))
+        return placed(self.schedule, self.stages, self.axes.pp, self.actions)
 
     @property
     def chunks(self) -> int:
-        """Stages on a rank."""
-        return self.stages // self.axes.pp
+        """Stages on a rank; on the one with most of them, where `actions` place them."""
+        return max(Counter(self.ranks).values()) if self.actions else self.stages // self.axes.pp
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, ascending."""
+        return tuple(stage for stage, at in enumerate(self.ranks) if at == rank)
+
+    def how(self, microbatches: int | None = None) -> How:
+        """The schedule of all its microbatches, or of so many."""
+        count = self.microbatches if microbatches is None else microbatches
+        return self.schedule, self.stages, count, self.axes.pp, self.actions
 
     @property
     def group(self) -> int:
@@ -82,7 +96,7 @@ class Layout:
     def of_plan(cls, plan: Plan) -> Layout:
         """What the plan says."""
         m = plan.microbatches
-        return cls(plan.axes, len(plan.stages), plan.schedule, m, m, plan.weights)
+        return cls(plan.axes, len(plan.stages), plan.schedule, m, m, plan.weights, plan.actions)
 
 
 def pipelines(

@@ -9,9 +9,13 @@ from typing import Final
 
 from outsize.ir.plan import ScheduleName
 from outsize.ir.schedule import Schedule
+from outsize.planner.layout import How
 from outsize.planner.memory import Alive, joint_moments, moments
 from outsize.schedules.builders import build, row_of
 from outsize.schedules.lower import in_chain, lower
+from outsize.schedules.planned import planned
+
+Along = frozenset[tuple[int, int]]
 
 # Schedules that do the same over and over once they have had so many microbatches for each stage.
 # Of these what a stage holds depends on the stages behind it alone, but for what the first one lacks.
@@ -52,6 +56,13 @@ def moments_by_rank(
     """For each rank the joint moments of its stages in a chain."""
     found = _by_rank(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
     return tuple(tuple(_of_batch(moment, microbatches) for moment in rank) for rank in found)
+
+
+@lru_cache(maxsize=64)
+def moments_along(how: How, along: tuple[Along, Along]) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
+    """The same where the plan has the actions, over its own edges: of values and weights, and of gradients."""
+    lowered = lower(planned(*how), *along)
+    return tuple(joint_moments(lowered, rank) for rank in range(lowered.ranks))
 
 
 @lru_cache(maxsize=64)

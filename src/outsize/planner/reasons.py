@@ -29,17 +29,19 @@ def pace_reason(graph: ModelGraph, bounds: Sequence[int], costs: Sequence[StageC
 
 
 def fullest_reason(
-    memories: Sequence[StageMemory], devices: Sequence[Device], ranks: int | None = None, group: int = 1
+    memories: Sequence[StageMemory], devices: Sequence[Device], ranks: Sequence[int], group: int = 1
 ) -> str:
     """Which device is closest to its limit, and which units hold most there.
 
-    Stage s is on rank s mod `ranks` (default: each on its own), a group of so many devices alike.
+    Stage s is on rank `ranks[s]`, a group of so many devices like `devices[s]`.
     """
-    count = len(memories) if ranks is None else ranks
-    held = [sum(m.peak_bytes for m in memories[rank::count]) for rank in range(count)]
-    shares = [size / device.memory_bytes for size, device in zip(held, devices, strict=False)]
-    rank = shares.index(max(shares))
-    here, device = memories[rank::count], devices[rank]
+    held = [0] * (max(ranks) + 1)
+    for rank, memory in zip(ranks, memories, strict=True):
+        held[rank] += memory.peak_bytes
+    shares = [held[rank] / device.memory_bytes for rank, device in zip(ranks, devices, strict=True)]
+    fullest = shares.index(max(shares))
+    rank, device = ranks[fullest], devices[fullest]
+    here = [m for at, m in zip(ranks, memories, strict=True) if at == rank]
     flying = microbatches_text(sum(m.in_flight for m in here))
     most = sorted((unit for m in here for unit in m.largest), key=lambda unit: -unit[1])[:NAMES_SHOWN]
     units = ", ".join(f"{name} {bytes_text(size)}" for name, size in most)

@@ -140,14 +140,15 @@ def choice(pipeline: Pipeline, stage: int, run: Run, fine: Fine) -> Choice | Non
 
 def shared_choice(found: Estimate, stage: int, fine: Fine) -> Choice | None:
     """The same for a stage that shares its device, while the others there run as they do."""
-    layout, pipeline, p = found.layout, found.pipeline, found.layout.axes.pp
-    runs, rank = tuple(pairwise(found.bounds)), stage % p
-    here = [case.ranges.only(*run) for case, run in zip(found.cases[rank::p], runs[rank::p], strict=True)]
-    here[stage // p] = empty = replace(here[stage // p], **dict.fromkeys(OWN, np.zeros_like(here[0].saved)))
+    layout, pipeline, runs = found.layout, found.pipeline, tuple(pairwise(found.bounds))
+    rank = layout.ranks[stage]
+    own = layout.stages_on(rank)
+    here, at = [found.cases[s].ranges.only(*runs[s]) for s in own], own.index(stage)
+    here[at] = empty = replace(here[at], **dict.fromkeys(OWN, np.zeros_like(here[0].saved)))
     worst = dict[tuple[int, int], int]()
-    for moment in moments_by_rank(layout.schedule, layout.stages, layout.microbatches, p)[rank]:
-        own = _limit(empty, moment[stage // p])
-        key, fixed = (own.waiting, own.phase), sum(map(held_bytes, here, moment))
+    for moment in moments_by_rank(*layout.how()[:4])[rank]:
+        mine = _limit(empty, moment[at])
+        key, fixed = (mine.waiting, mine.phase), sum(map(held_bytes, here, moment))
         worst[key] = max(fixed, worst.get(key, fixed))
     limits = [Limit(fixed, *key) for key, fixed in worst.items()]
     return _best(fine, runs[stage], limits, pipeline.room.devices[pipeline.ranks[stage]].memory_bytes)

@@ -36,8 +36,9 @@ def device_text(plan: Plan, stage: int) -> str:
 
 
 def lanes(plan: Plan) -> list[str]:
-    """The devices of each rank of the pipeline: stage s is on rank s mod pp."""
-    return [device_text(plan, rank) for rank in range(min(plan.axes.pp, len(plan.stages)))]
+    """The devices of each rank of the pipeline."""
+    ranks = plan.ranks
+    return [device_text(plan, ranks.index(rank)) for rank in sorted(set(ranks))]
 
 
 def holdings(plan: Plan, expected: Expected) -> list[Holding]:

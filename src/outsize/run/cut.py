@@ -58,7 +58,8 @@ def cut(
 ) -> Cut:
     """Stage programs, where `owners[i]` is the stage of instruction i (`in_runs`).
 
-    `stages` there are, by default as many as it names. `outputs=False` computes what the loss needs; `outputs=True` also every output of the model.
+    There are `stages`, by default as many as it names. `outputs=False` computes what the loss needs;
+    `outputs=True` also every output of the model.
     """
     wanted = _wanted(tape, outputs)
     owner = _owners(tape, owners, wanted)
