@@ -1,6 +1,6 @@
 """Problem: of many layouts, which to price, and how good may those be that were not?
 
-Layouts wait in a queue by the least step that they can take (floor.py, twice.py), first a bound that needs no
+Layouts wait in a queue by the least step that they can take (floor.py, reach.py), first a bound that needs no
 more than a sum, then the sharp one. They are priced, best floor first: exact partition, memory account,
 simulation. It ends when the next floor is above what was found, or enough was priced; the least of all
 floors, of what was tried and what was not, is what no plan beats.
@@ -48,30 +48,32 @@ class Hunt:
         self._found: list[Estimate] = []
         self._rejected: list[Pipeline] = []
         self._floors: list[float] = []
+        self._asked = 0
 
     def run(self, layouts: Sequence[Layout]) -> Found:
         """Price what may win, best floor first."""
         queue = [(self._least(layout), False, place) for place, layout in enumerate(layouts)]
         heapify(queue)
-        while queue and not self._over(queue[0][0], len(queue)):
+        self._asked += len(layouts)
+        while queue and not self._over(queue[0][0]):
             floor_s, sharp, place = heappop(queue)
             if sharp:
-                self._try(layouts[place], floor_s, len(queue))
+                self._try(layouts[place], floor_s)
             else:
                 heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
         self._floors += [floor_s for floor_s, *_ in queue]
         return Found(tuple(self._found), tuple(self._rejected), min(self._floors, default=inf))
 
-    def _over(self, floor_s: float, left: int) -> bool:
+    def _over(self, floor_s: float) -> bool:
         """A few are always priced, so that there is something to compare with."""
         if not self._found:
             return floor_s == inf
-        enough = len(self._found) >= MOST_TRIED and not self._few(left)
-        return enough or self._beaten(floor_s, left)
+        enough = len(self._found) >= MOST_TRIED and not self._few()
+        return enough or self._beaten(floor_s)
 
-    def _beaten(self, floor_s: float, left: int) -> bool:
+    def _beaten(self, floor_s: float) -> bool:
         """Whether nothing above this floor can win, and there is enough to compare with."""
-        if not self._found or self._few(left):
+        if not self._found or self._few():
             return False
         return floor_s > self._close_s()
 
@@ -79,8 +81,8 @@ class Hunt:
         """Beyond it nothing wins."""
         return CLOSE * min((f.step_s for f in self._found), default=inf)
 
-    def _few(self, left: int) -> bool:
-        return len(self._found) + len(self._rejected) + left <= FEW
+    def _few(self) -> bool:
+        return self._asked <= FEW
 
     def _least(self, layout: Layout) -> float:
         return self._together(layout, self._menu.least_s(layout)) if self._menu.may_fit(layout) else inf
@@ -100,29 +102,38 @@ class Hunt:
         share_s = pipeline_s / layout.microbatches
         return pipeline_s + max(0.0, self._menu.together_s(layout) - share_s)
 
-    def _try(self, layout: Layout, floor_s: float, left: int) -> None:
+    def _try(self, layout: Layout, floor_s: float) -> None:
         tables = [Tables(each, floor_s) for each in self._menu.pipelines(layout, self._recompute)]
         if not tables:
             return
-        most_s = inf if self._few(left) else self._close_s()
+        most_s = inf if self._few() else self._close_s()
         known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
-        if known_s < inf and self._beaten(known_s, left):
+        if known_s < inf and self._beaten(known_s):
             self._floors.append(known_s)
             return
-        priced = [each for each in map(self._priced, tables) if each is not None and each.fits]
-        if not priced:
+        tried = [self._priced(each, most_s) for each in tables]
+        priced = [each for each in tried if isinstance(each, Estimate) and each.fits]
+        slow_s = min((each for each in tried if isinstance(each, float)), default=inf)
+        if priced:
+            self._found.append(min(priced, key=lambda each: each.step_s))
+        elif slow_s == inf:
             self._rejected.append(tables[0].pipeline)
             return
-        best = min(priced, key=lambda each: each.step_s)
-        self._found.append(best)
         # One stage has one cut, and interleaved cuts are balanced.
-        self._floors.append(best.step_s if layout.chunks > 1 or layout.stages == 1 else known_s)
+        only = layout.chunks > 1 or layout.stages == 1
+        self._floors.append(min(slow_s, *(each.step_s for each in priced), inf) if only else known_s)
 
-    def _priced(self, tables: Tables) -> Estimate | None:
-        """With the best cut; None where none fits."""
-        pipeline, cut = tables.pipeline, tables.split()
-        if cut is None:
-            return None
+    def _priced(self, tables: Tables, most_s: float) -> Estimate | float:
+        """With the best cut; or seconds that it takes at least, beyond the most: infinite where none fits."""
+        pipeline, least_s = tables.pipeline, tables.least_busy_s()
+        if pipeline.layout.chunks > 1 and least_s <= most_s < inf:
+            least_s = tables.price_below(most_s)
+        if least_s > most_s:
+            return least_s
+        if (cut := tables.split()) is None:
+            return inf
+        if (busy_s := pipeline.busy_s(cut.bounds, cut.ways)) > most_s:
+            return busy_s
         known_s = cut.floor_s if self._exact(pipeline.layout) else 0.0
         return estimate(pipeline, cut.bounds, cut.ways, known_s)
 

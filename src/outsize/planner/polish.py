@@ -11,6 +11,7 @@ knows the best of all plans.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
 from outsize.planner.estimate import Estimate, estimate
@@ -24,9 +25,10 @@ def polish(start: Estimate) -> Estimate:
     """The start, or a neighbour's neighbour with a shorter step."""
     best, left = _plain(start), MOST
     while left > 0:
-        tried = [_at(best, *place) for place, _ in zip(_neighbours(best), range(left), strict=False)]
-        left -= len(tried)
-        worth = sorted((e for e in tried if e.step_s < best.step_s * (1 - WORTH)), key=lambda e: e.step_s)
+        places, most_s = list(islice(_neighbours(best), left)), best.step_s * (1 - WORTH)
+        left -= len(places)
+        tried = (_at(best, *place) for place in places if best.pipeline.busy_s(*place) < most_s)
+        worth = sorted((e for e in tried if e.step_s < most_s), key=lambda e: e.step_s)
         shorter = next((e for e in worth if e.fits), None)
         if shorter is None:
             break
@@ -36,9 +38,9 @@ def polish(start: Estimate) -> Estimate:
 
 def _plain(best: Estimate) -> Estimate:
     """Each stage in its first way, where that fits and takes no longer."""
-    for stage in range(len(best.ways)):
+    for stage in (stage for stage, way in enumerate(best.ways) if way):
         plain = _at(best, best.bounds, (*best.ways[:stage], 0, *best.ways[stage + 1 :]))
-        if best.ways[stage] and plain.step_s <= best.step_s and plain.fits:
+        if plain.step_s <= best.step_s and plain.fits:
             best = plain
     return best
 

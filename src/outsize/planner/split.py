@@ -47,9 +47,11 @@ from outsize.planner.seconds import UnitSeconds, fastest
 Table = TypeVar("Table", Bytes, Seconds)
 Wire = tuple[float, float]
 """A link's (latency_s, bytes_per_s)."""
-# So much longer than the least step a stage may be in the first list of runs; and each further list.
+# So much longer than the least step a stage may be in the first list of runs; and each further list, where
+# some cut fits, and where none does.
 START: Final = 1.05
 GROWTH: Final = 1.25
+FAR: Final = 2.0
 # Under these the best balance is as good a cut as any other: no critical path tells them apart.
 EVEN: Final = frozenset({"naive", "interleaved"})
 
@@ -147,6 +149,13 @@ class Pipeline:
         """Between the devices of two stages."""
         return self.room.link(self.ranks[source], self.ranks[destination])
 
+    def busy_s(self, bounds: Sequence[int], ways: Sequence[int]) -> float:
+        """Seconds of a step that the busiest device computes for: no step of this cut is shorter."""
+        busy_s, m = [0.0] * self.layout.axes.pp, self.layout.microbatches
+        for stage, (way, run) in enumerate(zip(ways, pairwise(bounds), strict=True)):
+            busy_s[stage % len(busy_s)] += m * float(self.ways[stage][way].ranges.compute_s[run])
+        return max(busy_s)
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -177,7 +186,8 @@ class Tables:
         chain = Work.of(pipeline.case.graph, fastest_s)
         self.works = {key: chain.costing(case.seconds) for key, case in self._cases.items()}
         self._total = self._m * (chain.forward + chain.backward)
-        self._start_s = START * max(least_s, float(self._total[-1]) / pipeline.stages)
+        least_s = max(least_s / pipeline.layout.chunks, float(self._total[-1]) / pipeline.stages)
+        self._start_s = START * least_s
         self._last: _Listing | None = None
 
     @cached_property
@@ -194,6 +204,10 @@ class Tables:
             return 0.0
         return self._least(_Listing.floor, self._start_s, most_s)[0]
 
+    def price_below(self, most_s: float) -> float:
+        """The least largest price, if it is below `most_s`; or else something between the two."""
+        return self._least(_Listing.price, self._start_s, most_s)[0]
+
     def split(self) -> Split | None:
         """The cut with the least largest price that fits; None when none fits."""
         if self.floor_s == np.inf:
@@ -205,6 +219,13 @@ class Tables:
         return Split(
             bounds, tuple(map(found.way, range(self.pipeline.stages), pairwise(bounds))), self.floor_s
         )
+
+    def least_busy_s(self) -> float:
+        """Seconds of a step that the busiest device computes for at least, in any way that is looked for."""
+        pipeline = self.pipeline
+        cases = {id(case): case for ways in pipeline.ways for case in ways[pipeline.first_way :]}
+        whole_s = float(fastest([case.seconds for case in cases.values()]).total.sum())
+        return self._m * whole_s / pipeline.layout.axes.pp
 
     def reach(self, stage: int, limit_s: float) -> tuple[int, int]:
         """The first and last unit that a stage can begin with, if no stage takes longer than the limit."""
@@ -225,7 +246,8 @@ class Tables:
                 return least_s, found
             if found.limit_s > most_s:
                 return found.limit_s, found
-            limit_s = min(least_s, found.limit_s * GROWTH, everything_s)
+            growth = GROWTH if least_s < np.inf else FAR
+            limit_s = min(least_s, found.limit_s * growth, everything_s)
 
     def _listing(self, limit_s: float) -> _Listing:
         """The one before, if it has what is asked for."""
