@@ -19,11 +19,11 @@ from outsize.planner.menu import Menu
 Model = tuple[ModelGraph, Profile]
 WAYS: tuple[Recompute, ...] = ("none", "full")
 # So many layouts that no search would price them all.
-COUNTS = (4, 8, 16, 32)
+COUNTS = (8, 16)
 
 
 def hunted(models: dict[int, Model], cluster: Cluster, few: int) -> Found:
-    layouts = list(everything(cluster, COUNTS, ("1f1b", "gpipe", "interleaved"), 8))
+    layouts = list(everything(cluster, COUNTS, ("1f1b", "interleaved"), 8))
     assert len(layouts) > best_first.FEW
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best_first, "FEW", few)
@@ -31,7 +31,7 @@ def hunted(models: dict[int, Model], cluster: Cluster, few: int) -> Found:
         return Hunt(Menu(models, cluster, "adamw"), WAYS).run(layouts)
 
 
-@settings(max_examples=12, derandomize=True, deadline=None)
+@settings(max_examples=6, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=8, max_size=8), st.integers(2, 40), st.integers(1, 30))
 def test_the_best_step_is_that_of_all_layouts(seconds: list[int], saved: int, room: int) -> None:
     models = {m: chain([s / m for s in seconds], 8, 400, 1000 * saved // m) for m in COUNTS}
