@@ -7,15 +7,18 @@ Complexity: O(k log k) for k spans. Oracle: tests/unit/planner/test_utilisation.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 from typing import final
 
+from outsize.ir.cluster import Link
 from outsize.ir.schedule import COMPUTE, TRANSFER, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
-from outsize.planner.simulate import StageCost
+from outsize.planner.simulate import StageCost, simulate
 from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, message_of
 
 Row = list[tuple[Action, Span]]
@@ -72,15 +75,25 @@ class Replay:
             total_s += max(0.0, wait.end_s - max(wait.start_s, made.get(action, wait.end_s)))
         return total_s
 
-    def costs(self) -> list[StageCost]:
-        """Mean seconds of one microbatch on each stage."""
+    def message_s(self) -> float:
+        """Seconds that devices spend on one message, in the mean."""
+        return (self.messages_s + self.late_s()) / max(1, len(self.messages))
+
+    def simulated_s(self, schedule: Schedule, costs: Sequence[StageCost]) -> float:
+        """The step of another schedule over the same edges, other costs, messages as slow as these."""
+        link = Link(name="measured", latency_s=self.message_s(), bytes_per_s=math.inf)
+        small = {(m.source, m.destination): 1 for m in self.messages}
+        return simulate(schedule, costs, small, small, lambda _a, _b: link).duration_s
+
+    def costs(self, middle: Callable[[list[float]], float] = fmean) -> list[StageCost]:
+        """Mean (or another middle of the) seconds of one microbatch on each stage."""
         found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
         for action, seconds in self.durations_s.items():
             found[action.stage, action.kind].append(seconds)
-        mean = {key: sum(each) / len(each) for key, each in found.items()}
+        middles = {key: middle(each) for key, each in found.items()}
 
         def of(stage: int, *kinds: Kind) -> float:
-            return sum(mean.get((stage, kind), 0.0) for kind in kinds)
+            return sum(middles.get((stage, kind), 0.0) for kind in kinds)
 
         stages = range(self.schedule.stages)
         return [StageCost(of(s, Kind.F), of(s, Kind.B, Kind.I, Kind.W), of(s, Kind.W)) for s in stages]

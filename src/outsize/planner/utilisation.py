@@ -18,19 +18,17 @@ from the true costs).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from outsize.ir.cluster import Link
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.text import percent_text
 from outsize.ir.timeline import Timeline
 from outsize.ir.utilisation import BUSY, Cause, Idle, Utilisation
 from outsize.planner.replay import Replay
-from outsize.planner.simulate import StageCost, critical_path_s, simulate
+from outsize.planner.simulate import StageCost, critical_path_s
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
@@ -193,11 +191,7 @@ class _Why:
         return lower(made, replay.edges(Kind.F), replay.edges(Kind.B))
 
     def _simulated_s(self, schedule: Schedule, costs: Sequence[StageCost]) -> float:
-        replay = self.replay
-        each_s = (replay.messages_s + replay.late_s()) / max(1, len(replay.messages))
-        link = Link(name="measured", latency_s=each_s, bytes_per_s=math.inf)
-        small = {(m.source, m.destination): 1 for m in replay.messages}
-        return simulate(schedule, costs, small, small, lambda _a, _b: link).duration_s
+        return self.replay.simulated_s(schedule, costs)
 
 
 def _mean(costs: Sequence[StageCost]) -> StageCost:

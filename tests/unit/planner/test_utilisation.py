@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from measured_steps import lowered, measured
 
-from outsize.ir.cluster import Link
 from outsize.ir.plan import Axes, Plan, Stage
-from outsize.ir.schedule import Action, Schedule
 from outsize.ir.timeline import Span, Timeline
 from outsize.ir.utilisation import Utilisation
 from outsize.planner.replay import Replay, numbered
-from outsize.planner.simulate import StageCost, bound_s, simulate
+from outsize.planner.simulate import StageCost, bound_s
 from outsize.planner.utilisation import _Why, utilisation
-from outsize.schedules.builders import build
-from outsize.schedules.lower import lower
 
 EVEN = (1.0, 1.0, 1.0, 1.0)
-
-
-def lowered(name: str, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
-    pairs = [(s, s + 1) for s in range(stages - 1)]
-    edges = frozenset(pairs), frozenset((b, a) for a, b in pairs)
-    return lower(build(name, stages, microbatches, ranks), *edges)
 
 
 def ran(
     name: str, works: tuple[float, ...], microbatches: int, message_s: float = 0.0, ranks: int | None = None
 ) -> Timeline:
-    """A step as the interpreter would have measured it: sends take no time of the rank, waits are spans."""
-    schedule = lowered(name, len(works), microbatches, ranks)
     costs = [StageCost(w, 2 * w) for w in works]
-    link = Link(name="wire", latency_s=message_s, bytes_per_s=1e9)
-    pairs = {(a, b): 1 for a in range(len(works)) for b in (a - 1, a + 1)}
-    played = simulate(schedule, costs, pairs, pairs, lambda _a, _b: link).spans
-    spans = [s for s in played if s.lane == "compute"]
-    done = {Action.parse(s.action): s for s in spans}
-    for rank, row in enumerate(schedule.actions):
-        at = 0.0
-        for action in row:
-            found = done.get(action)
-            if found is not None:
-                if found.start_s > at:
-                    spans.append(
-                        found.model_copy(update={"lane": "wait", "start_s": at, "end_s": found.start_s})
-                    )
-                at = found.end_s
-                continue
-            lane = "send" if "SEND" in action.kind else "recv"
-            spans.append(Span(rank=rank, lane=lane, action=str(action), start_s=at, end_s=at))
-    return Timeline(source="measured", ranks=schedule.ranks, spans=tuple(spans))
+    return measured(lowered(name, len(works), microbatches, ranks), costs, message_s)
 
 
 def planned(name: str, stages: int, microbatches: int, batch: int, pp: int | None = None) -> Plan:
