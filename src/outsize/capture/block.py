@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor
 
 from outsize.capture.holders import Path
-from outsize.program.tape import Instruction, Meta, Ref, Weight
+from outsize.program.tape import Cost, Instruction, Meta, Ref, Weight
 from outsize.program.tree import map_leaves
 
 Read = tuple[str, str]  # module, relative to its block; attribute
@@ -102,8 +102,11 @@ class Renamed:
             weights=tuple(map(self._leaf, one.weights)),
             written_weights=tuple(map(self._leaf, one.written_weights)),
             where=one.where,
-            cost=replace(one.cost, kept=frozenset(map(self.storage, one.cost.kept))),
+            cost=self._cost(one.cost),
         )
+
+    def _cost(self, cost: Cost) -> Cost:
+        return replace(cost, kept=frozenset(map(self.storage, cost.kept))) if cost.kept else cost
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, Ref):

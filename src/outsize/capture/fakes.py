@@ -191,13 +191,15 @@ def _identities(module: nn.Module) -> dict[str, Any]:
 
 
 def _identity(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
     if isinstance(value, Tensor):
         return id(value)
     if isinstance(value, list | tuple):
         return [_identity(item) for item in value]
     if isinstance(value, dict):
         return {str(key): _identity(item) for key, item in value.items()}
-    return value if isinstance(value, _PLAIN) else None
+    return None
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

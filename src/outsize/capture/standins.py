@@ -3,7 +3,7 @@
     torch._dynamo     1.0 s    torch asks it to leave functions alone when something is compiled: nothing is
     scipy.optimize    0.3 s    a function that transformers calls in losses of object detection
     sympy             0.4 s    fakes ask whether sizes are symbols: here they are numbers
-    torch.distributed.tensor   0.1 s    they ask whether a tensor is one of these
+    torch.distributed.tensor   0.1 s    they ask whether a tensor is one of these; layouts of transformers
     torchvision's     0.2 s    data sets, and for transformers its models and operators
     accelerate, FSDP, checkpoints   0.3 s    functions that transformers calls on devices that are there
 
@@ -19,13 +19,15 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 # What transformers imports and calls when it places, shards or saves a model.
 _CALLED = {
-    "accelerate": ("dispatch_model",),
-    "accelerate.hooks": ("add_hook_to_module",),
-    "accelerate.utils": ("get_max_memory", "extract_model_from_parallel"),
+    "accelerate.hooks": ("add_hook_to_module", "AlignDevicesHook"),
+    "accelerate.utils": (
+        *("get_max_memory", "extract_model_from_parallel"),
+        *("get_balanced_memory", "infer_auto_device_map", "reduce"),
+    ),
     "accelerate.utils.modeling": ("clean_device_map", "get_max_layer_size"),
     "torch.distributed._composable.fsdp": ("fully_shard",),
     "torch.distributed.fsdp": ("CPUOffloadPolicy", "MixedPrecisionPolicy"),
@@ -38,6 +40,7 @@ _CALLED = {
 _ITSELF = ("expect_true", "guard_int", "guard_or_false", "guard_or_true", "guard_size_oblivious")
 _ITSELF += ("guarding_hint_or_throw", "statically_known_true")
 _NO_SYMBOLS = ("_iterate_exprs", "_iterate_nodes", "free_unbacked_symbols")
+_SHARDED = ("DTensor", "Partial", "Replicate", "Shard", "_StridedShard")
 _FALSE = ("has_free_unbacked_symbols", "is_nested_int", "is_symbolic")
 
 
@@ -53,12 +56,14 @@ def stand_in(provider: str = "") -> None:
         _place("torch._dynamo.utils", is_compile_supported=None)
         _place("torch._dynamo.source", ConstantSource=_named, RandomValueSource=_NoSource)
     _place("scipy.optimize", linear_sum_assignment=None)
-    if provider == "torchvision":
+    if provider in ("torchvision", "transformers"):
         _place_sizes()
+    if provider == "torchvision":
         _place("torchvision.datasets")
     if provider == "transformers":
         for name, called in _CALLED.items():
             _place(name, **dict.fromkeys(called))
+        _place("accelerate", dispatch_model=None, PartialState=_Alone)
 
 
 def _place_sizes() -> None:
@@ -73,7 +78,9 @@ def _place_sizes() -> None:
     _place("torch.fx.experimental.symbolic_shapes", GuardOnDataDependentSymNode=_NoError, **known)
     _place("torch.utils._sympy.functions", Max=_NoSource)
     _place("sympy", Basic=_NoSource)
-    _place("torch.distributed.tensor", DTensor=_NoSource)
+    _place("torch.distributed.tensor", distribute_tensor=None, **dict.fromkeys(_SHARDED, _NoSource))
+    _place("torch.distributed.tensor.placement_types", **dict.fromkeys(_SHARDED, _NoSource))
+    _place("torch.distributed.tensor._utils", compute_local_shape_and_global_offset=None)
 
 
 @final
@@ -88,7 +95,16 @@ class _StandIn(ModuleType):
 
 @final
 class _NoSource:
-    """A class of which nothing is an instance."""
+    """A class of which nothing is an instance, but layouts that transformers makes and nobody asks for."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+@final
+class _Alone:
+    """accelerate's PartialState where no process was started: losses of object detection ask."""
+
+    _shared_state: ClassVar[dict[str, object]] = {}
 
 
 @final

@@ -56,34 +56,40 @@ class Extents:
 
     def fits(self) -> bool:
         """Whether any cut does; exact."""
-        if self._greedy(self.case.ranges, 1.0) is not None:
+        if self._greedy(self._row, 1.0) is not None:
             return True
-        bare = self.case.ranges.bare()
-        return self._greedy(bare, 1.0) is not None and self._reaches_end(self._earliest(bare))
+        return self._greedy(self._bare, 1.0) is not None and self._reaches_end(self._earliest())
 
     def lean(self) -> tuple[int, ...]:
         """A cut whose fullest device is nearly as little full as it can be; it fits if any cut does."""
         low, high = 0.0, 1.0
-        while (found := self._greedy(self.case.ranges, high)) is None:
+        while (found := self._greedy(self._row, high)) is None:
             low, high = high, 2 * high
         if low >= 1.0 and self.fits():
             return leanest(self.case, self.schedule, self.stages, self.cluster)
         while high - low > PRECISE * high:
             middle = (low + high) / 2
-            better = self._greedy(self.case.ranges, middle)
+            better = self._greedy(self._row, middle)
             low, high, found = (middle, high, found) if better is None else (low, middle, better)
         return found
 
-    def _greedy(self, ranges: Ranges, share: float) -> tuple[int, ...] | None:
+    def _row(self, first: int) -> Ranges:
+        return _part(self.case.ranges, first)
+
+    def _bare(self, first: int) -> Ranges:
+        return self._row(first).bare()
+
+    def _greedy(self, rows: Callable[[int], Ranges], share: float) -> tuple[int, ...] | None:
         """First unit of each stage when each takes all that `share` of its memory holds; None when stuck."""
         limits = [share * d.memory_bytes for d in self.cluster.devices[: self.stages]]
-        return _taking_most(lambda first: _part(ranges, first), self.case.units, self.worst, limits)
+        return _taking_most(rows, self.case.units, self.worst, limits)
 
-    def _earliest(self, bare: Ranges) -> list[int]:
+    def _earliest(self) -> list[int]:
         """Of each stage: no unit before this one can be its first, seen from behind."""
         end, found = self.case.units, list[int]()
         for stage in reversed(range(self.stages)):
-            peaks = peak_table(_part(bare, (slice(None), end)), self.worst[stage])
+            column = _part(self.case.ranges, (slice(None), end)).bare()
+            peaks = peak_table(column, self.worst[stage])
             holds = np.flatnonzero(peaks[:end] <= self.cluster.devices[stage].memory_bytes)
             end = int(holds[0]) if len(holds) else end
             found.append(end)

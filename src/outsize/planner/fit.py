@@ -132,7 +132,7 @@ class _Judge:
     def __init__(self, at: At, cluster: Cluster) -> None:
         self.at, self.cluster, self.room = at, cluster, rooms(cluster)
         self._cases: dict[tuple[object, ...], Case] = {}
-        self._bases: dict[tuple[int, Precision], Case] = {}
+        self._bases: dict[tuple[int, Precision, Recompute], Case] = {}
 
     def most_microbatches(self, batch: int, precision: Precision, most: int | None = None) -> int:
         """The largest divisor of a batch, at most `most`, whose microbatches the model takes; 1 if none."""
@@ -151,16 +151,18 @@ class _Judge:
         return replace(self._cases[key], microbatches=setting.microbatches)
 
     def _built(self, setting: Setting) -> Case:
-        """From tables that differ in the optimizer alone, or in the recompute, where there are such."""
-        if setting.recompute != "none":
-            return self.case(replace(setting, recompute="none")).anew()
-        key = setting.samples, setting.precision
-        if key not in self._bases:
-            found = self._found(*key)
-            self._bases[key] = Case.of(*found, setting.microbatches, setting.optimizer)
-            return self._bases[key]
-        base, kept = self._bases[key], optimizer_bytes(setting.optimizer)
-        return replace(base, ranges=base.ranges.under(base.graph, base.base, kept))
+        """From tables that differ in the optimizer alone, or else in the recompute, where there are such."""
+        key = setting.samples, setting.precision, setting.recompute
+        if (base := self._bases.get(key)) is not None:
+            kept = optimizer_bytes(setting.optimizer)
+            return replace(base, ranges=base.ranges.under(base.graph, base.base, kept))
+        if setting.recompute == "none":
+            found = self._found(setting.samples, setting.precision)
+            made = Case.of(*found, setting.microbatches, setting.optimizer)
+        else:
+            made = self.case(replace(setting, recompute="none")).anew()
+        self._bases[key] = made
+        return made
 
     def _found(self, samples: int, precision: Precision) -> Found:
         found = self.at(samples, precision)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 Fn = Callable[[Any], Any]
@@ -17,15 +18,15 @@ Fn = Callable[[Any], Any]
 
 def map_leaves(fn: Fn, tree: Any) -> Any:
     """The tree with `fn(leaf)` for every leaf."""
+    if _walk_of(type(tree)) is None:
+        return fn(tree)
     if isinstance(tree, tuple | list):
         return _sequence(fn, tree)
     if isinstance(tree, dict | UserDict):
         return _mapping(fn, tree)
     if isinstance(tree, slice):
         return slice(map_leaves(fn, tree.start), map_leaves(fn, tree.stop), map_leaves(fn, tree.step))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not _is_ref(tree):
-        return _record(fn, tree)
-    return fn(tree)
+    return _record(fn, tree)
 
 
 def _sequence(fn: Fn, tree: tuple[Any, ...] | list[Any]) -> Any:
@@ -68,19 +69,27 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 def _gather(tree: Any, found: list[Any]) -> None:
     """As map_leaves walks, and nothing is rebuilt: the most called function of a recording."""
-    if isinstance(tree, tuple | list):
-        for item in tree:
-            _gather(item, found)
-    elif isinstance(tree, dict | UserDict):
-        for item in tree.values():
-            _gather(item, found)
-    elif isinstance(tree, slice):
-        _gather((tree.start, tree.stop, tree.step), found)
-    elif hasattr(type(tree), "__dataclass_fields__") and not isinstance(tree, type) and not _is_ref(tree):
-        for field in dataclasses.fields(tree):
-            _gather(getattr(tree, field.name), found)
-    else:
+    walk = _walk_of(type(tree))
+    if walk is None:
         found.append(tree)
+    else:
+        for item in walk(tree):
+            _gather(item, found)
+
+
+@lru_cache(maxsize=1024)
+def _walk_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    """How to get at the items of such a container; None for a leaf."""
+    if issubclass(kind, tuple | list):
+        return iter
+    if issubclass(kind, dict | UserDict):
+        return lambda tree: tree.values()
+    if kind is slice:
+        return lambda tree: (tree.start, tree.stop, tree.step)
+    if dataclasses.is_dataclass(kind) and not getattr(kind, "__tape_leaf__", False):
+        names = [field.name for field in dataclasses.fields(kind)]
+        return lambda tree: [getattr(tree, name) for name in names]
+    return None
 
 
 def children(tree: Any) -> list[tuple[str, Any]]:

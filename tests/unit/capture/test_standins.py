@@ -78,3 +78,30 @@ def test_a_fit_of_torchvision_needs_no_symbols() -> None:
         [sys.executable, "-W", "ignore", "-c", ask], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+_SHARDS = """
+import sys
+from outsize.cli.app import run
+spec = "transformers:GPT2Config?n_layer=1&n_embd=32&n_head=4&vocab_size=64"
+assert run(["fit", spec, "--input", "16", "--cluster", "2x12GB"]) == 0
+assert "sympy.core" not in sys.modules
+names = ("torch.distributed.tensor", "torch.distributed.tensor.placement_types", "accelerate")
+assert all(type(sys.modules[name]).__name__ == "_StandIn" for name in names if name in sys.modules), names
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Shard
+assert callable(distribute_module) and Shard(1).is_shard(1) and not Replicate().is_shard()
+from transformers.loss import loss_for_object_detection as detection
+if hasattr(detection, "PartialState"):
+    assert detection.PartialState._shared_state == {}
+    from accelerate import Accelerator
+    assert type(sys.modules["accelerate"]).__name__ == "module" and Accelerator.__init__
+"""
+
+
+def test_a_fit_of_transformers_shards_nothing_and_who_shards_gets_torch_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SHARDS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
