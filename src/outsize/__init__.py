@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 importlib.import_module("outsize.capture")
 
 if TYPE_CHECKING:
-    from outsize.api import check, estimate, fit, measure, parallelize, plan
+    from outsize.api import check, estimate, fit, measure, parallelize, plan, tune
     from outsize.errors import OutsizeError
     from outsize.ir.cluster import Cluster
     from outsize.ir.graph import ModelGraph
@@ -38,6 +38,7 @@ _HOME = {
     "measure": "outsize.api",
     "parallelize": "outsize.api",
     "plan": "outsize.api",
+    "tune": "outsize.api",
     "Cluster": "outsize.ir.cluster",
     "Engine": "outsize.train.engine",
     "ModelGraph": "outsize.ir.graph",
@@ -69,6 +70,7 @@ __all__ = [
     "measure",
     "parallelize",
     "plan",
+    "tune",
 ]
 
 

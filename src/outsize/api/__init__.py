@@ -5,6 +5,7 @@ costs  = estimate(graph, cluster) | measure(model, ...)  what does each unit cos
 plan   = plan(model, args, kwargs, cluster="2xcpu")      how to split it
 report = check(model, args, kwargs, stages=3)            does the split compute the same
 engine = parallelize(model, args, kwargs, plan=plan)     run it
+tuned  = tune(model, args, kwargs)                       which one is really fastest
 """
 
 from __future__ import annotations
@@ -15,16 +16,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outsize.api.planning import capture, estimate, fit, measure, outlook, plan, price
     from outsize.api.running import check, parallelize
+    from outsize.api.tuning import tune
 
-__all__ = ["capture", "check", "estimate", "fit", "measure", "outlook", "parallelize", "plan", "price"]
-_RUNNING = ("check", "parallelize")
+__all__ = [
+    "capture",
+    "check",
+    "estimate",
+    "fit",
+    "measure",
+    "outlook",
+    "parallelize",
+    "plan",
+    "price",
+    "tune",
+]
+_HOME = {"check": "running", "parallelize": "running", "tune": "tuning"}
 
 
 def __getattr__(name: str) -> Any:
     """A function from its file on first use: what is only asked loads nothing that runs."""
     if name not in __all__:
         raise AttributeError(f"module 'outsize.api' has no attribute {name!r}")
-    home = "running" if name in _RUNNING else "planning"
-    value = getattr(importlib.import_module(f"outsize.api.{home}"), name)
+    value = getattr(importlib.import_module(f"outsize.api.{_HOME.get(name, 'planning')}"), name)
     globals()[name] = value
     return value

@@ -28,6 +28,7 @@ from outsize.cli.run import RunCommand
 from outsize.cli.run import run as run_verb
 from outsize.cli.screen import Screen, warn_on_one_line
 from outsize.cli.trace import trace
+from outsize.cli.tune import tune
 from outsize.errors import BadOption, OutsizeError
 
 INTERRUPTED = 130
@@ -64,6 +65,7 @@ def make_app() -> typer.Typer:
     app.command()(plan)
     app.command()(check)
     app.command(cls=RunCommand)(run_verb)
+    app.command()(tune)
     app.command()(trace)
     app.command()(explain)
     app.command("explain-plan")(explain_plan)

@@ -50,6 +50,20 @@ class Job(Record):
 
 
 @final
+class TuneJob(Record):
+    """Tune MODEL on one random batch; what is None is free."""
+
+    model: str
+    input: str | None
+    batch: int
+    microbatches: int | None = None
+    schedule: ScheduleName | None = None
+    trials: int
+    seed: int = 0
+    as_json: bool = False
+
+
+@final
 class Outcome(Record):
     """The run of a job.
 

@@ -11,6 +11,7 @@ import typer
 from outsize.cli.job import Folder, Job, Outcome
 from outsize.cli.screen import Screen, error_document
 from outsize.errors import RankFailed, WorldMismatch
+from outsize.ir.base import Record
 from outsize.train.launch import processes_for, run_script
 from outsize.train.rendezvous import LOOPBACK
 
@@ -47,17 +48,25 @@ def run_job(job: Job, place: Place, screen: Screen) -> Outcome | None:
 
     Raises: WorldMismatch (before anything starts), BadOption.
     """
-    processes = _processes(job, place)
+    found = run_worker("worker", job, _processes(job, place), place, screen, shown_as=job.model)
+    return None if found is None else Outcome.model_validate_json(found)
+
+
+def run_worker(
+    worker: str, job: Record, processes: int, place: Place, screen: Screen, *, shown_as: str
+) -> str | None:
+    """What rank 0 of so many `outsize.cli.<worker>` left as its outcome for the job, if it is here.
+
+    typer.Exit with the run's code if it failed.
+    """
     with Folder.temporary() as folder:
         folder.job.write_text(job.to_json(), encoding="utf-8")
-        argv = ["outsize.cli.worker", str(folder.path)]
-        code = place.launch(argv, processes, module=True, shown_as=job.model)
+        argv = [f"outsize.cli.{worker}", str(folder.path)]
+        code = place.launch(argv, processes, module=True, shown_as=shown_as)
         if code:
             screen.emit({"error": _error(folder, code)})
             raise typer.Exit(code)
-        if not folder.outcome.exists():
-            return None
-        return Outcome.model_validate_json(folder.outcome.read_text(encoding="utf-8"))
+        return folder.outcome.read_text(encoding="utf-8") if folder.outcome.exists() else None
 
 
 def _processes(job: Job, place: Place) -> int:

@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from outsize.cli.job import Folder, Job, Outcome
 from outsize.cli.screen import Screen, error_document, warn_on_one_line
 from outsize.cli.subject import Subject, make_subject
 from outsize.errors import OutsizeError
+from outsize.ir.base import Record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
@@ -39,12 +40,17 @@ Timed = tuple[float, Timeline]  # when this rank's first action began, and what 
 
 
 def main(folder: Folder) -> None:
-    """Do the folder's job as this rank. An error of ours goes to the folder as well as to the launcher."""
+    """Do the folder's job as this rank."""
     job = Job.model_validate_json(folder.job.read_text(encoding="utf-8"))
+    serve(folder, lambda world: train(job, world), as_json=job.as_json)
+
+
+def serve(folder: Folder, work: Callable[[World], Record], *, as_json: bool) -> None:
+    """Leave rank 0's outcome in the folder, and an error of ours there as well as to the launcher."""
     world = join()
     try:
-        with contextlib.redirect_stdout(sys.stderr) if job.as_json else contextlib.nullcontext():
-            outcome = train(job, world)
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            outcome = work(world)
     except OutsizeError as error:
         folder.error.write_text(json.dumps(error_document(error)), encoding="utf-8")
         # no frame of the user's is in the traceback: without it the launcher shows the line alone

@@ -10,6 +10,7 @@ from rich.text import Text
 from outsize.ir.cluster import Link
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
 from outsize.ir.text import bytes_text, percent_text, seconds_text
+from outsize.ir.tuned import Tuned
 from outsize.report import pieces
 
 Point = tuple[int, float, float]
@@ -82,6 +83,19 @@ def links_tables(points: Mapping[str, Sequence[Point]], links: Mapping[str, Link
         "p2p is one way; a collective's bytes are those of the whole tensor. ± is the quartile distance."
     )
     return Group(*pieces.spaced(times, lines, note))
+
+
+def tuned_table(found: Tuned) -> Group:
+    """The points that ran, in order, and how it ended."""
+    names = ("microbatches", "predicted", "step")
+    made = pieces.table(("schedule", "left"), ("stages begin with", "left"), *pieces.rights(*names))
+    for trial in found.trials:
+        plan, seconds = trial.plan, (_time(trial.predicted_s), _time(trial.step_s))
+        style = "bold" if trial is found.best else ""
+        cuts = Text(", ".join(stage.units[0] for stage in plan.stages[1:]), style)
+        made.add_row(Text(plan.schedule, style), cuts, str(plan.microbatches), *seconds)
+    ended = Text(f"{found.plan.why[0]}; {found.plan.why[1]}.")
+    return Group(Text.assemble((found.plan.model, "bold"), ": tuned"), *pieces.spaced(made, ended))
 
 
 def spread_text(unit: UnitCost) -> str:

@@ -1,0 +1,59 @@
+"""One process of `outsize tune`, on a core of its own where each can have one; rank 0 has the terminal."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from outsize import api
+from outsize.cli.job import Folder, TuneJob
+from outsize.cli.screen import Screen, warn_on_one_line
+from outsize.cli.subject import make_subject
+from outsize.cli.worker import serve
+from outsize.ir.tuned import Tuned
+from outsize.train.launch import World
+
+
+def main(folder: Folder) -> None:
+    """Do the folder's job as this rank."""
+    job = TuneJob.model_validate_json(folder.job.read_text(encoding="utf-8"))
+    serve(folder, lambda world: tune(job, world), as_json=job.as_json)
+
+
+def tune(job: TuneJob, world: World) -> Tuned:
+    """The job on this rank."""
+    screen = Screen(job.as_json)
+    quieten(world)
+    pin(world)
+    with screen.working(f"building {job.model}"):
+        subject = make_subject(job.model, job.input, job.batch, seed=job.seed)
+    wishes = {"microbatches": job.microbatches, "schedule": job.schedule, "trials": job.trials}
+    steps = itertools.count(1)
+    with screen.bar("tuning") as progress:  # laps of the profile first, then real steps
+        how = {"progress": progress, "tried": lambda _: progress(next(steps), job.trials), "seed": job.seed}
+        return api.tune(*subject.call, **subject.loss, **how, **wishes)
+
+
+def quieten(world: World) -> None:
+    """Warnings on one line, and of rank 0 alone."""
+    warn_on_one_line()
+    if world.rank:
+        warnings.simplefilter("ignore")
+
+
+def pin(world: World) -> None:
+    """To a core, where each process of one thread can have its own."""
+    if not hasattr(os, "sched_setaffinity") or torch.cuda.is_available() or torch.get_num_threads() > 1:
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= world.world_size:
+        os.sched_setaffinity(0, {cores[world.local_rank]})
+
+
+if __name__ == "__main__":
+    main(Folder(path=Path(sys.argv[1])))
