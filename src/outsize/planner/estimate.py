@@ -1,9 +1,11 @@
 """What a given cut costs: seconds by simulating its schedule, bytes by executing it. Cuts are not moved.
 
 `price` is for plans that a person has edited; the search uses the same `estimate` for its own. A step of
-very many microbatches is played in part: once the pipeline is full, each further round of p microbatches
-takes as long as the one before (a max-plus system is periodic), so the rest follows from the last round
-that was played.
+very many microbatches is played in part: once the pipeline is full it does the same over and over (a max-plus
+system is periodic), so the rest follows from the rate at which it was played. Where links set the pace
+the period need not divide p: hence the rate is that of half of what is played. With links of up to ten
+forwards that is within 0.2 % of all played in full for up to 16 stages, within 1.5 % for 64 (the rate of the
+last p microbatches is up to 6 % off). Oracle: tests/unit/planner/test_estimate.py.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from outsize.schedules.planned import planned
 
 # Forwards that are played of one step, over all stages.
 PLAYED: Final = 4096
+# Rounds of p microbatches until a pipeline does the same in each.
+FILLED: Final = 3
 
 
 @final
@@ -156,7 +160,7 @@ def played_microbatches(layout: Layout) -> int:
     """All of them, or enough for the others to follow from them."""
     if layout.actions:
         return layout.microbatches
-    enough = max(PLAYED // layout.stages, 3 * layout.axes.pp)
+    enough = max(PLAYED // layout.stages, (FILLED + 1) * layout.axes.pp)
     return layout.microbatches - max(0, layout.microbatches - enough) // layout.axes.pp * layout.axes.pp
 
 
@@ -166,11 +170,16 @@ def _step_s(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> flo
     played = played_microbatches(layout)
     seconds = _seconds(pipeline, edges, costs, played)
     step_s = _network_of(layout, played, edges).step_s(seconds)
-    rounds = (layout.microbatches - played) // layout.axes.pp
-    if not rounds:
+    if played == layout.microbatches:
         return step_s
-    shorter = _network_of(layout, played - layout.axes.pp, edges).step_s(seconds)
-    return step_s + rounds * (step_s - shorter)
+    less = _network_of(layout, played - _window(layout, played), edges).step_s(seconds)
+    return step_s + (layout.microbatches - played) * (step_s - less) / _window(layout, played)
+
+
+def _window(layout: Layout, played: int) -> int:
+    """How many of the microbatches that are played tell the rate: rounds of p, behind those that fill it."""
+    pp = layout.axes.pp
+    return max(min(played // 2, played - FILLED * pp) // pp, 1) * pp
 
 
 Along = frozenset[Edge]

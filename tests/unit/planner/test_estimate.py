@@ -1,0 +1,52 @@
+"""A step of very many microbatches, played in part, against the same played in full."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planner_graphs import chain
+
+from outsize.ir.cluster import Cluster, make_cluster
+from outsize.ir.plan import Axes, ScheduleName
+from outsize.planner import estimate as module
+from outsize.planner.estimate import Estimate, estimate, played_microbatches
+from outsize.planner.layout import Layout
+from outsize.planner.menu import Menu
+
+
+def priced(schedule: ScheduleName, stages: int, microbatches: int, seed: int) -> Estimate:
+    """One unit a stage; units and messages of one to ten times the least, all in one order of magnitude."""
+    rng = random.Random(seed)
+    graph, profile = chain([rng.uniform(0.5, 3.0) for _ in range(stages)])
+    values = [v.model_copy(update={"size_bytes": rng.randrange(1, 11)}) for v in graph.values]
+    layout = Layout(Axes(pp=stages), stages, schedule, microbatches, microbatches)
+    model = graph.model_copy(update={"values": tuple(values)}), profile
+    pipeline = Menu({microbatches: model}, slowly_joined(stages), "sgd").pipeline(layout, ("none",))
+    assert pipeline is not None
+    return estimate(pipeline, range(stages + 1), [0] * stages)
+
+
+def slowly_joined(count: int) -> Cluster:
+    """A byte a second."""
+    cluster = make_cluster(f"{count}xcpu", "cpu", 1, count)
+    slow = cluster.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": 1.0})
+    return cluster.model_copy(update={"inner": slow, "outer": slow})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "most"),
+    [("1f1b", 3, 1e-3), ("1f1b", 4, 1e-3), ("1f1b", 7, 2e-3), ("zero-bubble", 4, 1e-3), ("1f1b", 40, 2e-3)],
+)
+def test_what_follows_from_a_part_is_what_the_whole_takes(
+    schedule: ScheduleName, stages: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    microbatches = 4 * module.PLAYED // stages + 1
+    seeds = range(7, 10)
+    parts = [priced(schedule, stages, microbatches, seed) for seed in seeds]
+    assert played_microbatches(parts[0].layout) < microbatches / 2
+    monkeypatch.setattr(module, "PLAYED", stages * microbatches)
+    assert played_microbatches(parts[0].layout) == microbatches
+    whole = [priced(schedule, stages, microbatches, seed) for seed in seeds]
+    for part, full in zip(parts, whole, strict=True):
+        assert part.pipeline_s == pytest.approx(full.pipeline_s, rel=most)
