@@ -113,10 +113,11 @@ def memories_of(values: Iterable[Value]) -> list[Memory]:
     groups: dict[int, list[Value]] = {}
     for value in (v for v in values if v.consumers):
         groups.setdefault(value.storage if value.storage >= 0 else -1 - value.id, []).append(value)
-    return [_memory(group) for group in groups.values()]
+    return [memory_of(group) for group in groups.values()]
 
 
-def _memory(views: Sequence[Value]) -> Memory:
+def memory_of(views: Sequence[Value]) -> Memory:
+    """Of all its views, which are used."""
     together = sum(v.size_bytes for v in views)
     return Memory(
         size_bytes=min(together, views[0].storage_bytes or together),
@@ -140,8 +141,8 @@ def _square(n: int) -> Bytes:
     return np.zeros((n + 2, n + 2), np.int64)
 
 
-def _add(table: Bytes, rows: tuple[int, int], columns: tuple[int, int], size: int) -> None:
-    """Add `size` to a rectangle, both ends inclusive, of a table that will be summed by `_filled`."""
+def add(table: Bytes, rows: tuple[int, int], columns: tuple[int, int], size: int) -> None:
+    """Add `size` to a rectangle, both ends inclusive, of a table that will be summed by `filled`."""
     (a, b), (c, d) = rows, columns
     if a > b or c > d:
         return
@@ -151,7 +152,8 @@ def _add(table: Bytes, rows: tuple[int, int], columns: tuple[int, int], size: in
     table[b + 1, d + 1] += size
 
 
-def _filled(table: Bytes) -> Bytes:
+def filled(table: Bytes) -> Bytes:
+    """The sums of the rectangles."""
     return np.cumsum(np.cumsum(table, axis=0), axis=1)[:-1, :-1]
 
 
@@ -161,8 +163,8 @@ def _kept_beyond(n: int, values: Iterable[Value]) -> Bytes:
     for v in values:
         saved = _saved_by(v)
         if saved is not None:
-            _add(table, (saved, n), (v.producer + 1, v.consumers[-1]), v.size_bytes)
-    return _filled(table)
+            add(table, (saved, n), (v.producer + 1, v.consumers[-1]), v.size_bytes)
+    return filled(table)
 
 
 def _at_end(table: Bytes) -> Bytes:
@@ -179,8 +181,8 @@ def _kept_inside(n: int, values: Iterable[Value]) -> Bytes:
         saved = _saved_by(v)
         if saved is not None:
             latest = max((c for c in v.consumers if c <= saved), default=-1)
-            _add(table, (v.producer + 1, latest), (max(v.consumers[-1], saved) + 1, n), v.size_bytes)
-    return _filled(table)
+            add(table, (v.producer + 1, latest), (max(v.consumers[-1], saved) + 1, n), v.size_bytes)
+    return filled(table)
 
 
 def _held_forward(
@@ -191,13 +193,13 @@ def _held_forward(
     for m in memories:
         stop = m.last if m.saved is None else min(m.last, m.saved - 1)
         # Row `first` <= made: one sum from the diagonal, by rectangles of all earlier rows.
-        _add(table, (0, m.made), (m.made, stop), m.size_bytes)
+        add(table, (0, m.made), (m.made, stop), m.size_bytes)
     for v in values:
         kept = _saved_by(v)
         if kept is not None:
             latest = max((c for c in v.consumers if c <= kept), default=-1)
-            _add(table, (v.producer + 1, latest), (kept, n), -v.size_bytes)
-    held = _filled(table)
+            add(table, (v.producer + 1, latest), (kept, n), -v.size_bytes)
+    held = filled(table)
     held[:, :-1] += saved[1:] + units.workspace
     return held
 
@@ -211,11 +213,11 @@ def held_backward(n: int, memories: Iterable[Memory], units: UnitBytes, saved: B
     for m in (m for m in memories if m.gradient):
         for last, after in pairwise((*m.used, n + 1)):
             ends = last + 1, min(after, n)
-            _add(own, (m.made, last), ends, m.size_bytes)
-            _add(past, (m.made + 1, last - 1), ends, m.size_bytes)
+            add(own, (m.made, last), ends, m.size_bytes)
+            add(past, (m.made + 1, last - 1), ends, m.size_bytes)
         if units.alone[m.made]:  # its gradient came in, and is counted as such
-            _add(past, (m.made, m.made), (m.made + 1, m.used[0]), -m.size_bytes)
-    held, inside = _filled(own), _filled(past)
+            add(past, (m.made, m.made), (m.made + 1, m.used[0]), -m.size_bytes)
+    held, inside = filled(own), filled(past)
     held[:-1] += units.gradients[:, None]
     inside[:-1] += units.rising[:, None]
     told = np.append(units.rising > 0, False)
