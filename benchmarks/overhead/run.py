@@ -39,9 +39,12 @@ def two_processes(microbatches: int, extra: list[str]) -> list[dict[str, Any]]:
     """A row per system: its overhead, and what was subtracted."""
     laps = measure(2, microbatches, extra)
     bare, wire = (statistics.median(laps.pop(name)) / microbatches for name in ("bare", "wire"))
-    ideal = (microbatches + 1) * (bare + wire)
-    rows = [row(name, seconds, ideal, microbatches) for name, seconds in laps.items()]
-    return [{**r, "processes": 2, "bare_us": bare * 1e6, "wire_us": wire * 1e6} for r in rows]
+    turns = microbatches + 1
+    rows = [row(name, seconds, turns * (bare + wire), microbatches) for name, seconds in laps.items()]
+    found = {"processes": 2, "bare_us": bare * 1e6, "wire_us": wire * 1e6}
+    return [
+        {**r, **found, "beyond_bare_us": (r["step_us"] - turns * bare * 1e6) / microbatches} for r in rows
+    ]
 
 
 def one_process(microbatches: int, extra: list[str]) -> list[dict[str, Any]]:
@@ -49,7 +52,8 @@ def one_process(microbatches: int, extra: list[str]) -> list[dict[str, Any]]:
     laps = measure(1, microbatches, extra)
     plain = statistics.median(laps.pop("plain"))
     rows = [row(name, s, plain, microbatches * int(name.split()[1])) for name, s in laps.items()]
-    return [{**r, "processes": 1, "bare_us": plain / microbatches * 1e6, "wire_us": 0.0} for r in rows]
+    found = {"processes": 1, "bare_us": plain / microbatches * 1e6, "wire_us": 0.0}
+    return [{**r, **found, "beyond_bare_us": r["overhead_us"]["median"]} for r in rows]
 
 
 def row(name: str, laps: list[float], ideal_s: float, shares: int) -> dict[str, Any]:
@@ -90,12 +94,14 @@ def main() -> None:
 
 def table(result: dict[str, Any]) -> str:
     """The same for people."""
-    lines = ["processes  system             step us  bare us  wire us  overhead us  (quartiles)"]
+    lines = [
+        "processes  system             step us  bare us  wire us  beyond bare us  overhead us  (quartiles)"
+    ]
     for r in result["rows"]:
         over = r["overhead_us"]
         lines.append(
             f"{r['processes']:9d}  {r['system']:16s}  {r['step_us']:8.0f}"
-            f" {r['bare_us']:8.0f} {r['wire_us']:8.0f}  {over['median']:11.0f}"
+            f" {r['bare_us']:8.0f} {r['wire_us']:8.0f}  {r['beyond_bare_us']:14.0f}  {over['median']:11.0f}"
             f"  ({over['q1']:.0f} to {over['q3']:.0f})"
         )
     return "\n".join([*lines, f"load {result['load']:.1f}"])

@@ -31,6 +31,7 @@ from outsize.planner.search import Request, search
 from outsize.run import interpreter
 from outsize.run.rng import seeder
 from outsize.train.launch import World, join, leave
+from outsize.train.wire import make_wire
 
 
 def main() -> None:
@@ -87,7 +88,9 @@ def capture_at_microbatch(case: Case) -> Captured:
 def measured_cluster(world: World) -> Cluster:
     """Two CPU processes with the link between them as it is."""
     assert world.group is not None
-    return agreed(measure_links(world.group).cluster("measured"), world)
+    return agreed(
+        measure_links(world.group, make_wire(world.group, torch.device("cpu"))).cluster("measured"), world
+    )
 
 
 def measured(case: Case, captured: Captured, world: World, options: argparse.Namespace) -> Profile:

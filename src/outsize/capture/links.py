@@ -1,6 +1,6 @@
 """Problem: what does a message between two processes of this machine cost, and what a collective?
 
-    point-to-point   half of a ping-pong between the first and the last rank, non-blocking as in run/transport
+    point-to-point   half of a ping-pong between the first and the last rank, over the wire that is passed in
     collective       all ranks together, from a barrier on; `size_bytes` is the whole tensor: what all_reduce
                      takes, what all_gather returns, what reduce_scatter takes
     link             latency_s + bytes / bytes_per_s (Hockney, 1994)
@@ -30,6 +30,8 @@ from outsize.ir.cluster import Cluster, Link
 
 Kind = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter"]
 Exchange = Callable[[], None]
+Wire = Callable[[Tensor], Exchange]
+"""A tensor -> send it from the first rank to the last and back."""
 SIZES: Final = tuple(4**k * 1024 for k in range(8))
 """1 KiB to 16 MiB."""
 WARM_UP: Final = 3
@@ -115,6 +117,7 @@ def _deviation(latency_s: float, slope: float, points: Sequence[tuple[int, float
 
 def measure_links(
     group: dist.ProcessGroup,
+    wire: Wire,
     device: torch.device | None = None,
     *,
     sizes: Sequence[int] = SIZES,
@@ -131,7 +134,7 @@ def measure_links(
     samples = []
     for kind in ("p2p", "all_reduce", "all_gather", "reduce_scatter"):
         for size in sizes:
-            exchange = _exchange(kind, group, size, device)
+            exchange = _exchange(kind, group, wire, size, device)
             laps = _laps(exchange, group, device, repeats, clock)
             if not laps:
                 break
@@ -174,9 +177,9 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _exchange(kind: Kind, group: dist.ProcessGroup, size: int, device: torch.device) -> Exchange:
+def _exchange(kind: Kind, group: dist.ProcessGroup, wire: Wire, size: int, device: torch.device) -> Exchange:
     """One exchange of `size` bytes, as a function to be called again and again."""
-    ranks, rank = group.size(), group.rank()
+    ranks = group.size()
     whole = torch.zeros(max(1, size // 4 // ranks) * ranks, device=device)
     part = torch.zeros(len(whole) // ranks, device=device)
     if kind == "all_reduce":
@@ -185,7 +188,7 @@ def _exchange(kind: Kind, group: dist.ProcessGroup, size: int, device: torch.dev
         return lambda: _done(_named("all_gather")(whole, part, group=group, async_op=True))
     if kind == "reduce_scatter":
         return lambda: _done(_named("reduce_scatter")(part, whole, group=group, async_op=True))
-    return _ping_pong(group, whole, rank, ranks - 1)
+    return wire(whole)
 
 
 def _named(kind: str) -> Callable[..., dist.Work | None]:
@@ -193,20 +196,6 @@ def _named(kind: str) -> Callable[..., dist.Work | None]:
     old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
     new = f"{kind}_single"
     return getattr(dist, new if hasattr(dist, new) else old[kind])
-
-
-def _ping_pong(group: dist.ProcessGroup, tensor: Tensor, rank: int, last: int) -> Exchange:
-    if rank not in (0, last):
-        return lambda: None
-    peer = last - rank
-
-    def there_and_back() -> None:
-        for sender in (0, last):
-            move = dist.isend if rank == sender else dist.irecv
-            where = {"group_dst": peer} if rank == sender else {"group_src": peer}
-            _done(move(tensor, group=group, **where))
-
-    return there_and_back
 
 
 def _done(work: dist.Work | None) -> None:

@@ -38,17 +38,18 @@ def measured_links(screen: Screen, nproc: int, repeats: int) -> Links:
 
 
 def main(folder: Path, repeats: int) -> None:
-    """This rank's part: messages over NCCL where each process has a GPU, else over gloo."""
+    """This rank's part: NCCL where each process has a GPU, else gloo, and shared memory between two stages."""
     import torch
 
     from outsize.capture.links import measure_links
     from outsize.train.launch import join, leave
+    from outsize.train.wire import make_wire
 
     kind = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
     world = join(kind)
     assert world.group is not None
     device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device(kind)
-    found = measure_links(world.group, device, repeats=4 * repeats)
+    found = measure_links(world.group, make_wire(world.group, device), device, repeats=4 * repeats)
     if world.rank == 0:
         (folder / "links.json").write_text(found.to_json(), encoding="utf-8")
     leave(world)
