@@ -38,7 +38,7 @@ def measured_links(screen: Screen, nproc: int, repeats: int) -> Links:
 
 
 def main(folder: Path, repeats: int) -> None:
-    """This rank's part: NCCL where each process has a GPU, else gloo, and shared memory between two stages."""
+    """This rank's part: NCCL where each process has a GPU, else gloo, with shared memory between stages."""
     import torch
 
     from outsize.capture.links import measure_links
