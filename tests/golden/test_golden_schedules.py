@@ -57,6 +57,14 @@ def test_two_stages_on_a_rank(microbatches: int, golden: Golden) -> None:
     golden(f"schedules/interleaved-p2-v2-m{microbatches}-chain.csv", schedule.to_csv())
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 4), (3, 7)])
+def test_a_v(ranks: int, microbatches: int, golden: Golden) -> None:
+    stages = 2 * ranks
+    schedule = lower(build("zero-bubble-v", stages, microbatches, ranks), chain(stages), flipped(chain(stages)))
+    check(schedule, chain(stages), flipped(chain(stages)))
+    golden(f"schedules/zero-bubble-v-p{ranks}-v2-m{microbatches}-chain.csv", schedule.to_csv())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_skip(name: str, golden: Golden) -> None:
     schedule = lower(build(name, 4, 4), SKIP_FORWARD, SKIP_BACKWARD)

@@ -21,13 +21,15 @@ JSON: Final = "--json"
 
 @final
 class ScheduleOption(StrEnum):
-    """The schedules that can be asked for; tests/unit/cli holds this against ir.plan.ScheduleName."""
+    """The schedules that can be asked for by name; tests/unit/cli holds this against ir.plan.ScheduleName."""
 
     naive = "naive"
     gpipe = "gpipe"
     one_f_one_b = "1f1b"
     interleaved = "interleaved"
     zero_bubble = "zero-bubble"
+    zero_bubble_v = "zero-bubble-v"
+    auto = "auto"
 
 
 @final

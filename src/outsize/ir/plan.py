@@ -21,7 +21,9 @@ from outsize.ir.names import compress_units, expand, prefixes, unroll
 from outsize.ir.quotient import check_quotient, in_stages
 from outsize.ir.schedule import placed
 
-ScheduleName = Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+ScheduleName = Literal[
+    "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto", "custom"
+]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
@@ -160,8 +162,8 @@ class Plan(Record):
                 "selective": it does so with some of its units, those of `Stage.recomputed`
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
                 once per batch ("deferred"), or of a batch that is one microbatch ("sync")
-    actions     of schedules "auto" (built by the planner) and "custom" (by a person): what each rank computes,
-                in order, in the grammar of ir/schedule.py; a batch of fewer microbatches leaves out the last
+    actions     of the schedules "auto" (built by the planner) and "custom" (by a person): what each rank
+                computes, in the grammar of ir/schedule.py; fewer microbatches leave out the last ones
     what_if     some of it is not run by this version of outsize: a plan to read, not to run
     """
 

@@ -32,7 +32,6 @@ from outsize.planner.margin import margin_text, p50_bytes, p95_bytes
 from outsize.planner.memory import Alive, StageMemory, account_run, columns, counts
 from outsize.planner.moments import moments_along, moments_by_rank, moments_by_stage
 from outsize.planner.reasons import fullest_reason, pace_reason
-from outsize.planner.seconds import UnitSeconds
 from outsize.planner.simulate import StageCost, simulate
 from outsize.planner.split import Case, Pipeline
 from outsize.planner.spread import sync_s
@@ -41,6 +40,9 @@ from outsize.schedules.planned import planned
 
 # Forwards that are played of one step, over all stages.
 PLAYED: Final = 4096
+# What a backward in two halves costs a CPU for each unit whose weights wait: 80 to 200 us for ResNet-50, MLPs
+# and a transformer (docs/decisions/0028-stages-form-a-dag.md).
+SPLIT_S: Final = 1e-4
 # Rounds of p microbatches until a pipeline does the same in each.
 FILLED: Final = 3
 
@@ -129,7 +131,7 @@ def estimate(
     """Simulate and account one cut; `ways[stage]` is the place of the stage's case."""
     edges = edges_of(pipeline.case.flows, bounds)
     cases = tuple(pipeline.ways[stage][way] for stage, way in enumerate(ways))
-    costs = tuple(_stage_cost(case.seconds, *run) for case, run in zip(cases, pairwise(bounds), strict=True))
+    costs = tuple(stage_cost(case, *run) for case, run in zip(cases, pairwise(bounds), strict=True))
     return Estimate(
         pipeline,
         tuple(bounds),
@@ -202,9 +204,7 @@ def _seconds(
     """Of every kind of node."""
     ways, found = pipeline.layout.ways, dict[Cost, float]()
     for stage, cost in enumerate(costs):
-        found[Kind.I, stage, -1] = cost.backward_s - cost.weight_s
-        found[Kind.W, stage, -1] = cost.weight_s
-        found |= {(Kind.F, stage, -1): cost.forward_s, (Kind.B, stage, -1): cost.backward_s}
+        found |= {(kind, stage, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     for kind, sizes in ((Kind.F, forward_bytes(edges, microbatches)), (Kind.B, edges.backward)):
         for (source, destination), size in _shares(sizes, ways).items():
             found[kind, source, destination] = pipeline.link(source, destination).seconds(size)
@@ -290,9 +290,13 @@ def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCos
     return sync_s(int(case.ranges.gradients[run]), cost.backward_s, layout, pipeline.whole)
 
 
-def _stage_cost(seconds: UnitSeconds, first: int, end: int) -> StageCost:
+def stage_cost(case: Case, first: int, end: int) -> StageCost:
+    """Of the units first..end-1."""
+    seconds = case.seconds
     passes = seconds.forward, seconds.backward, seconds.weight
-    return StageCost(*(sum(each[first:end].tolist()) for each in passes))
+    split_s = SPLIT_S * int(np.count_nonzero(seconds.weight[first:end])) if case.base.device == "cpu" else 0.0
+    forward_s, backward_s, weight_s = (sum(each[first:end].tolist()) for each in passes)
+    return StageCost(forward_s, backward_s, weight_s, split_s)
 
 
 def expected(found: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:

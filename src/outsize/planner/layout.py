@@ -28,7 +28,8 @@ from typing import Final, final
 from outsize.ir.cluster import Cluster
 from outsize.ir.devices import host_link
 from outsize.ir.plan import Axes, Plan, ScheduleName, Weights
-from outsize.ir.schedule import placed
+from outsize.ir.schedule import ZERO_BUBBLE_V, placed
+from outsize.schedules.builders import SEVERAL
 
 How = tuple[ScheduleName, int, int, int, tuple[str, ...]]
 """What `schedules.planned` takes: name, stages, microbatches, ranks, actions."""
@@ -167,7 +168,7 @@ def grouped(cluster: Cluster, group: int) -> Cluster | None:
 
 def _chunks(schedule: ScheduleName, ranks: int, microbatches: int) -> tuple[int, ...]:
     """Stages on a rank; several only help when all ranks are busy with the first ones."""
-    if schedule != "interleaved":
+    if schedule not in SEVERAL:
         return (1,)
     return CHUNKS if 1 < ranks <= microbatches else ()
 
@@ -201,3 +202,5 @@ def _largest(replicas: int, most: int) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+    if schedule == ZERO_BUBBLE_V:
+        return (2,) if ranks > 1 else (1,)

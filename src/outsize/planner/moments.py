@@ -60,7 +60,7 @@ def moments_by_rank(
 
 @lru_cache(maxsize=64)
 def moments_along(how: How, along: tuple[Along, Along]) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
-    """The same where the plan has the actions, over its own edges: of values and weights, and of gradients."""
+    """The same where the plan has the actions, over its own edges: values and weights, and gradients."""
     lowered = lower(planned(*how), *along)
     return tuple(joint_moments(lowered, rank) for rank in range(lowered.ranks))
 

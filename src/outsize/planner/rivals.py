@@ -15,7 +15,15 @@ from outsize.planner.reasons import axes_text, microbatches_text
 CLOSE: Final = 1.01
 ALTERNATIVES: Final = 3
 # Of schedules that are equal in all else, the one that is known best.
-ORDER: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved", "zero-bubble")
+ORDER: Final[tuple[ScheduleName, ...]] = (
+    "1f1b",
+    "gpipe",
+    "naive",
+    "interleaved",
+    "zero-bubble",
+    "zero-bubble-v",
+    "auto",
+)
 
 
 def choose(found: Sequence[Estimate]) -> Estimate:

@@ -21,29 +21,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import final
 
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.ir.cluster import Link
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.planner.kernel import Event, Kernel, Process
+from outsize.schedules.job import StageCost as StageCost
 from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, message_of
 
 EdgeBytes = Mapping[tuple[int, int], int]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """Seconds that a stage computes for one microbatch; `weight_s` of the backward are the weights' gradient,
-    which a split backward (I, W) puts off.
-    """
-
-    forward_s: float
-    backward_s: float
-    weight_s: float = 0.0
 
 
 def simulate(
@@ -184,14 +172,8 @@ def _compute_seconds(
 
 
 def _cost_s(action: Action, cost: StageCost) -> float:
-    seconds = {
-        Kind.F: cost.forward_s,
-        Kind.B: cost.backward_s,
-        Kind.I: cost.backward_s - cost.weight_s,
-        Kind.W: cost.weight_s,
-    }
-    if action.kind in seconds:
-        return seconds[action.kind]
+    if action.kind in COMPUTE:
+        return cost.seconds(action.kind)
     raise InvalidSchedule(
         f"{action} has no cost",
         numbers=f"the simulator knows F, B, I, W, sends and receives, not {action.kind}",

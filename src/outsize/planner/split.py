@@ -53,7 +53,7 @@ START: Final = 1.05
 GROWTH: Final = 1.25
 FAR: Final = 2.0
 # Under these the best balance is as good a cut as any other: no critical path tells them apart.
-EVEN: Final = frozenset({"naive", "interleaved"})
+EVEN: Final = frozenset({"naive", "interleaved", "zero-bubble-v"})
 
 
 @final

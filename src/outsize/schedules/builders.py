@@ -8,12 +8,15 @@
                  r, r + p, ...: a bubble as much smaller
     zero-bubble  the weight's gradient (W) waits until         ZB-H1: Qi et al., arXiv 2401.10241 sec. 2.1
                  there is nothing better to do
+    zero-bubble-v  the same with two stages on a rank, in a    ZB-V: Qi et al., arXiv 2405.15362 sec. 4,
+                 V: the last rank turns back                   arXiv 2401.10241 sec. 6
 
-Symbols: p -> ranks, v -> stages on a rank, m -> microbatches; p = stages and v = 1 but for interleaved.
+Symbols: p -> ranks, v -> stages on a rank, m -> microbatches; p = stages and v = 1 but for interleaved and
+zero-bubble-v.
 With equal stages of f + b seconds a step lasts m p (f + b) under naive, (m + p - 1)(f + b) under gpipe and
 1f1b, v m (f + b) + (p - 1)(f + b) under interleaved if p divides m, and with b = i + w under zero-bubble
 m (f + i + w) + (p - 1)(f + i - w) if f, i >= w and m >= 2 p - 1. Microbatches whose activations are alive
-at once on rank s: 1, m, min(p - s, m), (v - 1) p + 2 (p - s) - 1 chunks, and min(p, m).
+at once on rank s: 1, m, min(p - s, m), (v - 1) p + 2 (p - s) - 1 chunks, min(p, m), and at most v p chunks.
 Deviation: GPipe runs its backwards from the last microbatch to the first. Ours run from the first to
 the last, as those of every schedule here: on each stage forwards and backwards both run in ascending
 microbatch order, so that `.grad` accumulates in the order of the plain loop and is bit-equal to it.
@@ -26,26 +29,26 @@ The rows hold compute actions only. `lower` adds the sends and receives.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import pairwise
+from typing import Final
 
 from outsize.errors import BadOption
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import ZERO_BUBBLE_V, Action, Kind, Schedule, placed
+from outsize.schedules.compose import IN_A_V, listed
+from outsize.schedules.job import Job, StageCost
 
 
 def build(name: str, stages: int, microbatches: int, ranks: int | None = None) -> Schedule:
     """The compute-only schedule `name` (one of NAMES) for so many stages and microbatches.
 
-    `ranks` is the number of stages unless the schedule is interleaved, which puts stage s on rank s mod p.
+    `ranks` is the number of stages unless the schedule has several stages on a rank (ir.schedule.placed).
     Raises BadOption when the name is not known, a count is less than one or the ranks do not divide the
     stages.
     """
     row = _ROWS.get(name)
     if row is None:
-        raise BadOption(
-            f"schedule {name!r} is not known",
-            numbers=f"known schedules: {', '.join(NAMES)}",
-            next_step="--schedule 1f1b",
-        )
+        raise _unknown(name)
     places = stages if ranks is None else ranks
     for what, count in (("stages", stages), ("microbatches", microbatches), ("ranks", places)):
         _at_least_one(what, count)
@@ -145,23 +148,61 @@ def zero_bubble_row(stage: int, stages: int, microbatches: int, ranks: int) -> I
     yield from (Action(stage, Kind.W, microbatch) for microbatch in late)
 
 
+def zero_bubble_v_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
+    """Stage s of the V is on rank s, and from stage p on they turn back: rank 0 has the first and the last.
+
+    A list schedule (compose.py) for stages of F = I = W: backwards first, W in the gaps, at most v p chunks
+    in flight, as many bytes as rank 0 of 1f1b holds. Two ranks, four stages, three microbatches:
+
+    time   0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18
+    rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 0I1 0W1 3F2 3I2 3W2 .   0I2 0W2
+    rank 1 .   1F0 2F0 1F1 2F1 2I0 1I0 1W0 1F2 2I1 1I1 1W1 2F2 2W0 2W1 2I2 1I2 1W2 2W2
+    """
+    yield from _in_a_v(stages, microbatches, ranks)[rank]
+
+
+@lru_cache(maxsize=64)
+def _in_a_v(stages: int, microbatches: int, ranks: int) -> tuple[tuple[Action, ...], ...]:
+    down = dict.fromkeys(pairwise(range(stages)), 0.0)
+    up = dict.fromkeys(pairwise(reversed(range(stages))), 0.0)
+    places, costs = placed(ZERO_BUBBLE_V, stages, ranks), (StageCost(1.0, 2.0, 1.0),) * stages
+    return listed(Job(places, microbatches, costs, down, up, (1,) * stages, (stages,) * ranks), IN_A_V)
+
+
 _ROWS: dict[str, Callable[[int, int, int, int], Iterable[Action]]] = {
     "naive": naive_row,
     "gpipe": gpipe_row,
     "1f1b": one_f_one_b_row,
     "interleaved": interleaved_row,
     "zero-bubble": zero_bubble_row,
+    ZERO_BUBBLE_V: zero_bubble_v_row,
 }
 NAMES = tuple(_ROWS)
+# Those that can have several stages on a rank.
+SEVERAL: Final = ("interleaved", ZERO_BUBBLE_V)
+
+
+def _unknown(name: str) -> BadOption:
+    if name in ("auto", "custom"):
+        return BadOption(
+            f"schedule {name!r} is made for one plan, and this plan holds no actions",
+            numbers="0 rows in `actions`",
+            next_step="outsize plan MODEL --schedule auto, or --schedule FILE.csv",
+        )
+    return BadOption(
+        f"schedule {name!r} is not known",
+        numbers=f"known schedules: {', '.join(NAMES)}",
+        next_step="--schedule 1f1b",
+    )
 
 
 def _check_ranks(name: str, stages: int, ranks: int) -> None:
-    """Only an interleaved schedule has several stages on a rank, and as many on each."""
-    if stages == ranks or (name == "interleaved" and stages % ranks == 0):
+    """Only some schedules have several stages on a rank, and as many on each."""
+    if stages == ranks or (name in SEVERAL and stages % ranks == 0):
         return
     raise BadOption(
         f"{stages} stages cannot be put on {ranks} ranks under {name}",
-        numbers="as many stages on each rank, and one but for interleaved",
+        numbers=f"as many stages on each rank, and one but for {' and '.join(SEVERAL)}",
         next_step=f"--stages {-(-stages // ranks) * ranks} --schedule interleaved",
     )
 

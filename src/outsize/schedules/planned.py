@@ -1,8 +1,8 @@
 """The schedule of a plan: built by its name, or read from the rows of actions that the plan holds.
 
 A row is what a rank computes, in torch's grammar: `0F0,0F1,2F0,2I0,...`. Rows are of a whole step; a step of
-fewer microbatches leaves out the actions of the last ones. What is left is as good a schedule: no action waits
-for one of another microbatch but through the order of its rank, and leaving out keeps that order.
+fewer microbatches leaves out the actions of the last ones. What is left is as good a schedule: no action
+waits for one of another microbatch but through the order of its rank, and leaving out keeps that order.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_what_is_refused(outsize: Outsize, arguments: list[str], text: str) -> N
 
 
 def test_schedules_of_the_option_are_those_of_a_plan() -> None:
-    assert tuple(option.value for option in ScheduleOption) == get_args(ScheduleName)
+    assert (*(option.value for option in ScheduleOption), "custom") == get_args(ScheduleName)
     assert tuple(option.value for option in RecomputeOption) == get_args(Recompute)
     assert tuple(option.value for option in BatchNormOption) == get_args(BatchNormMode)
 

@@ -40,13 +40,35 @@ def test_docstring_picture_of_two_stages_on_a_rank() -> None:
     assert dedent(picture) in (inspect.getdoc(builders.interleaved_row) or "")
 
 
+def test_docstring_picture_of_a_v() -> None:
+    picture = draw(build("zero-bubble-v", 4, 3, ranks=2))
+    assert dedent(picture) in (inspect.getdoc(builders.zero_bubble_v_row) or "")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 5, 8, 13])
+def test_a_v_holds_as_much_as_1f1b_and_ends_almost_when_the_work_does(ranks: int, microbatches: int) -> None:
+    """Equal chunks of F = I = W; a microbatch needs as much memory as 2 chunks."""
+    stages = 2 * ranks
+    schedule = build("zero-bubble-v", stages, microbatches, ranks)
+    check_compute(schedule)
+    assert [schedule.rank_of[s] for s in range(stages)] == [*range(ranks), *reversed(range(ranks))]
+    forward = frozenset(pairwise(range(stages)))
+    backward = frozenset((b, a) for a, b in forward)
+    check(lower(schedule, forward, backward), forward, backward)
+    assert all(_in_flight(row) <= 2 * min(ranks, microbatches) for row in schedule.actions)
+    slots = len(draw(schedule).splitlines()[0].split()) - 1
+    if microbatches >= ranks:
+        assert slots <= 1.05 * (6 * microbatches + ranks - 1)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_each_stage_runs_in_microbatch_order(name: str, stages: int, microbatches: int) -> None:
     schedule = build(name, stages, microbatches)
     check_compute(schedule)
     assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, stages, microbatches)
-    kinds = (Kind.F, Kind.I, Kind.W) if name == "zero-bubble" else (Kind.F, Kind.B)
+    kinds = (Kind.F, Kind.I, Kind.W) if name.startswith("zero-bubble") else (Kind.F, Kind.B)
     for stage, row in enumerate(schedule.actions):
         assert {a.stage for a in row} == {stage}
         assert {a.kind for a in row} == set(kinds)

@@ -1,0 +1,211 @@
+"""Problem: in which order should these stages on these ranks run their microbatches for a short step?
+
+Stages may be uneven, several on a rank, and form any DAG; a rank has room for so many bytes of microbatches
+in flight; each backward may be whole (B) or split (I, W). A job-shop with precedences and storage, NP-hard
+(Garey and Johnson 1979), so: list schedules by several rules, the best of them improved.
+
+    list      whenever a rank is free it starts the most urgent action that is ready (Graham 1969); it never
+              waits for a better one, but with W, which only fills gaps, it may
+    urgency   backwards before forwards or forwards first, later stages or longer ways to the end first
+    depth     stage s has at most k (way from its F to its B) / (work of the busiest rank) microbatches in
+              flight, k = 1, 1.25, ... or without end; k = 1 is 1F1B's p - s where stages are equal
+    room      a forward that would not leave room for the rank's later stages waits
+    improve   two neighbours on a rank and on the critical path change places (exchange.py)
+
+What comes out is complete, in order and free of deadlocks: actions are started in the order of their times,
+and microbatches of a stage ascend. Symbols: p -> ranks, m -> microbatches, f, b, w -> StageCost. Deviation:
+links delay, but messages do not queue; the caller plays it with `simulate`. No randomness, no clock.
+Complexity: O(actions x stages of a rank) for each rule. Oracle: tests/unit/schedules/test_compose.py, where
+all orders of small jobs are tried, and no schedule of builders.py is better on the same stages and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import product
+from math import ceil, inf
+from typing import Final, NamedTuple, final
+
+from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.schedules.exchange import SAME, Composed, improved, most_bytes, played_s
+from outsize.schedules.job import Job
+
+DEPTHS: Final = (1.0, 1.25, 1.5, 2.0, inf)
+# So much of a W must fit into a gap, if it is to be filled.
+PATIENCE: Final = (0.0, 0.7)
+
+
+@final
+class Rule(NamedTuple):
+    """How a rank chooses."""
+
+    split: bool
+    depth: float
+    backward_first: bool
+    by_way: bool
+    patience: float
+
+
+# That of zero-bubble-v: none of the others makes a shorter V of equal stages by more than 5 %.
+IN_A_V: Final = Rule(True, inf, True, False, 0.0)
+
+
+def listed(job: Job, rule: Rule) -> tuple[tuple[Action, ...], ...]:
+    """The rows of one list schedule; without room for a forward that nothing can go on without, it has it."""
+    return _Run(job, rule).rows()
+
+
+def compose(job: Job, name: str = "auto", rivals: Iterable[Schedule] = ()) -> tuple[Composed, ...]:
+    """Schedules by every rule, the shortest first, and `rivals` as they are.
+
+    Those by the best rules with and without split backwards are improved; all keep to the room, if any does.
+    Of schedules as short as each other those whose backwards are whole come first.
+    """
+    found: dict[tuple[tuple[Action, ...], ...], Composed] = {}
+    forced: dict[tuple[tuple[Action, ...], ...], Composed] = {}
+    for rule in _rules(job):
+        run = _Run(job, rule)
+        made = Composed(Schedule(name, job.microbatches, run.rows()), run.ends_s())
+        (forced if run.forced else found).setdefault(made.schedule.actions, made)
+    for known in rivals:
+        schedule = Schedule(name, job.microbatches, known.actions)
+        if all(most <= room for most, room in zip(most_bytes(job, known), job.room, strict=True)):
+            found.setdefault(known.actions, Composed(schedule, played_s(job, known)))
+    ranked = sorted((found or forced).values(), key=lambda c: c.step_s)
+    best = [next((c for c in ranked if _is_split(c) is kind), None) for kind in (False, True)]
+    ranked += [improved(job, c) for c in best if c is not None]
+    return tuple(sorted(ranked, key=lambda c: (c.step_s, _is_split(c))))
+
+
+def _is_split(composed: Composed) -> bool:
+    return any(action.kind is Kind.I for row in composed.schedule.actions for action in row)
+
+
+def _rules(job: Job) -> Iterator[Rule]:
+    can_split = any(cost.weight_s > 0 for cost in job.costs)
+    for split, depth in product((False, True) if can_split else (False,), DEPTHS):
+        for backward_first, by_way in product((True, False), repeat=2):
+            for patience in PATIENCE if split else PATIENCE[:1]:
+                yield Rule(split, depth, backward_first, by_way, patience)
+
+
+# -- a list schedule ----------------------------------------------------------------------------------------
+
+
+@final
+class _Run:
+    """One list schedule; `forced`: some forward ran without room, since nothing else could."""
+
+    def __init__(self, job: Job, rule: Rule) -> None:
+        self._job, self._rule = job, rule
+        stages = range(len(job.ranks))
+        self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.I, Kind.W)}
+        self._ends = {kind: [[0.0] * job.microbatches for _ in stages] for kind in (Kind.F, Kind.I)}
+        self._free = [0.0 for _ in job.on_rank]
+        self._used = [0 for _ in job.on_rank]
+        self._rows: list[list[Action]] = [[] for _ in job.on_rank]
+        self._limits = [self._limit(stage) for stage in stages]
+        self._choices: list[tuple[float, Kind, int] | None] = [None for _ in job.on_rank]
+        self._changed: Iterable[int] = range(len(job.on_rank))
+        self.forced = False
+        left = len(job.ranks) * job.microbatches * (3 if rule.split else 2)
+        while left:
+            self._step()
+            left -= 1
+
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        return tuple(map(tuple, self._rows))
+
+    def ends_s(self) -> float:
+        return max(self._free)
+
+    def _limit(self, stage: int) -> float:
+        return (
+            max(1, ceil(self._rule.depth * self._job.ways_s[Kind.F][stage] / self._job.busiest_s / SAME))
+            if (self._rule.depth < inf and self._job.busiest_s)
+            else inf
+        )
+
+    def _step(self) -> None:
+        """The next action of the rank that can act first."""
+        for rank in self._changed:
+            self._choices[rank] = self._choice(rank, strict=True)
+        found = [(c[0], rank) for rank, c in enumerate(self._choices) if c is not None]
+        if not found:
+            self.forced = True
+            self._choices = [self._choice(rank, strict=False) for rank in range(len(self._free))]
+            found = [(c[0], rank) for rank, c in enumerate(self._choices) if c is not None]
+        start, rank = min(found)
+        choice = self._choices[rank]
+        assert choice is not None, "a microbatch that is not through has an action that can run"
+        self._act(rank, *choice[1:], start)
+
+    def _choice(self, rank: int, *, strict: bool) -> tuple[float, Kind, int] | None:
+        """When, and what; gaps are filled with W, and a W that does not fit waits for what comes."""
+        free, split = self._free[rank], self._rule.split
+        main = [c for stage in self._job.on_rank[rank] for c in self._main(rank, stage, strict)]
+        soonest = max(free, min((ready for ready, _, _ in main), default=inf))
+        if split:
+            fill = [s for s in self._job.on_rank[rank] if self._next[Kind.W][s] < self._next[Kind.I][s]]
+            for stage in fill:
+                if soonest >= free + max(self._rule.patience * self._job.costs[stage].weight_s, 1e-12):
+                    return free, Kind.W, stage
+        if not main:
+            return None
+        urgent = [c for c in main if c[0] <= soonest * SAME]
+        _, kind, stage = min(urgent, key=self._urgency)
+        return soonest, kind, stage
+
+    def _main(self, rank: int, stage: int, strict: bool) -> Iterator[tuple[float, Kind, int]]:
+        """The stage's next backward and forward, each with the time from which it can run."""
+        backward, forward = self._next[Kind.I][stage], self._next[Kind.F][stage]
+        if backward < forward and self._made(Kind.I, self._job.before_backward[stage], backward):
+            came = self._came(Kind.I, self._job.before_backward[stage], backward)
+            yield max(came, self._ends[Kind.F][stage][backward]), Kind.I, stage
+        before = self._job.before_forward[stage]
+        if forward == self._job.microbatches or not self._made(Kind.F, before, forward):
+            return
+        if not strict or self._has_room(rank, stage, forward):
+            yield self._came(Kind.F, before, forward), Kind.F, stage
+
+    def _made(self, kind: Kind, sources: Iterable[tuple[int, float]], microbatch: int) -> bool:
+        done = self._next[kind]
+        return all(done[source] > microbatch for source, _ in sources)
+
+    def _came(self, kind: Kind, sources: Iterable[tuple[int, float]], microbatch: int) -> float:
+        ends = self._ends[kind]
+        return max((ends[source][microbatch] + seconds for source, seconds in sources), default=0.0)
+
+    def _has_room(self, rank: int, stage: int, forward: int) -> bool:
+        """Also for one microbatch of each later stage of the rank that has none in flight."""
+        job, done = self._job, self._next[Kind.W if self._rule.split else Kind.I]
+        if forward - self._next[Kind.I][stage] >= self._limits[stage]:
+            return False
+        later = (s for s in job.on_rank[rank] if s > stage and self._next[Kind.F][s] == done[s])
+        return self._used[rank] + job.held[stage] + sum(job.held[s] for s in later) <= job.room[rank]
+
+    def _urgency(self, choice: tuple[float, Kind, int]) -> tuple[float, ...]:
+        _, kind, stage = choice
+        first = (kind is Kind.F) == self._rule.backward_first
+        microbatch = self._next[kind][stage]
+        way = -self._job.ways_s[Kind.F if kind is Kind.F else Kind.B][stage]
+        if self._rule.by_way:
+            return first, microbatch, way, -stage
+        return first, -stage if kind is Kind.F else stage, microbatch
+
+    def _act(self, rank: int, kind: Kind, stage: int, start: float) -> None:
+        job, microbatch = self._job, self._next[kind][stage]
+        shown = Kind.B if kind is Kind.I and not self._rule.split else kind
+        end = start + job.costs[stage].seconds(shown)
+        self._free[rank] = end
+        if kind is not Kind.W:
+            self._ends[kind][stage][microbatch] = end
+        self._next[kind][stage] += 1
+        if kind is Kind.F:
+            self._used[rank] += job.held[stage]
+        elif shown is not Kind.I:
+            self._used[rank] -= job.held[stage]
+        self._rows[rank].append(Action(stage, shown, microbatch))
+        self._changed = (
+            range(len(job.on_rank)) if self.forced else {rank, *job.listening[kind].get(stage, ())}
+        )

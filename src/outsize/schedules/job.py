@@ -1,0 +1,112 @@
+"""Job: what is to be put in order: stages on ranks, their seconds, the messages between them, and room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+from outsize.ir.schedule import Action, Kind
+
+Edge = tuple[int, int]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Seconds that a stage computes for one microbatch; `weight_s` of the backward are the weights' gradient,
+    which a split backward (I, W) puts off, and takes `split_s` longer for it.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float = 0.0
+    split_s: float = 0.0
+
+    def seconds(self, kind: Kind) -> float:
+        """Of a compute action."""
+        match kind:
+            case Kind.F:
+                return self.forward_s
+            case Kind.B:
+                return self.backward_s
+            case Kind.W:
+                return self.weight_s
+            case _:
+                return self.backward_s - self.weight_s + self.split_s
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Job:
+    """`ranks[stage]`, `costs[stage]` in seconds; seconds of a message over each edge (source, destination).
+
+    `held[stage]` bytes of a microbatch in flight, of which `room[rank]` is there.
+    """
+
+    ranks: tuple[int, ...]
+    microbatches: int
+    costs: tuple[StageCost, ...]
+    forward: Mapping[Edge, float]
+    backward: Mapping[Edge, float]
+    held: tuple[int, ...]
+    room: tuple[float, ...]
+
+    @cached_property
+    def before_forward(self) -> list[list[tuple[int, float]]]:
+        """Of each stage: who sends it values, and how long they take."""
+        return self._into(self.forward)
+
+    @cached_property
+    def before_backward(self) -> list[list[tuple[int, float]]]:
+        """Of each stage: who sends it gradients, and how long they take."""
+        return self._into(self.backward)
+
+    def _into(self, edges: Mapping[Edge, float]) -> list[list[tuple[int, float]]]:
+        found: list[list[tuple[int, float]]] = [[] for _ in self.ranks]
+        for (source, destination), seconds in sorted(edges.items()):
+            found[destination].append((source, seconds))
+        return found
+
+    @cached_property
+    def on_rank(self) -> list[list[int]]:
+        """The stages of each rank."""
+        return [[s for s, at in enumerate(self.ranks) if at == rank] for rank in range(max(self.ranks) + 1)]
+
+    @cached_property
+    def listening(self) -> dict[Kind, dict[int, set[int]]]:
+        """The ranks to which a stage's F, I (or B) and W make a difference."""
+        found: dict[Kind, dict[int, set[int]]] = {Kind.F: {}, Kind.I: {}, Kind.W: {}}
+        for kind, edges in ((Kind.F, self.forward), (Kind.I, self.backward)):
+            for source, destination in edges:
+                found[kind].setdefault(source, set()).add(self.ranks[destination])
+        return found
+
+    @cached_property
+    def ways_s(self) -> dict[Kind, list[float]]:
+        """Of each stage: from the begin of its F, and of its B, to the end of a microbatch."""
+        backward, forward = [0.0] * len(self.ranks), [0.0] * len(self.ranks)
+        after: dict[int, list[tuple[int, float]]] = {}
+        for (source, destination), seconds in self.backward.items():
+            after.setdefault(source, []).append((destination, seconds))
+        for stage in range(len(self.ranks)):
+            onward = (s + backward[to] for to, s in after.get(stage, ()))
+            backward[stage] = self.costs[stage].backward_s + max(onward, default=0.0)
+        after.clear()
+        for (source, destination), seconds in self.forward.items():
+            after.setdefault(source, []).append((destination, seconds))
+        for stage in reversed(range(len(self.ranks))):
+            onward = [s + forward[to] for to, s in after.get(stage, ())]
+            forward[stage] = self.costs[stage].forward_s + max([*onward, backward[stage]])
+        return {Kind.F: forward, Kind.B: backward}
+
+    @cached_property
+    def busiest_s(self) -> float:
+        """Seconds that a microbatch takes on the rank with most work."""
+        each = (sum(self.costs[s].forward_s + self.costs[s].backward_s for s in own) for own in self.on_rank)
+        return max(each)
+
+    def change(self, action: Action) -> int:
+        """Bytes of microbatches in flight that an action adds."""
+        return self.held[action.stage] * ((action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W)))
