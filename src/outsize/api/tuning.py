@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
@@ -107,7 +106,7 @@ def _tuner(
     if world.rank == 0 or _undisturbed():
         sizes, needed = [-(-size // c) for c in profiled], size // max(profiled)
         told = progress if world.rank == 0 else None
-        own = measure_sizes(found, sizes, how or replace(how_on(where), repeats=3), told, needed=needed)
+        own = measure_sizes(found, sizes, how or how_on(where), told, needed=needed)
     all_found: list[Any] = [None] * world.world_size
     dist.all_gather_object(all_found, own, group=world.group)
     if world.rank:

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from outsize import __version__
 from outsize.cli import options
+from outsize.cli.bench import bench
 from outsize.cli.check import check
 from outsize.cli.demo import demo
 from outsize.cli.explain import explain
@@ -66,6 +67,7 @@ def make_app() -> typer.Typer:
     app.command()(check)
     app.command(cls=RunCommand)(run_verb)
     app.command()(tune)
+    app.command()(bench)
     app.command()(trace)
     app.command()(explain)
     app.command("explain-plan")(explain_plan)

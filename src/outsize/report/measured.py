@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -14,6 +15,7 @@ from outsize.ir.tuned import Tuned
 from outsize.report import pieces
 
 Point = tuple[int, float, float]
+Laps = Sequence[float]
 SLOWEST = 12
 BUSY = 0.25
 PASSES = ("forward_s", "backward_input_s", "backward_weight_s")
@@ -96,6 +98,24 @@ def tuned_table(found: Tuned) -> Group:
         made.add_row(Text(plan.schedule, style), cuts, str(plan.microbatches), *seconds)
     ended = Text(f"{found.plan.why[0]}; {found.plan.why[1]}.")
     return Group(Text.assemble((found.plan.model, "bold"), ": tuned"), *pieces.spaced(made, ended))
+
+
+def tutorial_table(heading: str, bars: Mapping[str, Laps], splits: Mapping[int, Laps]) -> Group:
+    """Seconds of a step: the bars against the first, then the pipelined one by split size."""
+    base = fmean(next(iter(bars.values())))
+    shown = pieces.table(("system", "left"), *pieces.rights("step", "against"))
+    for name, laps in bars.items():
+        shown.add_row(name, _laps_text(laps), f"{base / fmean(laps):.2f}x")
+    by_size = pieces.table(("split size", "right"), *pieces.rights("step"))
+    for size, laps in splits.items():
+        by_size.add_row(str(size), _laps_text(laps))
+    note = Text("Means and standard deviations. Pipelined: the best split size of the tutorial's cut.")
+    return Group(Text(heading, "bold"), *pieces.spaced(shown, by_size, note))
+
+
+def _laps_text(laps: Laps) -> str:
+    deviation = stdev(laps) if len(laps) > 1 else 0.0
+    return f"{_time(fmean(laps))} ± {_time(deviation)}"
 
 
 def spread_text(unit: UnitCost) -> str:

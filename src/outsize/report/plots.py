@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from outsize.errors import BadOption
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Inches, and dots per inch.
 WIDTH, ROW, MARGIN, DPI = 10.0, 0.42, 1.1, 160
 SOFT, LINE, IDLE, LIMIT, LOSS = "#59616e", "#e2e5ea", "#eceef2", "#c3272f", "#1f5fa8"
+INK, BAR = "#2b303a", "#aab2bf"
 # A label of n characters fits a bar when the figure is this many characters wide.
 CHARACTERS = 120
 # A device's limit is drawn when it is no more than so many times the peak.
@@ -86,6 +88,60 @@ def loss_png(losses: Sequence[float], path: str | Path) -> None:
     axis.grid(axis="y", color=LINE)
     axis.margins(x=0.01)
     _save(figure, path)
+
+
+def laps_bars_png(laps: Mapping[str, Sequence[float]], path: str | Path) -> None:
+    """A bar for each system: mean seconds of a step, standard deviation, speed-up over the first.
+
+    Raises BadOption without matplotlib.
+    """
+    figure, (axis,) = _figure(4.2, 1, [1])
+    base = fmean(next(iter(laps.values())))
+    for number, seconds in enumerate(laps.values()):
+        mean, spread = fmean(seconds), _deviation(seconds)
+        axis.bar(number, mean, 0.62, color=LOSS if number == len(laps) - 1 else BAR, yerr=spread, capsize=5)
+        label = f"{seconds_text(mean)}\n{base / mean:.2f}x"
+        axis.text(number, mean + spread, label, ha="center", va="bottom", fontsize=9)
+    axis.set_xticks(range(len(laps)), list(laps), fontsize=10)
+    _seconds_axis(axis)
+    _save(figure, path)
+
+
+def laps_curve_png(
+    laps: Mapping[int, Sequence[float]],
+    levels: Mapping[str, Sequence[float]],
+    xlabel: str,
+    path: str | Path,
+) -> None:
+    """Mean seconds of a step with standard deviations over a choice, and other systems as lines across.
+
+    Raises BadOption without matplotlib.
+    """
+    figure, (axis,) = _figure(4.2, 1, [1])
+    means, spreads = [fmean(s) for s in laps.values()], [_deviation(s) for s in laps.values()]
+    axis.errorbar(list(laps), means, spreads, color=INK, marker="o", lw=1.8, capsize=4, label="pipelined")
+    for number, (name, seconds) in enumerate(levels.items()):
+        last = number == len(levels) - 1
+        color, dashes = (LOSS, "-") if last else (SOFT, ("--", ":")[number % 2])
+        axis.axhline(fmean(seconds), lw=1.6, label=name, color=color, ls=dashes)
+    axis.set_xscale("log")
+    axis.set_xticks(list(laps), [str(size) for size in laps])
+    axis.minorticks_off()
+    axis.set_xlabel(xlabel, color=SOFT)
+    axis.legend(frameon=False, fontsize=9, ncols=len(levels) + 1, loc="lower left", bbox_to_anchor=(0, 1))
+    _seconds_axis(axis)
+    _save(figure, path)
+
+
+def _seconds_axis(axis: Axes) -> None:
+    axis.set_ylim(bottom=0)
+    axis.margins(y=0.18)
+    axis.set_ylabel("seconds of a step", color=SOFT)
+    axis.grid(axis="y", color=LINE)
+
+
+def _deviation(seconds: Sequence[float]) -> float:
+    return stdev(seconds) if len(seconds) > 1 else 0.0
 
 
 def _draw_timeline(axis: Axes, timeline: Timeline, end_s: float) -> None:

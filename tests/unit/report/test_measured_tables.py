@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 
+import samples
 from rich.console import Console, RenderableType
 
 from outsize.ir.cluster import Link
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
-from outsize.report.measured import SLOWEST, links_tables, profile_tables
+from outsize.ir.tuned import Trial, Tuned
+from outsize.report.measured import SLOWEST, links_tables, profile_tables, tuned_table, tutorial_table
 
 
 def lines(table: RenderableType) -> list[str]:
@@ -76,3 +78,24 @@ def test_links_at_80_columns_with_what_a_backend_lacks_left_out() -> None:
     assert large.count("-") == 1
     assert "±371" in large
     assert ["p2p", "100", "us", "1.9", "GiB/s"] in [line.split() for line in text]
+
+
+def test_the_tutorials_bars_against_the_single_device() -> None:
+    bars = {"single device": (2.0, 2.0), "pipelined": (1.6, 1.6), "outsize": (0.9, 1.1)}
+    text = lines(tutorial_table("ResNet", bars, {1: (3.0,), 6: (1.6, 1.6)}))
+    assert text[0] == "ResNet"
+    assert any(line.split() == ["outsize", "1.00", "s", "±", "141", "ms", "2.00x"] for line in text)
+    assert any(line.split() == ["1", "3.00", "s", "±", "-"] for line in text)
+    assert max(map(len, text)) <= 80
+
+
+def test_the_points_of_a_tuning_and_how_it_ended() -> None:
+    plan = samples.plan().model_copy(
+        update={"why": ("tuned: 1.00 s by a real step", "no other point is faster")}
+    )
+    first = Trial(plan=plan, predicted_s=1.5, step_s=2.0, wall_s=2.5)
+    second = first.model_copy(update={"predicted_s": 0.9, "step_s": 1.0})
+    text = lines(tuned_table(Tuned(plan=plan, trials=(first, second))))
+    assert any("1.50 s" in line and "2.00 s" in line for line in text)
+    assert text[-1] == "tuned: 1.00 s by a real step; no other point is faster."
+    assert max(map(len, text)) <= 80

@@ -15,6 +15,8 @@ DRAW: dict[str, Callable[[Path], None]] = {
     "both": lambda path: plots.timeline_png(samples.predicted(), samples.measured(), path),
     "one": lambda path: plots.timeline_png(samples.predicted(), None, path),
     "memory": lambda path: plots.memory_png(samples.plan(), path),
+    "bars": lambda path: plots.laps_bars_png({"one": (2.0, 2.2), "outsize": (1.0, 1.1)}, path),
+    "curve": lambda path: plots.laps_curve_png({1: (2.0,), 8: (1.5,)}, {"one": (2.1,)}, "split size", path),
     "loss": lambda path: plots.loss_png(samples.LOSSES, path),
 }
 
