@@ -190,7 +190,7 @@ class EqualShares:
     def __init__(self, shares: LossShares) -> None:
         self.shares = shares
 
-    def of(self, parts: Any) -> list[float]:
+    def of(self, parts: Any, each: Any = None) -> list[float]:
         return [1 / len(parts)] * len(parts)
 
 

@@ -34,8 +34,10 @@ class FakeModel:
     tables, lists and dicts with their own contents again, also when the forward raised.
     """
 
-    def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
-        self.mode, self.device = mode, device
+    def __init__(
+        self, model: nn.Module, mode: FakeTensorMode, device: torch.device, *, everywhere: bool = False
+    ) -> None:
+        self.mode, self.device, self._everywhere = mode, device, everywhere
         self.modules = dict(model.named_modules())
         self.weights: dict[int, Weight] = {}
         self.real: dict[str, Tensor] = {}
@@ -60,6 +62,10 @@ class FakeModel:
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+
+    def device_for(self, tensor: Tensor) -> torch.device:
+        """Where the fake of a tensor is: with the tensor, unless that is on meta or all are to be together."""
+        return self.device if self._everywhere or tensor.is_meta else tensor.device
 
     def rebound(self) -> list[tuple[str, str]]:
         """(module, attribute) that the forward has bound anew: a tensor, or a plain Python value."""
@@ -123,7 +129,7 @@ class FakeModel:
     def _fake(self, tensor: Tensor, weight: Weight) -> Tensor:
         if id(tensor) in self._fake_of:
             return self._fake_of[id(tensor)]
-        fake = fake_like(tensor, self.mode, self.device if tensor.is_meta else tensor.device)
+        fake = fake_like(tensor, self.mode, self.device_for(tensor))
         if weight.kind == "parameter":
             fake._is_param = True  # what nn.Parameter(fake) does, on a second fake
         self._fake_of[id(tensor)] = fake

@@ -60,8 +60,9 @@ def record(
     kwargs: dict[str, Any],
     loss_fn: LossFn | None = None,
     target: tuple[Any, ...] = (),
+    home: torch.device | None = None,
 ) -> Tape:
-    """The tape of `loss_fn(model(*args, **kwargs), *target)`.
+    """The tape of `loss_fn(model(*args, **kwargs), *target)`; with `home`, as if all of it were there.
 
     Without `loss_fn` the loss is the model's own (`output.loss`, `output["loss"]`, or a scalar output);
     without any, `tape.loss` is None. Raises NotCapturable, ExampleRejected and BadOption.
@@ -72,7 +73,7 @@ def record(
     with python_generators_kept(), self_seeding() as seeded:
         while True:
             try:
-                tape = _recorded(model, (args, kwargs, target), loss_fn, rule, caches)
+                tape = _recorded(model, (args, kwargs, target), loss_fn, rule, caches, home)
                 _insist_on_repeatable(model, seeded)
                 return tape
             except _Retry:
@@ -110,21 +111,38 @@ def _insist_on_repeatable(model: nn.Module, seeded: list[str]) -> None:
         )
 
 
-def _recorded(model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: LeafRule, caches: Caches) -> Tape:
-    tape = _record_once(model, batch, loss_fn, rule, caches)
+def _recorded(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    rule: LeafRule,
+    caches: Caches,
+    home: torch.device | None,
+) -> Tape:
+    tape = _record_once(model, batch, loss_fn, rule, caches, home)
     if caches.fill():
         raise _Retry
     return tape
 
 
 def _record_once(
-    model: nn.Module, batch: Any, loss_fn: LossFn | None, rule: LeafRule, caches: Caches
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    rule: LeafRule,
+    caches: Caches,
+    home: torch.device | None,
 ) -> Tape:
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-    device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+    device = home or next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    modes = current_modes()
-    with fake_mode as mode, hidden_fakes(), quiet_fakes(), FakeModel(model, mode, device) as fakes:
+    modes, everywhere = current_modes(), home is not None
+    with (
+        fake_mode as mode,
+        hidden_fakes(),
+        quiet_fakes(),
+        FakeModel(model, mode, device, everywhere=everywhere) as fakes,
+    ):
 
         def run() -> Tape:
             return _run(model, batch, tensors, loss_fn, rule, fakes, modes, caches)
@@ -153,7 +171,7 @@ def _run(
 ) -> Tape:
     real: dict[int, Tensor] = {}
     recorder = Recorder(fakes, rule, real)
-    fake_of = {id(t): fake_like(t, fakes.mode, fakes.device if t.is_meta else None) for t in tensors}
+    fake_of = {id(t): fake_like(t, fakes.mode, fakes.device_for(t)) for t in tensors}
     inputs = recorder.define_inputs([fake_of[id(t)] for t in tensors])
     real.update(zip(inputs, tensors, strict=True))
     args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ReplayMismatch
+from outsize.program.lent import weight_named
 from outsize.program.modes import entering
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
@@ -237,14 +238,6 @@ def _lengths(out: Any, unread: set[int]) -> Iterator[tuple[str, int]]:
     for place, items in paths(out, lambda part: isinstance(part, tuple | list)):
         if any(isinstance(leaf, Ref) and leaf.slot not in unread for leaf in leaves(items)):
             yield place, len(items)
-
-
-def weight_named(model: nn.Module, name: str) -> Tensor:
-    """A parameter or buffer by its name; looked up at each call, for it may have been replaced."""
-    path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
-    found = owner._parameters.get(key)
-    return owner.get_buffer(key) if found is None else found
 
 
 def _holders(module: nn.Module, wanted: Tensor) -> list[tuple[dict[str, Any], str]]:

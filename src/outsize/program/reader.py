@@ -14,23 +14,36 @@ import torch
 from torch import Tensor, nn
 
 from outsize.program.generate import SliceSpec, compile_slice
+from outsize.program.lent import Lent
 from outsize.program.tape import Tape, backward_slice
 
 Reader = Callable[[Sequence[Tensor]], dict[int, Tensor]]
 
 
-def slot_reader(tape: Tape, model: nn.Module, slots: Iterable[int]) -> Reader:
-    """A function from the tape's input tensors to the values of the slots."""
+def slot_reader(
+    tape: Tape, model: nn.Module, slots: Iterable[int], home: torch.device | None = None
+) -> Reader:
+    """A function from the tape's input tensors to the values of the slots, computed at `home` if given."""
     wanted = tuple(dict.fromkeys(slots))
     needs = [tape.instructions[i] for i in backward_slice(tape.instructions, tape.metas, wanted)]
     reads = {*wanted, *(s for i in needs for s in i.reads())}
     constants = {s: t for s, t in tape.constants.items() if s in reads}
-    function = compile_slice(
-        SliceSpec("read", needs, tape.inputs, wanted, constants=constants), model, tape.modes
+    places = [place for place, slot in enumerate(tape.inputs) if slot in reads]
+    buffers = {w.name for i in needs for w in i.weights if w.kind == "buffer"} if home is not None else ()
+    spec = SliceSpec(
+        "read",
+        needs,
+        [tape.inputs[place] for place in places],
+        wanted,
+        constants=constants,
+        lent=Lent(model, buffers, home),
     )
+    function = compile_slice(spec, model, tape.modes)
 
     def read(inputs: Sequence[Tensor]) -> dict[int, Tensor]:
+        given = [inputs[place] for place in places]
         with torch.no_grad():
-            return dict(zip(wanted, function(*inputs, torch.manual_seed), strict=True))
+            here = given if home is None else [t.to(home) for t in given]
+            return dict(zip(wanted, function(*here, torch.manual_seed), strict=True))
 
     return read

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
 from outsize.run.interpreter import Interpreter, StepOutputs, stuck
 from outsize.run.links import Link, Parcel, checked_link
 from outsize.run.streams import Streams
-from outsize.run.together import Together
+from outsize.run.together import Together, Used
 from outsize.run.transport import Pending, Transport
 
 Key = tuple[int, int, int, int]  # source, destination, channel, microbatch
@@ -39,11 +40,18 @@ class Places(Together):
     def transport(self, rank: int) -> Transport:
         return _DeviceTransport(rank, self)
 
-    def inputs(self, rank: int, tensors: Sequence[Tensor], used: frozenset[int]) -> Sequence[Tensor]:
-        order = sorted(used)
-        brought = self.streams.bring([tensors[p] for p in order], self.of_rank[rank])
-        found = dict(zip(order, brought, strict=True))
-        return [found.get(p, tensor) for p, tensor in enumerate(tensors)]
+    def device(self, rank: int) -> torch.device | None:
+        return self.streams.device(self.of_rank[rank])
+
+    def inputs(
+        self, rank: int, microbatches: Sequence[Sequence[Tensor]], used: Used
+    ) -> Sequence[Sequence[Tensor]]:
+        wanted = [(mb, p) for mb in range(len(microbatches)) for p in sorted(used(mb))]
+        brought = self.streams.bring([microbatches[mb][p] for mb, p in wanted], self.of_rank[rank])
+        found = [list(tensors) for tensors in microbatches]
+        for (mb, p), tensor in zip(wanted, brought, strict=True):
+            found[mb][p] = tensor
+        return found
 
     def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
         """One compute action of each rank in turn."""

@@ -9,8 +9,9 @@
 
 Each action of the row is bound to its handler once, when the interpreter is built: which boundaries it moves,
 on which channels, and the cells in which they wait between two actions of the rank. A step walks the list.
-New behaviour is a new action or a lowering pass, never an `if` here. In one process several interpreters
-take turns (`run_together`): each runs until its next compute action lacks a message.
+Microbatches of other shapes have other programs with the same wiring (edges, tied weights), so one schedule
+runs them all. New behaviour is a new action or a lowering pass, never an `if` here. In one process several
+interpreters take turns (`run_together`): each runs until its next compute action lacks a message.
 """
 
 from __future__ import annotations
@@ -26,16 +27,24 @@ from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.boundary import Boundary
-from outsize.run.cut import Cut, StageProgram
 from outsize.run.marks import Marks
 from outsize.run.rng import Seed
 from outsize.run.stage import Gradients, Stage
 from outsize.run.transport import Pending, Transport
 
-MakeStage = Callable[[StageProgram], Stage]
 Message = tuple[int, int, int]  # boundary key, consuming stage, microbatch
 Cell = list[Any]  # one item: what came in or is about to leave, a Pending, or _MISSING
 _MISSING: Final = object()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What runs a step: `stage(number, microbatch)` of so many stages; where each one's channels begin."""
+
+    stages: int
+    stage: Callable[[int, int], Stage]
+    channels: Sequence[int]  # by microbatch
 
 
 @final
@@ -75,18 +84,10 @@ class _Op:
 class Interpreter:
     """One rank. `begin(inputs)`, then `run()`; or `advance()` until it returns None."""
 
-    def __init__(
-        self,
-        rank: int,
-        schedule: Schedule,
-        cut: Cut,
-        make_stage: MakeStage,
-        transport: Transport,
-        channel_base: int = 0,
-    ) -> None:
-        self.rank, self.schedule, self.cut = rank, schedule, cut
+    def __init__(self, rank: int, schedule: Schedule, programs: Programs, transport: Transport) -> None:
+        self.rank, self.schedule = rank, schedule
         self._transport = transport
-        self._handlers = _Handlers(rank, schedule, cut, make_stage, transport, channel_base)
+        self._handlers = _Handlers(rank, schedule, programs, transport)
         self._ops = [self._handlers.bind(action) for action in schedule.actions[rank]]
         for number, op in enumerate(self._ops):
             op.at = 3 * number
@@ -154,25 +155,15 @@ class _Handlers:
     collector next runs.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        schedule: Schedule,
-        cut: Cut,
-        make_stage: MakeStage,
-        transport: Transport,
-        channel_base: int,
-    ) -> None:
+    def __init__(self, rank: int, schedule: Schedule, programs: Programs, transport: Transport) -> None:
         self._rank, self._rank_of = rank, schedule.rank_of
-        self._count = len(cut.programs)
-        self._transport, self._base = transport, channel_base
-        own = {a.stage for a in schedule.actions[rank]}
-        self._stages = {s: make_stage(cut.programs[s]) for s in sorted(own)}
+        self._programs, self._transport = programs, transport
+        self._stages: dict[int, Stage] = {}
         # Whoever takes a message, a compute action or a send, takes it out of its cell. A tied weight comes
         # with microbatch 0 and stays for the step.
         self._values: dict[Message, Cell] = {}
         self._gradients: dict[Message, Cell] = {}
-        self._tied: list[Cell] = []
+        self._tied: dict[tuple[str, int], Cell] = {}
         self._held: dict[tuple[int, int], list[Pending]] = {}
         self._trains = any(a.kind in (Kind.B, Kind.I) for a in schedule.actions[rank])
         self._step = StepInputs((), (), ())
@@ -181,7 +172,7 @@ class _Handlers:
     def begin(self, step: StepInputs, outputs: StepOutputs) -> None:
         """A new step's data."""
         self._step, self.outputs = step, outputs
-        for cell in self._tied:
+        for cell in self._tied.values():
             cell[0] = _MISSING
         for stage in self._stages.values():
             stage.begin()
@@ -190,7 +181,7 @@ class _Handlers:
         """Forget an unfinished step."""
         for stage in self._stages.values():
             stage.forget()
-        for cell in (*self._values.values(), *self._gradients.values()):
+        for cell in (*self._values.values(), *self._tied.values(), *self._gradients.values()):
             cell[0] = _MISSING
         for held in self._held.values():
             held.clear()
@@ -209,23 +200,28 @@ class _Handlers:
         }
         return table[action.kind](action)
 
-    def _down(self, boundary: Boundary, stage: int) -> int:
-        """One channel per boundary value, consuming stage and direction: this is the value's."""
-        return self._base + (boundary.key * self._count + stage) * 2
+    def _stage(self, action: Action) -> Stage:
+        found = self._programs.stage(action.stage, action.microbatch)
+        self._stages[id(found)] = found
+        return found
 
-    def _up(self, boundary: Boundary, stage: int) -> int:
+    def _down(self, boundary: Boundary, stage: int, mb: int) -> int:
+        """One channel per program, boundary value, consuming stage and direction: this is the value's."""
+        return self._programs.channels[mb] + (boundary.key * self._programs.stages + stage) * 2
+
+    def _up(self, boundary: Boundary, stage: int, mb: int) -> int:
         """The gradient's."""
-        return self._down(boundary, stage) + 1
+        return self._down(boundary, stage, mb) + 1
 
     # -- compute -------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> _Op:
-        stage, mb = self._stages[action.stage], action.microbatch
+        stage, mb = self._stage(action), action.microbatch
         wanted = [self._wanted(b, action.stage, mb) for b in stage.program.received]
         held, release = self._held_of(action), self._release(action) if not self._trains else None
         pairs = [(b, c) for b in stage.program.sent for c in b.consumers]
-        leaving = [(self._value(b.key, c, mb), b.key) for b, c in pairs if b.weight is None]
-        lent = [(self._value(b.key, c, 0), b.key) for b, c in pairs if b.weight is not None and mb == 0]
+        leaving = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is None]
+        lent = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is not None and mb == 0]
 
         def run(received: list[Tensor] | None) -> None:
             step = self._step
@@ -248,13 +244,13 @@ class _Handlers:
         return replace(op, gather=gather, ready=_ready([w[:2] for w in wanted])) if wanted else op
 
     def _backward(self, action: Action) -> _Op:
-        return self._gradients_through(action, self._stages[action.stage].backward, self._release(action))
+        return self._gradients_through(action, self._stage(action).backward, self._release(action))
 
     def _backward_input(self, action: Action) -> _Op:
-        return self._gradients_through(action, self._stages[action.stage].backward_input, lambda: None)
+        return self._gradients_through(action, self._stage(action).backward_input, lambda: None)
 
     def _backward_weight(self, action: Action) -> _Op:
-        stage, mb, release = self._stages[action.stage], action.microbatch, self._release(action)
+        stage, mb, release = self._stage(action), action.microbatch, self._release(action)
 
         def run(_: None) -> None:
             stage.backward_weight(mb)
@@ -267,7 +263,7 @@ class _Handlers:
     ) -> _Op:
         """Gradients of what the stage sent, and the last stage's loss, become those of what it received."""
         number, mb, held = action.stage, action.microbatch, self._held_of(action)
-        program = self._stages[number].program
+        program = self._stage(action).program
         ours = [(b, b.following(number)) for b in (*program.sent, *program.received) if b.requires_grad]
         incoming = [(b.key, self._gradient(b.key, number, mb), far) for b, far in ours if far is not None]
         incoming = [(key, cell, self._rank_of[far] != self._rank) for key, cell, far in incoming]
@@ -290,28 +286,30 @@ class _Handlers:
 
     def _send_values(self, action: Action) -> _Op:
         mb, peer = action.microbatch, action.peer
-        sent = self._stages[action.stage].program.sent
+        sent = self._stage(action).program.sent
         leaving = [b for b in sent if peer in b.consumers and (b.weight is None or mb == 0)]
-        return self._send(action, [(self._value(b.key, peer, mb), self._down(b, peer)) for b in leaving])
+        return self._send(action, [(self._value(b, peer, mb), self._down(b, peer, mb)) for b in leaving])
 
     def _receive_values(self, action: Action) -> _Op:
         mb, here = action.microbatch, action.stage
-        received = self._stages[here].program.received
+        received = self._stage(action).program.received
         coming = [b for b in received if b.producer == action.peer and (b.weight is None or mb == 0)]
-        return self._receive(action, [(self._value(b.key, here, mb), self._down(b, here)) for b in coming])
+        return self._receive(action, [(self._value(b, here, mb), self._down(b, here, mb)) for b in coming])
 
     def _send_gradients(self, action: Action) -> _Op:
         mb, here, peer = action.microbatch, action.stage, action.peer
-        received = self._stages[here].program.received
+        received = self._stage(action).program.received
         back = [b for b in received if b.requires_grad and b.previous(here) == peer]
-        return self._send(action, [(self._gradient(b.key, peer, mb), self._up(b, here)) for b in back])
+        return self._send(action, [(self._gradient(b.key, peer, mb), self._up(b, here, mb)) for b in back])
 
     def _receive_gradients(self, action: Action) -> _Op:
         mb, here, peer = action.microbatch, action.stage, action.peer
-        program = self._stages[here].program
+        program = self._stage(action).program
         ours = [b for b in (*program.sent, *program.received) if b.requires_grad]
         coming = [b for b in ours if b.following(here) == peer]
-        return self._receive(action, [(self._gradient(b.key, here, mb), self._up(b, peer)) for b in coming])
+        return self._receive(
+            action, [(self._gradient(b.key, here, mb), self._up(b, peer, mb)) for b in coming]
+        )
 
     def _send(self, action: Action, leaving: list[tuple[Cell, int]]) -> _Op:
         rank, mb, send = self._rank_of[action.peer], action.microbatch, self._transport.send
@@ -334,8 +332,10 @@ class _Handlers:
 
     # -- cells ---------------------------------------------------------------------------------------
 
-    def _value(self, key: int, stage: int, mb: int) -> Cell:
-        return self._values.setdefault((key, stage, mb), [_MISSING])
+    def _value(self, boundary: Boundary, stage: int, mb: int) -> Cell:
+        if boundary.weight is not None:
+            return self._tied.setdefault((boundary.weight, stage), [_MISSING])
+        return self._values.setdefault((boundary.key, stage, mb), [_MISSING])
 
     def _gradient(self, key: int, stage: int, mb: int) -> Cell:
         return self._gradients.setdefault((key, stage, mb), [_MISSING])
@@ -343,12 +343,8 @@ class _Handlers:
     def _wanted(self, boundary: Boundary, stage: int, mb: int) -> tuple[Cell, bool, bool]:
         """The cell of a received value; does it come from another rank, does it stay for the step?"""
         remote = self._rank_of[boundary.producer] != self._rank
-        if boundary.weight is None:
-            return self._value(boundary.key, stage, mb), remote, False
-        cell = self._value(boundary.key, stage, 0)
-        if mb == 0:
-            self._tied.append(cell)
-        return cell, remote and mb == 0, True
+        cell, tied = self._value(boundary, stage, mb), boundary.weight is not None
+        return cell, remote and (not tied or mb == 0), tied
 
     def _held_of(self, action: Action) -> list[Pending]:
         return self._held.setdefault((action.stage, action.microbatch), [])

@@ -13,14 +13,16 @@ this file. O(instructions), once per program. Oracle: tests/unit/run/test_placed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, final
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from outsize.program.generate import SliceSpec, compile_slice, weight_named
+from outsize.program.generate import SliceSpec, compile_slice
+from outsize.program.lent import Lent
 from outsize.program.tape import Instruction, Tape
 from outsize.program.tree import map_leaves
 from outsize.run.cut import StageProgram
@@ -36,17 +38,19 @@ _FACTORIES: Final[frozenset[Callable[..., Any]]] = frozenset(
 )
 
 
-def home_of(model: nn.Module, tensors: Sequence[Tensor]) -> torch.device:
-    """Where the model's weights are, or else its inputs; the CPU where nothing has values."""
-    everything = (*model.parameters(), *model.buffers(), *tensors)
-    return next((t.device for t in everything if not t.is_meta), torch.device("cpu"))
+def home_of(model: nn.Module) -> torch.device:
+    """Where the model's weights are; the CPU where none has values."""
+    weights = chain(model.parameters(), model.buffers())
+    return next((t.device for t in weights if not t.is_meta), torch.device("cpu"))
 
 
 def placed(
     program: StageProgram, tape: Tape, model: nn.Module, home: torch.device, device: torch.device
 ) -> StageProgram:
     """The program on `device`; the same one where nothing of it is at home elsewhere."""
-    away = [name for name in sorted(program.weights) if weight_named(model, name).device != device]
+    known = dict(chain(model.named_parameters(), model.named_buffers()))
+    held = [(name, known[name]) for name in sorted(program.weights) if name in known]
+    away = [name for name, weight in held if weight.device != device and not weight.requires_grad]
     if device == home and not away:
         return program
     spec = replace(
@@ -56,28 +60,6 @@ def placed(
         lent=Lent(model, away, device),
     )
     return replace(program, spec=spec, function=compile_slice(spec, model, tape.modes))
-
-
-@final
-class Lent(Mapping[str, Tensor]):
-    """Weights by name, as they are now, on one device. A change through `.data` is not seen."""
-
-    def __init__(self, model: nn.Module, names: Sequence[str], device: torch.device) -> None:
-        self._model, self._names, self._device = model, names, device
-        self._copies: dict[str, tuple[Tensor, int, Tensor]] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, name: str) -> Tensor:
-        weight = weight_named(self._model, name)
-        known = self._copies.get(name)
-        if known is None or known[0] is not weight or known[1] != weight._version:
-            known = self._copies[name] = (weight, weight._version, weight.detach().to(self._device))
-        return known[2]
 
 
 def _constants(spec: SliceSpec, home: torch.device, device: torch.device) -> dict[int, Tensor]:

@@ -66,6 +66,10 @@ class Streams(ABC):
         """Bytes on a place, from what its compute stream allocates; the host's can be copied to unpaged."""
 
     @abstractmethod
+    def device(self, place: str) -> torch.device:
+        """Its tensors' device."""
+
+    @abstractmethod
     def working(self, place: str) -> AbstractContextManager[object]:
         """Launches within are the place's."""
 
@@ -175,6 +179,9 @@ class TorchStreams(Streams):
     def empty(self, place: str, size_bytes: int) -> Tensor:
         pinned = place == _HOST and bool(self._gpus)
         return torch.empty(size_bytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+
+    def device(self, place: str) -> torch.device:
+        return torch.device(place)
 
     def working(self, place: str) -> AbstractContextManager[object]:
         return nullcontext() if place == _HOST else torch.cuda.device(place)

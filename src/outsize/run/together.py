@@ -7,13 +7,16 @@ Places       each on a device of its own (device_transport.py)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
+import torch
 from torch import Tensor
 
 from outsize.run.interpreter import Interpreter, StepOutputs, run_together
 from outsize.run.transport import LocalTransport, Mailboxes, Transport
+
+Used = Callable[[int], set[int]]
 
 
 class Together(ABC):
@@ -24,8 +27,14 @@ class Together(ABC):
         """That of one rank; all of them share mailboxes."""
 
     @abstractmethod
-    def inputs(self, rank: int, tensors: Sequence[Tensor], used: frozenset[int]) -> Sequence[Tensor]:
-        """A microbatch where the rank computes; it uses the tensors at these positions."""
+    def device(self, rank: int) -> torch.device | None:
+        """Where a rank computes; None: where the model is."""
+
+    @abstractmethod
+    def inputs(
+        self, rank: int, microbatches: Sequence[Sequence[Tensor]], used: Used
+    ) -> Sequence[Sequence[Tensor]]:
+        """The microbatches where the rank computes; `used(microbatch)`: positions of what it reads."""
 
     @abstractmethod
     def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
@@ -46,8 +55,13 @@ class OnePlace(Together):
     def transport(self, rank: int) -> Transport:
         return LocalTransport(rank, self._boxes)
 
-    def inputs(self, rank: int, tensors: Sequence[Tensor], used: frozenset[int]) -> Sequence[Tensor]:
-        return tensors
+    def device(self, rank: int) -> torch.device | None:
+        return None
+
+    def inputs(
+        self, rank: int, microbatches: Sequence[Sequence[Tensor]], used: Used
+    ) -> Sequence[Sequence[Tensor]]:
+        return microbatches
 
     def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
         return run_together(interpreters)

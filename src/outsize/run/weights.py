@@ -39,10 +39,11 @@ def free_foreign(model: nn.Module, foreign: set[str]) -> None:
     )
 
 
-def move_weights(model: nn.Module, device: torch.device) -> None:
-    """Bring every weight that has values to the rank's device."""
-    found = [t for t in _tensors(model).values() if not t.is_meta and t.device != device]
-    replace(model, {id(t): like(t, t.detach().to(device)) for t in found})
+def move_weights(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Bring every weight that has values to the device that is given for its name."""
+    found = [(t, devices[n]) for n, t in _tensors(model).items() if n in devices and not t.is_meta]
+    moving = [(t, device) for t, device in found if t.device != device]
+    replace(model, {id(t): like(t, t.detach().to(device)) for t, device in moving})
 
 
 def places(model: nn.Module) -> list[Place]:

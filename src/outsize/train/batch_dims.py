@@ -16,6 +16,7 @@ from dataclasses import replace
 from itertools import islice, product
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from outsize.capture.ladder import LossFn, record
@@ -118,12 +119,14 @@ def _grown(batch: Batch) -> Batch:
     return batch.resized(batch.size + 1)
 
 
-def acceptance(model: nn.Module, loss_fn: LossFn | None) -> Callable[[Batch], bool]:
-    """Does the model, with its loss, take a batch?"""
+def acceptance(
+    model: nn.Module, loss_fn: LossFn | None, home: torch.device | None = None
+) -> Callable[[Batch], bool]:
+    """Does the model, with its loss, take a batch? `home` as in `record`."""
 
     def accepts(batch: Batch) -> bool:
         try:
-            record(model, batch.args, batch.kwargs, loss_fn, batch.target)
+            record(model, batch.args, batch.kwargs, loss_fn, batch.target, home)
         except Exception:
             return False
         return True

@@ -7,8 +7,9 @@ one rank per process over a group that is passed in. The engine sees no differen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,15 +20,18 @@ from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.run.boundary import backward_edges, forward_edges, step_edges
-from outsize.run.cut import Cut
-from outsize.run.interpreter import Interpreter, MakeStage, StepInputs, StepOutputs, run_together
+from outsize.run.cut import Cut, StageProgram
+from outsize.run.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.marks import Marks
 from outsize.run.near import connect
 from outsize.run.rng import Seed
-from outsize.run.transport import CHANNELS, Groups, LocalTransport, Mailboxes
-from outsize.schedules.builders import build
+from outsize.run.stage import Stage
+from outsize.run.together import OnePlace, Together
+from outsize.run.transport import CHANNELS, Groups, Transport
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
+from outsize.schedules.planned import planned
+from outsize.train.kept import Kept
 from outsize.train.variant import Variant
 
 RawSpan = tuple[int, str, Lane, float, float]
@@ -38,7 +42,7 @@ RawSpan = tuple[int, str, Lane, float, float]
 class GroupOutputs:
     """What one run of microbatches gave: losses where they are computed, outputs on the last stage."""
 
-    variant: Variant
+    variants: Sequence[Variant]  # of each microbatch
     loss_dtype: torch.dtype | None  # None when there is no loss
     loss_rank: int
     losses: list[Tensor]
@@ -46,8 +50,13 @@ class GroupOutputs:
     shares: list[float] = field(default_factory=list)
 
 
+MakeStage = Callable[[Variant, StageProgram], Stage]
+# Combinations of variants whose interpreters are kept, and schedules by length and wiring.
+_BUILT, _SCHEDULES = 32, 64
+
+
 class Crew(ABC):
-    """Runs groups of microbatches."""
+    """Runs groups of microbatches whose variants have one wiring."""
 
     rank: int
     world_size: int
@@ -55,23 +64,56 @@ class Crew(ABC):
     group: dist.ProcessGroup | None = None  # of the ranks, where there are several
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
         self._marks: list[tuple[int, Marks]] = []
+        self._built = Kept[tuple[tuple[int, ...], bool], list[Interpreter]](_BUILT)
+        self._schedules = Kept[Any, Schedule](_SCHEDULES)
+        self._at_work: dict[tuple[int, int], Stage] = {}  # number of the variant, stage
 
     @abstractmethod
     def run(
         self,
-        variant: Variant,
+        variants: Sequence[Variant],
         make_stage: MakeStage,
         inputs: Sequence[Any],
         weights: Sequence[float],
         seeds: Sequence[Seed],
     ) -> GroupOutputs:
-        """All microbatches of a group, forward and (with grad on) backward."""
+        """All microbatches of a group, each under its variant, forward and (with grad on) backward."""
 
-    @abstractmethod
     def forget(self, variant: int) -> None:
         """The variant of this number was dropped: drop what was built for it."""
+        self._built.drop(lambda key: variant in key[0])
+        self._at_work = {key: stage for key, stage in self._at_work.items() if key[0] != variant}
+
+    def _interpreters(
+        self, variants: Sequence[Variant], make_stage: MakeStage, transports: Mapping[int, Transport]
+    ) -> list[Interpreter]:
+        """Of the ranks that have a transport here, for these variants in this order."""
+
+        def stage(number: int, microbatch: int) -> Stage:
+            variant = variants[microbatch]
+            key = (variant.number, number)
+            if key not in self._at_work:
+                self._at_work[key] = make_stage(variant, variant.cut.programs[number])
+            return self._at_work[key]
+
+        def build() -> list[Interpreter]:
+            schedule = self._schedule(variants)
+            channels = [CHANNELS * variant.number for variant in variants]
+            programs = Programs(len(self._plan.stages), stage, channels)
+            return [Interpreter(rank, schedule, programs, transports[rank]) for rank in transports]
+
+        numbers = tuple(variant.number for variant in variants)
+        return self._built.get((numbers, torch.is_grad_enabled()), build)
+
+    def _schedule(self, variants: Sequence[Variant]) -> Schedule:
+        training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
+        key = (first.wiring, count, training)
+        return self._schedules.get(
+            key, lambda: make_schedule(self._plan, first.cut, count, training=training)
+        )
 
     @abstractmethod
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
@@ -91,6 +133,10 @@ class Crew(ABC):
     @abstractmethod
     def rank_of(self, stage: int) -> int:
         """The rank on which a stage runs."""
+
+    def device_of(self, stage: int) -> torch.device | None:
+        """Where a stage computes; None: where the model is."""
+        return self.device
 
     @abstractmethod
     def gather_spans(self) -> list[RawSpan]:
@@ -128,9 +174,11 @@ class Crew(ABC):
 
 def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool) -> Schedule:
     """The plan's schedule for so many microbatches, lowered along the cut's edges, and checked."""
-    schedule = build(plan.schedule, len(plan.stages), microbatches, plan.axes.pp)
-    if not training:
-        schedule = _forwards(len(plan.stages), microbatches, plan.axes.pp)
+    if training:
+        how = plan.schedule, len(plan.stages), microbatches, plan.axes.pp
+        schedule = planned(*how, plan.actions)
+    else:
+        schedule = _forwards(plan, microbatches)
     back = backward_edges(cut.boundaries) if training else frozenset()
     edges = (forward_edges(cut.boundaries), back, step_edges(cut.boundaries))
     lowered = lower(schedule, *edges)
@@ -139,85 +187,78 @@ def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool) ->
     return lowered
 
 
-def _forwards(stages: int, microbatches: int, ranks: int) -> Schedule:
+def _forwards(plan: Plan, microbatches: int) -> Schedule:
     """All microbatches through a rank's stages, one stage after the other."""
     rows = (
-        tuple(Action(stage, Kind.F, mb) for stage in range(rank, stages, ranks) for mb in range(microbatches))
-        for rank in range(ranks)
+        tuple(Action(stage, Kind.F, mb) for stage in _stages_on(plan, rank) for mb in range(microbatches))
+        for rank in range(plan.axes.pp)
     )
     return Schedule("forward", microbatches, tuple(rows))
 
 
-def _outputs(variant: Variant, schedule: Schedule, results: Iterable[StepOutputs]) -> GroupOutputs:
-    stage = next((p.stage for p in variant.cut.programs if p.has_loss), None)
+def _stages_on(plan: Plan, rank: int) -> tuple[int, ...]:
+    return tuple(stage for stage, at in enumerate(plan.ranks) if at == rank)
+
+
+def _outputs(variants: Sequence[Variant], schedule: Schedule, results: Iterable[StepOutputs]) -> GroupOutputs:
+    stage = next((p.stage for p in variants[0].cut.programs if p.has_loss), None)
     results = list(results)
     losses = {mb: loss for r in results for mb, loss in r.losses.items()}
     outputs = {mb: out for r in results for mb, out in r.outputs.items()}
     return GroupOutputs(
-        variant=variant,
-        loss_dtype=_loss_dtype(variant),
+        variants=variants,
+        loss_dtype=variants[0].loss_dtype,
         loss_rank=schedule.rank_of[stage] if stage is not None else 0,
         losses=[losses[mb] for mb in sorted(losses)],
         outputs=[outputs[mb] for mb in sorted(outputs)],
     )
 
 
-def _loss_dtype(variant: Variant) -> torch.dtype | None:
-    loss = variant.tape.loss
-    return variant.tape.metas[loss.slot].dtype if loss is not None else None
-
-
-def _key(variant: Variant, microbatches: int) -> tuple[int, int, bool]:
-    return variant.number, microbatches, torch.is_grad_enabled()
-
-
 @final
 class LocalCrew(Crew):
-    """All ranks in this process."""
+    """All ranks in this process: on one device, or each `together` with the others on its own."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self._plan = plan
+    def __init__(self, plan: Plan, together: Together | None = None) -> None:
+        super().__init__(plan)
         self.rank, self.world_size = 0, 1
         self.stages = tuple(range(len(plan.stages)))
-        self._built: dict[tuple[int, int, bool], list[Interpreter]] = {}
+        self._together = together or OnePlace()
+        self._transports = {rank: self._together.transport(rank) for rank in range(plan.axes.pp)}
 
     def run(
         self,
-        variant: Variant,
+        variants: Sequence[Variant],
         make_stage: MakeStage,
         inputs: Sequence[Any],
         weights: Sequence[float],
         seeds: Sequence[Seed],
     ) -> GroupOutputs:
-        interpreters = self._interpreters(variant, make_stage, len(inputs))
+        interpreters = self._interpreters(variants, make_stage, self._transports)
         for interpreter in interpreters:
-            interpreter.begin(StepInputs(inputs, weights, seeds))
+            used = partial(self._used, interpreter, variants)
+            own = self._together.inputs(interpreter.rank, inputs, used)
+            interpreter.begin(StepInputs(own, weights, seeds))
         try:
-            results = run_together(interpreters)
+            results = self._together.run(interpreters)
         except BaseException:
             for interpreter in interpreters:
                 interpreter.reset()
-            self._built.clear()
+            self._together.reset()
+            self._built.drop(lambda key: True)
+            self._at_work.clear()
             raise
         for interpreter, result in zip(interpreters, results, strict=True):
             self.keep(interpreter.rank, result.marks)
-        return _outputs(variant, interpreters[0].schedule, results)
+        return _outputs(variants, interpreters[0].schedule, results)
 
-    def _interpreters(self, variant: Variant, make_stage: MakeStage, microbatches: int) -> list[Interpreter]:
-        key = _key(variant, microbatches)
-        if key not in self._built:
-            training = torch.is_grad_enabled()
-            schedule = make_schedule(self._plan, variant.cut, microbatches, training=training)
-            boxes = Mailboxes()
-            self._built[key] = [
-                Interpreter(rank, schedule, variant.cut, make_stage, LocalTransport(rank, boxes))
-                for rank in range(schedule.ranks)
-            ]
-        return self._built[key]
+    @staticmethod
+    def _used(interpreter: Interpreter, variants: Sequence[Variant], microbatch: int) -> set[int]:
+        """Positions of the inputs that the rank's stages read."""
+        own = {action.stage for action in interpreter.schedule.actions[interpreter.rank]}
+        return {p for s in own for p in variants[microbatch].cut.programs[s].inputs}
 
-    def forget(self, variant: int) -> None:
-        self._built = {key: built for key, built in self._built.items() if key[0] != variant}
+    def device_of(self, stage: int) -> torch.device | None:
+        return self._together.device(self._plan.ranks[stage])
 
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         assert value is not None
@@ -258,41 +299,29 @@ class ProcessCrew(Crew):
     """One rank of a group; the group must have one process per stage."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__()
-        self._plan, self._group, self.device = plan, group, device
+        super().__init__(plan)
+        self._group, self.device = group, device
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
-        self.stages = tuple(range(self.rank, len(plan.stages), plan.axes.pp))
+        self.stages = _stages_on(plan, self.rank)
         self._transport = connect(make_groups(group, device), device)
-        self._built: dict[tuple[int, int, bool], Interpreter] = {}
 
     def run(
         self,
-        variant: Variant,
+        variants: Sequence[Variant],
         make_stage: MakeStage,
         inputs: Sequence[Any],
         weights: Sequence[float],
         seeds: Sequence[Seed],
     ) -> GroupOutputs:
-        interpreter = self._interpreter(variant, make_stage, len(inputs))
+        (interpreter,) = self._interpreters(variants, make_stage, {self.rank: self._transport})
         interpreter.begin(StepInputs(inputs, weights, seeds))
         result = interpreter.run()
         self.keep(self.rank, result.marks)
-        return _outputs(variant, interpreter.schedule, [result])
-
-    def _interpreter(self, variant: Variant, make_stage: MakeStage, microbatches: int) -> Interpreter:
-        key = _key(variant, microbatches)
-        if key not in self._built:
-            training = torch.is_grad_enabled()
-            schedule = make_schedule(self._plan, variant.cut, microbatches, training=training)
-            base = CHANNELS * variant.number
-            self._built[key] = Interpreter(
-                self.rank, schedule, variant.cut, make_stage, self._transport, base
-            )
-        return self._built[key]
+        return _outputs(variants, interpreter.schedule, [result])
 
     def forget(self, variant: int) -> None:
-        self._built = {key: built for key, built in self._built.items() if key[0] != variant}
+        super().forget(variant)
         self._transport.forget(CHANNELS * variant)
 
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
@@ -306,7 +335,7 @@ class ProcessCrew(Crew):
         return value
 
     def rank_of(self, stage: int) -> int:
-        return stage % self._plan.axes.pp
+        return self._plan.ranks[stage]
 
     def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
         return self._transport.to_first(tensor, self.rank_of(stage))

@@ -26,6 +26,7 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.utilisation import Utilisation
 from outsize.program.modes import outside_autocast
 from outsize.program.tree import map_leaves
+from outsize.run.placed import home_of
 from outsize.run.rng import borrowed_generators
 from outsize.run.weight_files import WeightFiles
 from outsize.train.batch import Batch, as_target
@@ -42,6 +43,7 @@ from outsize.train.pipelined import Pipelined
 from outsize.train.results import EvalResult, StepResult, evaluating
 from outsize.train.scaling import Scaling
 from outsize.train.state import gathered, save
+from outsize.train.variant import KEPT
 from outsize.train.way import Way
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -68,6 +70,7 @@ class Engine:
         batch_dims: Asked | None = None,
         scaler: GradScaler | None = None,
         explain: Explain | None = None,
+        captures: int = KEPT,
     ) -> None:
         self.model, self.plan, self.crew = model, plan, crew
         self._explain = explain
@@ -75,14 +78,15 @@ class Engine:
         self.steps = 0
         self.optimizer: Optimizer | None = None
         self._make_optimizer = optimizer
+        home = _home(model, crew, len(plan.stages))
         self._ownership = Ownership(model, plan, crew, weights)
-        self._dims = BatchDims(acceptance(model, loss_fn), batch_dims)
+        self._dims = BatchDims(acceptance(model, loss_fn, home), batch_dims)
         self._scaling = Scaling(scaler, crew) if scaler is not None else None
         together = (model, plan, crew, self._ownership)
         self._way: Way = (
             ByModules(*together, loss_fn=loss_fn, seed=seed)
             if plan.form == "modules"
-            else Pipelined(*together, loss_fn=loss_fn, counting=counting, seed=seed)
+            else Pipelined(*together, loss_fn=loss_fn, counting=counting, seed=seed, home=home, kept=captures)
         )
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -231,3 +235,9 @@ class Engine:
         own = self._ownership.trained() if self._make_optimizer and self.optimizer is None else []
         if self._make_optimizer is not None and own:
             self.optimizer = made_optimizer(self._make_optimizer, own)
+
+
+def _home(model: nn.Module, crew: Crew, stages: int) -> torch.device | None:
+    """The device that tapes are made for where some stage has another one; None where none has."""
+    home = home_of(model)
+    return home if {crew.device_of(stage) for stage in range(stages)} - {None, home} else None

@@ -43,23 +43,36 @@ class LossShares:
     """Weights of microbatches for one tape; what follows from the tape alone is worked out once."""
 
     def __init__(
-        self, tape: Tape, model: nn.Module, counting: Counting = "auto", *, summed: bool = False
+        self,
+        tape: Tape,
+        model: nn.Module,
+        counting: Counting = "auto",
+        *,
+        summed: bool = False,
+        home: torch.device | None = None,
     ) -> None:
         self._summed = summed
         self._losses = _mean_losses(tape) if counting == "auto" else []
-        self._read = slot_reader(tape, model, [loss.target for loss in self._losses])
+        self._read = slot_reader(tape, model, [loss.target for loss in self._losses], home)
 
-    def of(self, parts: Sequence[Batch]) -> list[float]:
-        """Weights that add up to 1, equal ones for equal microbatches; 1 for each of a loss that is a sum."""
+    def of(self, parts: Sequence[Batch], each: Sequence[LossShares] | None = None) -> list[float]:
+        """Weights that add up to 1, equal ones for equal microbatches; 1 for each of a loss that is a sum.
+
+        `each` are those of the microbatches, where they have tapes of their own.
+        """
         if self._summed:
             return [1.0] * len(parts)
-        counted = [self._counts(part) for part in parts] if self._losses else []
-        shares = [_shares(counts) for counts in zip(*counted, strict=True) if sum(counts)]
+        counters = each or [self] * len(parts)
+        counted = [own.counts(part) for own, part in zip(counters, parts, strict=True)]
+        alike = len({len(counts) for counts in counted}) == 1
+        shares = [_shares(counts) for counts in zip(*counted, strict=True) if sum(counts)] if alike else []
         agreed = bool(shares) and all(s == shares[0] for s in shares)
         return shares[0] if agreed else _shares([part.size for part in parts])
 
-    def _counts(self, part: Batch) -> list[int]:
-        """How many targets each loss's mean is taken over."""
+    def counts(self, part: Batch) -> list[int]:
+        """How many targets each loss's mean is taken over; nothing where that cannot be counted."""
+        if not self._losses:
+            return []
         targets = self._read(part.tensors())
         return [int(torch.count_nonzero(targets[x.target] != x.ignore_index)) for x in self._losses]
 

@@ -7,7 +7,7 @@ the step where they use it too (tied weights). A weight that no program has used
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import final
 
@@ -42,18 +42,31 @@ class Ownership:
         self._place(find())
         if self._files is not None:
             self._load(self._files)
-        if self._crew.device is not None:
-            move_weights(self._model, self._crew.device)
-            if self._crew.device.type == "cpu":
-                keep_freed_memory()
+        move_weights(self._model, self._devices())
+        if self._crew.device is not None and self._crew.device.type == "cpu":
+            keep_freed_memory()
 
     def adopt(self, find: Callable[[], Placement]) -> None:
         """Another program may be the first to use a weight: from now on its stage owns it."""
         before = self.placement
         if before.unused:
             now = find()
-            if before.unused - now.unused:
+            new = before.unused - now.unused
+            if new:
                 self._place(before.adopting(now))
+                self._follow(new)
+
+    def _devices(self) -> dict[str, torch.device]:
+        """Weight -> where it belongs; absent where it may stay."""
+        found = {name: self._crew.device_of(stage) for name, stage in self.placement.home.items()}
+        return {name: device for name, device in found.items() if device is not None}
+
+    def _follow(self, names: Iterable[str]) -> None:
+        """To their stages, as the tensors that they are: an optimizer may have them already."""
+        devices = self._devices()
+        for name, weight in chain(self._model.named_parameters(), self._model.named_buffers()):
+            if name in names and name in devices and not weight.is_meta:
+                weight.data = weight.data.to(devices[name])
 
     @property
     def settled(self) -> bool:
@@ -103,7 +116,10 @@ class Ownership:
             free_foreign(self._model, self._foreign)
 
     def _load(self, files: WeightFiles) -> None:
-        device = self._crew.device or device_of(self._plan)
-        notes = load_weights(self._model, files, device, self._foreign)
+        spare, notes = self._crew.device or device_of(self._plan), dict[str, None]()
+        where = {n: self._crew.device_of(stage) or spare for n, stage in self.placement.home.items()}
+        for device in dict.fromkeys(where.values()) or [spare]:
+            others = {name for name, found in where.items() if found != device}
+            notes.update(dict.fromkeys(load_weights(self._model, files, device, self._foreign | others)))
         for note in notes if self._crew.rank == 0 else ():
             warnings.warn(note, stacklevel=2)

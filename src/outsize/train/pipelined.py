@@ -1,9 +1,11 @@
-"""A plan of form "tape" at work: consecutive microbatches of one variant are pipelined together.
+"""A plan of form "tape" at work: consecutive microbatches whose variants have one wiring run in one pipeline.
 
-    parts    x(4,8)  x(4,8)  x(4,8)  x(2,8)          a short last microbatch is a variant of its own
-    groups   [   0       1       2  ] [  3  ]        one after the other, so gradients add up in order
+    parts      x(4,8)  x(4,5)  x(4,8)  x(2,8)        a variant for each shape, the weights are the same
+    groups    [   0       1       0       2  ]       all of them: they send the same values between stages
 
-A stage takes from a microbatch what its instructions read, so inputs and targets never travel.
+A microbatch that takes another way through the model (a guard) may send others; then it begins a new group,
+and groups run one after the other, so gradients add up in order. A stage takes from a microbatch what its
+instructions read, so inputs and targets never travel.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.segments import blocks, segments
 from outsize.run.cut import StageProgram
 from outsize.run.homes import placement_of_cut
+from outsize.run.placed import placed
 from outsize.run.recompute import InSegments, Recompute
 from outsize.run.rng import seeder
 from outsize.run.stage import Stage
@@ -33,10 +36,10 @@ from outsize.train.loss import Counting
 from outsize.train.ownership import Ownership
 from outsize.train.results import EvalResult, rebuilt
 from outsize.train.settings import Settings
-from outsize.train.variant import Variant, Variants
+from outsize.train.variant import KEPT, Variant, Variants
 from outsize.train.way import Way
 
-Groups = list[tuple[Variant, list[int]]]
+Groups = list[tuple[list[Variant], list[int]]]  # variants and numbers of microbatches
 
 
 @final
@@ -53,20 +56,23 @@ class Pipelined(Way):
         loss_fn: LossFn | None,
         counting: Counting,
         seed: int,
+        home: torch.device | None = None,
+        kept: int = KEPT,
     ) -> None:
         self._model, self._plan, self._crew, self._ownership, self._seed = model, plan, crew, ownership, seed
-        self.variants = Variants(model, plan, loss_fn, counting, crew.forget)
+        self.variants = Variants(model, plan, loss_fn, counting, crew.forget, home, kept)
+        self._home = home
         self._settings = Settings(model)
         self._statistics = Statistics(model) if plan.bn == "deferred" else None
 
     def prepare(self, parts: Sequence[Batch]) -> None:
         groups = self._groups(parts, outputs=False)
-        insist_on_model(self._plan, groups[0][0].captured.graph)
+        insist_on_model(self._plan, groups[0][0][0].captured.graph)
         self._settle(groups)
 
     def train(self, parts: Sequence[Batch], scale: float, step: int) -> Tensor:
         groups = self._groups(parts, outputs=False)
-        insist_on_loss(groups[0][0].tape)
+        insist_on_loss(groups[0][0][0].tape)
         self._ready(groups, parts)
         with self._collecting():
             loss = self._total(self._run(groups, parts, scale, step))
@@ -77,40 +83,51 @@ class Pipelined(Way):
         groups = self._groups(parts, outputs=True)
         self._ready(groups, parts)
         results = self._run(groups, parts, 1.0, step)
-        found = tuple(rebuilt(r.variant, values) for r in results for values in r.outputs)
+        found = tuple(
+            rebuilt(*pair) for r in results for pair in zip(r.variants, r.outputs, strict=bool(r.outputs))
+        )
         return EvalResult(self._total(results), found or None)
 
     def _groups(self, parts: Sequence[Batch], *, outputs: bool) -> Groups:
-        """Runs of microbatches that share a variant, in order."""
+        """Runs of microbatches that share a wiring, in order."""
         state = self._settings.number()
         found = [self.variants.find(part, outputs=outputs, state=state) for part in parts]
-        numbered = groupby(range(len(parts)), key=lambda mb: found[mb].number)
-        return [(found[members[0]], members) for members in (list(g) for _, g in numbered)]
+        alike = groupby(range(len(parts)), key=lambda mb: found[mb].wiring)
+        return [([found[mb] for mb in members], members) for members in (list(g) for _, g in alike)]
 
     def _run(self, groups: Groups, parts: Sequence[Batch], scale: float, step: int) -> list[GroupOutputs]:
-        shares = groups[0][0].shares.of(list(parts))
+        counters = [variant.shares for variants, _ in groups for variant in variants]
+        shares = counters[0].of(list(parts), counters)
         results = []
         self._crew.start_step()
-        for variant, members in groups:
+        for variants, members in groups:
             if torch.is_grad_enabled():
-                self._ownership.adopt(lambda cut=variant.cut: placement_of_cut(cut, self._model))
+                self._adopt(variants)
             inputs = [[self._crew.here(t) for t in parts[mb].tensors()] for mb in members]
             weights = [shares[mb] * scale for mb in members]
             seeds = [seeder(self._seed, step, mb) for mb in members]
-            results.append(self._crew.run(variant, partial(self._stage, variant), inputs, weights, seeds))
+            results.append(self._crew.run(variants, self._stage, inputs, weights, seeds))
             results[-1].shares = [shares[mb] for mb in members]
         self._settings.ran()
+        self.variants.trim()
         return results
+
+    def _adopt(self, variants: Sequence[Variant]) -> None:
+        for variant in {v.number: v for v in variants}.values():
+            self._ownership.adopt(lambda cut=variant.cut: placement_of_cut(cut, self._model))
 
     def _ready(self, groups: Groups, parts: Sequence[Batch]) -> None:
         self._settle(groups)
         insist_on_values(self._ownership.used(), parts[0])
 
     def _settle(self, groups: Groups) -> None:
-        self._ownership.settle(lambda: placement_of_cut(groups[0][0].cut, self._model))
+        self._ownership.settle(lambda: placement_of_cut(groups[0][0][0].cut, self._model))
 
     def _stage(self, variant: Variant, program: StageProgram) -> Stage:
         """A stage of this rank at work, as the plan says."""
+        device = self._crew.device_of(program.stage)
+        if device is not None and self._home is not None:
+            program = placed(program, variant.tape, self._model, self._home, device)
         how, again = self._plan.recompute_of(program.stage), None
         if how == "full":
             whole = Recompute(self._model, program.written, self._statistics)

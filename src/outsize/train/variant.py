@@ -8,8 +8,9 @@ every variant is cut the same way. Guards are evaluated on every microbatch befo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import final
 
@@ -24,11 +25,13 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.names import prefixes, unroll
 from outsize.ir.plan import Plan
 from outsize.ir.quotient import check_quotient
+from outsize.program.lent import Lent
 from outsize.program.modes import current_modes
 from outsize.program.reader import slot_reader
 from outsize.program.replay import resolve
 from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
+from outsize.run.boundary import backward_edges, forward_edges
 from outsize.run.cut import Cut, cut
 from outsize.train.batch import Batch, evaluating_loss
 from outsize.train.loss import Counting, LossShares, is_sum
@@ -52,6 +55,20 @@ class Variant:
         """The recorded program."""
         return self.captured.tape
 
+    @cached_property
+    def loss_dtype(self) -> torch.dtype | None:
+        """None when there is no loss."""
+        loss = self.tape.loss
+        return self.tape.metas[loss.slot].dtype if loss is not None else None
+
+    @cached_property
+    def wiring(self) -> Hashable:
+        """What travels between which stages; variants that agree in it run in one schedule."""
+        boundaries = self.cut.boundaries
+        tied = frozenset((b.weight, b.producer, b.consumers) for b in boundaries if b.weight is not None)
+        loss = tuple(p.stage for p in self.cut.programs if p.has_loss)
+        return forward_edges(boundaries), backward_edges(boundaries), tied, loss, self.loss_dtype
+
 
 @final
 class Variants:
@@ -64,8 +81,11 @@ class Variants:
         loss_fn: LossFn | None,
         counting: Counting = "auto",
         forget: Callable[[int], None] = lambda number: None,
+        home: torch.device | None = None,
+        kept: int = KEPT,
     ) -> None:
-        self._forget = forget
+        """`home`: the device that tapes are made for, where stages have others."""
+        self._forget, self._home, self._kept = forget, home, kept
         self._model, self._plan, self._loss_fn = model, plan, loss_fn
         self._counting: Counting = counting
         self._known: OrderedDict[str, list[Variant]] = OrderedDict()
@@ -84,11 +104,14 @@ class Variants:
                 return variant
         variant = self._make(part, outputs)
         found.append(variant)
-        self._trim()
         return variant
 
-    def _trim(self) -> None:
-        while sum(len(same) for same in self._known.values()) > KEPT:
+    def __len__(self) -> int:
+        return sum(len(same) for same in self._known.values())
+
+    def trim(self) -> None:
+        """After a step: one that has more variants than are kept needs all of them until its end."""
+        while len(self) > self._kept:
             key, same = next(iter(self._known.items()))
             self._forget(same.pop(0).number)
             if not same:
@@ -96,7 +119,7 @@ class Variants:
 
     def _make(self, part: Batch, outputs: bool) -> Variant:
         loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
-        tape = record(self._model, part.args, part.kwargs, loss_fn, part.target)
+        tape = record(self._model, part.args, part.kwargs, loss_fn, part.target, self._home)
         captured = build_graph(tape, self._model)
         owners = instruction_owners(self._plan, captured)
         self._made += 1
@@ -104,8 +127,10 @@ class Variants:
             self._made - 1,
             captured,
             cut(tape, self._model, owners, outputs=outputs, stages=len(self._plan.stages)),
-            Guards(tape, self._model),
-            LossShares(tape, self._model, self._counting, summed=is_sum(loss_fn, tape, part)),
+            Guards(tape, self._model, self._home),
+            LossShares(
+                tape, self._model, self._counting, summed=is_sum(loss_fn, tape, part), home=self._home
+            ),
         )
 
 
@@ -113,16 +138,16 @@ class Variants:
 class Guards:
     """The Python decisions of a tape, checked on every microbatch's inputs."""
 
-    def __init__(self, tape: Tape, model: nn.Module) -> None:
+    def __init__(self, tape: Tape, model: nn.Module, home: torch.device | None) -> None:
         self._guards = tape.guards
         slots = [
             leaf.slot for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Ref)
         ]
-        self._read = slot_reader(tape, model, slots)
-        self._model = model
-        self._names = {
+        self._read = slot_reader(tape, model, slots, home)
+        names = {
             leaf.name for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Weight)
         }
+        self._buffers = Lent(model, names, home)
 
     def hold(self, part: Batch) -> bool:
         """Do all decisions fall as they did when the tape was recorded?"""
@@ -132,9 +157,7 @@ class Guards:
         return all(self._holds(guard, values) for guard in self._guards)
 
     def _holds(self, guard: Guard, values: dict[int, Tensor]) -> bool:
-        # Fetched at each call: loading and moving weights put others in their place.
-        buffers = {name: self._model.get_buffer(name) for name in self._names}
-        args, kwargs = (resolve(tree, values, buffers) for tree in (guard.args, guard.kwargs))
+        args, kwargs = (resolve(tree, values, self._buffers) for tree in (guard.args, guard.kwargs))
         with torch.no_grad():
             return bool(signature_of(guard.target(*args, **kwargs)) == guard.value)
 

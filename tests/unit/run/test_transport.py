@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from outsize.run.interpreter import Interpreter, StepInputs
+from outsize.run.interpreter import Interpreter, Programs, StepInputs
 from outsize.run.rng import seeder
 from outsize.run.stage import Stage
 from outsize.run.transport import Groups, ProcessTransport
@@ -154,7 +154,9 @@ def test_four_stages_with_64_microbatches_need_four_buffers_per_direction(wires:
     cut = engine._way.variants.find(parts[0], outputs=False).cut
     schedule = make_schedule(engine.plan, cut, 64, training=True)
     ends = [transport_of(rank, wires) for rank in range(4)]
-    ranks = [Interpreter(r, schedule, cut, lambda p: Stage(p, model), ends[r]) for r in range(4)]
+    stages = [Stage(program, model) for program in cut.programs]
+    programs = Programs(4, lambda number, _: stages[number], [0] * 64)
+    ranks = [Interpreter(r, schedule, programs, ends[r]) for r in range(4)]
 
     def step(rank: Interpreter) -> None:
         inputs = [part.tensors() for part in parts]
