@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -71,6 +71,11 @@ def edges_between(graph: ModelGraph, bounds: Sequence[int]) -> Edges:
 
 def edges_of(everything: Iterable[Flow], bounds: Sequence[int]) -> Edges:
     """The same from the graph's `flows`."""
+    return edges_among(everything, lambda unit: bisect_right(bounds, unit) - 1)
+
+
+def edges_among(everything: Iterable[Flow], stage_of: Callable[[int], int]) -> Edges:
+    """The same where stages are no runs (ir/quotient.py): `stage_of(unit)`."""
     forward: dict[Edge, int] = defaultdict(int)
     backward: dict[Edge, int] = defaultdict(int)
     step: dict[Edge, int] = defaultdict(int)
@@ -78,18 +83,13 @@ def edges_of(everything: Iterable[Flow], bounds: Sequence[int]) -> Edges:
         if flow.step and not flow.gradient:
             # A frozen tied weight never changes: every stage that uses it keeps its own.
             continue
-        owner, *users = _stages_of(flow, bounds)
+        owner, *users = sorted({stage_of(unit) for unit in (flow.producer, *flow.consumers)})
         for user in users:
             (step if flow.step else forward)[owner, user] += flow.size_bytes
         for earlier, later in pairwise([owner, *users]):
             if flow.gradient:
                 backward[later, earlier] += flow.size_bytes
     return Edges(_sorted(forward), _sorted(backward), _sorted(step))
-
-
-def _stages_of(flow: Flow, bounds: Sequence[int]) -> list[int]:
-    """The stages that touch a flow, ascending; the first is the owner's."""
-    return sorted({bisect_right(bounds, unit) - 1 for unit in (flow.producer, *flow.consumers)})
 
 
 def _shared_parameters(graph: ModelGraph) -> list[Flow]:

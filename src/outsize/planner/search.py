@@ -47,6 +47,7 @@ from outsize.ir.plan import (
 from outsize.ir.profile import Profile
 from outsize.planner.best_first import Found, Hunt
 from outsize.planner.beyond import beyond_reasons, costly
+from outsize.planner.branched import branched
 from outsize.planner.context import context
 from outsize.planner.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
@@ -93,6 +94,17 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
     than stages, or when nothing was captured for the microbatches asked for.
     """
+    if request.schedule not in (None, "auto") or request.what_if:
+        return _by_runs(request, candidates, cluster)
+    plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
+    asked = {count: candidates[count] for count in _asked(request, candidates)}
+    return branched(plan, asked, cluster, anyhow=request.schedule == "auto")
+
+
+def _by_runs(
+    request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
+) -> Plan:
+    """The fastest plan whose stages are runs of the model's own order."""
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:
         check_enough(request.batch_size, count)
