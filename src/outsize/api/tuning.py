@@ -24,6 +24,7 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.tuned import Trial, Tuned
 from outsize.planner.search import Request
 from outsize.planner.tune import TRIALS, Tuner
+from outsize.run.host_memory import keep_freed_memory
 from outsize.train.batch_dims import Asked
 from outsize.train.launch import join
 from outsize.train.measuring import how_on, measure_sizes
@@ -68,6 +69,8 @@ def tune(
             numbers="this is one process",
             next_step="outsize tune MODEL --nproc 2, or outsize run --nproc-per-node 2 for this script",
         )
+    if not torch.cuda.is_available():
+        keep_freed_memory()  # as engines do: a trial's one step shall not pay for pages that the profile had
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     request = request_of(**{"batch_size": found.batch.size, "stages": world.world_size, **wishes})
     found = found.under(request.precision)
@@ -104,7 +107,7 @@ def _tuner(
     profiled, between = counts_to_tune(size, world.world_size, request.microbatches)
     own = None
     if world.rank == 0 or _undisturbed():
-        sizes, needed = [-(-size // c) for c in profiled], size // max(profiled)
+        sizes, needed = [-(-size // c) for c in profiled], size // (request.microbatches or 1)
         told = progress if world.rank == 0 else None
         own = measure_sizes(found, sizes, how or how_on(where), told, needed=needed)
     all_found: list[Any] = [None] * world.world_size
