@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from outsize.run.load import load_weights
 from outsize.run.statistics import of_one_replica
 from outsize.run.weight_files import WeightFiles
 from outsize.train.batch_dims import Asked
+from outsize.train.devices import places_for, places_of
 from outsize.train.engine import Engine, MakeOptimizer
-from outsize.train.launch import join
+from outsize.train.launch import World, join
 from outsize.train.parallel import agreed, make_engine
 from outsize.train.subject import Subject, as_batch
 from outsize.train.verify import Question, verify
@@ -47,25 +49,32 @@ def parallelize(
     weights: str | Path | None = None,
     batch_dims: Asked | None = None,
     scaler: GradScaler | None = None,
+    devices: Sequence[str | torch.device] | None = None,
     **wishes: Any,
 ) -> Engine:
     """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
+
+    `devices=["cuda:0", "cuda:1"]`: here, in one process, a rank on each of them (or all on one, named as
+    often). A plan that was made for such devices needs no `devices`. Batches may be anywhere.
 
     Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
     freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
     (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
     `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
     reads its own tensors only.
-    Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights.
+    Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice.
     """
     _insist_on_plan(plan, wishes)
+    named = None if devices is None else places_of(devices)
     files = WeightFiles(weights) if weights is not None else None
     cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
     world = join("cuda" if cuda else "cpu")
     if world.group is not None:
+        _insist_on_no_devices(named, world)
         of_one_replica(model)
     if plan is None:
         cluster = "local" if cuda else f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
+        cluster = cluster if named is None else _cluster_of(named, wishes)
         given = {"loss_fn": loss_fn, "target": target, "batch_dims": batch_dims}
         wishes = {"cluster": cluster, **given, **wishes}
         plan = agreed(world.group, lambda: make_plan(model, args, kwargs, **wishes))
@@ -81,6 +90,7 @@ def parallelize(
         batch_dims=batch_dims,
         scaler=scaler,
         explain=utilisation,
+        places=places_for(plan, named) if world.group is None else None,
     )
     example = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims).batch
     engine.prepare(example.resized(plan.batch_size))
@@ -136,6 +146,26 @@ def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
     model = copy.deepcopy(model)
     load_weights(model, WeightFiles(weights), torch.device("cpu"), set())
     return model
+
+
+def _cluster_of(places: tuple[str, ...], wishes: Kwargs) -> str:
+    """By name, for the planner; one device serves any number of stages."""
+    if "cluster" in wishes:
+        raise BadOption(
+            f"cluster={wishes['cluster']!r} beside devices, which are the cluster", next_step="leave it out"
+        )
+    if len(set(places)) == 1:
+        places = places[:1] * max(len(places), wishes.get("stages") or 1)
+    return f"{len(places)}xcpu" if set(places) == {"cpu"} else ",".join(places)
+
+
+def _insist_on_no_devices(places: tuple[str, ...] | None, world: World) -> None:
+    if places is not None:
+        raise BadOption(
+            "devices= is for one process, and this is one of several",
+            numbers=f"rank {world.rank} of {world.world_size}; devices {', '.join(places)}",
+            next_step="leave out devices= (each process has its own), or start the script with python alone",
+        )
 
 
 def _insist_on_plan(chosen: Plan | None, wishes: Kwargs) -> None:

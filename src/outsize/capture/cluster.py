@@ -1,4 +1,5 @@
-"""The devices of this machine as a Cluster: `local` is every CUDA device, or one CPU process per core.
+"""The devices of this machine as a Cluster: `local` is every CUDA device, or one CPU process per core;
+`cuda:0,cpu` is those of one process.
 
 CPU processes share the machine's memory evenly. A GPU that the device table knows gets its
 figures from there; an unknown one gets an RTX 3090's speed and its own memory, and says so.
@@ -7,23 +8,33 @@ figures from there; an unknown one gets an RTX 3090's speed and its own memory, 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
 
 import psutil
 import torch
 
+from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.cluster_file import load_cluster
-from outsize.ir.devices import GIB, STAND_IN, kinds_like
+from outsize.ir.devices import GIB, STAND_IN, TABLE, Device, host_link, kinds_like
+from outsize.ir.links import Link
+
+_PLACE: Final = re.compile(r"cpu|cuda:\d+")
 
 
 def find_cluster(name: str) -> Cluster:
-    """`local`, `2xcpu` with this machine's memory, a cluster file (`lab.json`), or a name of `parse_cluster`.
+    """`local`, `cuda:0,cpu` and `2xcpu` with this machine's memory, `lab.json`, or as `parse_cluster`.
 
     A cluster from a file is called like the file: a plan that names it finds it again. Raises what
     `parse_cluster` and `load_cluster` raise.
     """
     if name == "local":
         return _cuda() if torch.cuda.is_available() else _cpus(name, psutil.cpu_count(logical=True) or 1)
+    places = name.split(",")
+    if name != "cpu" and all(map(_PLACE.fullmatch, places)):
+        return _of_places(name, places)
     if name.endswith(".json"):
         return load_cluster(name).model_copy(update={"name": name})
     cluster = parse_cluster(name)
@@ -34,6 +45,42 @@ def find_cluster(name: str) -> Cluster:
 
 def _cpus(name: str, count: int) -> Cluster:
     return make_cluster(name, "cpu", 1, count, psutil.virtual_memory().total // count)
+
+
+def _of_places(name: str, places: Sequence[str]) -> Cluster:
+    """Devices of one process; one that is named several times shares its memory among them."""
+    if set(places) == {"cpu"}:
+        return _cpus(name, len(places))
+    total, met = Counter(places), Counter[str]()
+    devices: list[Device] = []
+    for place in places:
+        kind, memory = _kind_and_memory(place)
+        label = f"{place}/{met[place]}" if met[place] else place
+        devices.append(TABLE[kind].device(label, memory // total[place]))
+        met[place] += 1
+    links = [link for device in devices if (link := _link(device, "cpu" in total)) is not None]
+    slowest = min(links, key=lambda link: link.bytes_per_s)
+    return Cluster(
+        name=name, devices=tuple(devices), devices_per_node=len(devices), inner=slowest, outer=slowest
+    )
+
+
+def _link(device: Device, to_host: bool) -> Link | None:
+    return host_link(device) if to_host or device.kind == "cpu" else TABLE[device.kind].link
+
+
+def _kind_and_memory(place: str) -> tuple[str, int]:
+    if place == "cpu":
+        return "cpu", psutil.virtual_memory().total
+    index, count = int(place.partition(":")[2]), torch.cuda.device_count()
+    if index >= count:
+        raise UnknownDevice(
+            f"{place} is not here",
+            numbers=f"torch sees {count} CUDA device{'' if count == 1 else 's'}",
+            next_step="--cluster 2xh100, or another cluster that need not be here",
+        )
+    properties = torch.cuda.get_device_properties(index)
+    return device_kind(properties.name, properties.total_memory), properties.total_memory
 
 
 def _cuda() -> Cluster:

@@ -64,7 +64,7 @@ class FakeModel:
         self._restore()
 
     def device_for(self, tensor: Tensor) -> torch.device:
-        """Where the fake of a tensor is: with the tensor, unless that is on meta or all are to be together."""
+        """Where its fake is: with the tensor, unless that is on meta or all are to be together."""
         return self.device if self._everywhere or tensor.is_meta else tensor.device
 
     def rebound(self) -> list[tuple[str, str]]:

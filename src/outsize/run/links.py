@@ -244,9 +244,7 @@ def _wrong_bytes(streams: Streams, source: str, link: Link) -> int:
     """Of a pattern that was carried; it differs from page to page."""
     pattern = torch.arange(_PATTERN_BYTES // 4, dtype=torch.int32).mul_(-1640531527).view(torch.uint8)
     sent = streams.empty(source, pattern.numel()).copy_(pattern)
-    parcel = link.carry(sent)
-    found = parcel.open().cpu()
-    parcel.give_back()
+    found = link.carry(sent).open().cpu()
     link.flush()
     return int((found != pattern).sum())
 

@@ -33,6 +33,7 @@ from outsize.train.batch import Batch, as_target
 from outsize.train.batch_dims import Asked, BatchDims, acceptance
 from outsize.train.by_modules import ByModules
 from outsize.train.crew import Crew
+from outsize.train.devices import insist_on_one_device
 from outsize.train.generate import generate
 from outsize.train.insist import made_optimizer
 from outsize.train.loss import Counting
@@ -136,6 +137,7 @@ class Engine:
         Every rank gets the tokens of one device. Each stage keeps its part of the cache. Gradients, buffers
         and generators stay as they are; samples are drawn from rank 0's. Raises BadOption.
         """
+        insist_on_one_device(self.crew, len(self.plan.stages))
         run = self._ownership.own_run()
         given = map_leaves(self.crew.here, (args, kwargs))
         with evaluating(self.model), borrowed_generators():

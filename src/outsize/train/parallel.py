@@ -10,17 +10,26 @@ import torch.distributed as dist
 from torch import nn
 
 from outsize.capture.ladder import LossFn
-from outsize.errors import WorldMismatch
+from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.run.statistics import of_one_replica
 from outsize.train.crew import Crew, LocalCrew, ProcessCrew, device_of
+from outsize.train.devices import together_on
 from outsize.train.engine import Engine, MakeOptimizer
 
 
-def make_crew(plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> Crew:
-    """LocalCrew without a group; ProcessCrew with one. Raises WorldMismatch when the sizes differ."""
+def make_crew(
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    places: tuple[str, ...] | None = None,
+) -> Crew:
+    """LocalCrew without a group, its ranks on `places`; ProcessCrew with one.
+
+    Raises WorldMismatch when the sizes differ.
+    """
     if group is None:
-        return LocalCrew(plan)
+        return LocalCrew(plan, together_on(places))
     if group.size() != plan.axes.world_size:
         raise WorldMismatch(
             f"the plan wants {plan.axes.world_size} processes, this run has {group.size()}",
@@ -37,11 +46,21 @@ def make_engine(
     *,
     loss_fn: LossFn | None = None,
     optimizer: MakeOptimizer | None = None,
+    places: tuple[str, ...] | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine of the plan; options are those of Engine. Raises WhatIfPlan before anything is done."""
+    """An engine of the plan, without a group with its ranks on `places`; options are those of Engine.
+
+    Raises WhatIfPlan and BadOption before anything is done.
+    """
     plan.check_runs()
-    crew = make_crew(plan, group, device_of(plan))
+    if plan.form == "modules" and len(set(places or ())) > 1:
+        raise BadOption(
+            f"{plan.model} runs by modules, in its own Python, and that needs a process for each device",
+            numbers=f"devices {', '.join(places or ())}",
+            next_step=f"outsize run --nproc-per-node {plan.axes.pp} train.py, without devices=",
+        )
+    crew = make_crew(plan, group, device_of(plan), places)
     if group is not None:
         of_one_replica(model)
     return Engine(model, plan, crew, loss_fn=loss_fn, optimizer=optimizer, **options)

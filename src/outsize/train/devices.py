@@ -1,0 +1,116 @@
+"""The devices of one process: what the user names, and where each rank of a plan goes.
+
+    devices=["cuda:0", "cuda:1"]     one rank on each
+    devices=["cuda:0", "cuda:0"]     both on one: nothing is copied
+    devices=["cuda:0", "cpu"]        unequal ones: values are staged in page-locked memory
+
+A plan that was made for such devices names them (`cuda:0`, `cpu`; `cuda:0/1` is its second rank on cuda:0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outsize.errors import BadOption, UnknownDevice, WorldMismatch
+from outsize.ir.plan import Plan
+from outsize.run.device_transport import Places
+from outsize.run.streams import TorchStreams
+from outsize.run.together import OnePlace, Together
+from outsize.train.crew import Crew
+
+
+def places_of(devices: Sequence[str | torch.device]) -> tuple[str, ...]:
+    """Their names in full: `cuda:0`, `cpu`. Raises UnknownDevice, and BadOption for none or doubled ones."""
+    if isinstance(devices, str | torch.device) or not devices:
+        raise BadOption(
+            f"devices is {devices!r}; it must be a list with a device for each rank",
+            next_step='devices=["cuda:0", "cuda:1"]',
+        )
+    found = tuple(_place(device) for device in devices)
+    doubled = next((place for place in found if found.count(place) > 1), None)
+    if doubled is not None and len(set(found)) > 1:
+        raise BadOption(
+            f"devices names {doubled} {found.count(doubled)} times beside others",
+            numbers=f"{', '.join(found)}",
+            next_step="name each once; schedule='interleaved' puts several stages on each",
+        )
+    return found
+
+
+def places_for(plan: Plan, devices: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """The place of each rank: of the given devices, or as the plan's stages say; None: where the model is.
+
+    Raises WorldMismatch when the plan has another number of ranks than there are devices.
+    """
+    ranks = plan.axes.pp
+    if devices is None:
+        return _named(plan)
+    if len(set(devices)) == 1:
+        return devices[:1] * ranks
+    if len(devices) != ranks:
+        raise WorldMismatch(
+            f"the plan wants {ranks} devices, devices names {len(devices)}",
+            numbers=f"{len(plan.stages)} stages on {ranks} ranks; {', '.join(devices)}",
+            next_step=f"name {ranks} devices, or leave out plan= so that one is made for these",
+        )
+    return devices
+
+
+def together_on(places: tuple[str, ...] | None) -> Together:
+    """The ranks of one process there."""
+    if places is None or set(places) == {"cpu"}:
+        return OnePlace()
+    return Places(TorchStreams(places), places)
+
+
+def insist_on_one_device(crew: Crew, stages: int) -> None:
+    """Raise BadOption where one process has stages on several devices, and a model's own Python is to run."""
+    found = dict.fromkeys(str(crew.device_of(stage)) for stage in range(stages))
+    if crew.world_size == 1 and len(found) > 1:
+        raise BadOption(
+            "generate runs the model's own Python, whose modules are on several devices of this process",
+            numbers=f"{', '.join(found)}",
+            next_step="a process per device (outsize run), or save with full_state_dict(to=...) and load",
+        )
+
+
+def _named(plan: Plan) -> tuple[str, ...] | None:
+    """The devices of the plan's ranks where it was made for those of one process and all of them are here."""
+    first = {rank: stage.device for stage, rank in reversed(list(zip(plan.stages, plan.ranks, strict=True)))}
+    names = tuple(first[rank].partition("/")[0] for rank in range(plan.axes.pp))
+    if not plan.cluster.startswith(("cuda:", "cpu,")) and len(set(names)) == 1:
+        return None
+    try:
+        return tuple(_place(name) for name in names)
+    except UnknownDevice:
+        if plan.cluster.startswith(("cuda:", "cpu,")):
+            raise
+        return None  # a plan for other machines, tried here
+
+
+def _place(device: str | torch.device) -> str:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UnknownDevice(
+            f"devices names {device!r}, which is no device", next_step='devices=["cuda:0", "cpu"]'
+        ) from None
+    if found.type == "cpu":
+        return "cpu"
+    count = torch.cuda.device_count() if found.type == "cuda" else 0
+    if found.type != "cuda":
+        raise UnknownDevice(
+            f"devices names {device}, and stages run on cuda and cpu", next_step='devices=["cuda:0", "cpu"]'
+        )
+    index = torch.cuda.current_device() if found.index is None and count else found.index or 0
+    if index >= count:
+        raise UnknownDevice(
+            f"devices names {device}, which is not here",
+            numbers=f"torch sees {count} CUDA device{'' if count == 1 else 's'}",
+            next_step=f'devices=["cuda:{count - 1}"] * 2 puts two ranks on one'
+            if count
+            else "outsize doctor",
+        )
+    return f"cuda:{index}"
