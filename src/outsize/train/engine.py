@@ -223,7 +223,7 @@ class Engine:
 
     def _device_names(self, ranks: int) -> list[str]:
         """Of each rank; ranks that take turns in one process on the CPU share it."""
-        names = [self.plan.stages[rank].device for rank in range(ranks)]
+        names = [self.plan.stages[self.plan.ranks.index(rank)].device for rank in range(ranks)]
         shared = self.crew.world_size == 1 and names[0].startswith("cpu")
         return ["cpu"] * ranks if shared else names
 
