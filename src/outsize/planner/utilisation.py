@@ -29,7 +29,7 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.utilisation import BUSY, Cause, Idle, Utilisation
 from outsize.planner.replay import Replay
 from outsize.planner.simulate import StageCost, critical_path_s
-from outsize.schedules.builders import build
+from outsize.schedules.builders import SEVERAL, build
 from outsize.schedules.lower import lower
 
 # A proposal gains at least this much; fewer microbatches are better if they are this close to the fastest.
@@ -135,7 +135,9 @@ class _Why:
         return ((self._overlapping(), c) for c in sorted(counts) if c <= most)
 
     def _overlapping(self) -> str:
-        return self.plan.schedule if self.plan.schedule in ("interleaved", "zero-bubble") else "1f1b"
+        if len(self.plan.stages) > self.replay.schedule.ranks:
+            return self.plan.schedule if self.plan.schedule in SEVERAL else "interleaved"
+        return "zero-bubble" if self.plan.schedule == "zero-bubble" else "1f1b"
 
     def _best(self, choices: Sequence[tuple[str, int]]) -> tuple[float, tuple[str, int] | None]:
         """The gain, and the choice of fewest microbatches that is near the best; None: nothing gains."""
