@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -12,9 +13,17 @@ from torch import Tensor, nn
 from zoo import import_torchvision
 from zoo_models import UNet
 
+from outsize.capture.graph import Captured, build_graph
+from outsize.capture.ladder import record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_units
 from outsize.ir.quotient import summed
+from outsize.planner.edges import edges_among, flows
+from outsize.schedules.compose import compose
+from outsize.schedules.job import Job, StageCost
+from outsize.schedules.planned import written
+from outsize.train.batch import Batch, as_target
+from outsize.train.parity import Snapshot, reference_snapshot
 
 tv = import_torchvision()
 CLASSES = 5
@@ -183,3 +192,67 @@ def plan_of(
         schedule=schedule,
         stages=stages_from_units(graph, units, [f"cpu:{s}" for s in range(count)]),
     )
+
+
+def composed(
+    graph: ModelGraph,
+    owners: Sequence[int],
+    ranks: Sequence[int],
+    batch_size: int,
+    microbatches: int,
+    draw: random.Random,
+) -> Plan:
+    """The stages on these ranks under a schedule for random seconds, by a rule that is drawn, too."""
+    plan = plan_of(graph, owners, batch_size, microbatches)
+    edges = edges_among(flows(graph), owners.__getitem__)
+    costs = [StageCost(draw.random(), 2 * draw.random() + 1, draw.random()) for _ in ranks]
+    forward, backward = (
+        dict.fromkeys(sizes, 0.1) for sizes in ({**edges.forward, **edges.step}, edges.backward)
+    )
+    room = (draw.choice((len(ranks), 99)),) * (max(ranks) + 1)
+    job = Job(tuple(ranks), microbatches, tuple(costs), forward, backward, (1,) * len(ranks), room)
+    found = draw.choice(compose(job))
+    stages = (
+        s.model_copy(update={"device": f"cpu:{rank}"}) for s, rank in zip(plan.stages, ranks, strict=True)
+    )
+    return plan.model_copy(
+        update={
+            "cluster": f"{max(ranks) + 1}xcpu",
+            "axes": Axes(pp=max(ranks) + 1),
+            "schedule": "auto",
+            "actions": written(found.schedule),
+            "stages": tuple(stages),
+        }
+    )
+
+
+# Stage by stage the words with which its units begin; the last stage has the rest.
+SPLITS = {
+    "fusion": ("left", "right", "head"),
+    "siamese": ("tower.0#0 tower.1#0 tower.2#0 tower.3#0 tower.4#0", "tower", "head"),
+    "vision-text": ("words text.0 text.1", "vision project", "head"),
+    "inception": ("stem blocks.0.one blocks.0.three.0 blocks.0.five.0", "blocks.0", "blocks.1", "head"),
+}
+BATCH_SIZE, STEPS, SEED = 8, 2, 3
+LOSS = nn.CrossEntropyLoss()
+
+
+def batch_of(name: str) -> Batch:
+    """The model's batch with its target."""
+    args, target = MODELS[name][1](BATCH_SIZE)
+    return Batch(args, {}, as_target(target))
+
+
+@cache
+def captured(name: str, microbatches: int) -> Captured:
+    """The model at the size of one microbatch."""
+    part, model = batch_of(name).split(microbatches)[0], built(name)
+    return build_graph(record(model, part.args, part.kwargs, LOSS, part.target), model)
+
+
+@cache
+def reference(name: str, microbatches: int) -> Snapshot:
+    """The plain loop."""
+    tape = captured(name, microbatches).tape
+    given = built(name), tape, batch_of(name), microbatches, LOSS
+    return reference_snapshot(*given, steps=STEPS, seed=SEED)

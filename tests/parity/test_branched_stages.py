@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 
 import pytest
-from branched import MODELS, at_random, built, by_name, plan_of
-from torch import nn
+from branched import (
+    BATCH_SIZE,
+    LOSS,
+    SEED,
+    SPLITS,
+    STEPS,
+    at_random,
+    batch_of,
+    built,
+    by_name,
+    captured,
+    composed,
+    plan_of,
+    reference,
+)
 
-from outsize.capture.graph import Captured, build_graph
-from outsize.capture.ladder import record
 from outsize.errors import BadPlan
 from outsize.ir.plan import Plan, ScheduleName
-from outsize.train.batch import Batch, as_target
+from outsize.train.batch import Batch
 from outsize.train.parallel import make_engine
-from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot, reference_snapshot
-
-BATCH_SIZE, STEPS, SEED = 8, 2, 3
-LOSS = nn.CrossEntropyLoss()
-# Stage by stage the words with which its units begin; the last stage has the rest.
-SPLITS = {
-    "fusion": ("left", "right", "head"),
-    "siamese": ("tower.0#0 tower.1#0 tower.2#0 tower.3#0 tower.4#0", "tower", "head"),
-    "vision-text": ("words text.0 text.1", "vision project", "head"),
-    "inception": ("stem blocks.0.one blocks.0.three.0 blocks.0.five.0", "blocks.0", "blocks.1", "head"),
-}
-
-
-def batch_of(name: str) -> Batch:
-    args, target = MODELS[name][1](BATCH_SIZE)
-    return Batch(args, {}, as_target(target))
-
-
-@cache
-def captured(name: str, microbatches: int) -> Captured:
-    part, model = batch_of(name).split(microbatches)[0], built(name)
-    return build_graph(record(model, part.args, part.kwargs, LOSS, part.target), model)
-
-
-@cache
-def reference(name: str, microbatches: int) -> Snapshot:
-    tape = captured(name, microbatches).tape
-    given = built(name), tape, batch_of(name), microbatches, LOSS
-    return reference_snapshot(*given, steps=STEPS, seed=SEED)
+from outsize.train.parity import adamw, compare, engine_snapshot, reference_snapshot
 
 
 def insist_on_same_bits(name: str, plan: Plan) -> None:
@@ -68,6 +50,38 @@ def test_splits_at_random(name: str, seed: int) -> None:
     graph, draw = captured(name, 2).graph, random.Random(f"{name} {seed}")
     owners = at_random(graph, draw.choice((2, 3, 5)), draw)
     insist_on_same_bits(name, plan_of(graph, owners, BATCH_SIZE, 2, draw.choice(("1f1b", "gpipe"))))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["siamese", "vision-text", "inception", "unet"])
+def test_composed_schedules_of_random_splits_on_random_ranks(name: str, seed: int) -> None:
+    graph, draw = captured(name, 4).graph, random.Random(f"auto {name} {seed}")
+    owners = next(o for _ in range(99) if max(o := at_random(graph, draw.choice((3, 5, 7)), draw)) > 1)
+    ranks = [0, *(draw.randrange(2) for _ in range(max(owners) - 1)), 1]
+    insist_on_same_bits(name, composed(graph, owners, ranks, BATCH_SIZE, 4, draw))
+
+
+@pytest.mark.parametrize("name", ["fusion", "siamese", "vision-text"])
+def test_two_towers_and_a_head_on_two_ranks(name: str) -> None:
+    graph = captured(name, 4).graph
+    plan = composed(graph, by_name(graph, SPLITS[name]), (0, 1, 0), BATCH_SIZE, 4, random.Random(name))
+    assert (plan.ranks, plan.axes.pp) == ((0, 1, 0), 2)
+    insist_on_same_bits(name, plan)
+
+
+def test_a_shorter_batch_leaves_out_the_last_microbatches() -> None:
+    """Two microbatches of a schedule for four: as the plain loop over two."""
+    graph = captured("siamese", 4).graph
+    plan = composed(graph, by_name(graph, SPLITS["siamese"]), (0, 1, 0), BATCH_SIZE, 4, random.Random(1))
+    engine = make_engine(built("siamese"), plan, None, loss_fn=LOSS, optimizer=adamw, seed=SEED)
+    whole = batch_of("siamese")
+    half = Batch(
+        tuple(t[: BATCH_SIZE // 2] for t in whole.args), {}, tuple(t[: BATCH_SIZE // 2] for t in whole.target)
+    )
+    found = engine_snapshot(engine, half, steps=STEPS)
+    model, tape = built("siamese"), captured("siamese", 4).tape
+    expected = reference_snapshot(model, tape, half, 2, LOSS, steps=STEPS, seed=SEED)
+    assert compare(expected, found).bit_equal
 
 
 def test_users_that_go_back_to_an_earlier_stage_are_refused() -> None:
