@@ -5,24 +5,38 @@
     segments         [h.0.fc .. h.0.proj]        [h.1.ln .. fc]
 
 A segment is a longest run of chosen units within one block, so that little is computed anew at a time. A
-block is the deepest numbered module around a unit that holds several units.
+block is the deepest numbered module around a unit that holds several units. Where more than LONG of them
+follow each other in one, or outside of all, about the square root of them are one (Chen et al. 2016, arXiv
+1604.06174, sec. 4.1): so many boundaries are kept, and so many units computed anew at a time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import groupby
+from math import isqrt
+from typing import Final
 
 from outsize.ir.names import prefixes
 
 Run = tuple[int, int]
+LONG: Final = 24
 
 
 def blocks(names: Sequence[str]) -> list[str]:
-    """The block of each unit, by its name; empty where it is in none. O(units x depth)."""
+    """The block of each unit of a model, by its name; empty where it is in none. O(units x depth)."""
     around = [[p for p in prefixes(name) if p[-1].isdigit() and p != name] for name in names]
     sizes = Counter(p for found in around for p in found)
-    return [next((p for p in found if sizes[p] > 1), "") for found in around]
+    modules = (next((p for p in found if sizes[p] > 1), "") for found in around)
+    return [part for module, row in groupby(modules) for part in _parts(module, len(list(row)))]
+
+
+def _parts(module: str, units: int) -> list[str]:
+    """Of a row of units in one module."""
+    if units <= LONG:
+        return [module] * units
+    return [f"{module}#{unit // (isqrt(units - 1) + 1)}" for unit in range(units)]
 
 
 def segments(block_of: Sequence[str], chosen: Collection[int]) -> tuple[Run, ...]:

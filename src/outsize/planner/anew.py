@@ -19,7 +19,7 @@ where nothing is chosen, has walk.py's tables; benchmarks/memory runs it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Self, final
@@ -132,7 +132,7 @@ class StageBytes:
     def leaving(self) -> tuple[int, ...]:
         """Bytes of the values made up to each unit that will be sent."""
         sent = [s for s in self.stores if s.made >= 0 and s.last >= self.units]
-        return tuple(sum(s.size_bytes for s in sent if s.made <= k) for k in range(self.units))
+        return tuple(_over(self.units, ((s.made, self.units, s.size_bytes) for s in sent)).tolist())
 
     @cached_property
     def _made_by(self) -> list[list[Store]]:
@@ -144,27 +144,22 @@ class StageBytes:
 
     def held(self, chosen: Collection[int]) -> Held:
         """What is held when these units are recomputed."""
-        parts, since = segments(self.block, chosen), {}
-        for place in self.inner:
-            kept_at = _kept_at(self.stores[place], parts, chosen)
-            if kept_at is not None:
-                since[place] = kept_at
-        kept, forward, backward, first_backward = 0, [0], [NOTHING], [NOTHING]
-        start_of = dict(parts)
-        for k in range(self.units):
-            kept += 0 if k in chosen else self.own[k]
-            kept += sum(self.stores[place].size_bytes for place, at in since.items() if at == k)
-            waiting = (i for i in self.inner if since.get(i, self.units) > k)
-            alive = sum(s.size_bytes for s in map(self.stores.__getitem__, waiting) if s.made <= k <= s.last)
-            forward.append(kept + alive + self.leaving[k] + self.workspace[k])
-            if k in start_of:
-                anew = self.segment(k, start_of[k])
-                backward.append(kept + anew.backward)
-                first_backward.append(kept + anew.first_backward)
-            elif k not in chosen:
-                backward.append(kept + self.backward[k])
-                first_backward.append(kept + self.first_backward[k])
-        return Held(kept, max(forward), max(backward), max(first_backward))
+        n, parts = self.units, segments(self.block, chosen)
+        start_of = {unit: a for a, b in parts for unit in range(a, b)}
+        inner = [self.stores[place] for place in self.inner]
+        pairs = [(store, _kept_at(store, start_of, n)) for store in inner]
+        own = np.array([0 if k in start_of else self.own[k] for k in range(n)], np.int64)
+        kept = np.cumsum(own) + _over(n, ((at, n, s.size_bytes) for s, at in pairs))
+        alive = _over(n, ((s.made, min(s.last + 1, at), s.size_bytes) for s, at in pairs))
+        forward = kept + alive + np.array(self.leaving) + np.array(self.workspace)
+        acting = {k: Anew(self.backward[k], self.first_backward[k]) for k in range(n) if k not in start_of}
+        acting |= {a: self.segment(a, b) for a, b in parts}
+        return Held(
+            int(kept[-1]),
+            max(0, int(forward.max())),
+            max(int(kept[k]) + at.backward for k, at in acting.items()),
+            max(int(kept[k]) + at.first_backward for k, at in acting.items()),
+        )
 
     def segment(self, a: int, b: int) -> Anew:
         """What the segment holds in its second forward and in its backward, beside what is kept.
@@ -185,11 +180,20 @@ class StageBytes:
         return Anew(max(backward, again + self.past[b]), max(first_backward, again + self.first_past[b]))
 
 
-def _kept_at(store: Store, parts: Sequence[Run], chosen: Collection[int]) -> int | None:
-    """The unit from which on it is kept."""
-    plain = [u for u in store.keepers if u not in chosen]
-    reading = [a for a, b in parts if store.made < a and any(a <= u < b for u in store.used)]
-    return min((*plain, *reading), default=None)
+def _kept_at(store: Store, start_of: Mapping[int, int], never: int) -> int:
+    """The unit from which on it is kept; `start_of` of the units in segments."""
+    plain = (unit for unit in store.keepers if unit not in start_of)
+    reading = (start_of[unit] for unit in store.used if unit in start_of)
+    return min((*plain, *(a for a in reading if store.made < a)), default=never)
+
+
+def _over(n: int, spans: Iterable[tuple[int, int, int]]) -> NDArray[np.int64]:
+    """Of n units the sum of the sizes whose span (first, end, size) covers them."""
+    steps = np.zeros(n + 1, np.int64)
+    for first, end, size in spans:
+        steps[first] += size
+        steps[end] -= size
+    return np.cumsum(steps)[:-1]
 
 
 def _within(value: Value, first: int, end: int) -> Value | None:
@@ -244,12 +248,6 @@ def _gradients(
         alone=np.pad(np.array([sum(w.launches for w in u.forward) <= 1 for u in units]), 1),
     )
     held = held_backward(n + 2, memories, there, np.zeros(n + 3, np.int64))[1 : n + 1, n + 1]
-    crossing = [
-        sum(
-            m.size_bytes
-            for m in memories
-            if m.gradient and m.made <= b < max((u for u in m.used if u <= n), default=-1)
-        )
-        for b in range(n + 1)
-    ]
-    return held, np.array(crossing)
+    ends = ((m, max((u for u in m.used if u <= n), default=-1)) for m in memories if m.gradient)
+    crossing = _over(n + 1, ((m.made, last, m.size_bytes) for m, last in ends if m.made < last))
+    return held, crossing

@@ -85,7 +85,9 @@ class Hunt:
         return self._asked <= FEW
 
     def _least(self, layout: Layout) -> float:
-        return self._together(layout, self._menu.least_s(layout)) if self._menu.may_fit(layout) else inf
+        if not self._menu.may_fit(layout, self._recompute):
+            return inf
+        return self._together(layout, self._menu.least_s(layout))
 
     def _floor(self, layout: Layout) -> float:
         """Of an interleaved layout what its balanced cut takes: its floor would bring all of them first."""
@@ -103,10 +105,10 @@ class Hunt:
         return pipeline_s + max(0.0, self._menu.together_s(layout) - share_s)
 
     def _try(self, layout: Layout, floor_s: float) -> None:
-        tables = [Tables(each, floor_s) for each in self._menu.pipelines(layout, self._recompute)]
+        most_s = inf if self._few() else self._close_s()
+        tables = self._tables(layout, floor_s, most_s)
         if not tables:
             return
-        most_s = inf if self._few() else self._close_s()
         known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
         if known_s < inf and self._beaten(known_s):
             self._floors.append(known_s)
@@ -122,6 +124,15 @@ class Hunt:
         # One stage has one cut, and interleaved cuts are balanced.
         only = layout.chunks > 1 or layout.stages == 1
         self._floors.append(min(slow_s, *(each.step_s for each in priced), inf) if only else known_s)
+
+    def _tables(self, layout: Layout, floor_s: float, most_s: float) -> list[Tables]:
+        """Block by block is looked at where it may help alone."""
+        at_once = tuple(again for again in self._recompute if again != "selective")
+        tables = [Tables(each, floor_s) for each in self._menu.pipelines(layout, at_once)]
+        by_blocks = len(at_once) < len(self._recompute) and self._menu.by_blocks(layout)
+        if not by_blocks or not all(each.may_gain(most_s) for each in tables):
+            return tables
+        return [Tables(each, floor_s) for each in self._menu.pipelines(layout, self._recompute)]
 
     def _priced(self, tables: Tables, most_s: float) -> Estimate | float:
         """With the best cut; or seconds that it takes at least, beyond the most: infinite where none fits."""

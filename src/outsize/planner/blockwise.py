@@ -130,7 +130,9 @@ class _Tables:
         """
         (a, b), ends = part, self._ends[self._behind(part[0]) :]
         made = [s for s in stores if s.made >= a]
-        saved = _running([self._own[u] + sum(s.size_bytes for s in made if s.since == u) for u in range(a, b)])
+        saved = _running(
+            [self._own[u] + sum(s.size_bytes for s in made if s.since == u) for u in range(a, b)]
+        )
         inside = np.where(np.arange(a, b)[:, None] < ends, 0, LEAST)
         held = self._held[a:b, -len(ends) :] + saved[:, None] + inside
         later, first = held.max(axis=0), (held - self._weights[a + 1 : b + 1, None]).max(axis=0)
@@ -146,9 +148,7 @@ class _Tables:
         alive = (
             sum(s.size_bytes for s, end in spans if s.made <= k <= end and s.since > k) for k in range(a, b)
         )
-        return max(
-            int(saved[k]) + there + int(self._workspace[a + k]) for k, there in enumerate(alive)
-        )
+        return max(int(saved[k]) + there + int(self._workspace[a + k]) for k, there in enumerate(alive))
 
     def _in_backward(self, graph: ModelGraph, gradients: Bytes) -> tuple[Bytes, Bytes]:
         """H of each unit and C at each cut, for all ends; as `walk.held_backward`."""

@@ -20,6 +20,7 @@ from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
+from outsize.planner.blockwise import block_ranges
 from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
 from outsize.planner.floor import Work, made_for
 from outsize.planner.layout import Layout, grouped
@@ -27,7 +28,7 @@ from outsize.planner.margin import rooms
 from outsize.planner.offload import Blocks, fetching, hosted
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.order import first_of, least_pace_s, ordered
-from outsize.planner.ranges import Bytes, Ranges, Seconds, bare_units
+from outsize.planner.ranges import Bytes, Ranges, Seconds, bare_units, owned_gradients
 from outsize.planner.reach import Room
 from outsize.planner.roofline import roofline
 from outsize.planner.seconds import UnitSeconds, fastest
@@ -113,7 +114,7 @@ class Menu:
         yield given
         if layout.chunks > 1:
             yield replace(given, even=False)
-            yield replace(given, even=False, first_way=len(recompute) - 1)
+            yield from (replace(given, even=False, first_way=way) for way in range(1, len(recompute)))
         if self.unequal and layout.group == layout.chunks == 1:
             cases = [self.case(layout, device, recompute[-1]) for device in first_of(self._cluster)]
             places = ordered(layout, self._cluster, cases)
@@ -132,6 +133,10 @@ class Menu:
     def whole(self, layout: Layout, device: Device) -> tuple[ModelGraph, Profile, UnitSeconds]:
         """The model unit by unit, with its seconds on such a device."""
         return *self._candidates[layout.captured], self._seconds(layout, device)
+
+    def by_blocks(self, layout: Layout) -> bool:
+        """Whether stages may be recomputed block by block beside as a whole: hosted ones are in any case."""
+        return layout.weights != "host" and not self.unequal
 
     def exact(self, layout: Layout) -> bool:
         """Whether every cut of the model is looked at."""
@@ -153,15 +158,22 @@ class Menu:
             self._works[key] = Work.along(self._made_for(layout.captured), fastest(costs))
         return self._works[key]
 
-    def may_fit(self, layout: Layout) -> bool:
+    def may_fit(self, layout: Layout, recompute: Sequence[Recompute]) -> bool:
         """Whether all devices together hold weights, gradients, states, and what one microbatch keeps in the
-        stage that acts: no table needed.
+        stage that acts, unless that may go block by block: no table needed.
         """
         if layout.weights == "host":
             return True
-        weights, gradients, states, saved = self._least_bytes(layout)
+        *fixed, saved = self._least_bytes(layout)
         rooms = sum(self._room_bytes(layout.group))
-        return weights + gradients + states + saved / layout.chunks <= rooms
+        acting = 0.0 if "selective" in recompute else saved / layout.chunks
+        return sum(fixed) + max(acting, self._updating(layout)) <= rooms
+
+    def _updating(self, layout: Layout, units: int | slice = -1) -> Any:
+        """Temporaries of the optimizer's step; 0 where it goes tensor by tensor, or devices differ."""
+        if self.unequal:
+            return 0.0
+        return self._units_bytes(layout.captured)["update"][units] / (layout.axes.tp * layout.axes.dp_shard)
 
     def _least_bytes(self, layout: Layout, units: int | slice = -1) -> tuple[Any, Any, Any, Any]:
         """What devices hold of the units before each: weights, gradients, states with master copies, what a
@@ -198,8 +210,10 @@ class Menu:
             return None
         weights, gradients, states, saved = self._least_bytes(layout, slice(None))
         fixed, room_bytes = weights + states, self._room_bytes(layout.group)[0]
-        ways = tuple(again != "none" for again in recompute)
-        return Room(fixed, fixed + gradients, saved, room_bytes, ways)
+        ways = tuple(dict.fromkeys(again != "none" for again in recompute))
+        anew = 0.0 * saved if "selective" in recompute else saved
+        updating = fixed + gradients + self._updating(layout, slice(None))
+        return Room(fixed, fixed + gradients, updating, saved, anew, room_bytes, ways)
 
     def twice_s(self, layout: Layout) -> float:
         """Seconds of a microbatch's forward that memory wants computed twice, at least."""
@@ -236,7 +250,7 @@ class Menu:
         return self._paces[key]
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
-        """Tables of the layout's units on such a device."""
+        """Tables of the layout's units on such a device; `selective`: all of them, block by block."""
         key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
         if key not in self._cases:
             if layout.weights == "host":
@@ -246,13 +260,15 @@ class Menu:
             elif recompute == "full":
                 self._cases[key] = self.case(layout, device, "none").anew()
             else:
-                self._cases[key] = self._built(layout, device)
+                self._cases[key] = self._built(layout, device, recompute)
         return self._cases[key]
 
-    def _built(self, layout: Layout, device: Device) -> Case:
-        base = (*_spread_key(layout), layout.axes.dp_shard, device.kind)
+    def _built(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
+        base = (*_spread_key(layout), layout.axes.dp_shard, device.kind, recompute)
         if base not in self._cases:
             whole, seconds = self._whole(layout, device), self._seconds(layout, device)
+            if recompute == "selective":
+                whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
             turning = max(self._sharing(layout).rings.values(), default=0) if layout.axes.cp > 1 else 0
             case = replace(whole, ranges=_shared(whole.ranges, layout, turning // layout.axes.cp))
             self._cases[base] = case.lasting(seconds.merged(self.ends(layout)))
@@ -267,6 +283,16 @@ class Menu:
             costs = coarse_profile(there, ends)
             case = Case.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
             self._cases[key] = case
+        return self._cases[key]
+
+    def _in_blocks(self, layout: Layout, device: Device) -> Case:
+        """The same when all is recomputed block by block."""
+        key = "blocks", layout.captured, device.kind
+        if key not in self._cases:
+            whole, (graph, profile) = self._whole(layout, device), self._candidates[layout.captured]
+            gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
+            ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))
+            self._cases[key] = replace(whole, ranges=ranges, recompute="selective")
         return self._cases[key]
 
     def _seconds(self, layout: Layout, device: Device) -> UnitSeconds:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Self, TypeVar, final
+from typing import Any, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,9 +141,19 @@ class Ranges:
         """Number of units, n."""
         return len(self.saved) - 1
 
-    def only(self, first: int, end: int) -> Ranges:
+    def hollow(self) -> Self:
+        """What there is at least whatever is recomputed: no microbatch keeps or holds anything inside."""
+        nothing = np.zeros_like(self.saved)
+        gone = dict.fromkeys(("saved", "twice", "again", "forward", "first_backward"), nothing)
+        return replace(self, **gone, backward=self.gradients)
+
+    def only(self, first: int, end: int) -> Self:
         """The same tables with this one run left, each of shape ()."""
-        return replace(self, **{f.name: getattr(self, f.name)[first, end, ...] for f in fields(self)})
+        return self.at((first, end, ...))
+
+    def at(self, places: tuple[Any, ...]) -> Self:
+        """Of some runs: first units, and ends."""
+        return replace(self, **{f.name: getattr(self, f.name)[places] for f in fields(self)})
 
 
 def bare_rows(
@@ -152,6 +162,7 @@ def bare_rows(
     """First unit -> that row of `Ranges.bare()`, in O(n); `saves` is off where all is recomputed."""
     parts = bare_units(graph, profile, optimizer)
     parts["saved"] *= saves
+    del parts["update"]
     prefixes = {name: np.append(0, np.cumsum(part)) for name, part in parts.items()}
     nothing = dict.fromkeys((f.name for f in fields(Ranges)), np.zeros(len(graph.units) + 1, np.int64))
     nothing["inputs"] = np.full(len(graph.units) + 1, graph.input_bytes)
@@ -165,7 +176,10 @@ def bare_rows(
 
 
 def bare_units(graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes) -> dict[str, Bytes]:
-    """What single units hold, each of shape (n,), without what comes and goes."""
+    """What single units hold, each of shape (n,), without what comes and goes.
+
+    Temporaries of an optimizer that does not go tensor by tensor: those of a unit come on top of the others'.
+    """
     owned, buffers = _owned(graph, optimizer), _buffers(graph)
     return {
         "weights": owned.weights + buffers,
@@ -174,6 +188,7 @@ def bare_units(graph: ModelGraph, profile: Profile, optimizer: OptimizerBytes) -
         "optimizer": owned.states + owned.masters,
         "master": owned.masters,
         "saved": _saved(graph, profile),
+        "update": _together(graph, optimizer) if style_of(profile.device) == "foreach" else 0 * buffers,
     }
 
 
@@ -255,16 +270,22 @@ def _saved(graph: ModelGraph, profile: Profile) -> Bytes:
 
 def _update(graph: ModelGraph, optimizer: OptimizerBytes, style: Style) -> Bytes:
     """Temporaries of an optimizer step: of all tensors together, or of the worst pair of neighbours."""
+    if style == "foreach":
+        return _spans(_together(graph, optimizer))
     temporaries = np.zeros(len(graph.units), np.int64)
     trained = [(owner, p) for owner, p in _owners(graph) if p.trainable]
-    if style == "foreach":
-        for owner, parameter in trained:
-            temporaries[owner] += optimizer.step_bytes([parameter], style)
-        return _spans(temporaries)
     for (_, before), (owner, parameter) in pairwise([*trained[:1], *trained]):
         pair = optimizer.step_bytes([before, parameter], style)
         temporaries[owner] = max(temporaries[owner], pair)
     return largest(temporaries)
+
+
+def _together(graph: ModelGraph, optimizer: OptimizerBytes) -> Bytes:
+    """Of all tensors of each unit."""
+    temporaries = np.zeros(len(graph.units), np.int64)
+    for owner, parameter in ((owner, p) for owner, p in _owners(graph) if p.trainable):
+        temporaries[owner] += optimizer.step_bytes([parameter], "foreach")
+    return temporaries
 
 
 def _spans(per_unit: NDArray[Number]) -> NDArray[Number]:

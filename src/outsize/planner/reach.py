@@ -6,7 +6,7 @@ recomputes, B has its forwards too), up to each unit:
 
     alone    before + m ((F + B)[end] - (F + B)[first])         <= T
     row      P[n] + G[end] - G[first]                           <= T
-    bytes    fixed + w saved, as it is; fixed + saved at once, recomputed: of the units first..end-1
+    bytes    fixed + w saved, as it is; fixed + saved at once, recomputed; and the optimizer's step
 
     1f1b     G = F + B - P + (m - 1) B + (m - w) F              w = min(p - s, m)
     gpipe    G = m (F + B) - P
@@ -36,14 +36,16 @@ from outsize.planner.seconds import Seconds
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Room:
-    """What stages may hold: `room_bytes`. Summed over units, of shape (n + 1,), bytes on a device: `fixed`
-    for good, `graded` with gradients of weights too, `saved` for a microbatch. `ways` of a stage: whether it
-    recomputes.
+    """What stages may hold: `room_bytes`. Summed over units, of shape (n + 1,), on a device: `fixed` for
+    good, `graded` with gradients of weights, `updating` with an optimizer's temporaries too; `saved` for a
+    microbatch, `anew` while one is recomputed. `ways` of a stage: whether it recomputes.
     """
 
     fixed: Seconds
     graded: Seconds
+    updating: Seconds
     saved: Seconds
+    anew: Seconds
     room_bytes: int
     ways: tuple[bool, ...] = (False, True)
 
@@ -51,11 +53,11 @@ class Room:
 @final
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Sums over units up to each: seconds alone, G, bytes."""
+    """Sums over units up to each: seconds alone, G, bytes of some moments."""
 
     alone: list[float]
     row: list[float]
-    held: list[float] | None
+    held: list[list[float]]
 
 
 @final
@@ -92,8 +94,9 @@ class Row:
         if self._slack_s:  # so little may have nothing behind it
             within = max(within, bisect_right(alone, alone[first] + self._slack_s))
         end = min(end, within) - 1
-        if way.held is not None and self._room is not None:
-            end = min(end, bisect_right(way.held, way.held[first] + self._room.room_bytes) - 1)
+        if self._room is not None:
+            for held in way.held:
+                end = min(end, bisect_right(held, held[first] + self._room.room_bytes) - 1)
         return max(first, end)
 
     @cached_property
@@ -124,12 +127,12 @@ class Row:
         }.get(self._schedule, np.zeros_like(once))
         return _Way(once.tolist(), row.tolist(), self._held(flying, again))
 
-    def _held(self, flying: int, again: bool) -> list[float] | None:
+    def _held(self, flying: int, again: bool) -> list[list[float]]:
         """A second backward finds the gradients of weights, and under 1f1b as much in flight as the first."""
-        if self._room is None:
-            return None
-        fixed, graded, saved = self._room.fixed, self._room.graded, self._room.saved
-        if again:
-            return (fixed + saved).tolist()
+        if (room := self._room) is None:
+            return []
         steady = self._schedule in ("1f1b", "naive") and self._m > flying
-        return ((graded if steady else fixed) + flying * saved).tolist()
+        kept = (
+            room.fixed + room.anew if again else (room.graded if steady else room.fixed) + flying * room.saved
+        )
+        return [kept.tolist(), room.updating.tolist()]

@@ -58,7 +58,7 @@ from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
 from outsize.planner.reasons import microbatches_text
 from outsize.planner.rivals import alternative, choose, compared_with, rivals, shown
-from outsize.planner.selective import counted, selective_reasons, written
+from outsize.planner.selective import by_blocks, counted, selective_reasons, written
 from outsize.planner.tight import selective
 
 # zero-bubble only where it is asked for: gradients wait for their weights' turn, and no account counts them.
@@ -124,7 +124,7 @@ def _by_runs(
 
 def _recompute(request: Request) -> tuple[Recompute, ...]:
     """The ways a stage may run, the one to be preferred first."""
-    return ("none", "full") if request.recompute in (None, "selective") else (request.recompute,)
+    return ("none", "full", "selective") if request.recompute in (None, "selective") else (request.recompute,)
 
 
 # -- what there is to try --------------------------------------------------------------------------------
@@ -238,6 +238,7 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
     best, anew = selective(best, menu, request.optimizer)
     layout, ends = best.layout, menu.ends(best.layout)
     bounds = tuple(ends[b] for b in best.bounds)
+    anew = by_blocks(best, bounds) | anew
     graph = menu.graph(layout)
     again = tuple(case.recompute for case in best.cases)
     overall: Recompute = "full" if all(a == "full" for a in again) else "none"

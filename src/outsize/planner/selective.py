@@ -78,6 +78,12 @@ def selective_reasons(found: Estimate, chosen: Mapping[int, Units], bounds: Sequ
         yield f"stage {stage} recomputes {len(which)} of {units[stage]} units to save memory: {share} twice"
 
 
+def by_blocks(found: Estimate, bounds: Sequence[int]) -> dict[int, Units]:
+    """The stages that recompute all their units block by block; `bounds` are those of the graph's units."""
+    cases = enumerate(zip(found.cases, pairwise(bounds), strict=True))
+    return {s: frozenset(range(*run)) for s, (case, run) in cases if case.recompute == "selective"}
+
+
 def _again_s(found: Estimate, stage: int) -> float:
     """Seconds of a microbatch's forward that a stage computes twice."""
     run, kept = slice(*found.bounds[stage : stage + 2]), kept_case(found.pipeline, stage)

@@ -227,6 +227,16 @@ class Tables:
         whole_s = float(fastest([case.seconds for case in cases.values()]).total.sum())
         return self._m * whole_s / pipeline.layout.axes.pp
 
+    def may_gain(self, most_s: float) -> bool:
+        """Whether a run no longer than the best cut's, or than the most, fits in no way that was looked for,
+        and would if a microbatch kept no more than what a stage receives and sends. Where stages share a
+        device: whether nothing fits.
+        """
+        if self.pipeline.layout.chunks > 1:
+            return self.price_below(most_s) == np.inf
+        self.floor_below(most_s)
+        return self._last is not None and any(map(self._last.may_fit, range(self.pipeline.stages)))
+
     def reach(self, stage: int, limit_s: float) -> tuple[int, int]:
         """The first and last unit that a stage can begin with, if no stage takes longer than the limit."""
         last = np.searchsorted(self._total, stage * limit_s * SAME, side="right") - 1
@@ -280,6 +290,14 @@ class _Listing:
         if stage not in self._prices:
             self._prices[stage] = self._by_way(stage, self._with_links)
         return self._prices[stage]
+
+    def may_fit(self, stage: int) -> bool:
+        """Whether a run that does not fit could, if nothing were kept but what comes and goes."""
+        window = self._window(stage)
+        unfit = self._first_ways(stage) < 0
+        places = self.runs.first[window][unfit], self.runs.end[window][unfit]
+        parts = columns(self._cases(stage)[0].ranges.at(places).hollow(), self._m)
+        return bool((peaks(parts, self._worst[stage]) <= self._pipeline.room_bytes(stage)).any())
 
     def way(self, stage: int, run: tuple[int, int]) -> int:
         """The first way that fits this run."""

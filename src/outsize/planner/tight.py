@@ -55,7 +55,7 @@ def selective(best: Estimate, menu: Menu, optimizer: str) -> tuple[Estimate, dic
         return best, chosen
     if layout.chunks > 1:
         return _one_by_one(best, menu, optimizer)
-    whole = any(case.recompute == "full" for case in best.cases)
+    whole = any(case.recompute != "none" for case in best.cases)
     least_s = menu.work(layout).floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
     if not whole and best.floor_s <= least_s * (1 + WORTH):
         return best, chosen
@@ -70,7 +70,7 @@ def selective(best: Estimate, menu: Menu, optimizer: str) -> tuple[Estimate, dic
 def _one_by_one(best: Estimate, menu: Menu, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
     """The same cut where stages share devices: each that recomputes takes what room the others leave."""
     found, chosen = best, dict[int, Units]()
-    whole = [stage for stage, case in enumerate(best.cases) if case.recompute == "full"]
+    whole = [stage for stage, case in enumerate(best.cases) if case.recompute != "none"]
     for stage in whole[:SHARING]:
         some = shared_choice(found, stage, Fine.of(menu, best.pipeline, stage, optimizer))
         if some is not None:
@@ -124,7 +124,7 @@ class _Tight:
                 units, extra_s = self._known.get((stage, run), (None, inf))
                 if extra_s == inf:
                     return None
-                ways[stage] = int(units is None)
+                ways[stage] = self._whole_way(stage, run) or 0 if units is None else 0
                 chosen |= {} if units is None else {stage: units}
         found = recomputing(self._pipeline, bounds, ways, chosen, self._menu, self._optimizer)
         return found, chosen
@@ -150,10 +150,15 @@ class _Tight:
         found = choice(self._pipeline, stage, run, self._fine[kind])
         if found is not None:
             return found.units, found.extra_s, found.least_s
-        full = self._pipeline.ways[stage][-1]
-        fits = self._peak(stage, full)[run] <= self._pipeline.room_bytes(stage)
+        fits = self._whole_way(stage, run) is not None
         extra_s = float(self._kept[stage].seconds.forward[slice(*run)].sum()) if fits else inf
         return None, extra_s, 0.0 if fits else inf
+
+    def _whole_way(self, stage: int, run: Run) -> int | None:
+        """The first way to recompute all of a run that fits."""
+        room, ways = self._pipeline.room_bytes(stage), enumerate(self._pipeline.ways[stage])
+        again = ((way, self._peak(stage, case)[run]) for way, case in ways if case.recompute != "none")
+        return next((way for way, peak in again if peak <= room), None)
 
     @property
     def floor_s(self) -> float:

@@ -19,3 +19,14 @@ def test_a_triple_within_a_block_is_a_block() -> None:
 def test_segments_end_with_a_gap_and_with_a_block() -> None:
     assert segments(blocks(NAMES), {2, 3, 4, 5, 7, 8}) == ((2, 5), (5, 6), (7, 9))
     assert segments(blocks(NAMES), ()) == ()
+
+
+def test_a_long_row_outside_of_blocks_is_cut_into_about_its_root() -> None:
+    """26 units in five parts; the block behind them is whole."""
+    names = [*(f"u{i}" for i in range(26)), "h.0.a", "h.0.b"]
+    assert segments(blocks(names), range(28)) == (
+        *((first, first + 6) for first in range(0, 24, 6)),
+        (24, 26),
+        (26, 28),
+    )
+    assert segments(blocks(names[:24]), range(24)) == ((0, 24),)

@@ -26,7 +26,9 @@ def in_blocks(unit: Unit, block: int) -> Unit:
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(kept(), st.data())
-def test_every_run_holds_what_its_segments_do(case: tuple[ModelGraph, UnitBytes], data: st.DataObject) -> None:
+def test_every_run_holds_what_its_segments_do(
+    case: tuple[ModelGraph, UnitBytes], data: st.DataObject
+) -> None:
     graph, units = told(*case), case[1]
     n = len(graph.units)
     marks = sorted(data.draw(st.lists(st.integers(0, 5), min_size=n, max_size=n)))

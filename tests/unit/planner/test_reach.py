@@ -57,7 +57,7 @@ def test_bytes_end_a_stage() -> None:
     sums = np.arange(5.0)
 
     def reaches(limit_s: float, room_bytes: int) -> bool:
-        room = Room(2 * sums, 2 * sums, 3 * sums, room_bytes)
+        room = Room(2 * sums, 2 * sums, 2 * sums, 3 * sums, 3 * sums, room_bytes)
         return Row(2 * sums, (sums, sums), 0.0, ("gpipe", 2, 2), room).reaches(limit_s)
 
     assert reaches(12.0, 16)
