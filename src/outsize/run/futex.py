@@ -32,7 +32,8 @@ class Futex:
 
     def __init__(self, memory: memoryview) -> None:
         self._word = ctypes.c_uint32.from_buffer(memory)
-        self._call = ctypes.CDLL(None, use_errno=False).syscall
+        library = ctypes.CDLL(None)
+        self._call, self._yield = library.syscall, library.sched_yield
         self._address = ctypes.byref(self._word)
 
     def wait(self, seen: int, timeout_s: float) -> None:
@@ -44,3 +45,7 @@ class Futex:
     def wake(self) -> None:
         """Everybody who sleeps on the word."""
         self._call(_FUTEX, self._address, _WAKE, 1 << 20, None, None, 0)
+
+    def give_way(self) -> None:
+        """Let others run before the next look, if any want to: unlike os.sched_yield, Python threads as well."""
+        self._yield()

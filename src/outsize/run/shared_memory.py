@@ -325,7 +325,7 @@ class Inbox:
         while self.spin_s and perf_counter() < end:
             if words[0] != seen:
                 return
-            os.sched_yield()
+            self._bell.give_way()
         while words[0] == seen:
             self._bell.wait(seen, _NAP_S)
             if words[0] == seen:
