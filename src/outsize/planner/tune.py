@@ -147,7 +147,7 @@ def steady_s(replay: Replay) -> float:
 
 
 def _same(a: Plan, b: Plan) -> bool:
-    return (a.stages, a.microbatches, a.schedule) == (b.stages, b.microbatches, b.schedule)
+    return (a.stages, a.microbatches, a.actions) == (b.stages, b.microbatches, b.actions)
 
 
 def _ratio(measured_s: float, said_s: float) -> float:

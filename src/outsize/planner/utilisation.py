@@ -40,20 +40,27 @@ MOST: Final = 16  # microbatches for each stage
 
 def utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utilisation:
     """Of one measured step of the plan; `devices` has a name for each rank, and ranks may share one."""
-    replay, step_s = Replay.of(timeline), timeline.duration_s
+    step_s = timeline.duration_s
     names = tuple(dict.fromkeys(devices[: timeline.ranks]))
     busy_s = {n: sum(timeline.busy_s(r) for r in range(timeline.ranks) if devices[r] == n) for n in names}
+    busy = tuple(seconds / (step_s or 1.0) for seconds in busy_s.values())
+    idles = sum(busy) < BUSY * len(names) and 1 < len(names) == timeline.ranks
+    if plan.form == "modules":
+        bound_s = min(step_s, sum(busy_s.values()))
+        found = Utilisation(step_s=step_s, bound_s=bound_s, devices=names, busy=busy, transfer=0.0)
+        return found.model_copy(update={"idle": _by_modules(found)}) if idles else found
+    replay = Replay.of(timeline)
     bound_s = max((critical_path_s(replay.schedule, replay.durations_s), *busy_s.values()))
-    whole_s = len(names) * step_s or 1.0
-    found = Utilisation(
-        step_s=step_s,
-        bound_s=bound_s,
-        devices=names,
-        busy=tuple(seconds / (step_s or 1.0) for seconds in busy_s.values()),
-        transfer=(replay.messages_s + replay.late_s()) / whole_s,
-    )
-    explained = 1 - found.bubble < BUSY and 1 < len(names) == timeline.ranks and plan.form == "tape"
-    return found.model_copy(update={"idle": _Why(replay, plan, found).idle()}) if explained else found
+    transfer = (replay.messages_s + replay.late_s()) / (len(names) * step_s or 1.0)
+    found = Utilisation(step_s=step_s, bound_s=bound_s, devices=names, busy=busy, transfer=transfer)
+    return found.model_copy(update={"idle": _Why(replay, plan, found).idle()}) if idles else found
+
+
+def _by_modules(found: Utilisation) -> Idle:
+    """Modules of a model that cannot be captured run one after the other."""
+    why = "the model runs by modules, which wait for each other"
+    remedy = "a forward that can be captured would be pipelined"
+    return Idle(share=found.bubble, cause="sequential", why=why, remedy=remedy, gain=1.0)
 
 
 @final

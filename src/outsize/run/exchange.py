@@ -15,6 +15,7 @@ import io
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, final
 
 import torch
@@ -52,6 +53,7 @@ class Exchange:
         self._group, self.device = group, device
         self.rank, self.world_size = group.rank(), group.size()
         self._headers: dict[Any, bytes] = {}
+        self.waits: list[tuple[float, float]] = []  # start and end of receives, until somebody takes them
 
     def send(self, site: Any, value: Any, common: Common, kept: Callable[[Tensor], bool]) -> None:
         """`value` to all ranks; `kept(tensor)` says that its elements stay here.
@@ -69,6 +71,7 @@ class Exchange:
 
     def receive(self, site: Any, source: int, common: Common) -> Any:
         """What rank `source` sends at this site; raises the exception that it sends instead."""
+        start = perf_counter()
         first = self._bytes(_FIRST, source)
         size = int.from_bytes(first[:_SIZE], "little")
         if size:
@@ -76,6 +79,7 @@ class Exchange:
             self._headers[site] = (first[_SIZE:] + rest)[:size]
         layouts, body = pickle.loads(self._headers[site])
         tensors = [self._tensor(layout, source) for layout in layouts]
+        self.waits.append((start, perf_counter()))
         value = _Reader(io.BytesIO(body), tensors, common, self.device).load()
         if isinstance(value, BaseException):
             raise value

@@ -89,6 +89,11 @@ class OwnedRun:
             finally:
                 self._fetched.clear()
 
+    def take_waits(self) -> list[tuple[float, float]]:
+        """Start and end of every wait for another rank since this was last asked."""
+        taken, self._exchange.waits = self._exchange.waits, []
+        return taken
+
     def insist_on_same(self, what: str, tree: Any) -> None:
         """Raise BoundaryMismatch on every rank unless all have these tensors, bit by bit.
 

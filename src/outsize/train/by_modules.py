@@ -21,6 +21,7 @@ from outsize.capture.by_modules import module_graph, untouched
 from outsize.capture.ladder import LossFn, find_loss, user_place
 from outsize.errors import BadOption, NotCapturable, OutsizeError
 from outsize.ir.plan import Plan
+from outsize.ir.timeline import Lane
 from outsize.program.modes import outside_autocast
 from outsize.run import exchange
 from outsize.run.homes import Placement, placement_of_modules
@@ -98,12 +99,12 @@ class ByModules(Way):
         samples = sum(part.size for part in parts)
         for number, part in enumerate(parts):
             with _explained(self._model, run):
-                output, loss = self._forward(number, part, seeder(self._seed, step, number))
+                output, loss = self._forward(number, part, seeder(self._seed, step, number), run)
             if run is not None:
                 run.insist_on_same("the loss", loss)
             share = part.size / samples
             if torch.is_grad_enabled():
-                self._backward(number, loss, share * scale)
+                self._backward(number, loss, share * scale, run)
             else:
                 outputs.append(output)
             if loss is not None:
@@ -111,26 +112,35 @@ class ByModules(Way):
                 total = weighted if total is None else total + weighted
         return total, outputs
 
-    def _forward(self, number: int, part: Batch, seed: Seed) -> tuple[Any, Tensor | None]:
+    def _forward(
+        self, number: int, part: Batch, seed: Seed, run: OwnedRun | None
+    ) -> tuple[Any, Tensor | None]:
         start = time.perf_counter()
         seed(0)
         output = self._model(*part.args, **part.kwargs)
         loss_fn = self._loss_fn if torch.is_grad_enabled() else evaluating_loss(self._loss_fn, part)
         loss = find_loss(output) if loss_fn is None else loss_fn(output, *part.target)
-        self._keep(f"F{number}", start)
+        self._keep(f"F{number}", start, run)
         return output, loss
 
-    def _backward(self, number: int, loss: Tensor | None, weight: float) -> None:
+    def _backward(self, number: int, loss: Tensor | None, weight: float, run: OwnedRun | None) -> None:
         insist_on_gradient(loss)
         assert loss is not None
         start = time.perf_counter()
         with outside_autocast():
             (loss * weight).backward()
-        self._keep(f"B{number}", start)
+        self._keep(f"B{number}", start, run)
 
-    def _keep(self, action: str, start_s: float) -> None:
-        rank = self._crew.rank
-        self._crew.keep(rank, Marks([(f"{rank}{action}", "compute")], [start_s, 0.0, time.perf_counter()]))
+    def _keep(self, action: str, start_s: float, run: OwnedRun | None) -> None:
+        """What was computed since then, piece by piece between the waits for other ranks' modules."""
+        rank, end_s = self._crew.rank, time.perf_counter()
+        waits = [wait for wait in (run.take_waits() if run is not None else ()) if wait[0] >= start_s]
+        ends = [wait[0] for wait in waits] + [end_s]
+        times = [start_s, 0.0, ends[0]]
+        for (asked_s, had_s), until_s in zip(waits, ends[1:], strict=True):
+            times += [asked_s, had_s, until_s]
+        name: tuple[str, Lane] = (f"{rank}{action}", "compute")
+        self._crew.keep(rank, Marks([name] * len(ends), times))
 
 
 @contextmanager

@@ -146,10 +146,16 @@ def test_busy_devices_need_no_explanation_and_a_shared_one_none_either() -> None
     shared = utilisation(step, plan, ["cpu"] * 4)
     assert (shared.devices, shared.idle) == (("cpu",), None)
     assert shared.busy == pytest.approx((1.0,))
-    assert (
-        utilisation(step, plan.model_copy(update={"form": "modules"}), [f"cpu:{r}" for r in range(4)]).idle
-        is None
-    )
+
+
+def test_modules_wait_for_each_other() -> None:
+    """Their waits are spans, no message is known: the bound is the sum of what all compute."""
+    step, plan = ran("naive", EVEN, 2), planned("naive", 4, 2, 8)
+    found = utilisation(step, plan.model_copy(update={"form": "modules"}), [f"cpu:{r}" for r in range(4)])
+    assert found.bound_s == pytest.approx(found.step_s)
+    assert found.idle is not None
+    assert "runs by modules" in found.idle.sentence
+    assert found.idle.next_step("outsize run M") == "outsize explain W210"
 
 
 def test_groups_of_microbatches_count_on() -> None:
