@@ -58,6 +58,7 @@ class Utilisation(Record):
     busy: tuple[float, ...]
     transfer: float
     idle: Idle | None = None
+    note: str = ""
 
     @property
     def bubble(self) -> float:
@@ -74,7 +75,8 @@ class Utilisation(Record):
         bound = (
             f"{seconds_text(self.bound_s)}, this schedule without waits: {percent_text(self.reached)} reached"
         )
-        return [("transfers", f"{percent_text(self.transfer)} of all device time"), ("bound", bound)]
+        found = [("transfers", f"{percent_text(self.transfer)} of all device time"), ("bound", bound)]
+        return [*found, ("note", self.note)] if self.note else found
 
     def __str__(self) -> str:
         """Lines for a terminal."""

@@ -36,10 +36,21 @@ from outsize.schedules.lower import lower
 WORTH: Final = 1.05
 ROOM: Final = 1.1
 MOST: Final = 16  # microbatches for each stage
+LAUNCHES: Final = "spans are the host's launches; what a GPU computes comes behind them"
 
 
 def utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utilisation:
-    """Of one measured step of the plan; `devices` has a name for each rank, and ranks may share one."""
+    """Of one measured step of the plan; `devices` has a name for each rank, and ranks may share one.
+
+    On a GPU spans are when the host launched, so they say nothing about idle devices, and a note says that.
+    """
+    found = _utilisation(timeline, plan, devices)
+    if any(name.startswith("cuda") for name in found.devices):
+        return found.model_copy(update={"idle": None, "note": LAUNCHES})
+    return found
+
+
+def _utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utilisation:
     step_s = timeline.duration_s
     names = tuple(dict.fromkeys(devices[: timeline.ranks]))
     busy_s = {n: sum(timeline.busy_s(r) for r in range(timeline.ranks) if devices[r] == n) for n in names}

@@ -10,7 +10,7 @@ from outsize.ir.timeline import Span, Timeline
 from outsize.ir.utilisation import Utilisation
 from outsize.planner.replay import Replay, numbered
 from outsize.planner.simulate import StageCost, bound_s
-from outsize.planner.utilisation import _Why, utilisation
+from outsize.planner.utilisation import LAUNCHES, _Why, utilisation
 
 EVEN = (1.0, 1.0, 1.0, 1.0)
 
@@ -156,6 +156,12 @@ def test_modules_wait_for_each_other() -> None:
     assert found.idle is not None
     assert "runs by modules" in found.idle.sentence
     assert found.idle.next_step("outsize run M") == "outsize explain W210"
+
+
+def test_launches_on_a_gpu_are_not_called_idle() -> None:
+    found = utilisation(ran("naive", EVEN, 2), planned("naive", 4, 2, 8), [f"cuda:{r}" for r in range(4)])
+    assert found.idle is None
+    assert ("note", LAUNCHES) in found.facts()
 
 
 def test_groups_of_microbatches_count_on() -> None:
