@@ -8,21 +8,23 @@ import pytest
 import torch
 from parity_runs import Combination, at_random, captured, interleaved, reference, split_run
 
+from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import make_cluster, parse_cluster
 from outsize.ir.names import compress_units
 from outsize.ir.plan import Plan, ScheduleName, Stage
+from outsize.planner.price import price
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request, search
 from outsize.train.parity import compare
 
 
-def some_again(plan: Plan, name: str, draw: random.Random) -> Plan:
-    """In each stage about half of the units."""
+def some_again(plan: Plan, name: str, draw: random.Random, share: float = 0.6) -> Plan:
+    """In each stage about this share of the units."""
     graph = captured(name, plan.microbatches).graph
     names, bounds, stages = [u.name for u in graph.units], plan.bounds(graph), []
     for number, stage in enumerate(plan.stages):
         units = range(bounds[number], bounds[number + 1])
-        chosen = [u for u in units if draw.random() < 0.6] or [units[0]]
+        chosen = [u for u in units if draw.random() < share] or [units[0]]
         again = {"recompute": "selective", "recomputed": compress_units(names, chosen)}
         stages.append(stage.model_copy(update=again))
     return plan.model_copy(update={"stages": tuple(stages)})
@@ -40,6 +42,13 @@ CASES: list[tuple[str, int, ScheduleName]] = [
 def test_any_units_recomputed_change_no_bit(name: str, stages: int, how: ScheduleName) -> None:
     wanted = Combination(name, 3, stages, how)
     plan = some_again(at_random(wanted, seed=1), name, random.Random(f"{wanted.name} units"))
+    found = compare(reference(name, 3, True), split_run(name, plan, dropout=True))
+    assert found.bit_equal, found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "unet", "mlp"])
+def test_block_by_block_changes_no_bit(name: str) -> None:
+    plan = some_again(at_random(Combination(name, 3, 2, "1f1b"), seed=1), name, random.Random(1), share=1.0)
     found = compare(reference(name, 3, True), split_run(name, plan, dropout=True))
     assert found.bit_equal, found
 
@@ -64,6 +73,23 @@ def test_what_the_planner_chooses_runs() -> None:
     ]
     plan = search(ask, models, make_cluster("2xcpu", "cpu", 1, 2, round(1.01 * sum(peaks) / 2)))
     assert "selective" in {plan.recompute_of(stage) for stage in range(2)}
+    found = compare(reference("gpt2", 3, True), split_run("gpt2", plan, dropout=True))
+    assert found.bit_equal, found
+
+
+def test_block_by_block_where_no_stage_fits_as_a_whole() -> None:
+    """Half of what a stage holds that is recomputed at once, beside what is there in any case."""
+    graph, devices = captured("gpt2", 3, True).graph, parse_cluster("2xcpu").devices
+    models = {3: (graph, roofline(graph, devices[0]))}
+    ask = Request(batch_size=12, microbatches=3, schedule="1f1b", optimizer="sgd")
+    whole = search(ask.model_copy(update={"recompute": "full"}), models, parse_cluster("2xcpu"))
+    cluster = make_cluster("2xcpu", "cpu", 1, 2, round(0.9 * peak_bytes(whole)))
+    with pytest.raises(NoFeasiblePlan):
+        search(ask.model_copy(update={"recompute": "full"}), models, cluster)
+    plan = search(ask, models, cluster)
+    assert all(plan.recompute_of(stage) == "selective" for stage in range(2))
+    priced = price(plan, *models[3], cluster)
+    assert peak_bytes(priced) == peak_bytes(plan)
     found = compare(reference("gpt2", 3, True), split_run("gpt2", plan, dropout=True))
     assert found.bit_equal, found
 

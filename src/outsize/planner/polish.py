@@ -37,12 +37,22 @@ def polish(start: Estimate) -> Estimate:
 
 
 def _plain(best: Estimate) -> Estimate:
-    """Each stage in its first way, where that fits and takes no longer."""
+    """Each stage in its first way, or in a later one that holds less, where that fits and takes no longer."""
     for stage in (stage for stage, way in enumerate(best.ways) if way):
         plain = _at(best, best.bounds, (*best.ways[:stage], 0, *best.ways[stage + 1 :]))
         if plain.step_s <= best.step_s and plain.fits:
             best = plain
+        else:
+            best = min((best, *_leaner(best, stage)), key=lambda each: each.memories[stage].peak_bytes)
     return best
+
+
+def _leaner(best: Estimate, stage: int) -> Iterator[Estimate]:
+    """The stage in its later ways, where the step is no longer."""
+    for way in range(best.ways[stage] + 1, len(best.pipeline.ways[stage])):
+        other = _at(best, best.bounds, (*best.ways[:stage], way, *best.ways[stage + 1 :]))
+        if other.step_s <= best.step_s and other.fits:
+            yield other
 
 
 Place = tuple[tuple[int, ...], tuple[int, ...]]

@@ -10,7 +10,7 @@ from itertools import pairwise
 from outsize.errors import BadPlan, UnknownDevice
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Plan
+from outsize.ir.plan import Plan, Recompute
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.estimate import Estimate, check_enough, expected, play, reasons
@@ -58,11 +58,16 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     layout, bounds = Layout.of_plan(plan), plan.bounds(graph)
     menu = Menu({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
     places = tuple(_rank_of(stage.device, cluster) // layout.group for stage in plan.stages)
-    found = menu.pipeline(layout, ("none", "full"), places)
+    chosen = _chosen(plan, graph)
+    by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
+    offered: tuple[Recompute, ...] = ("none", "full", "selective") if by_blocks else ("none", "full")
+    found = menu.pipeline(layout, offered, places)
     if found is None:
         raise _no_groups(plan, cluster)
-    ways = [int(plan.recompute_of(stage) == "full") for stage in range(len(plan.stages))]
-    return recomputing(found, bounds, ways, _chosen(plan, graph), menu, plan.optimizer)
+    hows = (plan.recompute_of(stage) for stage in range(len(plan.stages)))
+    ways = [offered.index(how) if how != "selective" or s in by_blocks else 0 for s, how in enumerate(hows)]
+    some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
+    return recomputing(found, bounds, ways, some, menu, plan.optimizer)
 
 
 def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from outsize.ir.plan import Alternative, ScheduleName, weights_text
+from outsize.ir.plan import Alternative, Recompute, ScheduleName, weights_text
 from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.planner.estimate import Estimate
 from outsize.planner.layout import Layout
@@ -55,13 +55,14 @@ def shown(rivals: Sequence[Estimate]) -> list[Estimate]:
 def alternative(batch_size: int, rival: Estimate) -> Alternative:
     """What a plan says of one of them."""
     layout = rival.layout
+    again: list[Recompute] = [case.recompute for case in rival.cases if case.recompute != "none"]
     return Alternative(
         schedule=layout.schedule,
         microbatches=layout.microbatches,
         axes=layout.axes,
         chunks=layout.chunks,
         weights=layout.weights,
-        recompute="full" if any(case.recompute == "full" for case in rival.cases) else "none",
+        recompute=again[0] if again else "none",
         step_s=rival.step_s,
         samples_per_s=batch_size / rival.step_s if rival.step_s else 0.0,
         peak_bytes=rival.peak_bytes,

@@ -69,13 +69,14 @@ def selective_reasons(found: Estimate, chosen: Mapping[int, Units], bounds: Sequ
     forward_s = {stage: found.costs[stage].forward_s for stage in chosen}
     units = {stage: bounds[stage + 1] - bounds[stage] for stage in chosen}
     if len(chosen) > MANY:
-        count = f"{sum(map(len, chosen.values()))} of {sum(units.values())} units"
+        count = f"{sum(map(len, chosen.values()))} of {sum(units.values())} units, block by block,"
         share = f"{seconds_text(sum(again_s.values()))} of {seconds_text(sum(forward_s.values()))}"
         yield f"{stages_text(sorted(chosen))} recompute {count} to save memory: {share} of forwards twice"
         return
     for stage, which in chosen.items():
         share = f"{seconds_text(again_s[stage])} of its forward's {seconds_text(forward_s[stage])}"
-        yield f"stage {stage} recomputes {len(which)} of {units[stage]} units to save memory: {share} twice"
+        how = f"{len(which)} of {units[stage]} units" if len(which) < units[stage] else "all, block by block,"
+        yield f"stage {stage} recomputes {how} to save memory: {share} twice"
 
 
 def by_blocks(found: Estimate, bounds: Sequence[int]) -> dict[int, Units]:

@@ -63,14 +63,16 @@ def recompute_varies(plan: Plan) -> bool:
 
 
 def recompute_text(plan: Plan, stage: int) -> str:
-    """`none`, `all`, or `5 of 12 units`; `some units` where nobody counted."""
+    """`none`, `all`, `5 of 12 units`, or `block by block` if those are all; uncounted, `some units`."""
     how = plan.recompute_of(stage)
     if how != "selective":
         return {"none": "none", "full": "all"}[how]
     figures = plan.expected.stages[stage] if plan.expected is not None else None
-    return (
-        f"{figures.recomputed} of {figures.units} units" if figures and figures.recomputed else "some units"
-    )
+    if not figures or not figures.recomputed:
+        return "some units"
+    if figures.recomputed == figures.units:
+        return "block by block"
+    return f"{figures.recomputed} of {figures.units} units"
 
 
 def recomputed_texts(plan: Plan) -> list[str]:

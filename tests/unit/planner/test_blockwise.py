@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_graphs import profile_of
+from planner_graphs import chain, profile_of
 from test_anew import told
 from test_walk import kept
 
+from outsize.errors import NoFeasiblePlan
+from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph, Unit
+from outsize.ir.plan import Axes, Recompute
+from outsize.ir.segments import blocks
 from outsize.planner.anew import StageBytes
 from outsize.planner.blockwise import block_ranges
+from outsize.planner.estimate import estimate
+from outsize.planner.layout import Layout
+from outsize.planner.menu import Menu
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.ranges import Ranges, owned_gradients
+from outsize.planner.search import Request, search
 from outsize.planner.walk import UnitBytes
 
 
@@ -51,3 +59,35 @@ def test_every_run_holds_what_its_segments_do(
             held.backward,
             held.first_backward,
         )
+
+
+WAYS: tuple[Recompute, ...] = ("none", "full", "selective")
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(st.lists(st.integers(20, 200), min_size=4, max_size=6), st.integers(400, 1600))
+def test_the_search_finds_what_fits_in_any_way(saved: list[int], memory_bytes: int) -> None:
+    """Blocks of two units; the best of all cuts and ways under 1f1b, or nothing where nothing fits."""
+    graph, profile = chain([1.0] * len(saved), weight_bytes=40)
+    pairs = zip(graph.units, saved, strict=True)
+    units = [in_blocks(u, 2 * (u.index // 2) + 1).model_copy(update={"saved_bytes": s}) for u, s in pairs]
+    graph = graph.model_copy(update={"units": tuple(units)})
+    profile = profile_of(graph, [1.0] * len(saved))
+    assert "" not in blocks([u.name for u in graph.units])[: len(saved) // 2 * 2]
+    cluster = make_cluster("2xcpu", "cpu", 1, 2, memory_bytes)
+    pipeline = Menu({3: (graph, profile)}, cluster, "adamw").pipeline(
+        Layout(Axes(pp=2), 2, "1f1b", 3, 3), WAYS
+    )
+    assert pipeline is not None
+    cuts = [(0, cut, len(saved)) for cut in range(1, len(saved))]
+    tried = (estimate(pipeline, bounds, ways) for bounds, ways in product(cuts, product(range(3), repeat=2)))
+    best = min((each.step_s for each in tried if each.fits), default=float("inf"))
+    try:
+        found = search(Request(batch_size=3, schedule="1f1b"), {3: (graph, profile)}, cluster)
+    except NoFeasiblePlan:
+        assert best == float("inf")
+        return
+    assert found.expected is not None
+    some = any(0 < s.recomputed < s.units for s in found.expected.stages)
+    assert found.expected.step_s <= best * 1.01
+    assert some or found.expected.step_s >= best * (1 - 1e-9)
