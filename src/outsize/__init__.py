@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outsize.ir.schedule import Schedule
     from outsize.ir.timeline import Timeline
     from outsize.ir.verdict import Verdict
+    from outsize.train.batch import microbatch
     from outsize.train.engine import Engine
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ _HOME = {
     "estimate": "outsize.api",
     "fit": "outsize.api",
     "measure": "outsize.api",
+    "microbatch": "outsize.train.batch",
     "parallelize": "outsize.api",
     "plan": "outsize.api",
     "tune": "outsize.api",
@@ -68,6 +70,7 @@ __all__ = [
     "estimate",
     "fit",
     "measure",
+    "microbatch",
     "parallelize",
     "plan",
     "tune",

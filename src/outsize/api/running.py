@@ -32,6 +32,7 @@ from outsize.train.engine import Engine, MakeOptimizer
 from outsize.train.launch import World, join
 from outsize.train.parallel import agreed, make_engine
 from outsize.train.subject import Subject, as_batch
+from outsize.train.variant import KEPT
 from outsize.train.verify import Question, verify
 
 
@@ -50,12 +51,15 @@ def parallelize(
     batch_dims: Asked | None = None,
     scaler: GradScaler | None = None,
     devices: Sequence[str | torch.device] | None = None,
+    captures: int = KEPT,
     **wishes: Any,
 ) -> Engine:
     """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
 
     `devices=["cuda:0", "cuda:1"]`: here, in one process, a rank on each of them (or all on one, named as
     often). A plan that was made for such devices needs no `devices`. Batches may be anywhere.
+
+    Each shape of a microbatch is captured when first met; the `captures` used last are kept.
 
     Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
     freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
@@ -90,6 +94,7 @@ def parallelize(
         batch_dims=batch_dims,
         scaler=scaler,
         explain=utilisation,
+        captures=captures,
         places=places_for(plan, named) if world.group is None else None,
     )
     example = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims).batch

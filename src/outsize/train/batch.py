@@ -187,6 +187,26 @@ def _insist_on_splittable(leaf: Any) -> None:
         )
 
 
+def microbatch(*args: Any, target: Any = None, **kwargs: Any) -> Batch:
+    """One microbatch for `engine.step([...])`: what the model and the loss function are called with."""
+    return Batch(args, kwargs, as_target(target))
+
+
+def microbatches_in(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch] | None:
+    """The list of microbatches that is the only argument, or None. Raises BadOption for more beside it."""
+    if not args or not isinstance(args[0], list | tuple) or not any(isinstance(x, Batch) for x in args[0]):
+        return None
+    others = [x for x in args[0] if not isinstance(x, Batch)]
+    beside = len(args) - 1 + len(kwargs) + (target is not None)
+    if others or beside:
+        raise BadOption(
+            "a list of microbatches is the only argument, and holds nothing else",
+            numbers=f"{len(others)} other items in it, {beside} arguments beside it",
+            next_step="engine.step([outsize.microbatch(x, target=y), ...])",
+        )
+    return list(args[0])
+
+
 def as_target(target: Any) -> tuple[Any, ...]:
     """`target=` of `step`: nothing, one value, or a tuple of values for the loss function."""
     if target is None:

@@ -29,7 +29,7 @@ from outsize.program.tree import map_leaves
 from outsize.run.placed import home_of
 from outsize.run.rng import borrowed_generators
 from outsize.run.weight_files import WeightFiles
-from outsize.train.batch import Batch, as_target
+from outsize.train.batch import Batch, as_target, microbatches_in
 from outsize.train.batch_dims import Asked, BatchDims, acceptance
 from outsize.train.by_modules import ByModules
 from outsize.train.crew import Crew
@@ -73,6 +73,8 @@ class Engine:
         explain: Explain | None = None,
         captures: int = KEPT,
     ) -> None:
+        if captures < 1:
+            raise BadOption(f"captures={captures} keeps nothing", next_step=f"captures={KEPT}, the default")
         self.model, self.plan, self.crew = model, plan, crew
         self._explain = explain
         self.clip_norm, self.seed = clip_norm, seed
@@ -95,7 +97,7 @@ class Engine:
     def prepare(self, batch: Batch) -> None:
         """Capture, cut, free what other ranks own and build the optimizer, on an example batch."""
         with borrowed_generators():
-            self._way.prepare(self._parts(batch))
+            self._way.prepare(self._split(batch))
         self._equip()
 
     def step(
@@ -105,7 +107,9 @@ class Engine:
         in the backward (1/k for a mean over k accumulated steps).
 
         A batch that does not divide has microbatches that differ by one sample; a short one has fewer of
-        them. Raises BadOption (nothing would be trained), and whatever the model raises.
+        them. `step([outsize.microbatch(x1, target=y1), ...])` takes microbatches as they are, each of its own
+        shape, and any number of them; each weighs by its samples, or its tokens where the loss counts those.
+        Raises BadOption (nothing would be trained), and whatever the model raises.
         """
         if not torch.is_grad_enabled():
             raise BadOption(
@@ -114,7 +118,7 @@ class Engine:
             )
         scale = loss_scale if self._scaling is None else loss_scale * self._scaling.scale()
         with borrowed_generators():
-            loss = self._way.train(self._parts(Batch(args, kwargs, as_target(target))), scale, self.steps)
+            loss = self._way.train(self._parts(args, kwargs, target), scale, self.steps)
         self._equip()
         self.steps += 1
         with outside_autocast():
@@ -122,11 +126,12 @@ class Engine:
         return StepResult(loss, norm)
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
-        """Forward in eval mode, at any batch size; gradients, buffers and generators stay as they are."""
-        batch = Batch(args, kwargs, as_target(target))
+        """Forward in eval mode, at any batch size, or of microbatches as in `step`; gradients, buffers and
+        generators stay as they are.
+        """
         # Not in the caller's inference mode, if any: a program that is kept must run outside of it, too.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
-            found = self._way.evaluate(self._parts(batch), self.steps)
+            found = self._way.evaluate(self._parts(args, kwargs, target), self.steps)
         self._equip()
         return found
 
@@ -227,7 +232,14 @@ class Engine:
         shared = self.crew.world_size == 1 and names[0].startswith("cpu")
         return ["cpu"] * ranks if shared else names
 
-    def _parts(self, batch: Batch) -> list[Batch]:
+    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch]:
+        """Microbatches as they were given, or the plan's."""
+        given = microbatches_in(args, kwargs, target)
+        if given is not None:
+            return [self._dims.of(part) for part in given if part.size]
+        return self._split(Batch(args, kwargs, as_target(target)))
+
+    def _split(self, batch: Batch) -> list[Batch]:
         """The plan's microbatches; of a short batch as many as keep their size."""
         found = self._dims.of(batch)
         return found.split(self.plan.microbatches_of(found.size))
