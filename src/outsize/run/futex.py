@@ -47,5 +47,5 @@ class Futex:
         self._call(_FUTEX, self._address, _WAKE, 1 << 20, None, None, 0)
 
     def give_way(self) -> None:
-        """Let others run before the next look, if any want to: unlike os.sched_yield, Python threads as well."""
+        """Let others run before the next look: unlike os.sched_yield, Python threads as well."""
         self._yield()
