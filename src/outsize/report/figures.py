@@ -106,7 +106,7 @@ def memory_svg(key: str, plan: Plan, expected: Expected) -> str:
         top, figures = number * row, holding.figures
         svg.add("text", holding.name, x="0", y=top + LABEL - 6, class_="label strong")
         text = _memory_text("", figures)
-        over = " over" if 0 < figures.device_bytes < figures.peak_bytes else ""
+        over = " over" if 0 < figures.device_bytes < sure_bytes(figures) else ""
         svg.add("text", text, x="100%", y=top + LABEL - 6, class_=f"label halo{over}", text_anchor="end")
         _draw_stack(svg, holding.device, figures, top + LABEL, end)
     return svg.text()
@@ -119,18 +119,29 @@ def limit_drawn(plan: Plan, expected: Expected) -> bool:
 
 
 def _extremes(plan: Plan, expected: Expected) -> tuple[int, int]:
-    """The highest peak and the largest memory of a device."""
+    """The highest P95 and the largest memory of a device."""
     held = holdings(plan, expected)
-    fullest = max((h.figures.peak_bytes for h in held), default=0)
+    fullest = max((sure_bytes(h.figures) for h in held), default=0)
     return fullest, max((h.figures.device_bytes for h in held), default=0)
 
 
+def sure_bytes(figures: StageFigures) -> int:
+    """What has to fit: P95, or the peak where nobody said more."""
+    return figures.p95_bytes or figures.peak_bytes
+
+
+def sure_text(figures: StageFigures) -> str:
+    """`P95 79.0 GiB of 79.1 GiB (100 %)`, as much of it as is known."""
+    text = f"P95 {bytes_text(figures.p95_bytes)}" if figures.p95_bytes else ""
+    if figures.device_bytes:
+        share = percent_text(sure_bytes(figures) / figures.device_bytes)
+        text += f" of {bytes_text(figures.device_bytes)} ({share})"
+    return text.strip()
+
+
 def _memory_text(device: str, figures: StageFigures) -> str:
-    text = f"{device} {bytes_text(figures.peak_bytes)}".strip()
-    if not figures.device_bytes:
-        return text
-    share = percent_text(figures.peak_bytes / figures.device_bytes)
-    return f"{text} of {bytes_text(figures.device_bytes)} ({share})"
+    joint = ", " if figures.p95_bytes else " "
+    return f"{device} {bytes_text(figures.peak_bytes)}{joint}{sure_text(figures)}".strip(" ,")
 
 
 def _draw_stack(svg: Svg, device: str, figures: StageFigures, top: float, end: float) -> None:
@@ -141,6 +152,10 @@ def _draw_stack(svg: Svg, device: str, figures: StageFigures, top: float, end: f
             "rect", tip=f"{device} {cause}: {bytes_text(number)}", fill=CAUSES[cause], class_="cell", **where
         )
         left += number
+    if figures.p95_bytes > left:
+        where = {"x": percent(left / end), "width": percent((figures.p95_bytes - left) / end)}
+        tip = f"{device} P95: {bytes_text(figures.p95_bytes)}"
+        svg.add("rect", tip=tip, y=top, height=BAR, class_="cell margin", **where)
     if 0 < figures.device_bytes <= end:
         x = percent(figures.device_bytes / end)
         tip = f"{device} has {bytes_text(figures.device_bytes)}"

@@ -20,7 +20,15 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
 from outsize.report import pieces
 from outsize.report.choices import curve_svg
-from outsize.report.figures import limit_drawn, loss_svg, memory_svg, several_stages, timeline_svg
+from outsize.report.figures import (
+    limit_drawn,
+    loss_svg,
+    memory_svg,
+    several_stages,
+    sure_bytes,
+    sure_text,
+    timeline_svg,
+)
 from outsize.report.network import network_svg
 from outsize.report.palette import BACKWARD, CAUSES, FORWARD, WEIGHT
 from outsize.report.placement import device_text, holdings, lanes, recompute_text, recompute_varies
@@ -108,6 +116,7 @@ def render(
         "alternatives": _alternatives(plan),
         "causes": list(CAUSES.items()),
         "memory": memory_svg("memory", plan, plan.expected) if plan.expected else "",
+        "margins": "; ".join(plan.expected.margins) if plan.expected is not None else "",
         "limit_drawn": plan.expected is not None and limit_drawn(plan, plan.expected),
         "timelines": _timelines(plan, found),
         "several": any(map(several_stages, found)),
@@ -175,8 +184,8 @@ def _tiles(
     tiles = _step_tiles(plan, predicted, measured)
     if plan.expected is not None and plan.expected.stages:
         figures = [h.figures for h in holdings(plan, plan.expected)]
-        fullest = max(figures, key=lambda f: f.peak_bytes / (f.device_bytes or 1))
-        note = f"of {bytes_text(fullest.device_bytes)}, predicted" if fullest.device_bytes else "predicted"
+        fullest = max(figures, key=lambda f: sure_bytes(f) / (f.device_bytes or 1))
+        note = f"{sure_text(fullest)}, predicted".removeprefix(", ")
         tiles.append(Tile("fullest device", bytes_text(fullest.peak_bytes), note))
     if losses:
         tiles.append(Tile("loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f} in {len(losses)} steps"))
@@ -245,6 +254,7 @@ def _devices(plan: Plan) -> list[dict[str, Any]]:
             "name": h.name,
             "memory": [bytes_text(size) for _, size in causes(h.figures)],
             "peak": bytes_text(h.figures.peak_bytes),
+            "p95": bytes_text(h.figures.p95_bytes) if h.figures.p95_bytes else "",
             "limit": bytes_text(h.figures.device_bytes) if h.figures.device_bytes else "unknown",
         }
         for h in held

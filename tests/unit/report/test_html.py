@@ -132,6 +132,23 @@ def test_a_device_over_its_limit_stands_out(tmp_path: Path) -> None:
     assert over == ["246.7 MiB of 200.0 MiB (123 %)"]
 
 
+def test_p95_is_what_has_to_fit(tmp_path: Path) -> None:
+    """The peak of stage 1 is within its device, what the account cannot know goes beyond."""
+    dump = samples.plan().model_dump()
+    dump["expected"]["stages"][1].update({"device_bytes": 250 * samples.MIB, "p95_bytes": 275 * samples.MIB})
+    dump["expected"]["margins"] = ("P95 adds a tenth",)
+    page = page_of(tmp_path, plan=Plan.model_validate(dump))
+    figure = figures_of(page)[0]
+    over = [text.text for text in figure.iter("text") if "over" in (text.get("class") or "").split()]
+    assert over == ["246.7 MiB, P95 275.0 MiB of 250.0 MiB (110 %)"]
+    (margin,) = (r for r in figure.iter("rect") if "margin" in (r.get("class") or "").split())
+    left, width = (float((margin.get(name) or "").removesuffix("%")) for name in ("x", "width"))
+    assert (left + width) / left == pytest.approx(275.0 / 246.7, rel=1e-3)
+    assert "P95 275.0 MiB of 250.0 MiB (110 %), predicted" in page
+    assert "P95 adds a tenth" in page
+    assert "P95" not in page_of(tmp_path, plan=samples.plan())
+
+
 @pytest.mark.parametrize("scheme", [0, 1])
 @pytest.mark.parametrize(
     ("ink", "paper"),
