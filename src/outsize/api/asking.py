@@ -14,10 +14,12 @@ from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile, ProfileSet
+from outsize.ir.schedule import Schedule
 from outsize.planner.estimate import check_enough
 from outsize.planner.fit import Ask
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request
+from outsize.schedules.planned import read, written
 from outsize.train.measuring import how_on, measure_captured
 from outsize.train.subject import Subject
 
@@ -61,6 +63,8 @@ def request_of(**fields: Any) -> Request:
     """A request for the search; BadOption for a value that makes no sense."""
     if fields.get("bn") == "sync":
         fields["microbatches"] = _the_whole_batch(fields.get("microbatches"))
+    if isinstance(fields.get("schedule"), Schedule):
+        fields |= _as_scheduled(fields, fields["schedule"])
     return checked(Request, **fields)
 
 
@@ -76,6 +80,20 @@ def checked(kind: type[Wishes], **fields: Any) -> Wishes:
             numbers=problem["msg"],
             next_step=f"another {name}, or none",
         ) from None
+
+
+def _as_scheduled(fields: dict[str, Any], schedule: Schedule) -> dict[str, Any]:
+    """What a schedule of somebody's own says: ranks and microbatches, and the actions."""
+    schedule = read(written(schedule))
+    says = {"stages": schedule.ranks, "microbatches": schedule.microbatches}
+    for name, value in says.items():
+        if fields.get(name) not in (None, value):
+            raise BadOption(
+                f"{name}={fields[name]} beside a schedule with {value}",
+                numbers=f"{schedule.ranks} rows with {schedule.microbatches} microbatches",
+                next_step=f"leave {name} away",
+            )
+    return {**says, "schedule": "custom", "actions": written(schedule)}
 
 
 def _the_whole_batch(microbatches: int | None) -> int:

@@ -18,6 +18,7 @@ from outsize.ir.fit import Fit
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import BatchNormMode, Plan, Precision, Recompute, ScheduleName
 from outsize.ir.profile import Profile, ProfileSet
+from outsize.ir.schedule import Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner import fit as fitting
 from outsize.planner import outlook as outlooking
@@ -86,7 +87,7 @@ def plan(
     batch_size: int | None = None,
     microbatches: int | None = None,
     stages: int | None = None,
-    schedule: ScheduleName | None = None,
+    schedule: ScheduleName | Schedule | None = None,
     optimizer: str = "adamw",
     precision: Precision = "fp32",
     recompute: Recompute | None = None,
@@ -100,7 +101,8 @@ def plan(
 ) -> Plan:
     """The fastest split that fits the cluster, by predicted step time.
 
-    `batch_size` is the global batch (default: the example's); what is not given is searched. `measured`
+    `batch_size` is the global batch (default: the example's); what is not given is searched. `schedule` may
+    be one of your own (`outsize.Schedule.from_csv(text)`), which says stages and microbatches. `measured`
     times the units on this machine instead of estimating them, or is what `measure` found; then only the
     microbatch sizes that it covers are looked at. `precision` is that of training ("mixed": autocast);
     weights are left as they are, so a model that is bf16 by itself needs none. `recompute="full"` trades
@@ -109,7 +111,7 @@ def plan(
     has one says so (`Plan.beyond`). `batch_dims` maps an argument's name or position, or "target", to the
     dim along which its samples lie (None: it holds none); what is not given follows from the shapes, and
     where these leave it open from a trial with one sample more.
-    Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice.
+    Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     question = ask(

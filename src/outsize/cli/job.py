@@ -24,7 +24,10 @@ from outsize.ir.utilisation import Idle, Utilisation
 
 @final
 class Job(Record):
-    """Train MODEL for some AdamW steps on one random batch; what is None is planned for."""
+    """Train MODEL for some AdamW steps on one random batch; what is None is planned for.
+
+    `actions` are the rows of a schedule of the user's own.
+    """
 
     model: str
     input: str | None
@@ -37,6 +40,7 @@ class Job(Record):
     stages: int | None = None
     microbatches: int | None = None
     schedule: ScheduleName | None = None
+    actions: tuple[str, ...] = ()
     measure: bool = False
     watch_memory: bool = False
     as_json: bool = False

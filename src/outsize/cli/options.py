@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, final
 
 import typer
 
@@ -13,6 +13,7 @@ from outsize.errors import BadOption
 
 if TYPE_CHECKING:
     from outsize.ir.plan import ScheduleName
+    from outsize.ir.schedule import Schedule as Rows
 
 # The samples of a batch when neither --batch nor a plan says.
 BATCH: Final = 8
@@ -115,6 +116,14 @@ Stages = Annotated[
 Schedule = Annotated[
     ScheduleOption | None, typer.Option("--schedule", help="Order of forwards and backwards.")
 ]
+AnySchedule = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar=f"[{'|'.join(ScheduleOption)}|FILE.csv]",
+        help="Order of forwards and backwards; a file has one rank a line, 0F0,0F1,0B0,0B1.",
+    ),
+]
 Recompute = Annotated[
     RecomputeOption | None,
     typer.Option(
@@ -160,6 +169,34 @@ Json = Annotated[
 def schedule_name(schedule: ScheduleOption | None) -> ScheduleName | None:
     """The option as a plan spells it."""
     return schedule.value if schedule is not None else None
+
+
+def any_schedule(text: str | None) -> ScheduleName | Rows | None:
+    """A schedule by its name, or the rows of the file of this name. Raises BadOption, InvalidSchedule."""
+    from outsize.schedules.planned import read
+
+    if text is None or text in set(ScheduleOption):
+        return cast("ScheduleName | None", text)
+    try:
+        lines = Path(text).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise BadOption(
+            f"--schedule {text!r} is neither a schedule nor a file that can be read",
+            numbers=f"schedules: {', '.join(ScheduleOption)}; {error}",
+            next_step="--schedule auto, or a file with a line like 0F0,0F1,0B0,0B1 for each rank",
+        ) from None
+    found: Rows = read(tuple(line for line in lines if line.strip()))
+    return found
+
+
+def ordered(schedule: str | None, stages: int | None, microbatches: int | None) -> dict[str, Any]:
+    """The fields of a Job that say how it runs; a file has the last word on stages and microbatches."""
+    from outsize.schedules.planned import written
+
+    order = any_schedule(schedule)
+    if order is None or isinstance(order, str):
+        return {"stages": stages, "microbatches": microbatches, "schedule": order}
+    return {"stages": stages or order.ranks, "microbatches": microbatches, "actions": written(order)}
 
 
 def refuse_beside(plan: object | None, source: str, **wishes: object | None) -> None:

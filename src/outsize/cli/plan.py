@@ -56,7 +56,7 @@ def plan(
     cluster: options.Cluster = "local",
     microbatches: options.Microbatches = None,
     stages: options.Stages = None,
-    schedule: options.Schedule = None,
+    schedule: options.AnySchedule = None,
     optimizer: options.Optimizer = "adamw",
     precision: options.Precision = options.PrecisionOption.fp32,
     recompute: options.Recompute = None,
@@ -74,7 +74,8 @@ def plan(
 ) -> None:
     """Split MODEL over the devices: stages, memory, busy time, bubble, and why."""
     screen, edited = Screen(json), load_plan(check)
-    asked = {"stages": stages, "microbatches": microbatches, "schedule": schedule}
+    order = options.any_schedule(schedule)
+    asked = {"stages": stages, "microbatches": microbatches, "schedule": order}
     asked |= {"recompute": recompute, "bn": bn, "what_if": what_if or None}
     options.refuse_beside(edited, "--check", **asked)
     measured = load_profile(profile) or measure

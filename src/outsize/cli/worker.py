@@ -29,6 +29,7 @@ from outsize.ir.base import Record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
+from outsize.schedules.planned import read
 from outsize.train.engine import Engine
 from outsize.train.launch import World, join, leave
 from outsize.train.memory_watch import MemoryWatch, with_memory
@@ -124,7 +125,7 @@ def _make_plan(world: World, job: Job, subject: Subject, screen: Screen) -> Plan
             batch_size=job.batch,
             microbatches=job.microbatches,
             stages=stages,
-            schedule=job.schedule,
+            schedule=read(job.actions) if job.actions else job.schedule,
             measured=job.measure,
             progress=progress,
         )

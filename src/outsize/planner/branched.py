@@ -127,6 +127,18 @@ class _Found:
         )
 
 
+def even_runs(seconds: Sequence[float], runs: int) -> list[int]:
+    """The run of each unit: about the same work in each, and at least one unit."""
+    total, done, found = sum(seconds), 0.0, list[int]()
+    for unit, each in enumerate(seconds):
+        wanted = int((done + each / 2) / total * runs) if total else 0
+        last = found[-1] if found else -1
+        left = len(seconds) - unit  # units for the runs that have none yet
+        found.append(max(min(wanted, last + 1, runs - 1), last, 0, runs - left))
+        done += each
+    return found
+
+
 def _path_s(graph: ModelGraph, seconds: NDArray[np.float64]) -> float:
     """Seconds of the longest way through the model, there and back."""
     begins, ends = np.zeros_like(seconds), np.zeros_like(seconds)
@@ -187,7 +199,7 @@ class _Composer:
         plan, p = self._plan, self._p
         if self._count == plan.microbatches:
             yield tuple(plan.ranks[stage] for stage in plan.owners(self._graph))
-        yield self._runs(tuple(range(p)))
+        yield self._runs(range(p))
         found = branches(self._graph, self._seconds, p)
         if found is not None:
             of = {unit: stage for stage, units in enumerate(found.stages) for unit in units}
@@ -197,10 +209,7 @@ class _Composer:
             yield from (self._runs(placed(name, 2 * p, p)) for name in SEVERAL)
 
     def _runs(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Runs with about the same work."""
-        middle = np.cumsum(self._seconds.total) - self._seconds.total / 2
-        place = np.minimum(middle / self._seconds.total.sum() * len(ranks), len(ranks) - 1)
-        return tuple(ranks[int(run)] for run in place)
+        return tuple(ranks[run] for run in even_runs(self._seconds.total.tolist(), len(ranks)))
 
     def _moved(self, way: Placed) -> Iterator[Placed]:
         """Each stage on each other rank."""

@@ -50,6 +50,7 @@ from outsize.planner.beyond import beyond_reasons, costly
 from outsize.planner.branched import branched
 from outsize.planner.context import context
 from outsize.planner.estimate import Estimate, check_enough, expected, reasons
+from outsize.planner.given import with_schedule
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
 from outsize.planner.layout import Layout, everything, hosted, pipelines
 from outsize.planner.limits import limited_by
@@ -74,7 +75,7 @@ OPTIMAL: Final = 1e-4
 class Request(Record):
     """What is asked for; None leaves the choice to the search (stages: one per device).
 
-    `what_if`: also layouts that nothing runs yet.
+    `what_if`: also layouts that nothing runs yet. `actions` are those of the schedule "custom".
     """
 
     batch_size: Count
@@ -86,6 +87,7 @@ class Request(Record):
     recompute: Recompute | None = None
     bn: BatchNormMode = "micro"
     what_if: bool = False
+    actions: tuple[str, ...] = ()
 
 
 def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster) -> Plan:
@@ -94,6 +96,9 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
     than stages, or when nothing was captured for the microbatches asked for.
     """
+    if request.schedule == "custom":
+        plain = _by_runs(request.model_copy(update={"schedule": "1f1b"}), candidates, cluster)
+        return with_schedule(plain, request.actions, *candidates[plain.microbatches], cluster)
     if request.schedule not in (None, "auto") or request.what_if:
         return _by_runs(request, candidates, cluster)
     plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)

@@ -67,6 +67,34 @@ def check(
     _check_progress(schedule)
 
 
+def check_waits(schedule: Schedule, forward_edges: Edges, backward_edges: Edges) -> None:
+    """A compute-only schedule comes to an end along these edges; raises InvalidSchedule at who waits in vain.
+
+    As `check` does once it is lowered, but in the cells of a file that somebody has written.
+    """
+    check_compute(schedule)
+    needs, ends = defaultdict[Action, set[Action]](set), Ends(schedule)
+    for message in messages(schedule, forward_edges, backward_edges, frozenset()):
+        needs[ends.consumer(message)].add(ends.producer(message))
+    at, done, moving = [0] * schedule.ranks, set[Action](), True
+    while moving:
+        moving = False
+        for rank, row in enumerate(schedule.actions):
+            while at[rank] < len(row) and needs[row[at[rank]]] <= done:
+                done.add(row[at[rank]])
+                at[rank], moving = at[rank] + 1, True
+    stuck = [Cell(r, at[r]) for r, row in enumerate(schedule.actions) if at[r] < len(row)]
+    if stuck:
+        actions = [schedule.actions[cell.rank][cell.column] for cell in stuck]
+        missing = [min(needs[action] - done, key=str) for action in actions]
+        waits = (
+            f"rank {c.rank} waits in {a} for {m}" for c, a, m in zip(stuck, actions, missing, strict=True)
+        )
+        what = f"{actions[0]} waits for {missing[0]}, which never runs"
+        step = f"put {actions[0]} behind what {missing[0]} needs of rank {stuck[0].rank}"
+        raise _fault(schedule, stuck[0], what, ", ".join(waits), step)
+
+
 def _cells(schedule: Schedule) -> dict[Action, Cell]:
     """Where each compute action and transfer is; none may be there twice."""
     cells: dict[Action, Cell] = {}

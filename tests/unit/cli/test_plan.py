@@ -91,3 +91,21 @@ def test_a_model_that_runs_by_modules_is_planned_with_weights(outsize: Outsize) 
     assert json.loads(seen.out)["form"] == "modules"
     without = outsize("plan", "toy:Deciding", "--cluster", "2xcpu", "--json", "--meta")
     assert json.loads(without.out)["expected"] != json.loads(seen.out)["expected"]
+
+
+def test_a_schedule_of_ones_own(outsize: Outsize, tmp_path: Path) -> None:
+    rows = "0F0,0F1,3F0,3B0,3F1,3B1,0B0,0B1\n1F0,1F1,2F0,2B0,1B0,2F1,2B1,1B1\n"
+    (tmp_path / "mine.csv").write_text(rows)
+    made = outsize(
+        "plan", "toy:build", "--cluster", "2xcpu", "--schedule", str(tmp_path / "mine.csv"), "--json"
+    )
+    plan = json.loads(made.out)
+    assert (plan["schedule"], plan["microbatches"], len(plan["stages"])) == ("custom", 2, 4)
+    assert "\n".join((*plan["actions"], "")) == rows
+    (tmp_path / "mine.csv").write_text(rows.replace("2F0,2B0", "2B0,2F0"))
+    answer = outsize("plan", "toy:build", "--cluster", "2xcpu", "--schedule", str(tmp_path / "mine.csv"))
+    assert answer.code != 0
+    assert "2B0 runs before 2F0; rank 1, cell 3 of 8" in answer.err
+    missing = outsize("plan", "toy:build", "--schedule", "1f1c")
+    assert missing.code == 2
+    assert "neither a schedule nor a file" in missing.err
