@@ -131,7 +131,7 @@ CASES: Final = (
         cluster="32x8xh100-80gb+32x8xa100-80gb+32x8xv100-32gb",
         batch_size=4096,
         sizes=(1,),
-        precision="bf16-mixed",
+        precision="fp16-mixed",
         target_s=30.0,
         target_gap=0.02,
     ),

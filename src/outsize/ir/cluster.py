@@ -103,12 +103,16 @@ class Cluster(Record):
         return nodes, first, self._parts()[-1]
 
     def _parts(self) -> tuple[Part, ...]:
-        if self.parts:
-            return self.parts
-        nics = self.nics_per_node
-        per_node = self.devices_per_node
-        return (
-            Part(devices=len(self.devices), devices_per_node=per_node, inner=self.inner, nics_per_node=nics),
+        return self.parts or (self.whole,)
+
+    @property
+    def whole(self) -> Part:
+        """All nodes, if they were alike."""
+        return Part(
+            devices=len(self.devices),
+            devices_per_node=self.devices_per_node,
+            inner=self.inner,
+            nics_per_node=self.nics_per_node,
         )
 
 

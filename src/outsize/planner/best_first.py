@@ -105,6 +105,8 @@ class Hunt:
         return pipeline_s + max(0.0, self._menu.together_s(layout) - share_s)
 
     def _try(self, layout: Layout, floor_s: float) -> None:
+        if self._menu.unequal:  # its orders are not all tried
+            self._floors.append(floor_s)
         most_s = inf if self._few() else self._close_s()
         tables = self._tables(layout, floor_s, most_s)
         if not tables:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.errors import TooFewSamples
-from outsize.ir.cluster import Device
+from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, StageFigures
 from outsize.ir.schedule import Kind, Schedule
@@ -138,7 +138,9 @@ def estimate(
         cases,
         costs,
         _step_s(pipeline, edges, costs),
-        max(_sync_s(pipeline, *of) for of in zip(cases, pairwise(bounds), costs, strict=True)),
+        max(
+            _sync_s(pipeline, *of) for of in zip(cases, pairwise(bounds), costs, pipeline.alike, strict=True)
+        ),
         floor_s,
     )
 
@@ -281,13 +283,13 @@ def _moments(how: How, along: tuple[Along, Along]) -> tuple[tuple[tuple[Alive, .
     return moments_along(how, along) if how[-1] else moments_by_rank(*how[:4])
 
 
-def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost) -> float:
+def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost, alike: Cluster) -> float:
     layout = pipeline.layout
     if case.after_s is not None:
         return float(case.after_s[run])
     if layout.replicas * layout.axes.cp == 1:
         return 0.0
-    return sync_s(int(case.ranges.gradients[run]), cost.backward_s, layout, pipeline.whole)
+    return sync_s(int(case.ranges.gradients[run]), cost.backward_s, layout, alike)
 
 
 def stage_cost(case: Case, first: int, end: int) -> StageCost:

@@ -78,7 +78,7 @@ class Work:
     @classmethod
     def along(cls, made: NDArray[np.int64], seconds: UnitSeconds) -> Self:
         """The same for a graph of which `made_for` is known."""
-        forward, backward = _prefix(seconds.forward), _prefix(seconds.backward)
+        forward, backward = prefix(seconds.forward), prefix(seconds.backward)
         total = forward + backward
         losses = _losses(made, total)
         linked = losses <= BRANCH * total[-1]
@@ -103,7 +103,7 @@ class Work:
 
     def costing(self, seconds: UnitSeconds) -> Self:
         """The same rows around a stage that runs at other costs, such as with recompute."""
-        return replace(self, forward=_prefix(seconds.forward), backward=_prefix(seconds.backward))
+        return replace(self, forward=prefix(seconds.forward), backward=prefix(seconds.backward))
 
     def stage_s(
         self, schedule: ScheduleName, first: Index, end: Index, place: tuple[int, int], microbatches: int
@@ -145,7 +145,7 @@ class Work:
         self, schedule: ScheduleName, stages: int, microbatches: int, room: Room | None
     ) -> Callable[[float], bool]:
         """Limit -> whether so many stages get to the end, none of them above the limit."""
-        if not self._unbroken:
+        if not self.unbroken:
             return partial(self._reaches, schedule, stages, microbatches)
         before = self.before_forward if schedule == "zero-bubble" else self.before
         how = schedule, stages, microbatches
@@ -169,7 +169,7 @@ class Work:
         return _through(self._rows, self.slack_s, schedule, first, end, place, microbatches, max, _either)
 
     @cached_property
-    def _unbroken(self) -> bool:
+    def unbroken(self) -> bool:
         """Whether a stage that takes more units never takes less time: all units are in one row."""
         total = self.forward + self.backward
         return bool(np.allclose(self.behind[1:], total[-1] - total[1:], rtol=0.0, atol=1e-9 * total[-1]))
@@ -248,5 +248,6 @@ def _row_behind(total: Seconds, linked: NDArray[np.bool_]) -> Seconds:
     return np.where(linked, after - total, 0.0)
 
 
-def _prefix(seconds: Seconds) -> Seconds:
+def prefix(seconds: Seconds) -> Seconds:
+    """Sums over the units before each cut, of shape (n + 1,)."""
     return np.concatenate(([0.0], np.cumsum(seconds)))

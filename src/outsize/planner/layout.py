@@ -3,7 +3,9 @@
 A layout says everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x cp x tp devices each,
 v stages on a rank, the schedule, the size and number of microbatches. Rank r of the pipeline is the devices
 [r k, (r + 1) k); within it tp is innermost, then cp, then dp_shard, then dp_replicate, so what talks most is
-nearest.
+nearest. On unequal devices a group is of one kind, for it would be as slow as its slowest member: groups are
+formed within the parts of a cluster, and a part that they do not fill stays idle. p is then at most their
+number: order.py and fleet.py decide which of them work.
 
     runs today    pp alone, all devices, one rank each
     what-if       every factorisation N = pp x dp_replicate x dp_shard x cp x tp, tp within a node, dp_shard
@@ -21,12 +23,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from math import gcd
 from typing import Final, final
 
-from outsize.ir.cluster import Cluster
-from outsize.ir.devices import host_link
+from outsize.ir.cluster import Cluster, Part
+from outsize.ir.devices import Device, host_link
 from outsize.ir.plan import Axes, Plan, ScheduleName, Weights
 from outsize.ir.schedule import ZERO_BUBBLE_V, placed
 from outsize.schedules.builders import SEVERAL
@@ -93,6 +95,10 @@ class Layout:
         """Whether nothing runs it yet."""
         return self.group > 1 or self.weights == "host"
 
+    def on(self, ranks: int) -> Layout:
+        """With so many ranks, a stage each: groups may stay idle."""
+        return replace(self, axes=self.axes.model_copy(update={"pp": ranks}), stages=ranks)
+
     @classmethod
     def of_plan(cls, plan: Plan) -> Layout:
         """What the plan says."""
@@ -123,7 +129,7 @@ def everything(
     """
     given = sorted(captured)
     per_node = gcd(*(part.devices_per_node for part in cluster.parts)) or cluster.devices_per_node
-    for axes, weights in _meshes(len(cluster.devices), per_node, contexts):
+    for axes, weights in _meshes(_sizes(cluster, units), per_node, contexts):
         counts = _counts(given if axes.cp == 1 else given[-1:], axes)
         for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
             yield replace(layout, weights=weights)
@@ -148,20 +154,62 @@ def grouped(cluster: Cluster, group: int) -> Cluster | None:
     """The cluster as a pipeline sees it, a device for each group; None where groups would straddle nodes."""
     if group == 1:
         return cluster
-    sizes = [part.devices_per_node for part in cluster.parts] or [cluster.devices_per_node]
-    counts = [part.devices for part in cluster.parts] or [len(cluster.devices)]
-    straddling = any(size % group and group % size for size in sizes)
-    if straddling or any(count % group for count in counts):
+    parts = cluster.parts or (cluster.whole,)
+    first = [sum(part.devices for part in parts[:place]) for place in range(len(parts))]
+    filled = [_fills(group, cluster.devices[a : a + p.devices], p) for a, p in zip(first, parts, strict=True)]
+    if not (any(filled) if cluster.unequal else all(filled)):
         return None
-    parts = (
-        part.model_copy(update={"devices": part.devices // group, "devices_per_node": max(1, size // group)})
-        for part, size in zip(cluster.parts, sizes, strict=False)
-    )
+    used = [(a, part) for a, part, fills in zip(first, parts, filled, strict=True) if fills]
+    fewer = [
+        part.model_copy(
+            update={
+                "devices": part.devices // group,
+                "devices_per_node": max(1, part.devices_per_node // group),
+            }
+        )
+        for _, part in used
+    ]
     return cluster.model_copy(
         update={
-            "devices": cluster.devices[::group],
-            "devices_per_node": max(1, sizes[0] // group),
-            "parts": tuple(parts),
+            "devices": tuple(d for a, part in used for d in cluster.devices[a : a + part.devices : group]),
+            "devices_per_node": fewer[0].devices_per_node,
+            "inner": fewer[0].inner,
+            "parts": tuple(fewer) if cluster.parts else (),
+        }
+    )
+
+
+def _fills(group: int, devices: Sequence[Device], part: Part) -> bool:
+    """Whether such groups are all of a part, each of one kind, within a node or of whole nodes."""
+    size = part.devices_per_node
+    if (size % group and group % size) or len(devices) % group:
+        return False
+    return all(_alike(devices[first : first + group]) for first in range(0, len(devices), group))
+
+
+def _alike(devices: Iterable[Device]) -> bool:
+    return len({(device.kind, device.memory_bytes) for device in devices}) == 1
+
+
+def of_kind(cluster: Cluster, kind: str, memory_bytes: int) -> Cluster:
+    """The devices of one kind alone, in the nodes and with the links that they have."""
+    ranks = [r for r, d in enumerate(cluster.devices) if (d.kind, d.memory_bytes) == (kind, memory_bytes)]
+    parts: list[Part] = []
+    for _, node in groupby(ranks, cluster.node_of):
+        here = list(node)
+        part = cluster.part_of(here[0]).model_copy(
+            update={"devices": len(here), "devices_per_node": len(here)}
+        )
+        if parts and parts[-1].model_copy(update={"devices": len(here)}) == part:
+            part = part.model_copy(update={"devices": parts.pop().devices + len(here)})
+        parts.append(part)
+    return cluster.model_copy(
+        update={
+            "devices": tuple(cluster.devices[rank] for rank in ranks),
+            "devices_per_node": parts[0].devices_per_node,
+            "inner": parts[0].inner,
+            "nics_per_node": parts[0].nics_per_node,
+            "parts": tuple(parts) if len(parts) > 1 else (),
         }
     )
 
@@ -170,6 +218,8 @@ def _chunks(schedule: ScheduleName, ranks: int, microbatches: int) -> tuple[int,
     """Stages on a rank; several only help when all ranks are busy with the first ones."""
     if schedule not in SEVERAL:
         return (1,)
+    if schedule == ZERO_BUBBLE_V:
+        return (2,) if ranks > 1 else (1,)
     return CHUNKS if 1 < ranks <= microbatches else ()
 
 
@@ -183,11 +233,23 @@ def _counts(given: Iterable[int], axes: Axes) -> list[tuple[int, int]]:
     return [(count // axes.replicas, count) for count in given if count % axes.replicas == 0]
 
 
-def _meshes(devices: int, per_node: int, contexts: Sequence[int]) -> Iterator[tuple[Axes, Weights]]:
-    within = (t for t in _divisors(devices) if per_node % t == 0)
-    for tp, cp in ((t, c) for t, c in product(within, contexts) if devices // t % c == 0):
-        for pp in _divisors(devices // tp // cp):
-            replicas = devices // tp // cp // pp
+def _sizes(cluster: Cluster, units: int) -> list[tuple[int, int]]:
+    """Sizes of a group, each with the number of such groups, the fewest first; unequal ones may be idle."""
+    devices = len(cluster.devices)
+    if not cluster.unequal:
+        return [(devices // pp, pp) for pp in _divisors(devices)]
+    wanted = {size for part in cluster.parts or (cluster.whole,) for size in _divisors(part.devices)}
+    found = ((size, grouped(cluster, size)) for size in sorted(wanted, reverse=True))
+    return [(size, min(len(groups.devices), units)) for size, groups in found if groups is not None]
+
+
+def _meshes(
+    sizes: Sequence[tuple[int, int]], per_node: int, contexts: Sequence[int]
+) -> Iterator[tuple[Axes, Weights]]:
+    most = max(size for size, _ in sizes)
+    within = (t for t in _divisors(per_node) if most % t == 0)
+    for tp, cp in product(within, contexts):
+        for replicas, pp in ((size // tp // cp, pp) for size, pp in sizes if size % (tp * cp) == 0):
             yield Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas), "resident"
             for shard in sorted({replicas, _largest(replicas, per_node // tp // cp)} - {1}):
                 axes = Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas // shard, dp_shard=shard)
@@ -202,5 +264,3 @@ def _largest(replicas: int, most: int) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
-    if schedule == ZERO_BUBBLE_V:
-        return (2,) if ranks > 1 else (1,)

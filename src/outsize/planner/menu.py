@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -22,12 +23,13 @@ from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.blockwise import block_ranges
 from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
+from outsize.planner.fleet import Fleet, Groups, held_of
 from outsize.planner.floor import Work, made_for
-from outsize.planner.layout import Layout, grouped
+from outsize.planner.layout import Layout, grouped, of_kind
 from outsize.planner.margin import rooms
 from outsize.planner.offload import Blocks, fetching, hosted
-from outsize.planner.optimizer import optimizer_bytes
-from outsize.planner.order import first_of, least_pace_s, ordered
+from outsize.planner.optimizer import optimizer_bytes, style_of
+from outsize.planner.order import first_of, numbers, orders, taken
 from outsize.planner.ranges import Bytes, Ranges, Seconds, bare_units, owned_gradients
 from outsize.planner.reach import Room
 from outsize.planner.roofline import roofline
@@ -42,6 +44,8 @@ Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 Key = tuple[object, ...]
 # Units up to which every cut is looked at; beyond, so many pieces of them.
 PIECES: Final = 400
+# Times the floor of another layout: no layout whose floor is above it is likely to win.
+BEYOND: Final = 1.05
 
 
 @final
@@ -55,10 +59,12 @@ class Menu:
         optimizer: str,
         most: int = PIECES,
         ends: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        idle: bool = False,
     ) -> None:
+        """`idle`: of unequal devices some may be left out."""
         self._candidates, self._cluster, self._optimizer = candidates, cluster, optimizer
         self._rooms, self._most = rooms(cluster), most
-        self._unequal = cluster.unequal
+        self._unequal, self._idle = cluster.unequal, idle
         self._blocks: dict[Key, Blocks] = {}
         self._groups: dict[int, Cluster | None] = {}
         self._most_bytes: dict[int, tuple[int, ...]] = {}
@@ -69,7 +75,10 @@ class Menu:
         self._shares: dict[int, Sharing] = {}
         self._works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
-        self._paces: dict[Key, float] = {}
+        self._alike: dict[Key, Cluster] = {}
+        self._fleets: dict[Key, Fleet | None] = {}
+        self._cuts: dict[Layout, tuple[int, ...]] = {}
+        self._reached_s = inf
         self._forward: dict[Key, tuple[Seconds, Bytes]] = {}
         self._held: dict[int, dict[str, Bytes]] = {}
 
@@ -84,9 +93,20 @@ class Menu:
         if room is None:
             return None
         ranks = layout.ranks if places is None else tuple(places)
-        devices = (self._cluster.devices[rank * layout.group] for rank in ranks)
+        groups = grouped(self._cluster, layout.group)
+        assert groups is not None, "as there is room"
+        devices = [groups.devices[rank] for rank in ranks]
         ways = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
-        return Pipeline(layout, self._cluster, room, ranks, ways)
+        return Pipeline(layout, groups, room, ranks, ways, tuple(map(self._like, devices)))
+
+    def _like(self, device: Device) -> Cluster:
+        """All devices of its kind: a group is among them."""
+        if not self.unequal:
+            return self._cluster
+        key = device.kind, device.memory_bytes
+        if key not in self._alike:
+            self._alike[key] = of_kind(self._cluster, *key)
+        return self._alike[key]
 
     def _grouped(self, group: int) -> Cluster | None:
         """A device for each group, with what a peak may take of it."""
@@ -97,8 +117,9 @@ class Menu:
     def _room_bytes(self, group: int) -> tuple[int, ...]:
         """What peaks may take of the first device of each group, in descending order."""
         if group not in self._most_bytes:
-            sizes = (device.memory_bytes for device in self._rooms.devices[::group])
-            self._most_bytes[group] = tuple(sorted(sizes, reverse=True))
+            groups = self._grouped(group)
+            devices = self._rooms.devices[::group] if groups is None else groups.devices
+            self._most_bytes[group] = tuple(sorted((d.memory_bytes for d in devices), reverse=True))
         return self._most_bytes[group]
 
     @property
@@ -107,19 +128,40 @@ class Menu:
         return self._unequal
 
     def pipelines(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
-        """In rank order, and where devices differ in the order that is best balanced."""
+        """In rank order, and where devices differ in orders that are balanced."""
+        if self.unequal and self._idle and layout.chunks == 1 and not self.exact(layout):
+            yield from self._arranged(layout, recompute)
+            return
         given = self.pipeline(layout, recompute)
         if given is None:
             return
-        yield given
-        if layout.chunks > 1:
-            yield replace(given, even=False)
-            yield from (replace(given, even=False, first_way=way) for way in range(1, len(recompute)))
-        if self.unequal and layout.group == layout.chunks == 1:
-            cases = [self.case(layout, device, recompute[-1]) for device in first_of(self._cluster)]
-            places = ordered(layout, self._cluster, cases)
-            better = self.pipeline(layout, recompute, places) if places else None
-            yield from [better] if better is not None else []
+        for found in (given, *(self._ordered(layout, recompute) if self.unequal else ())):
+            yield found
+            if layout.chunks > 1:
+                yield replace(found, even=False)
+                yield from (replace(found, even=False, first_way=way) for way in range(1, len(recompute)))
+
+    def _ordered(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
+        """Other groups at the stages, or fewer of them."""
+        groups = grouped(self._cluster, layout.group)
+        assert groups is not None, "there is a pipeline in rank order"
+        cases = [self.case(layout, device, recompute[-1]) for device in first_of(groups)]
+        once = layout.chunks == 1
+        for places in orders(layout.on(layout.axes.pp), groups, cases, self._idle and once):
+            fewer = layout.on(len(places)) if once else layout
+            ranks = tuple(places[rank] for rank in fewer.ranks)
+            if ranks != layout.ranks and (found := self.pipeline(fewer, recompute, ranks)):
+                yield found
+
+    def _arranged(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
+        """Of a model of very many units: cut unit by unit as kinds are laid, then taken in those pieces."""
+        fleet, groups = self._fleet(layout, recompute), grouped(self._cluster, layout.group)
+        found = fleet.arranged(self.floor_s(layout, recompute)) if fleet is not None else None
+        if found is not None and groups is not None:
+            fewer = layout.on(len(found[0]))
+            self._cuts[fewer] = found[1]
+            made = self.pipeline(fewer, recompute, taken(found[0], groups))
+            yield from [made] if made is not None else []
 
     def finer(self, layout: Layout, bounds: Sequence[int]) -> Menu:
         """The same, unit by unit around the bounds that were found for a layout."""
@@ -144,6 +186,8 @@ class Menu:
 
     def ends(self, layout: Layout) -> tuple[int, ...]:
         """First unit of each piece, then the number of units."""
+        if layout in self._cuts:
+            return self._cuts[layout]
         key = layout.captured
         if key not in self._ends:
             alone = self._alone(key, self._cluster.devices[0])
@@ -152,9 +196,10 @@ class Menu:
 
     def work(self, layout: Layout) -> Work:
         """Seconds of all units, not of pieces, on the fastest devices."""
-        key = _spread_key(layout)
+        kinds = self._kinds_of(layout)
+        key = *_spread_key(layout), *(device.kind for device in kinds)
         if key not in self._works:
-            costs = [self._seconds(layout, device) for device in self._kinds]
+            costs = [self._seconds(layout, device) for device in kinds]
             self._works[key] = Work.along(self._made_for(layout.captured), fastest(costs))
         return self._works[key]
 
@@ -196,13 +241,59 @@ class Menu:
     def least_s(self, layout: Layout) -> float:
         """Below every step of the layout: all work, with what memory wants computed twice, on all devices."""
         m, pp, work = layout.microbatches, layout.axes.pp, self.work(layout)
-        paced_s = max(self.pace_s(layout), (work.total_s + self.twice_s(layout)) / pp)
-        return max(work.least_s(pp, m), m * paced_s)
+        paced_s = (work.total_s + self.twice_s(layout)) / pp
+        fleet = self._fleet(layout)
+        return max(work.least_s(pp, m), m * paced_s, fleet.least_s if fleet is not None else 0.0)
 
     def floor_s(self, layout: Layout, recompute: Sequence[Recompute]) -> float:
-        """No cut that fits makes a shorter step with a stage on each device, in these ways."""
-        how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
-        return self.work(layout).floor_s(*how, self._room(layout, recompute))
+        """No cut that fits makes a shorter step with a stage on each device, in these ways.
+
+        Of unequal devices in no order; far beyond what another layout reached it is not looked for.
+        """
+        fleet = self._fleet(layout, recompute)
+        if fleet is None:
+            how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
+            return self.work(layout).floor_s(*how, self._room(layout, recompute))
+        if self._grouped(layout.group) is None:
+            return inf
+        floor_s = fleet.floor_s(self._reached_s)
+        self._reached_s = min(self._reached_s, BEYOND * floor_s)
+        return floor_s
+
+    def _fleet(self, layout: Layout, recompute: Sequence[Recompute] = ("none",)) -> Fleet | None:
+        """Unequal groups as they are; None where all are alike, or seconds depend on where a stage is."""
+        if not self.unequal or layout.weights == "host":
+            return None
+        key = layout, *recompute
+        if key not in self._fleets:
+            self._fleets[key] = self._made_fleet(layout, recompute)
+        return self._fleets[key]
+
+    def _made_fleet(self, layout: Layout, recompute: Sequence[Recompute]) -> Fleet | None:
+        groups, room = grouped(self._cluster, layout.group), self._grouped(layout.group)
+        if groups is None or room is None:
+            return None
+        kinds = [
+            Groups.of(number, self._seconds(layout, device), least.memory_bytes)
+            for number, device, least in zip(numbers(groups), first_of(groups), first_of(room), strict=True)
+        ]
+        optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
+        weights, gradients, states, saved = self._least_bytes(layout, slice(None))
+        graded, ways = weights + gradients + states, layout.axes.tp * layout.axes.dp_shard
+        temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / ways
+        updating = graded + weights / max(float(weights[-1]), 1.0) * temporary
+        held = held_of(graph, (weights + states, graded, saved, updating), layout.ways)
+        again = tuple(dict.fromkeys(way != "none" for way in recompute))
+        return Fleet(kinds, held, self.work(layout), (layout.schedule, layout.microbatches), again)
+
+    def _groups_like(self, layout: Layout) -> list[Cluster]:
+        """For each kind that has such groups all devices of it."""
+        return [self._like(device) for device in self._kinds_of(layout)] if self.unequal else [self._cluster]
+
+    def _kinds_of(self, layout: Layout) -> Sequence[Device]:
+        """A device of each kind that has such groups."""
+        groups = grouped(self._cluster, layout.group) if self.unequal else None
+        return self._kinds if groups is None else first_of(groups)
 
     def _room(self, layout: Layout, recompute: Sequence[Recompute]) -> Room | None:
         """What each stage may hold; None where weights or seconds depend on which device it is."""
@@ -237,21 +328,12 @@ class Menu:
         if layout.weights == "host":
             return 0.0
         size = int(self._least_bytes(layout)[1]) // layout.stages
-        return sync_s(size, 0.0, layout, self._cluster)
-
-    def pace_s(self, layout: Layout) -> float:
-        """No arrangement of unequal devices has a faster slowest stage; 0 where all are alike."""
-        if not self.unequal or layout.group > 1:
-            return 0.0
-        key = ("pace", *_spread_key(layout))
-        if key not in self._paces:
-            costs = [self._seconds(layout, device) for device in first_of(self._cluster)]
-            self._paces[key] = least_pace_s(costs, self._cluster)
-        return self._paces[key]
+        return min(sync_s(size, 0.0, layout, like) for like in self._groups_like(layout))
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
         """Tables of the layout's units on such a device; `selective`: all of them, block by block."""
         key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
+        key = (*key, self._cuts.get(layout))
         if key not in self._cases:
             if layout.weights == "host":
                 whole, alone = self._whole(layout, device), self._alone(layout.captured, device)
@@ -264,7 +346,7 @@ class Menu:
         return self._cases[key]
 
     def _built(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
-        base = (*_spread_key(layout), layout.axes.dp_shard, device.kind, recompute)
+        base = (*_spread_key(layout), layout.axes.dp_shard, device.kind, recompute, self._cuts.get(layout))
         if base not in self._cases:
             whole, seconds = self._whole(layout, device), self._seconds(layout, device)
             if recompute == "selective":
@@ -276,7 +358,7 @@ class Menu:
 
     def _whole(self, layout: Layout, device: Device) -> Case:
         """Of the model as one device runs it: bytes are shared out from here."""
-        key = "whole", layout.captured, device.kind
+        key = "whole", layout.captured, device.kind, self._cuts.get(layout)
         if key not in self._cases:
             ends, (graph, profile) = self.ends(layout), self._candidates[layout.captured]
             there = profile.model_copy(update={"device": device.kind})
@@ -287,7 +369,7 @@ class Menu:
 
     def _in_blocks(self, layout: Layout, device: Device) -> Case:
         """The same when all is recomputed block by block."""
-        key = "blocks", layout.captured, device.kind
+        key = "blocks", layout.captured, device.kind, self._cuts.get(layout)
         if key not in self._cases:
             whole, (graph, profile) = self._whole(layout, device), self._candidates[layout.captured]
             gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
@@ -300,7 +382,7 @@ class Menu:
         if key not in self._costs:
             alone = self._alone(layout.captured, device)
             if layout.ways > 1 or layout.weights == "sharded":
-                alone = spread(self._sharing(layout), alone, layout, self._cluster)
+                alone = spread(self._sharing(layout), alone, layout, self._like(device))
             elif layout.weights == "host":
                 # Recomputed, a unit works for longer and waits for less: a floor has the less of the two.
                 where = self._blocks_of(layout, device), alone, layout, self._cluster

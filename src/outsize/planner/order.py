@@ -1,10 +1,12 @@
-"""Problem: devices of several kinds; which of them takes which stage?
+"""Problem: devices, or groups of them, of several kinds; which of them takes which stage?
 
-Few devices: the exact dynamic program over kinds, cuts and the links between neighbours (arrange.py), with
-the memory of a stage that has so many behind it. Many: the same without links that differ (unequal.py),
-whose bytes are bounded from above by what a run of units holds for good and for each microbatch in flight.
+Where there are few orders of kinds, each is cut. Few devices: the exact dynamic program over kinds, cuts and
+the links between neighbours (arrange.py), with the memory of a stage that has so many behind it. Many: the
+same without links that differ (unequal.py), whose bytes are bounded from above by what a run of units holds
+for good and for each microbatch in flight.
 Either decides the order alone; the cut of that order is then found as for equal devices (split.py), by the
-price that knows the critical path, and the better of it and the order that was given counts.
+price that knows the critical path, and the better of it and the order that was given counts. Models of
+very many units are arranged and cut at once (fleet.py).
 
 Complexity: as in those files. Oracle: tests/unit/planner/test_order.py tries every order.
 """
@@ -12,8 +14,9 @@ Complexity: as in those files. Oracle: tests/unit/planner/test_order.py tries ev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import comb, prod
 from typing import Final
 
 import numpy as np
@@ -26,14 +29,13 @@ from outsize.planner.margin import room_bytes
 from outsize.planner.memory import peak_table
 from outsize.planner.moments import moments_by_stage
 from outsize.planner.ranges import Bytes, Seconds
-from outsize.planner.seconds import UnitSeconds
 from outsize.planner.split import Case
 from outsize.planner.unequal import Cuts, balance, lowest_first
 
 # States of arrange.py (numbers of used devices, kinds squared) that are looked at; beyond, links are not.
 STATES: Final = 600
-# Relative error of the least pace.
-PRECISE: Final = 1e-4
+# Orders of kinds that are all looked at.
+ORDERS: Final = 24
 
 Kind = tuple[str, int]
 """A device's kind and memory."""
@@ -44,21 +46,49 @@ def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
     return tuple(dict.fromkeys((d.kind, d.memory_bytes) for d in cluster.devices))
 
 
-def ordered(layout: Layout, cluster: Cluster, cases: Sequence[Case]) -> tuple[int, ...] | None:
-    """Stage -> rank, for one stage on each device; `cases[t]` is the model on kind t of `kinds_of`.
-
-    None when no order fits.
-    """
-    kinds = kinds_of(cluster)
+def numbers(cluster: Cluster) -> list[int]:
+    """How many there are of each kind."""
     counts = Counter((d.kind, d.memory_bytes) for d in cluster.devices)
-    numbers = [counts[kind] for kind in kinds]
-    few = prod(n + 1 for n in numbers) * len(kinds) ** 2 <= STATES
-    chosen = _by_links(layout, cluster, cases, numbers) if few else _by_kind(layout, cluster, cases, numbers)
-    return None if chosen is None else _ranks(chosen, cluster)
+    return [counts[kind] for kind in kinds_of(cluster)]
+
+
+def orders(
+    layout: Layout, cluster: Cluster, cases: Sequence[Case], idle: bool = False
+) -> Iterator[tuple[int, ...]]:
+    """Stage -> rank: every order of kinds where there are few, or else the best balanced one.
+
+    `cluster` has a device for each group, `cases[t]` is the model on kind t of `kinds_of`. With `idle` some
+    groups may be left out.
+    """
+    counts, units = numbers(cluster), cases[0].units
+    lengths = range(1, min(layout.stages, units) + 1) if idle else (layout.stages,)
+    if sum(map(partial(_number, counts), lengths)) <= ORDERS:
+        yield from (taken(kinds, cluster) for length in lengths for kinds in _sequences(counts, length))
+        return
+    few = prod(n + 1 for n in counts) * len(counts) ** 2 <= STATES
+    chosen = (_by_links if few else _by_kind)(layout, cluster, cases, counts, idle)
+    yield from [taken(chosen, cluster)] if chosen is not None else []
+
+
+def _number(counts: Sequence[int], length: int) -> int:
+    """Of the sequences of kinds of this length."""
+    ways = [1] + [0] * length
+    for count in counts:
+        ways = [sum(ways[n - k] * comb(n, k) for k in range(min(count, n) + 1)) for n in range(length + 1)]
+    return ways[length]
+
+
+def _sequences(counts: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
+    if not length:
+        yield ()
+    for kind, left in enumerate(counts if length else ()):
+        if left:
+            fewer = [n - (t == kind) for t, n in enumerate(counts)]
+            yield from ((kind, *rest) for rest in _sequences(fewer, length - 1))
 
 
 def _by_links(
-    layout: Layout, cluster: Cluster, cases: Sequence[Case], counts: Sequence[int]
+    layout: Layout, cluster: Cluster, cases: Sequence[Case], counts: Sequence[int], idle: bool
 ) -> tuple[int, ...] | None:
     devices = first_of(cluster)
     worst = moments_by_stage(layout.schedule, layout.stages, layout.microbatches, layout.axes.pp)
@@ -76,12 +106,12 @@ def _by_links(
         seconds = seconds + wait(kind, behind, case.ranges.gradient_in)
         return np.where(peak <= room_bytes(devices[kind]), seconds, np.inf)
 
-    found = arrange(counts, cases[0].units, price, layout.stages)
+    found = arrange(counts, cases[0].units, price, None if idle else layout.stages)
     return None if found is None else found.kinds
 
 
 def _by_kind(
-    layout: Layout, cluster: Cluster, cases: Sequence[Case], counts: Sequence[int]
+    layout: Layout, cluster: Cluster, cases: Sequence[Case], counts: Sequence[int], idle: bool
 ) -> tuple[int, ...] | None:
     devices = first_of(cluster)
     seconds = np.stack([np.diagonal(case.ranges.compute_s, offset=1) for case in cases])
@@ -91,16 +121,7 @@ def _by_kind(
         return lowest_first(fixed, held, room_bytes(devices[kind]), min(layout.microbatches, behind + 1))
 
     found = balance(counts, seconds, floor=floor)
-    return None if found is None or len(found.kinds) < layout.stages else found.kinds
-
-
-def least_pace_s(costs: Sequence[UnitSeconds], cluster: Cluster) -> float:
-    """Seconds of a microbatch on the slowest stage, below every order and cut; `costs[t]` of kind t."""
-    counts = Counter((d.kind, d.memory_bytes) for d in cluster.devices)
-    seconds = np.stack([each.total for each in costs])
-    found = balance([counts[kind] for kind in kinds_of(cluster)], seconds, tolerance=PRECISE)
-    assert found is not None, "without memory everything fits"
-    return found.bound_s
+    return found.kinds if found is not None and (idle or len(found.kinds) == layout.stages) else None
 
 
 def _bytes(case: Case) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -130,8 +151,8 @@ def _link(cluster: Cluster, one: int, other: int) -> tuple[float, float]:
     return link.latency_s, link.bytes_per_s
 
 
-def _ranks(chosen: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-    """The devices of each kind are taken in rank order."""
+def taken(chosen: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+    """Stage -> rank, for the kind of each stage: devices of a kind are taken in rank order."""
     kinds = kinds_of(cluster)
     free = [iter([r for r, d in enumerate(cluster.devices) if (d.kind, d.memory_bytes) == k]) for k in kinds]
     return tuple(next(free[kind]) for kind in chosen)

@@ -23,6 +23,8 @@ WORTH: Final = 1e-3
 
 def polish(start: Estimate) -> Estimate:
     """The start, or a neighbour's neighbour with a shorter step."""
+    if len(start.ways) > MOST:
+        return start
     best, left = _plain(start), MOST
     while left > 0:
         places, most_s = list(islice(_neighbours(best), left)), best.step_s * (1 - WORTH)

@@ -15,7 +15,7 @@ from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.estimate import Estimate, check_enough, expected, play, reasons
 from outsize.planner.floor import Work
-from outsize.planner.layout import Layout
+from outsize.planner.layout import Layout, grouped
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
 from outsize.planner.reasons import over_memory
@@ -57,13 +57,15 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     check_enough(plan.batch_size, plan.microbatches)
     layout, bounds = Layout.of_plan(plan), plan.bounds(graph)
     menu = Menu({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
-    places = tuple(_rank_of(stage.device, cluster) // layout.group for stage in plan.stages)
+    groups = grouped(cluster, layout.group)
+    if groups is None:
+        raise _no_groups(plan, cluster)
+    places = tuple(_rank_of(stage.device, groups) for stage in plan.stages)
     chosen = _chosen(plan, graph)
     by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
     offered: tuple[Recompute, ...] = ("none", "full", "selective") if by_blocks else ("none", "full")
     found = menu.pipeline(layout, offered, places)
-    if found is None:
-        raise _no_groups(plan, cluster)
+    assert found is not None, "there are groups"
     hows = (plan.recompute_of(stage) for stage in range(len(plan.stages)))
     ways = [offered.index(how) if how != "selective" or s in by_blocks else 0 for s, how in enumerate(hows)]
     some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}

@@ -114,7 +114,7 @@ def _by_runs(
     for count in asked:
         check_enough(request.batch_size, count)
     layouts = tuple(_layouts(request, asked, cluster))
-    menu = Menu(candidates, cluster, request.optimizer)
+    menu = Menu(candidates, cluster, request.optimizer, idle=request.what_if and request.stages is None)
     hunt = Hunt(menu, _recompute(request))
     found = hunt.run(layouts)
     if request.what_if and request.schedule is None:
@@ -238,7 +238,7 @@ def _over_all(cluster: Cluster, count: int) -> Layout:
 
 def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
     best = polish(choose(found.estimates))
-    if not menu.exact(best.layout):
+    if not (menu.exact(best.layout) or menu.unequal):
         menu, best = _refined(request, menu, best)
     best, anew = selective(best, menu, request.optimizer)
     layout, ends = best.layout, menu.ends(best.layout)

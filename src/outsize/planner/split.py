@@ -114,16 +114,18 @@ class Case:
 class Pipeline:
     """A layout on devices, all but the cuts: stage s is on `ranks[s]` of `room`, in one of `ways[s]`.
 
-    `whole` is the cluster as it is; `room` has a device for each group of the layout, with the memory that
-    a peak may take. `even`: stages of one device have equal shares of it; or else each may take it all, and
-    the account of the whole device decides. A cut is looked for from `first_way` on.
+    `groups` has the first device of each group of the layout, `room` the same with the memory that a peak may
+    take; `alike[stage]` are all devices like the stage's, of which any so many neighbours are such a group.
+    `even`: stages of one device have equal shares of it; or else each may take it all, and the account of the
+    whole device decides. A cut is looked for from `first_way` on.
     """
 
     layout: Layout
-    whole: Cluster
+    groups: Cluster
     room: Cluster
     ranks: tuple[int, ...]
     ways: tuple[tuple[Case, ...], ...]
+    alike: tuple[Cluster, ...]
     even: bool = True
     first_way: int = 0
 
@@ -139,7 +141,7 @@ class Pipeline:
 
     def device(self, stage: int) -> Device:
         """The first device of the stage's group, as it is."""
-        return self.whole.devices[self.ranks[stage] * self.layout.group]
+        return self.groups.devices[self.ranks[stage]]
 
     def room_bytes(self, stage: int) -> int:
         """What the peak of this stage may take of its device."""

@@ -30,15 +30,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from functools import partial
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+# Of the prices of `fractional_s`.
+TURNS: Final = 150
 
 Seconds = NDArray[np.float64]
 Cuts = NDArray[np.int32]
 Floor = Callable[[int, int], NDArray[np.integer]]
 """(kind, stages behind) -> for each end 0..n the least first unit whose run fits; ascending."""
+Reach = Callable[[int, int], Cuts]
+"""The same for all that a stage is asked for: reach(kind, stages behind), of shape (n + 1,)."""
 
 
 @final
@@ -74,7 +80,7 @@ def balance(
     """
     problem = _Problem(tuple(counts), _Costs.of(seconds, boundary_s), floor)
     high = problem.costs.upper()
-    if not _Probe(problem, high, relaxed=False).met:
+    if not problem.met(high, relaxed=False):
         return None
     low = problem.costs.lower(sum(counts))
     best = _bisect(problem, low, high, tolerance, relaxed=False)
@@ -83,9 +89,28 @@ def balance(
         bound = _bisect(problem, low, high, max(tolerance, 1e-4), relaxed=True)[0]
     else:
         bound = best[0]
-    kinds, bounds = _Probe(problem, best[1], relaxed=False, keep=True).trace()
+    kinds, bounds = problem.probe(best[1], relaxed=False, keep=True).trace()
     slowest = max(problem.costs.run(t, a, b) for t, a, b in zip(kinds, bounds, bounds[1:], strict=False))
     return Arrangement(kinds, bounds, slowest, bound if slowest > bound * (1 + tolerance) else slowest)
+
+
+def fractional_s(counts: Sequence[int], seconds: Seconds) -> float:
+    """No arrangement has a faster slowest stage, even if units could be divided.
+
+    For any prices of a second, with sum of counts x prices = 1, the work where it is cheapest: the dual of a
+    linear program. Prices go up where there is too much of it (multiplicative weights).
+    """
+    units, often = np.unique(seconds.T, axis=0, return_counts=True)
+    number, prices, best = np.array(counts, float), 1 / np.maximum(seconds.sum(axis=1), 1e-30), 0.0
+    for turn in range(TURNS):
+        prices = prices / float(prices @ number)
+        costs = units * prices
+        kind = costs.argmin(axis=1)
+        best = max(best, float(costs.min(axis=1) @ often))
+        taken = often * units[np.arange(len(units)), kind]
+        load = np.bincount(kind, taken, len(counts)) / np.maximum(number, 1)
+        prices = prices * np.exp((load / load.mean() - 1) / (2 * np.sqrt(turn + 1)))
+    return best
 
 
 def lowest_first(fixed: NDArray[np.int64], per_microbatch: NDArray[np.int64], room: int, held: int) -> Cuts:
@@ -139,17 +164,24 @@ class _Problem:
     costs: _Costs
     floor: Floor | None
 
-    def reach(self, kind: int, behind: int, within: Cuts, limit: float, relaxed: bool) -> Cuts:
-        """`reach(t, d, end)` of the file's text, with one more entry for "nowhere"."""
-        ends = np.arange(self.costs.units + 1, dtype=np.int32)
-        found = within
+    def met(self, limit: float, relaxed: bool) -> bool:
+        """Whether T can be this."""
+        return self.probe(limit, relaxed).met
+
+    def probe(self, limit: float, relaxed: bool, keep: bool = False) -> Probe:
+        """With `reach(t, d, end)` of the file's text."""
+        within = [self.costs.first(t, limit) for t in range(len(self.counts))]
+        reach = partial(self._reach, within, limit, relaxed)
+        return Probe(self.counts, self.costs.units, reach, keep)
+
+    def _reach(self, within: Sequence[Cuts], limit: float, relaxed: bool, kind: int, behind: int) -> Cuts:
+        found = within[kind]
         if self.floor is not None:
-            found = np.minimum(np.maximum(within, self.floor(kind, behind)), ends).astype(np.int32)
+            ends = np.arange(self.costs.units + 1, dtype=np.int32)
+            found = np.minimum(np.maximum(found, self.floor(kind, behind)), ends).astype(np.int32)
             if not relaxed:
                 found = self._valid(kind, found, limit)
-        if relaxed:
-            found = np.minimum.accumulate(found[::-1])[::-1]
-        return np.append(found, np.int32(self.costs.units + 1))
+        return np.minimum.accumulate(found[::-1])[::-1] if relaxed else found
 
     def _valid(self, kind: int, first: Cuts, limit: float) -> Cuts:
         """Memory may forbid the least first unit and leave one whose cut is fatter: go on to the next."""
@@ -165,21 +197,19 @@ class _Problem:
 
 
 @final
-class _Probe:
-    """Can T be met? `keep` keeps the planes for `trace`."""
+class Probe:
+    """Do stages reach the first unit? `keep` keeps the planes for `trace`."""
 
-    def __init__(self, problem: _Problem, limit: float, relaxed: bool, keep: bool = False) -> None:
-        self._problem, self._limit, self._relaxed = problem, limit, relaxed
-        counts = problem.counts
+    def __init__(self, counts: Sequence[int], units: int, reach: Reach, keep: bool = False) -> None:
+        self._counts, self._nowhere, self._reached = tuple(counts), units + 1, reach
         self._implied = max(range(len(counts)), key=lambda t: (counts[t], -t))
         self._axes = [t for t in range(len(counts)) if t != self._implied]
-        self._within = [problem.costs.first(t, limit) for t in range(len(counts))]
         self._planes: list[Cuts] = []
         self.met = any(plane.min() == 0 for plane in self._walk(keep))
 
     def _walk(self, keep: bool) -> Iterator[Cuts]:
         """The planes with 1, 2, ... stages, until nothing is left to do or nobody gets further."""
-        counts, nowhere = self._problem.counts, self._problem.costs.units + 1
+        counts, nowhere = self._counts, self._nowhere
         shape = tuple(counts[t] + 1 for t in self._axes) or (1,)
         used = np.indices(shape).sum(axis=0)
         plane = np.where(used == 0, nowhere - 1, nowhere).astype(np.int32)
@@ -201,7 +231,8 @@ class _Probe:
         return larger
 
     def _reach(self, kind: int, behind: int) -> Cuts:
-        return self._problem.reach(kind, behind, self._within[kind], self._limit, self._relaxed)
+        """With one more entry for "nowhere"."""
+        return np.append(self._reached(kind, behind), np.int32(self._nowhere))
 
     def trace(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Kinds and bounds of the stages of a met T, from the first one to the last."""
@@ -218,7 +249,7 @@ class _Probe:
 
     def _step(self, state: tuple[np.intp, ...], behind: int, first: int) -> tuple[int, tuple[np.intp, ...]]:
         """Whose stage brought this state to `first`, and the state before."""
-        for kind in range(len(self._problem.counts)):
+        for kind in range(len(self._counts)):
             earlier = list(state)
             if kind != self._implied:
                 earlier[self._axes.index(kind)] -= 1
@@ -238,9 +269,9 @@ def _bisect(
     problem: _Problem, low: float, high: float, tolerance: float, relaxed: bool
 ) -> tuple[float, float]:
     """(what cannot be beaten, what can be met); `high` can be met."""
-    if _Probe(problem, low, relaxed).met:
+    if problem.met(low, relaxed):
         return low, low
     while high > low * (1 + tolerance):
         middle = (low * high) ** 0.5 if high > 4 * low else (low + high) / 2
-        low, high = (low, middle) if _Probe(problem, middle, relaxed).met else (middle, high)
+        low, high = (low, middle) if problem.met(middle, relaxed) else (middle, high)
     return low, high
