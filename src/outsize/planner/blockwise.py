@@ -163,9 +163,11 @@ class _Tables:
             if alone[m.made]:
                 span = self._behind(m.made), self._starting(m.used[0])
                 add(inside, (m.made, m.made), span, -m.size_bytes)
-        rising = np.array([u.backward_workspace_bytes for u in graph.units], np.int64)[:, None]
-        told = np.maximum(filled(inside)[:n] + rising, 0)
-        return np.where(rising > 0, told, filled(own)[:n] + gradients[:, None]), filled(past)
+        rising = np.array([u.backward_workspace_bytes for u in graph.units], np.int64)
+        held, told = filled(own)[:n], rising > 0
+        held += gradients[:, None]
+        held[told] = np.maximum(filled(inside)[:n][told] + rising[told, None], 0)
+        return held, filled(past)
 
     def _spans(self, m: Memory) -> Iterable[tuple[int, tuple[int, int]]]:
         """The last use before an end, and the first and last column of such ends."""

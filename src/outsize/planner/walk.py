@@ -153,8 +153,9 @@ def add(table: Bytes, rows: tuple[int, int], columns: tuple[int, int], size: int
 
 
 def filled(table: Bytes) -> Bytes:
-    """The sums of the rectangles."""
-    return np.cumsum(np.cumsum(table, axis=0), axis=1)[:-1, :-1]
+    """The sums of the rectangles, in the table's own memory."""
+    np.cumsum(table, axis=0, out=table)
+    return np.cumsum(table, axis=1, out=table)[:-1, :-1]
 
 
 def _kept_beyond(n: int, values: Iterable[Value]) -> Bytes:
