@@ -20,6 +20,7 @@ from outsize.cli import options
 from outsize.cli.bench import bench
 from outsize.cli.check import check
 from outsize.cli.demo import demo
+from outsize.cli.doctor import doctor
 from outsize.cli.explain import explain
 from outsize.cli.explain_plan import explain_plan
 from outsize.cli.fit import fit
@@ -72,6 +73,7 @@ def make_app() -> typer.Typer:
     app.command()(explain)
     app.command("explain-plan")(explain_plan)
     app.command()(demo)
+    app.command()(doctor)
     return app
 
 

@@ -12,7 +12,7 @@ staged in page-locked memory, since a copy from pageable memory makes the host w
 
 A copy between two GPUs can be wrong without an error (an IOMMU in the way of peer-to-peer; NVIDIA's
 documentation names it), so every pair is tried once with a pattern (`checked_link`); where that comes out
-wrong, values go through the host. Oracle: tests/unit/run/test_links.py, with faults seeded.
+wrong, values go through the host. Oracle: tests/unit/run/test_device_links.py, faults seeded.
 """
 
 from __future__ import annotations

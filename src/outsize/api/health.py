@@ -1,0 +1,104 @@
+"""`doctor`: what is here and what is missing, without loading more than torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from outsize.ir.health import FoundDevice, Health
+from outsize.ir.text import bytes_text
+from outsize.run import futex
+from outsize.run.shared_memory import Shared
+from outsize.train.variant import KEPT
+
+_PACKAGES: Final = ("outsize", "torch", "transformers", "torchvision", "matplotlib", "highspy")
+# Package -> the extra that installs it, and what it is for.
+_EXTRAS: Final = {
+    "transformers": ("hf", "models named transformers:..."),
+    "torchvision": ("vision", "models named torchvision:..."),
+    "matplotlib": ("plot", "plots in reports"),
+    "highspy": ("ilp", "branches placed by integer programming"),
+}
+_PAGE: Final = 4096
+
+
+def doctor() -> Health:
+    """This machine, as this process sees it."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    backends = {"gloo": dist.is_available() and dist.is_gloo_available(), "nccl": _nccl()}
+    shared = _shares_memory()
+    return Health(
+        versions=versions,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        cores=cores,
+        threads=torch.get_num_threads(),
+        devices=tuple(_devices()),
+        backends=backends,
+        shared_memory=shared,
+        captures=KEPT,
+        missing=tuple(_missing(versions, backends, shared, cores)),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _nccl() -> bool:
+    return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def _devices() -> Iterator[FoundDevice]:
+    memory = psutil.virtual_memory().total
+    yield FoundDevice(name="cpu", kind=platform.machine(), memory_bytes=memory)
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(index)
+        yield FoundDevice(name=f"cuda:{index}", kind=found.name, memory_bytes=found.total_memory)
+
+
+def _shares_memory() -> bool:
+    """Can processes of this machine open each other's memory? Tried with a page of our own."""
+    if not futex.AVAILABLE:
+        return False
+    try:
+        made = Shared.make(_PAGE)
+        Shared.open(os.getpid(), made.file)
+        os.close(made.file)
+    except OSError:
+        return False
+    return True
+
+
+def _missing(
+    versions: Mapping[str, str | None], backends: Mapping[str, bool], shared: bool, cores: int
+) -> Iterator[str]:
+    for name, (extra, use) in _EXTRAS.items():
+        if versions[name] is None:
+            yield f"{name}, for {use}: pip install 'outsize[{extra}]'"
+    if not torch.cuda.is_available():
+        built = "this torch is built without CUDA" if torch.version.cuda is None else "the driver shows none"
+        yield f"CUDA devices ({built}): stages run on the CPU"
+    elif not backends["nccl"]:
+        yield "NCCL, for a process on each GPU: devices=[...] in one process works without"
+    if not backends["gloo"]:
+        yield "gloo, for several processes: stages run in one"
+    if not shared:
+        yield "memory between processes: values between stages of one machine go over gloo"
+    free = psutil.virtual_memory().available
+    if free < psutil.virtual_memory().total // 10:
+        yield f"memory: {bytes_text(free)} are free, less than a tenth"
+    if torch.get_num_threads() > cores:
+        yield f"cores: {torch.get_num_threads()} threads want {cores}; set OMP_NUM_THREADS={cores}"
