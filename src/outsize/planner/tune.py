@@ -6,14 +6,17 @@ The search (search.py) prices every point with a profile. A step that ran gives 
 backward of each stage in the pipeline; what a stage took over what the profile says for its units is from
 then on a factor of each of them, at that microbatch size, and at other sizes until these have run. The step
 of a point follows from its stage times by the simulator, with the seconds that its messages took: the first
-microbatches of an engine are slow, medians leave that out. Tuning ends when the best point has run, or when
-what is predicted for it, times what such a prediction was off, is no MARGIN below the best that has run.
+microbatches of an engine are slow, medians leave that out.
+
+A profile's error depends on the size more than on the cut, since units are timed one by one. So of a size
+that has not run as much less is hoped for as such predictions were off (at first DOUBT), and the point with
+the least hope runs next. Tuning ends when that is no MARGIN below the best that has run.
 
 Source: sequential choice by a model that is refitted, as in Jones, Schonlau and Welch 1998 (EGO,
-doi 10.1023/A:1008306431147). Deviation: no variance and no exploration, since the profile has seen every
-unit; a point that is faster than its profile says is missed if it never comes first. Complexity: a search for
-each trial. Oracles: tests/unit/planner/test_tune.py plays machines whose truth differs from the profile, and
-compares with an exhaustive sweep; benchmarks/tune does so on a real machine.
+doi 10.1023/A:1008306431147), with the lower confidence bound of Cox and John 1992. Deviation: one doubt for
+all sizes, none for cuts. Complexity: a search for each count of microbatches and trial. Oracles:
+tests/unit/planner/test_tune.py plays machines whose truth differs from the profile, and compares with an
+exhaustive sweep; benchmarks/tune does so on a real machine.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
+from statistics import fmean
 from typing import Final, final
 
+from outsize.errors import PlanError
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
@@ -36,6 +42,7 @@ from outsize.planner.replay import Replay
 from outsize.planner.search import Request, search
 
 MARGIN: Final = 0.02
+DOUBT: Final = 0.1
 TRIALS: Final = 5
 
 Factors = dict[int, tuple[float, float]]  # unit -> of its forward, of its backward
@@ -55,27 +62,49 @@ class Tuner:
         self._request, self._given, self._cluster, self._most = request, candidates, cluster, trials
         self._factors: dict[int, Factors] = {}  # by number of microbatches
         self._trials: list[Trial] = []
+        self._errors: list[float] = []
         self._next_s: float | None = None
 
     def next(self) -> Plan | None:
         """The point to run; None when none is worth it. Raises as `search`."""
         if len(self._trials) == self._most:
             return None
-        plan = search(self._request, {m: self._corrected(m) for m in self._given}, self._cluster)
-        if any(_same(plan, trial.plan) for trial in self._trials):
+        plans = [p for p in self._bests() if not any(_same(p, trial.plan) for trial in self._trials)]
+        if not plans:
             self._next_s = None
             return None
-        self._next_s = self._predicted_s(plan)
-        if self._trials and self._next_s * self._off() > (1 - MARGIN) * self._best().step_s:
+        hoped_s, plan = min(((self._hoped_s(p), p) for p in plans), key=lambda pair: pair[0])
+        self._next_s = hoped_s
+        if self._trials and hoped_s > (1 - MARGIN) * self._best().step_s:
             return None
         return plan
+
+    def _bests(self) -> list[Plan]:
+        """For each number of microbatches the plan that is predicted to be fastest."""
+        found = []
+        for count in self._given:
+            with suppress(PlanError):
+                request = self._request.model_copy(update={"microbatches": count})
+                found.append(search(request, {count: self._corrected(count)}, self._cluster))
+        return found or [search(self._request, self._given, self._cluster)]
+
+    def _hoped_s(self, plan: Plan) -> float:
+        """Predicted, and as much less as predictions for sizes that have not run are off."""
+        seen = plan.microbatches in self._factors
+        return self._predicted_s(plan) * self._off() * (1.0 if seen else 1 - self._doubt())
+
+    def _doubt(self) -> float:
+        """Mean error of what was predicted for sizes that had not run, when they did; at first DOUBT."""
+        return max(MARGIN, fmean(self._errors)) if self._errors else DOUBT
 
     def learn(self, plan: Plan, measured: Timeline) -> Trial:
         """What one step of the plan was like."""
         replay = Replay.of(measured)
-        predicted_s = self._predicted_s(plan)
+        predicted_s, step_s = self._predicted_s(plan) * self._off(), steady_s(replay)
+        if self._trials and plan.microbatches not in self._factors:
+            self._errors.append(abs(step_s / predicted_s - 1))
         self._refit(plan, replay)
-        trial = Trial(plan=plan, predicted_s=predicted_s, step_s=steady_s(replay), wall_s=measured.duration_s)
+        trial = Trial(plan=plan, predicted_s=predicted_s, step_s=step_s, wall_s=measured.duration_s)
         self._trials.append(trial)
         return trial
 
@@ -97,8 +126,8 @@ class Tuner:
             return f"tuning ended after {self._most} steps"
         if self._next_s is None:
             return "no other point is predicted to be faster"
-        ahead = 1 - self._next_s * self._off() / self._best().step_s
-        return f"the best other point would take {percent_text(max(0.0, ahead))} less, by prediction"
+        ahead = max(0.0, 1 - self._next_s / self._best().step_s)
+        return f"the best other point would at best take {percent_text(ahead)} less, by prediction"
 
     def _best(self) -> Trial:
         return min(self._trials, key=lambda trial: trial.step_s)
@@ -111,6 +140,8 @@ class Tuner:
 
     def _off(self) -> float:
         """Measured over predicted of the last point, whose stage times are known: messages, Python."""
+        if not self._trials:
+            return 1.0
         last = self._trials[-1]
         return last.step_s / self._predicted_s(last.plan)
 

@@ -27,11 +27,12 @@ Candidates = dict[int, tuple[ModelGraph, Profile]]
 class Machine:
     """Unit seconds by microbatches; a profile that is wrong about them by unit and by size."""
 
-    def __init__(self, seed: int, wrong: float, overhead: float = 0.15) -> None:
+    def __init__(self, seed: int, wrong: float, overhead: float = 0.15, sizes: float = 0.0) -> None:
         draw = random.Random(seed)
         self.work = [draw.uniform(0.5, 2.0) for _ in range(UNITS)]
         self.fixed = [overhead * draw.uniform(0.2, 1.0) for _ in range(UNITS)]
         self.wrong = [draw.uniform(1 - wrong, 1 + wrong) for _ in range(UNITS)]
+        self.wrong_size = {count: draw.uniform(1 - sizes, 1 + sizes) for count in COUNTS}
         self.steps = 0
 
     def seconds(self, unit: int, count: int) -> float:
@@ -44,7 +45,8 @@ class Machine:
         found = {}
         for count in COUNTS:
             graph = graph_of(units, values, batch_size=BATCH // count)
-            said = [self.seconds(i, count) * self.wrong[i] for i in range(UNITS)]
+            off = self.wrong_size[count]
+            said = [self.seconds(i, count) * self.wrong[i] * off for i in range(UNITS)]
             found[count] = graph, profile_of(graph, said)
         return found
 
@@ -87,18 +89,27 @@ def test_within_three_percent_of_the_sweep_after_five_steps(seed: int) -> None:
     assert found.best.step_s <= 1.03 * machine.best_s()
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_profile_that_is_wrong_by_size(seed: int) -> None:
+    """Each size is off by up to 8 %: the doubt of a tenth lets the near ones run."""
+    machine = Machine(seed, wrong=0.2, sizes=0.08)
+    found = tuned(machine)[0].tuned()
+    assert len(found.trials) <= TRIALS
+    assert found.best.step_s <= 1.03 * machine.best_s()
+
+
 def test_a_true_profile_needs_few_steps() -> None:
-    """A second point runs only where messages, which no profile knows, make another count look better."""
+    """A second point runs where another size is predicted within the doubt; then the doubt is gone."""
     machine = Machine(3, wrong=0.0)
     found = tuned(machine)[0].tuned()
-    assert len(found.trials) <= 2
+    assert len(found.trials) <= 3
     assert found.best.predicted_s == pytest.approx(found.best.step_s, rel=0.05)
 
 
 def test_a_wrong_profile_takes_more_than_its_own_best() -> None:
     """The first guess is far off on some machine: or tuning would be for nothing."""
-    first = [tuned(Machine(seed, wrong=0.4), trials=1)[0].tuned().best.step_s for seed in range(8)]
-    best = [Machine(seed, wrong=0.4).best_s() for seed in range(8)]
+    first = [tuned(Machine(seed, wrong=0.6), trials=1)[0].tuned().best.step_s for seed in range(6)]
+    best = [Machine(seed, wrong=0.6).best_s() for seed in range(6)]
     assert max(a / b for a, b in zip(first, best, strict=True)) > 1.03
 
 
@@ -107,7 +118,7 @@ def test_it_ends_when_the_next_point_cannot_win() -> None:
     found = tuner.tuned()
     assert tuner.next() is None
     if found.next_s is not None:
-        assert found.next_s > (1 - MARGIN) * 0.9 * found.best.step_s
+        assert len(found.trials) == TRIALS or found.next_s > (1 - MARGIN) * found.best.step_s
     keys = [(t.plan.stages, t.plan.microbatches, t.plan.schedule) for t in found.trials]
     assert len(set(keys)) == len(keys)
 
