@@ -40,6 +40,8 @@ _HOME = {
     "microbatch": "outsize.train.batch",
     "parallelize": "outsize.api",
     "plan": "outsize.api",
+    "tensor_parallel": "outsize.train.tensor_parallel",
+    "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.api",
     "Cluster": "outsize.ir.cluster",
     "Engine": "outsize.train.engine",
@@ -49,6 +51,7 @@ _HOME = {
     "Profile": "outsize.ir.profile",
     "ProfileSet": "outsize.ir.profile",
     "Schedule": "outsize.ir.schedule",
+    "TensorStyles": "outsize.ir.tensor_styles",
     "Timeline": "outsize.ir.timeline",
     "Verdict": "outsize.ir.verdict",
 }
@@ -62,6 +65,7 @@ __all__ = [
     "Profile",
     "ProfileSet",
     "Schedule",
+    "TensorStyles",
     "Timeline",
     "Verdict",
     "__version__",
@@ -73,6 +77,8 @@ __all__ = [
     "microbatch",
     "parallelize",
     "plan",
+    "tensor_parallel",
+    "tensor_styles",
     "tune",
 ]
 

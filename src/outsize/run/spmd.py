@@ -1,0 +1,317 @@
+"""What the ranks of a tensor parallel group do together, and weights of which each rank has a part.
+
+    enter   forward: x as it is       backward: all-reduce       (Megatron's f)
+    reduce  forward: all-reduce       backward: the gradient     (Megatron's g)
+    gather  forward: all-gather       backward: this rank's part
+    cut     forward: this rank's part backward: all-gather
+
+Weights stay parameters under their names, as DTensors: state dicts, torch.distributed.checkpoint,
+clip_grad_norm_ and optimizers know them. The cross entropy of logits whose classes are divided sends three
+numbers per row instead of all logits. Dropout of a divided value draws the mask of the whole value and takes
+its part, so it is that of one process, at the price of memory for all of it.
+Sources: Megatron-LM, arXiv 1909.08053, sec. 3; torch.distributed.tensor.
+Oracle: tests/dist/test_tensor_parallel.py, the numbers of one process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn import functional
+
+from outsize.program.local import Collectives
+from outsize.program.share import Place, Share
+
+
+@final
+class Group(Collectives):
+    """The ranks of one dim of a mesh. `sent` counts, by the kind of collective, bytes of the whole tensors.
+
+    As in planner/comm.py: what an all_reduce takes, what an all_gather returns.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.place = Place(mesh.get_local_rank(), mesh.size())
+        self.sent: Counter[str] = Counter()
+        self._group = mesh.get_group()
+
+    def total(self, x: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """All ranks' x, added up (or by `op`); without gradients."""
+        x = x.detach().clone(memory_format=torch.contiguous_format)
+        self.sent["all_reduce"] += x.numel() * x.element_size()
+        dist.all_reduce(x, op, self._group)
+        return x
+
+    def part(self, x: Tensor, share: Share) -> Tensor:
+        """This rank's part of the whole x, a copy."""
+        return _part(x, share, self.place)
+
+    def whole(self, x: Tensor, share: Share) -> Tensor:
+        """All parts in their places; without gradients."""
+        places = [Place(rank, self.place.ways) for rank in range(self.place.ways)]
+        sizes = [place.size(share) for place in places]
+        shape = [*x.shape]
+        shape[share.dim] = max(sizes)
+        mine = x.new_zeros(shape)
+        mine.narrow(share.dim, 0, x.shape[share.dim]).copy_(x.detach())
+        parts = [torch.empty_like(mine) for _ in places]
+        dist.all_gather(parts, mine, self._group)
+        shape[share.dim] = share.size
+        found = x.new_empty(shape)
+        for place, part in zip(places, parts, strict=True):
+            done = 0
+            for start, stop in place.ranges(share):
+                piece = part.narrow(share.dim, done, stop - start)
+                found.narrow(share.dim, start, stop - start).copy_(piece)
+                done += stop - start
+        self.sent["all_gather"] += found.numel() * found.element_size()
+        return found
+
+    # -- with gradients ------------------------------------------------------------------------------
+
+    def enter(self, x: Tensor) -> Tensor:
+        return _Enter.apply(x, self)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return _Reduce.apply(x, self)
+
+    def cut(self, x: Tensor, share: Share) -> Tensor:
+        return _Cut.apply(x, share, self)
+
+    def gather(self, x: Tensor, share: Share) -> Tensor:
+        return _Gather.apply(x, share, self)
+
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
+        out = self.reduce(functional.linear(x, weight.t() if turned else weight))
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def lookup(self, index: Tensor, weight: Tensor, share: Share, padding: int | None) -> Tensor:
+        ((start, stop),) = self.place.ranges(share)
+        elsewhere = (index < start) | (index >= stop)
+        if start == stop:
+            return self.reduce(_nothing(index, weight))
+        own = None if padding is None or not start <= padding < stop else padding - start
+        found = functional.embedding((index - start).masked_fill(elsewhere, 0), weight, own)
+        return self.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def attend(
+        self,
+        module: nn.MultiheadAttention,
+        inputs: tuple[Tensor, ...],
+        masks: tuple[Any, ...],
+        weights: tuple[Any, ...],
+    ) -> tuple[Tensor, None]:
+        in_weight, in_bias, out_weight, out_bias = weights
+        biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
+        pairs = zip(inputs, in_weight.chunk(3), biases, strict=True)
+        q, k, v = (_heads(functional.linear(x, w, b), module) for x, w, b in pairs)
+        mask, causal = _mask(q, k, *masks)
+        if mask is not None and mask.ndim == 4 and mask.shape[1] == module.num_heads:
+            mask = self.part(mask, Share(1, (module.num_heads,)))
+        share = Share(1, (module.num_heads,))
+        p = module.dropout if module.training else 0.0
+        out = self.attention(share, q, k, v, mask, p, causal)
+        out = out.transpose(1, 2).flatten(2)
+        out = out if module.batch_first or inputs[0].ndim == 2 else out.transpose(0, 1)
+        out = out.squeeze(0) if inputs[0].ndim == 2 else out
+        return self.row(out, out_weight, out_bias, False), None
+
+    def cross_entropy(
+        self, logits: Tensor, target: Tensor, share: Share, ignore_index: int = -100, reduction: str = "mean"
+    ) -> Tensor:
+        counted = target != ignore_index
+        rows = _CrossEntropy.apply(logits, target, share, self).masked_fill(~counted, 0)
+        if reduction == "none":
+            return rows
+        return rows.sum() if reduction == "sum" else rows.sum() / counted.sum()
+
+    def dropout(self, x: Tensor, p: float, training: bool, inplace: bool, share: Share) -> Tensor:
+        if not training or p == 0.0:
+            return x
+        mask = self._mask_of(x, p, share)
+        return x.mul_(mask) if inplace else x * mask
+
+    def _mask_of(self, x: Tensor, p: float, share: Share) -> Tensor:
+        shape = [*x.shape]
+        shape[share.dim] = share.size
+        return self.part(functional.dropout(x.new_ones(shape), p), share)
+
+    def attention(
+        self,
+        share: Share,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, **options
+            )
+        if enable_gqa:
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        root = math.sqrt(scale if scale is not None else 1 / math.sqrt(query.shape[-1]))
+        scores = (query * root) @ (key * root).mT
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            boolean = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if boolean else scores + attn_mask
+        chances = scores.softmax(-1)
+        return (chances * self._mask_of(chances, dropout_p, share)) @ value
+
+    # -- weights -------------------------------------------------------------------------------------
+
+    def parameter(self, weight: nn.Parameter, share: Share | None) -> nn.Parameter:
+        """The weight as a DTensor of which this rank has its part, or (None) all."""
+        local = weight.detach() if share is None else self.part(weight.detach(), share)
+        held = DTensor.from_local(
+            local, self.mesh, [_placement(share)], run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        return nn.Parameter(held, requires_grad=weight.requires_grad)
+
+
+def local_of(weight: Tensor) -> Tensor:
+    """This rank's part, whose gradient goes to the weight."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def full_of(weight: Tensor) -> Tensor:
+    """The whole weight (or gradient) on every rank; all of them must call it."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def _placement(share: Share | None) -> Placement:
+    if share is None:
+        return Replicate()
+    return (
+        Shard(share.dim) if len(share.parts) == 1 else _StridedShard(share.dim, split_factor=len(share.parts))
+    )
+
+
+def _part(x: Tensor, share: Share, place: Place) -> Tensor:
+    pieces = [x.narrow(share.dim, start, stop - start) for start, stop in place.ranges(share)]
+    return torch.cat(pieces, share.dim)
+
+
+def _nothing(index: Tensor, weight: Tensor) -> Tensor:
+    """What a rank without rows looks up; it depends on the weight, so that every rank has a gradient."""
+    return weight.new_zeros(*index.shape, weight.shape[1]) + weight.sum()
+
+
+def _heads(x: Tensor, module: nn.MultiheadAttention) -> Tensor:
+    """(batch, heads of this rank, tokens, width)."""
+    if x.ndim == 2:
+        x = x.unsqueeze(0)
+    elif not module.batch_first:
+        x = x.transpose(0, 1)
+    return x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+
+
+def _mask(
+    q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
+) -> tuple[Tensor | None, bool]:
+    """One mask to add to (batch, heads, tokens, keys); without any it may be told to be causal."""
+    if padding is None and mask is not None and is_causal:
+        return None, True
+    masks = [_added(m, q.dtype) for m in (mask, padding) if m is not None]
+    if mask is not None:
+        m = masks[0]
+        masks[0] = m if m.ndim == 2 else m.view(q.shape[0], -1, *m.shape[1:])
+    if padding is not None:
+        masks[-1] = masks[-1].view(q.shape[0], 1, 1, k.shape[2])
+    return (None, False) if not masks else (sum(masks[1:], masks[0]), False)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
+
+
+@final
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.group.total(grads[0]), None
+
+
+@final
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return group.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+@final
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
+        ctx.share, ctx.group = share, group
+        return group.part(x, share)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.group.whole(grads[0], ctx.share), None, None
+
+
+@final
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
+        ctx.share, ctx.group = share, group
+        return group.whole(x, share)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.group.part(grads[0], ctx.share), None, None
+
+
+@final
+class _CrossEntropy(torch.autograd.Function):
+    """-log softmax at the target, per row of logits (n, own classes)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, share: Share, group: Group) -> Tensor:
+        ((start, stop),) = group.place.ranges(share)
+        lowest = torch.finfo(logits.dtype).min
+        top = logits.amax(1) if stop > start else logits.new_full(target.shape, lowest)
+        top = group.total(top, dist.ReduceOp.MAX)
+        powers = (logits - top[:, None]).exp()
+        own = (target >= start) & (target < stop)
+        at = (target - start).masked_fill(~own, 0)[:, None]
+        there = (logits - top[:, None]).gather(1, at)[:, 0] if stop > start else torch.zeros_like(top)
+        sums, there = group.total(torch.stack([powers.sum(1), there.masked_fill(~own, 0)]))
+        ctx.save_for_backward(powers / sums[:, None], at, own)
+        return sums.log() - there
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        chances, at, own = ctx.saved_tensors
+        grad = chances.clone()
+        if grad.shape[1]:
+            grad.scatter_add_(1, at, -own.to(grad.dtype)[:, None])
+        return grad * grads[0][:, None], None, None, None

@@ -1,0 +1,140 @@
+"""Run by test_tensor_parallel.py, one process per rank: each model divided in two, against one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensor_models import DROPOUT, MODELS, NO_DOUBLE
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from outsize.run.spmd import full_of
+from outsize.train.launch import join
+from outsize.train.tensor_parallel import tensor_parallel, traffic
+
+Numbers = dict[str, Tensor]
+
+
+def loss_of(out: Any) -> Tensor:
+    if not isinstance(out, Tensor):
+        return out.loss
+    wanted = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return ((out - wanted) ** 2).mean()
+
+
+@contextmanager
+def all_in(dtype: torch.dtype) -> Iterator[None]:
+    """Models of transformers compute norms and losses in float32; here that means the dtype."""
+    before, to_float = torch.float32, Tensor.float
+    torch.float32 = dtype
+    Tensor.float = lambda self: self.to(dtype)
+    try:
+        yield
+    finally:
+        torch.float32, Tensor.float = before, to_float
+
+
+def gradients(model: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, Numbers]:
+    torch.manual_seed(3)
+    model.zero_grad()
+    loss = loss_of(model(*args, **kwargs))
+    loss.backward()
+    return loss.detach(), {n: full_of(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def exactly(model: nn.Module, args: Any, kwargs: Any) -> Numbers:
+    """The gradients of one process in twice the precision, where the model has it."""
+    try:
+        with all_in(torch.float64):
+            twin = copy.deepcopy(model).double()
+            return gradients(twin, doubled(args), dict(zip(kwargs, doubled(kwargs.values()), strict=True)))[1]
+    except RuntimeError:
+        return gradients(model, args, kwargs)[1]
+
+
+def doubled(values: Iterable[Any]) -> list[Any]:
+    return [v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for v in values]
+
+
+def trained(model: nn.Module, args: Any, kwargs: Any) -> Numbers:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss_of(model(*args, **kwargs)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return {n: full_of(p.detach()) for n, p in model.named_parameters()}
+
+
+def differences(found: Numbers, expected: Numbers) -> Numbers:
+    """By tensor, the largest difference relative to the tensor's largest element."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return {n: (found[n] - t).abs().max() / t.abs().max() for n, t in expected.items()}
+
+
+def worst(found: Numbers, expected: Numbers) -> float:
+    """Of all tensors but those that are rounding alone (the gradient of a key's bias is zero in truth)."""
+    top = max(t.abs().max().item() for t in expected.values())
+    apart = differences(found, expected)
+    real = {n: d.item() for n, d in apart.items() if expected[n].abs().max() > 1e-5 * top}
+    return max(real.values())
+
+
+def compared(name: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
+    with all_in(dtype):
+        return compare(name, mesh, dtype)
+
+
+def compare(name: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, args, kwargs = MODELS[name]()
+    cast = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    kwargs = {
+        k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()
+    }
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn(p.shape)  # no bias of zeros, whose rounding Adam would blow up
+    alone, divided = model.to(dtype), copy.deepcopy(model.to(dtype))
+    styles = tensor_parallel(divided, tuple(cast), kwargs, mesh)
+    loss, grads = gradients(alone, cast, kwargs)
+    loss_tp, grads_tp = gradients(divided, cast, kwargs)
+    local = sum(p.to_local().numel() for p in divided.parameters())
+    found = {
+        "rounding": 0.0 if name in DROPOUT else worst(grads, exactly(alone, cast, kwargs)),
+        "loss": abs(loss_tp.item() - loss.item()) / abs(loss.item()),
+        "gradients": worst(grads_tp, grads),
+        "share": local / sum(p.numel() for p in alone.parameters()),
+        "styles": {m.module: m.style for m in styles.modules},
+        "traffic": traffic(divided),
+    }
+    if dtype == torch.float64:
+        found["trained"] = worst(trained(divided, cast, kwargs), trained(alone, cast, kwargs))
+    return found
+
+
+def main(folder: Path, names: list[str]) -> None:
+    world = join("cpu")
+    mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("tp",))
+    found: dict[str, Any] = {}
+    for name in names or list(MODELS):
+        try:
+            dtypes = (torch.float32,) if name in NO_DOUBLE else (torch.float32, torch.float64)
+            found[name] = {str(dtype): compared(name, mesh, dtype) for dtype in dtypes}
+        except Exception as error:
+            if names:
+                raise
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
