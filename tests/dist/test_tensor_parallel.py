@@ -44,8 +44,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(found: list[Found], na
         in_32 = of(rank, name, FLOAT32)
         assert in_32["loss"] < 1e-6
         # Where one process is itself further from the numbers in double, rounding cannot be told from it.
-        assert in_32["gradients"] < max(1e-6, in_32["rounding"])
-        assert in_32["rounding"] < 5e-6
+        assert in_32["gradients"] < max(1e-6, min(in_32["rounding"], 3e-6))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NO_DOUBLE])
