@@ -46,9 +46,11 @@ def main(folder: Folder) -> None:
     serve(folder, lambda world: train(job, world), as_json=job.as_json)
 
 
-def serve(folder: Folder, work: Callable[[World], Record], *, as_json: bool) -> None:
+def serve(
+    folder: Folder, work: Callable[[World], Record], *, as_json: bool, device_type: str = "cpu"
+) -> None:
     """Leave rank 0's outcome in the folder, and an error of ours there as well as to the launcher."""
-    world = join()
+    world = join(device_type)
     try:
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             outcome = work(world)
