@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
@@ -62,19 +63,21 @@ def tune(
     counts the laps of the profile, `tried` hears of each step on rank 0. The model stays as it is; each trial
     works on a copy. Raises BadOption in a single process, and as `plan`.
     """
-    world = join("cuda" if torch.cuda.is_available() else "cpu")
+    where = None if cluster is None else cluster_of(cluster)
+    cuda = torch.cuda.is_available() and (where is None or where.devices[0].kind != "cpu")
+    world = join("cuda" if cuda else "cpu")
     if world.group is None:
         raise BadOption(
             "tuning runs real steps, which take one process for each stage",
             numbers="this is one process",
             next_step="outsize tune MODEL --nproc 2, or outsize run --nproc-per-node 2 for this script",
         )
-    if not torch.cuda.is_available():
+    if not cuda:
         keep_freed_memory()  # as engines do: a trial's one step shall not pay for pages that the profile had
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     request = request_of(**{"batch_size": found.batch.size, "stages": world.world_size, **wishes})
     found = found.under(request.precision)
-    where = cluster_of(cluster or ("local" if torch.cuda.is_available() else f"{world.world_size}xcpu"))
+    where = where or cluster_of("local" if cuda else f"{world.world_size}xcpu")
     tuner = _tuner(world, found, request, where, trials, how, progress)
     while (plan := _shared(world, tuner.next() if tuner else None)) is not None:
         measured = _step(world, found, plan, seed)
@@ -106,10 +109,10 @@ def _tuner(
     size = request.batch_size
     profiled, between = counts_to_tune(size, world.world_size, request.microbatches)
     own = None
-    if world.rank == 0 or _undisturbed():
+    if world.rank == 0 or _undisturbed(where):
         sizes, needed = [-(-size // c) for c in profiled], size // (request.microbatches or 1)
         told = progress if world.rank == 0 else None
-        own = measure_sizes(found, sizes, how or how_on(where), told, needed=needed)
+        own = measure_sizes(_on_device(found, world, where), sizes, how or how_on(where), told, needed=needed)
     all_found: list[Any] = [None] * world.world_size
     dist.all_gather_object(all_found, own, group=world.group)
     if world.rank:
@@ -122,10 +125,19 @@ def _tuner(
     return Tuner(request, candidates, where, trials)
 
 
-def _undisturbed() -> bool:
+def _on_device(found: Subject, world: World, where: Cluster) -> Subject:
+    """As it is on CPUs; a copy on this process's GPU."""
+    if where.devices[0].kind == "cpu":
+        return found
+    device = torch.device("cuda", world.local_rank)
+    batch = found.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+    return replace(found, module=copy.deepcopy(found.module).to(device), batch=batch)
+
+
+def _undisturbed(where: Cluster) -> bool:
     """Whether this process shares its device with no other of the run."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
-    return torch.cuda.is_available() or len(cores) == 1
+    return where.devices[0].kind != "cpu" or len(cores) == 1
 
 
 def _mean(found: Sequence[ProfileSet]) -> ProfileSet:

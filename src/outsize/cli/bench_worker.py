@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from outsize.cli.experiment import OURS, SINGLE, SPLIT, TutorialJob, TutorialOut
 from outsize.cli.job import Folder
 from outsize.cli.screen import Screen
 from outsize.cli.subject import Subject, make_subject
-from outsize.cli.tune_worker import pin, quieten
+from outsize.cli.tune_worker import cluster, device_type, pin, quieten
 from outsize.cli.worker import serve
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.program.tree import map_leaves
@@ -37,7 +38,7 @@ Step = Callable[[], None]
 def main(folder: Folder) -> None:
     """Do the folder's job as this rank."""
     job = TutorialJob.model_validate_json(folder.job.read_text(encoding="utf-8"))
-    serve(folder, lambda world: tutorial(job, world), as_json=job.as_json)
+    serve(folder, lambda world: tutorial(job, world), as_json=job.as_json, device_type=device_type())
 
 
 def tutorial(job: TutorialJob, world: World) -> TutorialOutcome:
@@ -48,7 +49,8 @@ def tutorial(job: TutorialJob, world: World) -> TutorialOutcome:
     with screen.working(f"building {job.model}"):
         subject = make_subject(job.model, job.input, job.batch, seed=job.seed)
     with screen.bar("tuning") as progress:
-        plan = api.tune(*subject.call, **subject.loss, trials=job.trials, progress=progress).plan
+        how: dict[str, Any] = {"cluster": cluster(world), "trials": job.trials, "progress": progress}
+        plan = api.tune(*subject.call, **subject.loss, **how).plan
     steps: dict[str, Step] = {SINGLE: _plain(subject, world)}
     steps[SPLIT] = _engine(subject, tutorial_plan(subject, plan, job.cut, "naive", 1))
     for size in job.splits:
@@ -99,7 +101,7 @@ def _engine(subject: Subject, plan: Plan) -> Step:
 
 def _plain(subject: Subject, world: World) -> Step:
     """A step of the unsplit model; other ranks have nothing to do."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(device_type())
     model, objective = copy.deepcopy(subject.model).to(device), subject.objective
     args, kwargs, target = (
         map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, given)
@@ -131,7 +133,7 @@ def _in_turns(
         dist.barrier(group=world.group)
         start = time.perf_counter()
         steps[name]()
-        if torch.cuda.is_available():
+        if device_type() == "cuda":
             torch.cuda.synchronize()
         dist.barrier(group=world.group)
         laps[name].append(time.perf_counter() - start)

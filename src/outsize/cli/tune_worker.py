@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from outsize.train.launch import World
 def main(folder: Folder) -> None:
     """Do the folder's job as this rank."""
     job = TuneJob.model_validate_json(folder.job.read_text(encoding="utf-8"))
-    serve(folder, lambda world: tune(job, world), as_json=job.as_json)
+    serve(folder, lambda world: tune(job, world), as_json=job.as_json, device_type=device_type())
 
 
 def tune(job: TuneJob, world: World) -> Tuned:
@@ -32,11 +33,26 @@ def tune(job: TuneJob, world: World) -> Tuned:
     pin(world)
     with screen.working(f"building {job.model}"):
         subject = make_subject(job.model, job.input, job.batch, seed=job.seed)
-    wishes = {"microbatches": job.microbatches, "schedule": job.schedule, "trials": job.trials}
+    wishes: dict[str, Any] = {
+        "microbatches": job.microbatches,
+        "schedule": job.schedule,
+        "trials": job.trials,
+    }
+    wishes |= {"cluster": cluster(world), "seed": job.seed}
     steps = itertools.count(1)
     with screen.bar("tuning") as progress:  # laps of the profile first, then real steps
-        how = {"progress": progress, "tried": lambda _: progress(next(steps), job.trials), "seed": job.seed}
-        return api.tune(*subject.call, **subject.loss, **how, **wishes)
+        wishes |= {"progress": progress, "tried": lambda _: progress(next(steps), job.trials)}
+        return api.tune(*subject.call, **subject.loss, **wishes)
+
+
+def device_type() -> str:
+    """cuda where each process of this machine has a GPU, else cpu."""
+    return "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
+
+
+def cluster(world: World) -> str:
+    """The devices of the run."""
+    return "local" if device_type() == "cuda" else f"{world.world_size}xcpu"
 
 
 def quieten(world: World) -> None:
@@ -48,7 +64,7 @@ def quieten(world: World) -> None:
 
 def pin(world: World) -> None:
     """To a core, where each process of one thread can have its own."""
-    if not hasattr(os, "sched_setaffinity") or torch.cuda.is_available() or torch.get_num_threads() > 1:
+    if not hasattr(os, "sched_setaffinity") or device_type() == "cuda" or torch.get_num_threads() > 1:
         return
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= world.world_size:
