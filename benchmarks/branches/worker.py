@@ -153,7 +153,7 @@ def compared(model: Model, world: World, options: argparse.Namespace) -> dict[st
         sizes = sorted({1, 2, options.batch // 2, options.batch})
         return plans(model.build(), batch, outsize.measure(model.build(), images, sizes=sizes, **call))
 
-    chosen: dict[str, Plan] = agreed(world.group, choose)
+    chosen: Any = agreed(world.group, choose)
     cases = {name: Case(plan, model.build(), batch) for name, plan in chosen.items()}
     for case in cases.values():
         case.lap()

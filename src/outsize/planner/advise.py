@@ -5,7 +5,7 @@
     small-stage        a stage has less than half of an even share of the work
     fat-boundary       what crosses a cut takes a quarter of the slowest stage's time, or more
     heavy-unit         one unit alone has more than an even share: no cut can balance that
-    branches           stages that take branches in another order would be lighter (branches.py)
+    branches           stages that are no runs of the model's order would be lighter (branches.py)
     optimizer-state    a nearly full device holds mostly optimizer state while another has room for it
     idle-devices       devices without a stage, or idle for more than a third of the step
 
@@ -200,14 +200,14 @@ def _branches(view: _View) -> Iterator[Advice]:
     if found is None:
         return
     first = [view.unit(unit) for unit in found.stages[0] if unit >= view.bounds[1]]
-    moved = f"call {first[0]} and what it needs earlier" if first else "call the longest branch first"
+    moved = f": {first[0]} and what it needs in an earlier stage" if first else ""
     yield Advice(
         code="branches",
         sentence=f"in another order of its branches the model could be cut so that the slowest stage takes "
         f"{seconds_text(found.stages_s)} a microbatch; no run of its own order does better than "
         f"{seconds_text(found.runs_s)}",
         numbers={"runs_s": found.runs_s, "stages_s": found.stages_s},
-        next_step=f"{moved} in the model's forward; outsize cuts the order in which it computes",
+        next_step=f"--schedule auto, where branches may be stages of their own{moved}",
     )
 
 

@@ -193,6 +193,13 @@ class _Composer:
             way = stages_of(self._graph, ranks)
             if way is not None:
                 yield way
+        yield from self._chunked()
+
+    def _chunked(self) -> Iterator[Placed]:
+        """Runs of which each rank has two, in turns and in a V, neighbours on a rank apart."""
+        runs = even_runs(self._seconds.total.tolist(), 2 * self._p)
+        if self._anyhow and len(self._graph.units) >= 2 * self._p > 2:
+            yield from (Placed(tuple(runs), placed(name, 2 * self._p, self._p)) for name in SEVERAL)
 
     def _on_ranks(self) -> Iterator[tuple[int, ...]]:
         """The rank of each unit."""
@@ -205,8 +212,6 @@ class _Composer:
             of = {unit: stage for stage, units in enumerate(found.stages) for unit in units}
             yield tuple(of[unit] for unit in range(len(of)))
         yield from by_branches(self._graph, self._seconds.total, p)
-        if self._anyhow and len(self._graph.units) >= 2 * p:
-            yield from (self._runs(placed(name, 2 * p, p)) for name in SEVERAL)
 
     def _runs(self, ranks: Sequence[int]) -> tuple[int, ...]:
         return tuple(ranks[run] for run in even_runs(self._seconds.total.tolist(), len(ranks)))

@@ -3,8 +3,8 @@
 A plan cuts the order in which the model computes. Branches (towers that are fused late, experts, skips) allow
 other orders: every split of the graph into stages of which none waits for a later one, a chain of downsets
 (dag.py). The least slowest stage of those is found by downsets.py, exactly or with a bound, and compared with
-the least slowest run. Compute alone counts: neither links nor memory. Nothing runs such stages; but who calls
-the branches in another order gets them.
+the least slowest run. Compute alone counts: neither links nor memory. The search prices such stages
+(branched.py); under a schedule that has only runs it is advice.
 
 Symbols: n -> units, p -> stages. Complexity: O(n log n) where the runs are balanced already; or else that of
 downsets.py, for at most MOST downsets. Oracle: tests/unit/planner/test_branches.py, by hand.
