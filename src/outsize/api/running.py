@@ -18,6 +18,7 @@ from outsize.api.planning import plan as make_plan
 from outsize.capture.cluster import find_cluster
 from outsize.capture.ladder import LossFn
 from outsize.errors import BadOption
+from outsize.ir.devices import places_in
 from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
 from outsize.ir.verdict import Verdict
 from outsize.planner.roofline import roofline
@@ -27,7 +28,7 @@ from outsize.run.load import load_weights
 from outsize.run.statistics import of_one_replica
 from outsize.run.weight_files import WeightFiles
 from outsize.train.batch_dims import Asked
-from outsize.train.devices import places_for, places_of
+from outsize.train.devices import cluster_of, places_for, places_of
 from outsize.train.engine import Engine, MakeOptimizer
 from outsize.train.launch import World, join
 from outsize.train.parallel import agreed, make_engine
@@ -73,7 +74,10 @@ def parallelize(
     files = WeightFiles(weights) if weights is not None else None
     cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
     world = join("cuda" if cuda else "cpu")
-    if world.group is not None:
+    group = world.group
+    if world.world_size == 1 and (named or (plan is not None and places_in(plan.cluster))):
+        group = None  # one process, started by a launcher
+    if group is not None:
         _insist_on_no_devices(named, world)
         of_one_replica(model)
     if plan is None:
@@ -81,11 +85,11 @@ def parallelize(
         cluster = cluster if named is None else _cluster_of(named, wishes)
         given = {"loss_fn": loss_fn, "target": target, "batch_dims": batch_dims}
         wishes = {"cluster": cluster, **given, **wishes}
-        plan = agreed(world.group, lambda: make_plan(model, args, kwargs, **wishes))
+        plan = agreed(group, lambda: make_plan(model, args, kwargs, **wishes))
     engine = make_engine(
         model,
         plan,
-        world.group,
+        group,
         loss_fn=loss_fn,
         optimizer=optimizer,
         clip_norm=clip_norm,
@@ -95,7 +99,7 @@ def parallelize(
         scaler=scaler,
         explain=utilisation,
         captures=captures,
-        places=places_for(plan, named) if world.group is None else None,
+        places=places_for(plan, named) if group is None else None,
     )
     example = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims).batch
     engine.prepare(example.resized(plan.batch_size))
@@ -154,14 +158,11 @@ def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
 
 
 def _cluster_of(places: tuple[str, ...], wishes: Kwargs) -> str:
-    """By name, for the planner; one device serves any number of stages."""
     if "cluster" in wishes:
         raise BadOption(
             f"cluster={wishes['cluster']!r} beside devices, which are the cluster", next_step="leave it out"
         )
-    if len(set(places)) == 1:
-        places = places[:1] * max(len(places), wishes.get("stages") or 1)
-    return f"{len(places)}xcpu" if set(places) == {"cpu"} else ",".join(places)
+    return cluster_of(places, wishes.get("stages"))
 
 
 def _insist_on_no_devices(places: tuple[str, ...] | None, world: World) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final
 
 import psutil
 import torch
@@ -18,10 +17,8 @@ import torch
 from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.cluster_file import load_cluster
-from outsize.ir.devices import GIB, STAND_IN, TABLE, Device, host_link, kinds_like
+from outsize.ir.devices import GIB, STAND_IN, TABLE, Device, host_link, kinds_like, places_in
 from outsize.ir.links import Link
-
-_PLACE: Final = re.compile(r"cpu|cuda:\d+")
 
 
 def find_cluster(name: str) -> Cluster:
@@ -32,8 +29,8 @@ def find_cluster(name: str) -> Cluster:
     """
     if name == "local":
         return _cuda() if torch.cuda.is_available() else _cpus(name, psutil.cpu_count(logical=True) or 1)
-    places = name.split(",")
-    if name != "cpu" and all(map(_PLACE.fullmatch, places)):
+    places = places_in(name)
+    if places:
         return _of_places(name, places)
     if name.endswith(".json"):
         return load_cluster(name).model_copy(update={"name": name})

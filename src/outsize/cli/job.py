@@ -38,6 +38,7 @@ class Job(Record):
     plan: Plan | None = None
     weights: Path | None = None
     stages: int | None = None
+    devices: tuple[str, ...] = ()  # of one process
     microbatches: int | None = None
     schedule: ScheduleName | None = None
     actions: tuple[str, ...] = ()

@@ -10,8 +10,9 @@ import typer
 
 from outsize.cli.job import Folder, Job, Outcome
 from outsize.cli.screen import Screen, error_document
-from outsize.errors import RankFailed, WorldMismatch
+from outsize.errors import BadOption, RankFailed, WorldMismatch
 from outsize.ir.base import Record
+from outsize.ir.devices import places_in
 from outsize.train.launch import processes_for, run_script
 from outsize.train.rendezvous import LOOPBACK
 
@@ -70,8 +71,10 @@ def run_worker(
 
 
 def _processes(job: Job, place: Place) -> int:
-    """Processes on this machine: as asked, else one per stage, else two."""
+    """Processes on this machine: as asked, else one per stage, else two; one for devices of one."""
     wanted = job.plan.axes.world_size if job.plan is not None else job.stages
+    if job.devices or (job.plan is not None and places_in(job.plan.cluster)):
+        return _one_process(place)
     if place.nproc_per_node is None:
         return max(1, (wanted or PROCESSES) // place.nnodes)
     processes = processes_for(place.nproc_per_node)
@@ -82,6 +85,17 @@ def _processes(job: Job, place: Place) -> int:
             next_step=f"--nproc-per-node {wanted // place.nnodes or 1}, or plan for {processes} devices",
         )
     return processes
+
+
+def _one_process(place: Place) -> int:
+    """Of a plan for the devices of one."""
+    if place.nproc_per_node not in (None, "1") or place.nnodes > 1:
+        raise BadOption(
+            "the devices are of one process",
+            numbers=f"--nnodes {place.nnodes}, --nproc-per-node {place.nproc_per_node or 1}",
+            next_step="leave these out, or plan for a cluster of processes, --cluster local",
+        )
+    return 1
 
 
 def _error(folder: Folder, code: int) -> object:

@@ -28,7 +28,7 @@ from outsize.train.rendezvous import LOOPBACK
 STEPS: Final = 10
 _PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
 _FOR_MODELS: Final = (
-    *("steps", "input", "batch", "lr", "plan", "weights", "stages", "microbatches", "schedule"),
+    *("steps", "input", "batch", "lr", "plan", "weights", "stages", "devices", "microbatches", "schedule"),
     *("measure", "seed", "report", "trace", "json"),
 )
 
@@ -75,6 +75,10 @@ Module = Annotated[
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="AdamW steps on one random batch.")]
 Lr = Annotated[float, typer.Option("--lr", help="Learning rate.")]
+Devices = Annotated[
+    str | None,
+    typer.Option("--devices", metavar="LIST", help="Of one process, instead of several: cuda:0,cuda:1."),
+]
 Report = Annotated[
     Path | None, typer.Option("--report", metavar="FILE", help="Write an offline HTML report.")
 ]
@@ -112,6 +116,7 @@ def run(
     plan: options.PlanFile = None,
     weights: options.Weights = None,
     stages: options.Stages = None,
+    devices: Devices = None,
     microbatches: options.Microbatches = None,
     schedule: options.AnySchedule = None,
     measure: options.Measure = False,
@@ -144,6 +149,7 @@ def run(
         seed=seed,
         plan=chosen,
         weights=weights,
+        devices=tuple(devices.split(",")) if devices else (),
         **options.ordered(schedule, stages, microbatches),
         measure=measure,
         watch_memory=trace is not None,

@@ -30,6 +30,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.schedules.planned import read
+from outsize.train.devices import cluster_of, places_of
 from outsize.train.engine import Engine
 from outsize.train.launch import World, join, leave
 from outsize.train.memory_watch import MemoryWatch, with_memory
@@ -118,12 +119,13 @@ def is_measured(plan: Plan) -> bool:
 
 
 def _make_plan(world: World, job: Job, subject: Subject, screen: Screen) -> Plan:
-    stages = job.stages or world.world_size
+    stages, places = job.stages or world.world_size, places_of(job.devices) if job.devices else ()
+    stages = max(stages, len(places))
     with screen.bar("planning") as progress:
         return api.plan(
             *subject.call,
             **subject.loss,
-            cluster=f"{max(stages, world.world_size)}xcpu",
+            cluster=cluster_of(places, stages) if places else f"{max(stages, world.world_size)}xcpu",
             batch_size=job.batch,
             microbatches=job.microbatches,
             stages=stages,
@@ -138,6 +140,7 @@ def _engine(job: Job, subject: Subject, plan: Plan) -> Engine:
         return torch.optim.AdamW(parameters, lr=job.lr)
 
     how: dict[str, Any] = {"plan": plan, "optimizer": adamw, "seed": job.seed, "weights": job.weights}
+    how |= {"devices": job.devices} if job.devices else {}
     return api.parallelize(*subject.call, **subject.loss, **how)
 
 

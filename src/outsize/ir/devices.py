@@ -15,6 +15,7 @@ reach 226 GFLOP/s in float32, large bfloat16 matmuls 425; additions 28 to 60 GB/
 
 from __future__ import annotations
 
+import re
 from typing import Final, final
 
 from pydantic import Field, field_validator
@@ -116,6 +117,7 @@ def _tera(
     return {dtype: value * 1e12 for dtype, value in columns.items() if value is not None}
 
 
+_PLACE: Final = re.compile(r"cpu|cuda:\d+")
 _CPU = {"float64": 120e9, "float32": 240e9, "bfloat16": 480e9}
 _P100, _P100_PCIE = _tera(5.3, 10.6, None, 21.2, bf16=False), _tera(4.7, 9.3, None, 18.7, bf16=False)
 _P40 = _tera(0.37, 11.8, None, None)
@@ -209,3 +211,9 @@ def host_link(device: Device) -> Link | None:
 def kinds_like(word: str) -> list[Kind]:
     """All kinds whose name begins with a word, as a driver would say it: `h200` -> h200-141gb."""
     return [kind for name, kind in TABLE.items() if name.split("-")[0] == word.lower()]
+
+
+def places_in(cluster: str) -> tuple[str, ...]:
+    """`cuda:0,cpu`: the devices of one process that a cluster's name lists; empty for any other name."""
+    places = tuple(cluster.split(","))
+    return places if cluster != "cpu" and all(map(_PLACE.fullmatch, places)) else ()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from outsize.errors import BadOption, UnknownDevice, WorldMismatch
+from outsize.ir.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.run.device_transport import Places
 from outsize.run.streams import TorchStreams
@@ -37,6 +38,13 @@ def places_of(devices: Sequence[str | torch.device]) -> tuple[str, ...]:
             next_step="name each once; schedule='interleaved' puts several stages on each",
         )
     return found
+
+
+def cluster_of(places: tuple[str, ...], stages: int | None) -> str:
+    """By name, for the planner; one device serves any number of stages."""
+    if len(set(places)) == 1:
+        places = places[:1] * max(len(places), stages or 1)
+    return f"{len(places)}xcpu" if set(places) == {"cpu"} else ",".join(places)
 
 
 def places_for(plan: Plan, devices: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -80,12 +88,12 @@ def _named(plan: Plan) -> tuple[str, ...] | None:
     """The devices of the plan's ranks where it was made for those of one process and all of them are here."""
     first = {rank: stage.device for stage, rank in reversed(list(zip(plan.stages, plan.ranks, strict=True)))}
     names = tuple(first[rank].partition("/")[0] for rank in range(plan.axes.pp))
-    if not plan.cluster.startswith(("cuda:", "cpu,")) and len(set(names)) == 1:
+    if not places_in(plan.cluster) and len(set(names)) == 1:
         return None
     try:
         return tuple(_place(name) for name in names)
     except UnknownDevice:
-        if plan.cluster.startswith(("cuda:", "cpu,")):
+        if places_in(plan.cluster):
             raise
         return None  # a plan for other machines, tried here
 

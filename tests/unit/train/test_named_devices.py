@@ -12,6 +12,8 @@ from torch import nn
 import outsize
 from outsize.api import running
 from outsize.capture.cluster import find_cluster
+from outsize.cli import launching
+from outsize.cli.job import Job
 from outsize.errors import BadOption, UnknownDevice, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.run.together import OnePlace
@@ -157,3 +159,19 @@ def test_generate_wants_one_device() -> None:
     crew.device_of = lambda stage: torch.device("cuda", stage)
     with pytest.raises(BadOption, match="several devices of this process; cuda:0, cuda:1"):
         engine.generate(X)
+
+
+def test_a_launcher_of_one_process_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = object()
+    monkeypatch.setattr(running, "join", lambda kind: World(0, 1, 0, group))
+    assert split(devices=["cpu", "cpu"]).crew.group is None
+
+
+def test_the_command_line_starts_one_process_for_devices() -> None:
+    how: Any = {"model": "a:b", "input": None, "batch": 8, "steps": 1}
+    job = Job(**how, devices=("cpu", "cpu"))
+    assert launching._processes(job, launching.Place()) == 1
+    assert launching._processes(Job(**how, plan=plan_for("cpu,cpu")), launching.Place()) == 1
+    assert launching._processes(Job(**how, plan=plan_for("2xcpu")), launching.Place()) == 2
+    with pytest.raises(BadOption, match="the devices are of one process; --nnodes 1, --nproc-per-node 2"):
+        launching._processes(job, launching.Place("2"))
