@@ -48,10 +48,13 @@ class Job(Record):
 
     def command(self, stages: int, idle: Idle) -> str:
         """What to type for this run of so many stages, but with the remedy's options."""
-        given = {"input": self.input, "batch": str(self.batch), "stages": str(stages)}
+        tunes = idle.cause == "uneven-stages"
+        places = "nproc" if tunes else "stages"
+        given = {"input": self.input, "batch": str(self.batch), places: str(stages)}
         kept = {name: value for name, value in given.items() if value and name not in dict(idle.change)}
         words = [f"--{name} {shlex.quote(value)}" for name, value in kept.items()]
-        return idle.next_step(" ".join(["outsize run", shlex.quote(self.model), *words]))
+        line = " ".join([f"outsize {'tune' if tunes else 'run'}", shlex.quote(self.model), *words])
+        return line if tunes else idle.next_step(line)
 
 
 @final
