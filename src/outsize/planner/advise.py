@@ -215,7 +215,8 @@ def _small(view: _View) -> Iterator[Advice]:
     total = sum(view.compute_s)
     even = total / view.stages
     for stage, seconds in enumerate(view.compute_s):
-        if view.stages > 1 and seconds < SMALL * even:
+        alone = view.plan.ranks.count(view.plan.ranks[stage]) == 1
+        if view.stages > 1 and alone and seconds < SMALL * even:
             held = view.expected.stages[stage]
             why = "its memory is full" if _share(held) >= FULL else "its neighbours cannot give it more"
             yield Advice(
@@ -229,6 +230,8 @@ def _small(view: _View) -> Iterator[Advice]:
 
 def _fat(view: _View) -> Iterator[Advice]:
     slowest_s = max(view.compute_s)
+    if view.plan.actions:
+        return  # neighbours by number may send each other nothing
     for stage, cut in enumerate(view.bounds[1:-1]):
         crossing = view.graph.crossing(cut)
         size = sum(v.size_bytes * (2 if v.requires_grad else 1) for v in crossing)

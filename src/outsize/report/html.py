@@ -305,7 +305,8 @@ def _commands(plan: Plan) -> list[str]:
     for_what = f"--optimizer {plan.optimizer} --precision {plan.precision}"
     if plan.beyond:
         return [f"{make} {for_what} --what-if --out plan.json", "outsize explain-plan plan.json"]
-    how = f"--stages {plan.axes.pp} --microbatches {plan.microbatches} --schedule {plan.schedule}"
+    named = "schedule.csv" if plan.schedule == "custom" else plan.schedule  # with the rows of `actions`
+    how = f"--stages {plan.axes.pp} --microbatches {plan.microbatches} --schedule {named}"
     return [
         f"{make} {how} {for_what} --out plan.json",
         "outsize check MODEL --plan plan.json --processes",
