@@ -97,7 +97,7 @@ class Engine:
     def prepare(self, batch: Batch) -> None:
         """Capture, cut, free what other ranks own and build the optimizer, on an example batch."""
         with borrowed_generators():
-            self._way.prepare(self._split(batch))
+            self._way.prepare(self._parts(batch))
         self._equip()
 
     def step(
@@ -118,7 +118,7 @@ class Engine:
             )
         scale = loss_scale if self._scaling is None else loss_scale * self._scaling.scale()
         with borrowed_generators():
-            loss = self._way.train(self._parts(args, kwargs, target), scale, self.steps)
+            loss = self._way.train(self._microbatches(args, kwargs, target), scale, self.steps)
         self._equip()
         self.steps += 1
         with outside_autocast():
@@ -131,7 +131,7 @@ class Engine:
         """
         # Not in the caller's inference mode, if any: a program that is kept must run outside of it, too.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
-            found = self._way.evaluate(self._parts(args, kwargs, target), self.steps)
+            found = self._way.evaluate(self._microbatches(args, kwargs, target), self.steps)
         self._equip()
         return found
 
@@ -232,14 +232,14 @@ class Engine:
         shared = self.crew.world_size == 1 and names[0].startswith("cpu")
         return ["cpu"] * ranks if shared else names
 
-    def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch]:
+    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch]:
         """Microbatches as they were given, or the plan's."""
         given = microbatches_in(args, kwargs, target)
         if given is not None:
             return [self._dims.of(part) for part in given if part.size]
-        return self._split(Batch(args, kwargs, as_target(target)))
+        return self._parts(Batch(args, kwargs, as_target(target)))
 
-    def _split(self, batch: Batch) -> list[Batch]:
+    def _parts(self, batch: Batch) -> list[Batch]:
         """The plan's microbatches; of a short batch as many as keep their size."""
         found = self._dims.of(batch)
         return found.split(self.plan.microbatches_of(found.size))
