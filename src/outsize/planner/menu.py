@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +26,18 @@ from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
 from outsize.planner.fleet import Fleet, Groups, held_of
 from outsize.planner.floor import Work, made_for
 from outsize.planner.layout import Layout, grouped, of_kind
+from outsize.planner.least import Least
 from outsize.planner.margin import rooms
 from outsize.planner.offload import Blocks, fetching, hosted
 from outsize.planner.optimizer import optimizer_bytes, style_of
 from outsize.planner.order import first_of, numbers, orders, taken
-from outsize.planner.ranges import Bytes, Ranges, Seconds, bare_units, owned_gradients
+from outsize.planner.ranges import Ranges, Seconds, owned_gradients
 from outsize.planner.reach import Room
 from outsize.planner.roofline import roofline
 from outsize.planner.seconds import UnitSeconds, fastest
 from outsize.planner.sharding import context_parallel, sharded, tensor_parallel
 from outsize.planner.split import Case, Pipeline
 from outsize.planner.spread import Sharing, spread, sync_s
-from outsize.planner.twice import held_bytes, twice_s
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Microbatches of the whole batch -> the model at that size, with its costs."""
@@ -79,8 +79,7 @@ class Menu:
         self._fleets: dict[Key, Fleet | None] = {}
         self._cuts: dict[Layout, tuple[int, ...]] = {}
         self._reached_s = inf
-        self._forward: dict[Key, tuple[Seconds, Bytes]] = {}
-        self._held: dict[int, dict[str, Bytes]] = {}
+        self._least = Least(candidates, optimizer_bytes(optimizer), not self._unequal)
 
     def pipeline(
         self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
@@ -204,39 +203,8 @@ class Menu:
         return self._works[key]
 
     def may_fit(self, layout: Layout, recompute: Sequence[Recompute]) -> bool:
-        """Whether all devices together hold weights, gradients, states, and what one microbatch keeps in the
-        stage that acts, unless that may go block by block: no table needed.
-        """
-        if layout.weights == "host":
-            return True
-        *fixed, saved = self._least_bytes(layout)
-        rooms = sum(self._room_bytes(layout.group))
-        acting = 0.0 if "selective" in recompute else saved / layout.chunks
-        return sum(fixed) + max(acting, self._updating(layout)) <= rooms
-
-    def _updating(self, layout: Layout, units: int | slice = -1) -> Any:
-        """Temporaries of the optimizer's step; 0 where it goes tensor by tensor, or devices differ."""
-        if self.unequal:
-            return 0.0
-        return self._units_bytes(layout.captured)["update"][units] / (layout.axes.tp * layout.axes.dp_shard)
-
-    def _least_bytes(self, layout: Layout, units: int | slice = -1) -> tuple[Any, Any, Any, Any]:
-        """What devices hold of the units before each: weights, gradients, states with master copies, what a
-        microbatch keeps. Of all units, or of shape (n + 1,).
-        """
-        axes, held = layout.axes, self._units_bytes(layout.captured)
-        ways = axes.tp * (axes.dp_shard if layout.weights == "sharded" else 1)
-        divided = ("weights", ways), ("gradients", ways), ("optimizer", axes.tp * axes.dp_shard)
-        weights, gradients, states = (held[name][units] / by for name, by in divided)
-        return weights, gradients, states, held["saved"][units] / layout.ways
-
-    def _units_bytes(self, captured: int) -> dict[str, Bytes]:
-        """Summed over units, of shape (n + 1,); weights without buffers, of which every device has all."""
-        if captured not in self._held:
-            found = bare_units(*self._candidates[captured], optimizer_bytes(self._optimizer))
-            found["weights"] = found["weights"] - found["buffers"]
-            self._held[captured] = {name: np.append(0, np.cumsum(part)) for name, part in found.items()}
-        return self._held[captured]
+        """Whether all devices together have room for it, as far as sums tell: no table needed."""
+        return self._least.may_fit(layout, recompute, self._room_bytes(layout.group))
 
     def least_s(self, layout: Layout) -> float:
         """Below every step of the layout: all work, with what memory wants computed twice, on all devices."""
@@ -278,7 +246,7 @@ class Menu:
             for number, device, least in zip(numbers(groups), first_of(groups), first_of(room), strict=True)
         ]
         optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
-        weights, gradients, states, saved = self._least_bytes(layout, slice(None))
+        weights, gradients, states, saved = self._least.bytes_of(layout, slice(None))
         graded, ways = weights + gradients + states, layout.axes.tp * layout.axes.dp_shard
         temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / ways
         updating = graded + weights / max(float(weights[-1]), 1.0) * temporary
@@ -299,35 +267,17 @@ class Menu:
         """What each stage may hold; None where weights or seconds depend on which device it is."""
         if layout.weights == "host" or len(self._kinds) > 1:
             return None
-        weights, gradients, states, saved = self._least_bytes(layout, slice(None))
-        fixed, room_bytes = weights + states, self._room_bytes(layout.group)[0]
-        ways = tuple(dict.fromkeys(again != "none" for again in recompute))
-        anew = 0.0 * saved if "selective" in recompute else saved
-        updating = fixed + gradients + self._updating(layout, slice(None))
-        return Room(fixed, fixed + gradients, updating, saved, anew, room_bytes, ways)
+        return self._least.room(layout, recompute, self._room_bytes(layout.group)[0])
 
     def twice_s(self, layout: Layout) -> float:
         """Seconds of a microbatch's forward that memory wants computed twice, at least."""
-        if layout.weights == "host":
-            return 0.0  # a second forward may hide behind the weights that come
-        graph = self.graph(layout)
-        key = ("forward", *_spread_key(layout))
-        if key not in self._forward:
-            saved = np.array([u.saved_bytes - u.saved_input_bytes for u in graph.units], np.int64)
-            self._forward[key] = np.diff(self.work(layout).forward), saved // layout.ways
-        rooms = self._room_bytes(layout.group)
-        return twice_s(*self._forward[key], held_bytes(layout, rooms, self._fixed_bytes(layout)))
-
-    def _fixed_bytes(self, layout: Layout) -> int:
-        """Weights and states of all stages, of which each device of a group has its share."""
-        weights, _, states, _ = self._least_bytes(layout)
-        return int(weights + states)
+        return self._least.twice_s(layout, self.work(layout), self._room_bytes(layout.group))
 
     def together_s(self, layout: Layout) -> float:
         """Seconds that replicas take to add up the gradients of an average stage."""
         if layout.weights == "host":
             return 0.0
-        size = int(self._least_bytes(layout)[1]) // layout.stages
+        size = int(self._least.bytes_of(layout)[1]) // layout.stages
         return min(sync_s(size, 0.0, layout, like) for like in self._groups_like(layout))
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
