@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from fake_streams import Access, FakeStreams
 from parity_runs import fresh
+from shapes_runs import differing, plain_step, steps_of
 from torch import Tensor, nn
 from zoo import case
 
@@ -120,6 +121,18 @@ def test_stages_on_places_are_bit_equal(watch: Watch, places: tuple[str, ...], s
 def test_tied_weights_skips_and_buffers_between_three_places(watch: Watch, name: str) -> None:
     watch.places = ("a", "b", "cpu")
     insist_on_the_plain_loop(watch, name, "1f1b")
+
+
+def test_microbatches_of_several_shapes_between_places(watch: Watch) -> None:
+    watch.places = ("a", "cpu")
+    model, plain = fresh("gpt2"), fresh("gpt2")
+    engine = watch.engine(planned("gpt2", watch.places, "1f1b"), model)
+    for parts in steps_of("gpt2"):
+        found = engine.step([part for part, _ in parts], update=False)
+        assert torch.equal(found.loss, plain_step(plain, "gpt2", parts))
+    assert differing(engine, plain) == []
+    together: Any = engine.crew._together  # pyright: ignore[reportAttributeAccessIssue]
+    assert together.buffers_made < 30, "shapes share buffers"
 
 
 def test_buffers_are_as_many_as_are_in_flight(watch: Watch) -> None:
