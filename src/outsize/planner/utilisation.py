@@ -100,17 +100,20 @@ class _Why:
 
     def _bubble(self) -> Idle:
         count, stages = self.plan.microbatches, len(self.plan.stages)
+        more = self._more()
+        if more[1] < WORTH:  # all would wait for the slowest stage as before
+            return self._uneven()
         if self.plan.schedule == "naive" or count == 1:
-            return self._said("sequential", "the schedule is sequential", *self._more())
-        many = f"{count} microbatches are few for {stages} stages"
-        return self._said("few-microbatches", many, *self._more())
+            return self._said("sequential", "the schedule is sequential", *more)
+        return self._said("few-microbatches", f"{count} microbatches are few for {stages} stages", *more)
 
     def _uneven(self) -> Idle:
-        busiest = max(range(len(self._costs)), key=lambda s: self._stage_s(s))
-        share = self._stage_s(busiest) / sum(map(self._stage_s, range(len(self._costs))))
-        gain = self._now_s / self._simulated_s(self.replay.schedule, self._even)
-        why = f"stages are uneven, stage {busiest} computes {percent_text(share)} of the step's work"
-        return self._said("uneven-stages", why, "cuts by measured times, were they even", gain, ())
+        works = [cost.forward_s + cost.backward_s for cost in self._costs]
+        share = percent_text(max(works) / sum(works))
+        why = f"stages are uneven, stage {works.index(max(works))} computes {share} of the step's work"
+        even = [_mean(self._costs)] * len(works)
+        least_s = min(self._simulated_s(*self._scaled(*choice, even)) for choice in self._choices())
+        return self._said("uneven-stages", why, "even ones by measured times", self._now_s / least_s, ())
 
     def _transfers(self) -> Idle:
         share = percent_text(self.parts()["transfers"])
@@ -173,17 +176,8 @@ class _Why:
         return self.replay.costs()
 
     @property
-    def _even(self) -> list[StageCost]:
-        costs = self._costs
-        return [_mean(costs)] * len(costs)
-
-    @property
     def _now_s(self) -> float:
         return self._simulated_s(self.replay.schedule, self._costs)
-
-    def _stage_s(self, stage: int) -> float:
-        cost = self._costs[stage]
-        return cost.forward_s + cost.backward_s
 
     def _even_bound_s(self) -> float:
         """The step of the same schedule with free messages and stages that are all alike."""
@@ -197,13 +191,13 @@ class _Why:
         actions = self.replay.durations_s
         return critical_path_s(self.replay.schedule, {a: seconds[a.kind] for a in actions})
 
-    def _scaled(self, name: str, count: int) -> tuple[Schedule, list[StageCost]]:
+    def _scaled(
+        self, name: str, count: int, costs: Sequence[StageCost] | None = None
+    ) -> tuple[Schedule, list[StageCost]]:
         share = self.replay.schedule.microbatches / count
-        costs = [
-            StageCost(share * c.forward_s, share * c.backward_s, share * c.weight_s) for c in self._costs
-        ]
-
-        return self._schedule(name, count), costs
+        given = self._costs if costs is None else costs
+        times = [(share * c.forward_s, share * c.backward_s, share * c.weight_s) for c in given]
+        return self._schedule(name, count), [StageCost(*each) for each in times]
 
     def _schedule(self, name: str, count: int) -> Schedule:
         replay = self.replay

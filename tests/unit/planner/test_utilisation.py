@@ -121,6 +121,15 @@ def test_uneven_stages() -> None:
     assert 2.3 < idle.gain < 8 / 11 * 4
 
 
+def test_microbatches_do_not_help_where_one_stage_does_it_all() -> None:
+    """1 against 39, one microbatch: the slow stage sets the pace however it is cut; even stages overlap."""
+    idle = used("gpipe", (1.0, 39.0), 1, 16).idle
+    assert idle is not None
+    assert idle.cause == "uneven-stages"
+    assert idle.next_step("outsize run M") == "outsize tune MODEL"
+    assert idle.gain == pytest.approx(16 / (16 + 1) * 2)
+
+
 def test_transfers_and_fewer_of_them() -> None:
     idle = used("1f1b", (0.1, 0.1), 16, 16, message_s=1.0).idle
     assert idle is not None
