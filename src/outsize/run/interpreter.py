@@ -373,10 +373,7 @@ def _take(cell: Cell, remote: bool, keep: bool, held: list[Pending]) -> Any:
 
 
 def _ready(wanted: Sequence[tuple[Cell, bool]]) -> Callable[[], bool]:
-    def ready() -> bool:
-        return all(cell[0] is not _MISSING and (not remote or cell[0].ready()) for cell, remote in wanted)
-
-    return ready
+    return lambda: all(c[0] is not _MISSING and (not remote or c[0].ready()) for c, remote in wanted)
 
 
 def run_together(interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
