@@ -20,6 +20,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.ir.verdict import Verdict
 from outsize.planner.hindsight import expected_timeline
+from outsize.planner.utilisation import utilisation
 from outsize.report.tables import check_table, plan_table, run_table
 from outsize.train.launch import run_script
 
@@ -47,7 +48,8 @@ class Act:
         losses, steps_s, measured = self._train(plan)
         predicted = expected_timeline(plan, graph, find_cluster(plan.cluster))
         outcome = Outcome(self._job, plan, graph, verdict, losses, steps_s, predicted, measured)
-        self._screen.show(run_table(plan, measured, losses), outcome.pace())
+        used = utilisation(measured, plan, [stage.device for stage in plan.stages])
+        self._screen.show(run_table(plan, measured, losses, used), outcome.pace())
         return outcome
 
     def _plan(self, model: nn.Module) -> tuple[Plan, ModelGraph]:
