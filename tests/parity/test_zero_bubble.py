@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from parity_runs import Combination, at_random, batch_of, engine_for, planned, reference, split_run
+from parity_runs import (
+    Combination,
+    at_random,
+    batch_of,
+    engine_for,
+    interleaved,
+    planned,
+    reference,
+    split_run,
+)
 from torch import Tensor, nn
 from zoo import case
 
@@ -30,6 +39,17 @@ def test_zero_bubble_is_bit_equal(name: str, stages: int, microbatches: int) -> 
     for plan in (cut_like_1f1b(name, microbatches, stages), strange):
         differences = compare(reference(name, microbatches), split_run(name, plan))
         assert differences.bit_equal, differences
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2", "t5", "unet", "mixtral"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (3, 3)])
+def test_a_v_is_bit_equal(name: str, ranks: int, microbatches: int) -> None:
+    """Random cuts, tied weights among them; the last rank hands over to itself."""
+    plan = interleaved(Combination(name, microbatches, 2 * ranks, "interleaved"), ranks)
+    plan = plan.model_copy(update={"schedule": "zero-bubble-v"})
+    assert plan.ranks == (*range(ranks), *reversed(range(ranks)))
+    differences = compare(reference(name, microbatches), split_run(name, plan))
+    assert differences.bit_equal, differences
 
 
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
