@@ -27,7 +27,7 @@ from outsize.api import price
 from outsize.capture.cluster import find_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import compress_units
-from outsize.ir.plan import Recompute, Stage
+from outsize.ir.plan import Stage
 from outsize.ir.profile import Profile
 from outsize.planner.allocator import replay
 from outsize.planner.edges import edges_between
@@ -40,6 +40,7 @@ from outsize.planner.split import Case as Tables
 from outsize.schedules.builders import build
 
 Schedule = Literal["gpipe", "1f1b"]
+How = Literal["none", "selective", "blocks", "full"]
 PLANS: tuple[tuple[int, Schedule, int], ...] = ((1, "1f1b", 4), (2, "1f1b", 4), (3, "gpipe", 4))
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=1e-3),
@@ -70,7 +71,7 @@ class Row:
 
 
 def compare(
-    name: str, plan: tuple[int, Schedule, int], optimizer: str, recompute: Recompute = "none"
+    name: str, plan: tuple[int, Schedule, int], optimizer: str, recompute: How = "none"
 ) -> Iterator[Row]:
     """Predict every stage's peak, then run two steps and look at the second."""
     stages, schedule, microbatches = plan
@@ -90,8 +91,8 @@ def compare(
         optimizer=optimizer,
         recompute="full" if recompute == "full" else "none",
     )
-    if recompute == "selective":
-        chosen = some_again(case, chosen, random.Random(f"{name} {stages}"))
+    if recompute in ("selective", "blocks"):
+        chosen = some_again(case, chosen, random.Random(f"{name} {stages}"), every=recompute == "blocks")
     predicted = predict(case, chosen)
     meter = real(case, chosen, OPTIMIZERS[optimizer])
     for stage, memory in enumerate(predicted):
@@ -112,8 +113,8 @@ def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
     return account_ranges(tables, graph, bounds, lower_along(edges_between(graph, bounds), schedule))
 
 
-def some_again(case: Case, plan: outsize.Plan, draw: random.Random) -> outsize.Plan:
-    """About half of the units of each stage recomputed, in runs of one to eight."""
+def some_again(case: Case, plan: outsize.Plan, draw: random.Random, every: bool = False) -> outsize.Plan:
+    """About half of the units of each stage recomputed, in runs of one to eight; or `every` one."""
     batch, stages = case.batch, list[Stage]()
     _, graph, _ = price(plan, case.model, batch.args, batch.kwargs, loss_fn=case.loss_fn, target=batch.target)
     names, bounds = [u.name for u in graph.units], plan.bounds(graph)
@@ -122,6 +123,7 @@ def some_again(case: Case, plan: outsize.Plan, draw: random.Random) -> outsize.P
         while at < bounds[number + 1]:
             end = min(at + draw.randint(1, 8), bounds[number + 1])
             units, at = [*units, *range(at, end)], end + draw.randint(1, 8)
+        units = list(range(bounds[number], bounds[number + 1])) if every else units
         patterns = compress_units(names, units or [bounds[number]])
         stages.append(stage.model_copy(update={"recompute": "selective", "recomputed": patterns}))
     return plan.model_copy(update={"stages": tuple(stages)})
@@ -189,7 +191,7 @@ def main() -> None:
     asked.add_argument("--models", nargs="*", choices=list(CASES | MORE))
     asked.add_argument("--more", action="store_true", help="the models that were held out")
     asked.add_argument("--optimizer", default="adamw", choices=list(OPTIMIZERS))
-    asked.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
+    asked.add_argument("--recompute", default="none", choices=["none", "selective", "blocks", "full"])
     asked.add_argument("--json", action="store_true")
     asked.add_argument("--out", type=Path)
     options = asked.parse_args()

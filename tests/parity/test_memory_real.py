@@ -32,6 +32,14 @@ def test_every_stage_holds_what_was_predicted(benchmark: Any, model: str) -> Non
     assert [(r.stages, r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []
 
 
+def test_stages_that_recompute_block_by_block(benchmark: Any) -> None:
+    """Within 2 %, and a third less than at once."""
+    rows = list(benchmark.compare("gpt2", benchmark.PLANS[1], "adamw", "blocks"))
+    assert [(r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []
+    whole = list(benchmark.compare("gpt2", benchmark.PLANS[1], "adamw", "full"))
+    assert all(r.real_bytes < 0.75 * w.real_bytes for r, w in zip(rows, whole, strict=True))
+
+
 def test_stages_that_recompute_some_units(benchmark: Any) -> None:
     """Units drawn at random: within 2 % too."""
     rows = list(benchmark.compare("gpt2", benchmark.PLANS[1], "adamw", "selective"))
