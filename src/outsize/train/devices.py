@@ -67,10 +67,8 @@ def places_for(plan: Plan, devices: tuple[str, ...] | None) -> tuple[str, ...] |
 
 
 def together_on(places: tuple[str, ...] | None) -> Together:
-    """The ranks of one process there."""
-    if places is None or set(places) == {"cpu"}:
-        return OnePlace()
-    return Places(TorchStreams(places), places)
+    """The ranks of one process there; None: where the model is."""
+    return OnePlace() if places is None else Places(TorchStreams(places), places)
 
 
 def insist_on_one_device(crew: Crew, stages: int) -> None:
@@ -88,14 +86,13 @@ def _named(plan: Plan) -> tuple[str, ...] | None:
     """The devices of the plan's ranks where it was made for those of one process and all of them are here."""
     first = {rank: stage.device for stage, rank in reversed(list(zip(plan.stages, plan.ranks, strict=True)))}
     names = tuple(first[rank].partition("/")[0] for rank in range(plan.axes.pp))
-    if not places_in(plan.cluster) and len(set(names)) == 1:
-        return None
+    if places_in(plan.cluster):
+        return tuple(map(_place, names))
     try:
-        return tuple(_place(name) for name in names)
+        found = tuple(map(_place, names))
     except UnknownDevice:
-        if places_in(plan.cluster):
-            raise
         return None  # a plan for other machines, tried here
+    return found if len(set(found)) > 1 else None
 
 
 def _place(device: str | torch.device) -> str:
