@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from outsize.ir.plan import Plan
     from outsize.ir.profile import Profile, ProfileSet
     from outsize.ir.schedule import Schedule
+    from outsize.ir.tensor_styles import TensorStyles
     from outsize.ir.timeline import Timeline
     from outsize.ir.verdict import Verdict
+    from outsize.run.parallel_linear import ColumnParallelLinear, RowParallelLinear
     from outsize.train.batch import microbatch
     from outsize.train.engine import Engine
+    from outsize.train.tensor_parallel import tensor_parallel, tensor_styles
 
 __version__ = "0.1.0"
 
@@ -44,12 +47,14 @@ _HOME = {
     "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.api",
     "Cluster": "outsize.ir.cluster",
+    "ColumnParallelLinear": "outsize.run.parallel_linear",
     "Engine": "outsize.train.engine",
     "ModelGraph": "outsize.ir.graph",
     "OutsizeError": "outsize.errors",
     "Plan": "outsize.ir.plan",
     "Profile": "outsize.ir.profile",
     "ProfileSet": "outsize.ir.profile",
+    "RowParallelLinear": "outsize.run.parallel_linear",
     "Schedule": "outsize.ir.schedule",
     "TensorStyles": "outsize.ir.tensor_styles",
     "Timeline": "outsize.ir.timeline",
@@ -58,12 +63,14 @@ _HOME = {
 
 __all__ = [
     "Cluster",
+    "ColumnParallelLinear",
     "Engine",
     "ModelGraph",
     "OutsizeError",
     "Plan",
     "Profile",
     "ProfileSet",
+    "RowParallelLinear",
     "Schedule",
     "TensorStyles",
     "Timeline",

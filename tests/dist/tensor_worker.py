@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tensor_models import DROPOUT, MODELS, NO_DOUBLE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from outsize.errors import BadOption
+from outsize.run.parallel_linear import ColumnParallelLinear, RowParallelLinear
 from outsize.run.spmd import full_of
 from outsize.train.launch import join
 from outsize.train.tensor_parallel import tensor_parallel, traffic
@@ -121,6 +124,94 @@ def compare(name: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
+def elsewhere(mesh: DeviceMesh) -> dict[str, Any]:
+    """Other signatures than the example's: evaluation, another length, no labels, a mask, frozen weights."""
+    torch.manual_seed(0)
+    model, args, kwargs = MODELS["gpt2"]()
+    divided = copy.deepcopy(model)
+    tensor_parallel(divided, args, kwargs, mesh)
+    ids = torch.arange(3, 17).view(2, 7)
+    mask = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    found: dict[str, Any] = {}
+    for way in (model, divided):
+        way.eval()
+    with torch.no_grad():
+        asked = {"input_ids": ids, "attention_mask": mask}
+        found["evaluation"] = (divided(**asked).logits - model(**asked).logits).abs().max().item()
+    for way in (model, divided):
+        way.train()
+        way.transformer.wte.weight.requires_grad_(False)
+    grads = [gradients(way, (), {"input_ids": ids, "labels": ids})[1] for way in (divided, model)]
+    found["frozen"] = worst(*grads)
+    found["keys"] = list(divided.state_dict()) == list(model.state_dict())
+    state = {k: full_of(v) for k, v in divided.state_dict().items()}
+    found["state"] = all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+    found["forwards"] = len(divided.forward._known)
+    return found
+
+
+def divided_logits(mesh: DeviceMesh) -> list[int]:
+    """Shape of the logits that are left divided."""
+    model, args, kwargs = MODELS["llama"]()
+    tensor_parallel(model, args, kwargs, mesh, gather_output=False)
+    return list(model(**kwargs).logits.shape)
+
+
+def layers(mesh: DeviceMesh) -> dict[str, Any]:
+    """A pair, and each of both with a whole input and output, against nn.Linear."""
+    double: dict[str, Any] = {"dtype": torch.float64}
+
+    def made(up: Any, down: Any) -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        return up(4, 8), down(8, 8)
+
+    x = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    plain = made(partial(nn.Linear, **double), partial(nn.Linear, **double))
+    double["mesh"] = mesh
+    pair = made(partial(ColumnParallelLinear, **double), partial(RowParallelLinear, **double))
+    whole = made(
+        partial(ColumnParallelLinear, gather_output=True, **double),
+        partial(RowParallelLinear, cut_input=True, **double),
+    )
+    numbers = [gradients(Both(*way), (x,), {}) for way in (plain, pair, whole)]
+    try:
+        ColumnParallelLinear(4, 9, mesh=mesh)
+    except BadOption as error:
+        refused = str(error)
+    between = pair[0](x)
+    local = [p.to_local() for layer in pair for p in layer.parameters()]
+    return {
+        "pair": max(worst(numbers[1][1], numbers[0][1]), abs(numbers[1][0] - numbers[0][0]).item()),
+        "gathered": max(worst(numbers[2][1], numbers[0][1]), abs(numbers[2][0] - numbers[0][0]).item()),
+        "shapes": [list(t.shape) for t in (between, pair[1](between), *local)],
+        "refused": refused,
+    }
+
+
+class Both(nn.Module):
+    """One layer after the other."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh())
+
+
+def refusals(mesh: DeviceMesh) -> list[str]:
+    said = []
+    for given in (None, mesh):
+        model = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4))
+        try:
+            tensor_parallel(model, (torch.randn(2, 4),), {}, given)
+        except BadOption as error:
+            said.append(str(error))
+        assert isinstance(model[0].weight, nn.Parameter)
+        assert not hasattr(model[0].weight, "to_local")  # nothing is done by halves
+    return said
+
+
 def main(folder: Path, names: list[str]) -> None:
     world = join("cpu")
     mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("tp",))
@@ -133,6 +224,10 @@ def main(folder: Path, names: list[str]) -> None:
             if names:
                 raise
             found[name] = {"error": f"{type(error).__name__}: {error}"}
+    if not names:
+        found["elsewhere"], found["divided logits"] = elsewhere(mesh), divided_logits(mesh)
+        found["layers"] = layers(mesh)
+        found["refusals"] = refusals(mesh)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
 
 

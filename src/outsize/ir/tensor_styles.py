@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import gcd
 from typing import Literal, final
 
+from outsize.errors import BadOption
 from outsize.ir.base import Record
 
 Style = Literal["column", "row", "vocabulary", "heads", "experts", "whole"]
@@ -49,8 +50,30 @@ class TensorStyles(Record):
         common = gcd(*(d.size for d in self.divided))
         return tuple(n for n in range(2, common + 1) if common % n == 0)
 
+    def insist_on_degree(self, ways: int) -> None:
+        """Raise BadOption where so many ranks do not divide a size, with the nearest number that does."""
+        wrong = [d for d in self.divided if d.size % ways]
+        if not wrong:
+            return
+        fits = self.degrees
+        near = min(fits, key=lambda n: (abs(n - ways), n), default=1)
+        raise BadOption(
+            f"{', '.join(f'{d.what}={d.size}' for d in wrong)} {_is(wrong)} not divided by tp={ways}",
+            numbers=f"{_listed(fits)} divide{'s' * (len(fits) == 1)} all sizes" if fits else "no degree fits",
+            next_step=f"tp={near}",
+        )
+
     def table(self) -> str:
         """A line for each module: `column  layers.0.attn.q_proj  added up by layers.0.attn.o_proj`."""
         width = max((len(m.module) for m in self.modules), default=0)
         rows = [f"{m.style:<10}  {m.module:<{width}}  {m.why}" for m in self.modules]
         return "\n".join([*rows, *self.hints])
+
+
+def _is(wrong: list[Divided]) -> str:
+    return "is" if len(wrong) == 1 else "are"
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -44,13 +44,16 @@ def tensor_styles(
     *,
     loss_fn: LossFn | None = None,
     target: Any = None,
+    ways: int = 1,
 ) -> TensorStyles:
     """How tensor parallelism would divide the model, and why; weights may be on meta, nothing is changed.
 
-    Raises NotCapturable and ExampleRejected.
+    Raises BadOption where `ways` ranks do not divide a size, NotCapturable and ExampleRejected.
     """
     tape = record(model, args, dict(kwargs or {}), loss_fn, () if target is None else (target,))
-    return explain(tape, model, derive(tape, model))
+    styles = explain(tape, model, derive(tape, model))
+    styles.insist_on_degree(ways)
+    return styles
 
 
 def tensor_parallel(
@@ -73,7 +76,7 @@ def tensor_parallel(
     tape = record(model, batch.args, batch.kwargs)
     derived = derive(tape, model)
     styles = explain(tape, model, derived)
-    _insist_on_degree(styles, together.place.ways)
+    styles.insist_on_degree(together.place.ways)
     whole = _Whole(model)
     _divide(model, derived.roles, together)
     divided = Divided(model, derived.roles, together, whole, gather_output)
@@ -116,7 +119,8 @@ class Divided:
         return variant
 
     def _key(self, batch: Batch) -> str:
-        return f"{batch.signature()}{self._model.training}{current_modes()}"
+        trained = hash(tuple(p.requires_grad for p in self._model.parameters()))
+        return f"{batch.signature()}{self._model.training}{trained}{current_modes()}"
 
     def _record(self, batch: Batch) -> _Variant:
         with self._whole.standing_in(self._model):
@@ -227,17 +231,3 @@ def _one_dim(mesh: DeviceMesh | None) -> DeviceMesh:
             next_step='init_device_mesh("cuda", (4,), mesh_dim_names=("tp",))',
         )
     return mesh
-
-
-def _insist_on_degree(styles: TensorStyles, ways: int) -> None:
-    wrong = [d for d in styles.divided if d.size % ways]
-    if not wrong:
-        return
-    what = ", ".join(f"{d.what}={d.size}" for d in wrong)
-    fits = ", ".join(map(str, styles.degrees)) or "no degree"
-    near = min(styles.degrees, key=lambda n: (abs(n - ways), n), default=1)
-    raise BadOption(
-        f"{what} {'is' if len(wrong) == 1 else 'are'} not divided by tp={ways}",
-        numbers=f"{fits} divide{'s' if len(styles.degrees) == 1 else ''} all that has to be divided",
-        next_step=f"tp={near}",
-    )

@@ -11,7 +11,8 @@ from tiny_transformers import batch_of, built
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outsize.ir.tensor_styles import TensorStyles
+from outsize.errors import BadOption
+from outsize.ir.tensor_styles import Divided, TensorStyles
 from outsize.train.tensor_parallel import tensor_styles
 
 
@@ -116,6 +117,18 @@ def test_a_weight_used_by_columns_and_by_rows_is_whole() -> None:
 def test_grouped_heads_decide_the_degree_by_their_own_name() -> None:
     found = tensor_styles(built("llama"), (), batch_of("llama"))
     assert [(d.what, d.size) for d in found.divided] == [("num_key_value_heads", 2)]
+
+
+def test_a_degree_that_does_not_divide_is_refused_with_the_nearest_that_does() -> None:
+    found = TensorStyles(modules=(), divided=(Divided(size=8, what="num_key_value_heads"),))
+    found.insist_on_degree(4)
+    with pytest.raises(BadOption) as refused:
+        found.insist_on_degree(3)
+    assert str(refused.value).endswith(
+        ": num_key_value_heads=8 is not divided by tp=3; 2, 4 and 8 divide all sizes. Next: tp=2"
+    )
+    with pytest.raises(BadOption, match="num_key_value_heads=2 is not divided by tp=4; 2 divides all sizes"):
+        tensor_styles(built("llama"), (), batch_of("llama"), ways=4)
 
 
 def test_tied_embeddings_and_conv1d_of_gpt2() -> None:
