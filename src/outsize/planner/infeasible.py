@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import final
+from typing import Final, final
 
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import Cluster
-from outsize.ir.plan import ScheduleName, weights_text
+from outsize.ir.plan import Recompute, ScheduleName, weights_text
 from outsize.ir.text import bytes_text
 from outsize.planner.edges import edges_between
 from outsize.planner.estimate import lower_along
@@ -24,6 +24,11 @@ HOSTED = "--what-if: it fits with weights on the host, to read and not to run"
 MORE_STAGES = 8
 MOST_STAGES = 64
 _COUNTS = re.compile(r"^(?:\d+x)+")
+ANEW: Final[dict[Recompute, str]] = {
+    "none": "",
+    "full": ", all recomputed",
+    "selective": ", all recomputed block by block",
+}
 
 
 @final
@@ -96,7 +101,7 @@ def _fitting(
             wide = widened(cluster, count)
             pairs = product(names, hopeful)
             # To wait for another schedule costs less than to compute everything twice.
-            for name, case in sorted(pairs, key=lambda pair: pair[1].recompute == "full"):
+            for name, case in sorted(pairs, key=lambda pair: pair[1].recompute != "none"):
                 if fits(case, name, count, wide):
                     yield _lean(case, name, count, wide)
 
@@ -157,7 +162,7 @@ def _near_text(near: Lean | None, closest: Lean) -> str:
         name, size = closest.memory.largest[0]
         return f"nothing near fits; the largest unit there is {name} with {bytes_text(size)}"
     count = microbatches_text(near.case.microbatches)
-    anew = ", all recomputed" if near.case.recompute == "full" else ""
+    anew = ANEW[near.case.recompute]
     size = bytes_text(near.memory.peak_bytes)
     return f"nearest fit: pp={near.stages}, {count}, {near.schedule}{anew} -> {size}"
 
