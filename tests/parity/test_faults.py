@@ -82,7 +82,7 @@ def run_twice(stage: Stage, *args: Any) -> Any:
     return forward(stage, *args)
 
 
-def backward_in_reverse(name: Any, stages: int, microbatches: int, ranks: int) -> Schedule:
+def backward_in_reverse(name: Any, stages: int, microbatches: int, ranks: int, _: Any = ()) -> Schedule:
     """Law 1 broken: GPipe with the backwards from the last microbatch to the first."""
     made = build(name, stages, microbatches, ranks)
     rows = []
@@ -149,7 +149,7 @@ def test_a_shifted_generator_is_found(monkeypatch: Patch) -> None:
 
 def test_a_backward_out_of_order_is_found(monkeypatch: Patch) -> None:
     assert verdict("gpt2", schedule="gpipe").bit_equal
-    monkeypatch.setattr(crew, "build", backward_in_reverse)
+    monkeypatch.setattr(crew, "planned", backward_in_reverse)
     monkeypatch.setattr(crew, "check", lambda *_: None)
     found = verdict("gpt2", schedule="gpipe")
     assert not found.bit_equal
