@@ -89,13 +89,13 @@ class Hunt:
             return inf
         return self._together(layout, self._menu.least_s(layout))
 
-    def _floor(self, layout: Layout) -> float:
+    def _floor(self, layout: Layout, most_s: float = inf) -> float:
         """Of an interleaved layout what its balanced cut takes: its floor would bring all of them first."""
         work, m = self._menu.work(layout), layout.microbatches
         if layout.chunks > 1:
             again_s = self._menu.twice_s(layout) * m / layout.axes.pp
             return work.balanced_s(layout.stages, layout.axes.pp, m) + again_s
-        return self._together(layout, self._menu.floor_s(layout, self._recompute))
+        return self._together(layout, self._menu.floor_s(layout, self._recompute, most_s))
 
     def _together(self, layout: Layout, pipeline_s: float) -> float:
         """With the gradients of replicas, of which a microbatch hides some: one stage at least has its
@@ -105,9 +105,12 @@ class Hunt:
         return pipeline_s + max(0.0, self._menu.together_s(layout) - share_s)
 
     def _try(self, layout: Layout, floor_s: float) -> None:
-        if self._menu.unequal:  # its orders are not all tried
-            self._floors.append(floor_s)
         most_s = inf if self._few() else self._close_s()
+        if self._menu.unequal:  # its orders are not all tried
+            floor_s = max(floor_s, self._floor(layout, most_s))
+            self._floors.append(floor_s)
+            if self._beaten(floor_s):
+                return
         tables = self._tables(layout, floor_s, most_s)
         if not tables:
             return

@@ -28,10 +28,11 @@ Oracle: tests/unit/planner/test_fleet.py tries all orders and cuts, and all grou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from types import MappingProxyType
 from typing import Final, Self, final
 
 import numpy as np
@@ -54,9 +55,10 @@ FURTHER: Final = 1.1
 SAME: Final = 1 + 1e-10
 # Of the bound of what all stages take: each knows that of the one before.
 ROUNDS: Final = 3
-# Depths with a block of their own; behind them a block is that part of its depth.
-FEW: Final = 16
+# Depths with a block of their own; behind them a block is that part of its depth, and wider for the paths.
+FEW: Final = 12
 PART: Final = 8
+WIDE: Final = 2
 
 
 @final
@@ -110,10 +112,11 @@ class Fleet:
         self._kinds, self._held, self._work = tuple(kinds), held, work
         (self._schedule, self._m), self._ways = how, tuple(ways)
         self._counts = [kind.count for kind in kinds]
-        self._rooms = [kind.room_bytes for kind in kinds]
+        self._rooms = self._spared = [kind.room_bytes for kind in kinds]
+        self._floor_s, self._sharp = 0.0, False
         self._stages = sum(self._counts)
         self._units = len(work.forward) - 1
-        self._blocks = _blocks(self._stages)
+        self._blocks, self._wide = _blocks(self._stages, PART), _blocks(self._stages, WIDE)
         self._slack_s = work.slack_s * (self._stages - 1)
         self._fast = work.forward + work.backward
         before = work.before_forward if self._schedule == "zero-bubble" else work.before
@@ -122,25 +125,36 @@ class Fleet:
     @cached_property
     def least_s(self) -> float:
         """Below every step: work alone, if it could be divided at will."""
-        seconds = np.stack([np.diff(kind.forward + kind.backward) for kind in self._kinds])
-        return self._m * fractional_s(self._counts, seconds)
+        return self._m * self._shared_s(self._ways[0])
+
+    @cached_property
+    def likely_s(self) -> float:
+        """About what a step takes if work could be divided at will and memory wants the last way."""
+        return (self._m + self._stages - 1) * self._shared_s(self._ways[-1])
+
+    def _shared_s(self, again: bool) -> float:
+        seconds = [np.diff(self._seconds(kind, again, 1)[0]) for kind in range(len(self._kinds))]
+        return fractional_s(self._counts, np.stack(seconds))
 
     def floor_s(self, most_s: float = inf) -> float:
         """No order, no cut makes a shorter step; infinite when nothing fits. Not sought above `most_s`."""
-        if not self._probe(inf, -inf).met:
-            return inf
-        if most_s < inf and not self._probe(most_s, self._path_s(most_s)).met:
-            return most_s
-        return self._bisected(self.least_s, most_s, lenient=True)[0]
+        if self._floor_s == 0.0:
+            self._floor_s = self.least_s if self._probe(inf, -inf).met else inf
+        if self._floor_s < most_s and not self._sharp:
+            if most_s < inf and not self._probe(most_s, self._path_s(most_s)).met:
+                self._floor_s = most_s
+            else:
+                self._floor_s, self._sharp = self._bisected(self._floor_s, most_s, lenient=True)[0], True
+        return self._floor_s
 
     def arranged(
-        self, least_s: float, rooms: Sequence[float] = ()
+        self, least_s: float, over: Mapping[int, float] = MappingProxyType({})
     ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The kind of each stage, and bounds, of a step near the least: None when nothing is sure to fit.
 
-        `least_s`: a floor of it; `rooms` of each kind, where they are less than they were.
+        `least_s`: a floor of it; `over`: bytes by kind that were too many.
         """
-        self._rooms = list(rooms) or self._rooms
+        self._spared = [room - over.get(kind, 0.0) for kind, room in enumerate(self._rooms)]
         if not self._probe(inf, -inf, lenient=False).met:
             return None
         _, *met = self._bisected(least_s, inf, lenient=False)
@@ -206,13 +220,13 @@ class Fleet:
 
     def _in_room(self, kind: int, again: bool, depth: int, lenient: bool) -> Index:
         """For each end the first unit from which a run fits."""
-        held, room = self._held, self._rooms[kind]
+        held, room = self._held, (self._rooms if lenient else self._spared)[kind]
         flying = {"naive": 1, "gpipe": self._m}.get(self._schedule, min(depth, self._m))
         saved = held.saved if again else flying * held.saved
         if not lenient:
             cuts = flying * held.crossing, flying * held.crossing
-            acting = _fits(held.graded + saved, room - held.acting_bytes, *cuts)
-            return np.maximum(acting, _fits(held.updating, room))
+            acting = _fits(held.graded + saved, max(0.0, room - held.acting_bytes), *cuts)
+            return np.maximum(acting, _fits(held.updating, max(0.0, room)))
         steady = self._schedule != "interleaved" and self._m > (1 if again else flying)
         stays = held.graded if steady else held.fixed
         # What is received or sent may be among the saved.
@@ -247,7 +261,7 @@ class Fleet:
                 total = np.append(0.0, np.cumsum(np.minimum(0.0, each)))
                 for low, first in of.items():
                     gain[low] = min(gain.get(low, 0.0), float((total - total[first]).min()))
-            found.append(sum(sorted(gain[low] for low, _ in self._blocks)[: self._counts[kind]]))
+            found.append(sum(sorted(gain[low] for low, _ in self._wide)[: self._counts[kind]]))
         return found
 
     def _firsts(self, limit_s: float, path_s: float) -> list[list[dict[int, Index]]]:
@@ -259,32 +273,50 @@ class Fleet:
             in_room = self._in_room(kind, again, block[0] + 1, lenient=True)
             return np.minimum(np.maximum(in_time, in_room), ends)
 
-        blocks = tuple(dict.fromkeys(self._blocks))
+        blocks = tuple(dict.fromkeys(self._wide))
         return [
             [{block[0]: first(kind, again, block) for block in blocks} for again in self._ways]
             for kind in range(len(self._kinds))
         ]
 
 
-def held_of(graph: ModelGraph, held: tuple[Seconds, Seconds, Seconds, Seconds], ways: int) -> Held:
-    """Of units whose sums of fixed, graded, saved, updating are known; values are shared `ways` ways."""
-    units = len(graph.units)
-    received, sent, steps = np.zeros(units + 1), np.zeros(units + 1), np.zeros(units + 2)
-    for value in (v for v in graph.values if v.consumers):
-        sent[value.producer + 1] += value.size_bytes
-        received[list(value.consumers)] += value.size_bytes
-        steps[[value.producer + 1, value.consumers[-1] + 1]] += value.size_bytes, -value.size_bytes
-    tied = sum(flow.size_bytes for flow in flows(graph) if flow.step)
-    most = max((u.workspace_bytes + u.backward_workspace_bytes for u in graph.units), default=0)
-    crossing = np.cumsum(steps)[:-1]
-    acting = most + tied + 4 * float(crossing.max()) + graph.input_bytes * ways
-    return Held(*held, received / ways, sent / ways, crossing / ways, acting / ways)
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Crossing:
+    """Of a graph: bytes that stages beginning or ending at a cut receive and send at least, what crosses it,
+    of shape (n + 1,), and the most that a stage holds beside what adds up over units.
+    """
+
+    received: Seconds
+    sent: Seconds
+    crossing: Seconds
+    acting_bytes: float
+
+    @classmethod
+    def of(cls, graph: ModelGraph) -> Self:
+        """Of one microbatch, on one device."""
+        units = len(graph.units)
+        received, sent, steps = np.zeros(units + 1), np.zeros(units + 1), np.zeros(units + 2)
+        for value in (v for v in graph.values if v.consumers):
+            sent[value.producer + 1] += value.size_bytes
+            received[list(value.consumers)] += value.size_bytes
+            steps[value.producer + 1] += value.size_bytes
+            steps[value.consumers[-1] + 1] -= value.size_bytes
+        tied = sum(flow.size_bytes for flow in flows(graph) if flow.step)
+        most = max((u.workspace_bytes + u.backward_workspace_bytes for u in graph.units), default=0)
+        crossing = np.cumsum(steps)[:-1]
+        return cls(received, sent, crossing, most + tied + 4 * float(crossing.max()) + graph.input_bytes)
+
+    def shared(self, ways: int, fixed: Seconds, graded: Seconds, saved: Seconds, updating: Seconds) -> Held:
+        """Beside what units hold, on one of the devices that share values."""
+        mine = self.received / ways, self.sent / ways, self.crossing / ways, self.acting_bytes / ways
+        return Held(fixed, graded, saved, updating, *mine)
 
 
 def _fits(held: Seconds, room: float, first: Seconds | float = 0.0, end: Seconds | float = 0.0) -> Index:
-    """For each end the first unit from which a run holds no more: summed over units, and at its two cuts."""
+    """For each end the first unit from which a run takes no more: summed over units, and at its two cuts."""
     least = np.maximum.accumulate(held - first)
-    return np.searchsorted(least, held + end - max(room, 0.0))
+    return np.searchsorted(least, held + end - room)
 
 
 def _least(ways: Iterable[Index], units: int) -> Cuts:
@@ -295,11 +327,11 @@ def _least(ways: Iterable[Index], units: int) -> Cuts:
     return found.astype(np.int32)
 
 
-def _blocks(stages: int) -> list[tuple[int, int]]:
+def _blocks(stages: int, part: int) -> list[tuple[int, int]]:
     """For each number of stages behind, the first and last of those that count alike."""
     found: list[tuple[int, int]] = []
     while len(found) < stages:
         low = len(found)
-        high = min(low + (max(1, low // PART) if low >= FEW else 1), stages) - 1
+        high = min(low + (max(1, low // part) if low >= FEW else 1), stages) - 1
         found += [(low, high)] * (high + 1 - low)
     return found

@@ -23,11 +23,13 @@ from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.blockwise import block_ranges
 from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
-from outsize.planner.fleet import Fleet, Groups, held_of
+from outsize.planner.fleet import Crossing, Fleet, Groups
 from outsize.planner.floor import Work, made_for
 from outsize.planner.layout import Layout, grouped, of_kind
 from outsize.planner.least import Least
 from outsize.planner.margin import rooms
+from outsize.planner.memory import held_bytes as peak_bytes
+from outsize.planner.moments import moments_by_stage
 from outsize.planner.offload import Blocks, fetching, hosted
 from outsize.planner.optimizer import optimizer_bytes, style_of
 from outsize.planner.order import first_of, numbers, orders, taken
@@ -35,7 +37,7 @@ from outsize.planner.ranges import Ranges, Seconds, owned_gradients
 from outsize.planner.reach import Room
 from outsize.planner.roofline import roofline
 from outsize.planner.seconds import UnitSeconds, fastest
-from outsize.planner.sharding import context_parallel, sharded, tensor_parallel
+from outsize.planner.sharding import Whole, context_parallel, sharded, tensor_parallel
 from outsize.planner.split import Case, Pipeline
 from outsize.planner.spread import Sharing, spread, sync_s
 
@@ -44,8 +46,10 @@ Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 Key = tuple[object, ...]
 # Units up to which every cut is looked at; beyond, so many pieces of them.
 PIECES: Final = 400
-# Times the floor of another layout: no layout whose floor is above it is likely to win.
-BEYOND: Final = 1.05
+# Times what another layout may take: no layout whose floor is above that is likely to win.
+BEYOND: Final = 1.08
+# Arrangements of a layout: each knows what the account of the one before found too much.
+ATTEMPTS: Final = 3
 
 
 @final
@@ -77,6 +81,7 @@ class Menu:
         self._cases: dict[Key, Case] = {}
         self._alike: dict[Key, Cluster] = {}
         self._fleets: dict[Key, Fleet | None] = {}
+        self._crossing: dict[int, Crossing] = {}
         self._cuts: dict[Layout, tuple[int, ...]] = {}
         self._reached_s = inf
         self._least = Least(candidates, optimizer_bytes(optimizer), not self._unequal)
@@ -155,12 +160,20 @@ class Menu:
     def _arranged(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
         """Of a model of very many units: cut unit by unit as kinds are laid, then taken in those pieces."""
         fleet, groups = self._fleet(layout, recompute), grouped(self._cluster, layout.group)
-        found = fleet.arranged(self.floor_s(layout, recompute)) if fleet is not None else None
-        if found is not None and groups is not None:
+        if fleet is None or groups is None:
+            return
+        floor_s, made, over = self.floor_s(layout, recompute), None, dict[int, float]()
+        for _ in range(ATTEMPTS):
+            if (found := fleet.arranged(floor_s, over)) is None:
+                break
             fewer = layout.on(len(found[0]))
             self._cuts[fewer] = found[1]
             made = self.pipeline(fewer, recompute, taken(found[0], groups))
-            yield from [made] if made is not None else []
+            assert made is not None, "there are groups"
+            if not (more := _excess(made, found[0])):
+                break
+            over = {kind: over.get(kind, 0.0) + more.get(kind, 0.0) for kind in {*over, *more}}
+        yield from [made] if made is not None else []
 
     def finer(self, layout: Layout, bounds: Sequence[int]) -> Menu:
         """The same, unit by unit around the bounds that were found for a layout."""
@@ -210,13 +223,15 @@ class Menu:
         """Below every step of the layout: all work, with what memory wants computed twice, on all devices."""
         m, pp, work = layout.microbatches, layout.axes.pp, self.work(layout)
         paced_s = (work.total_s + self.twice_s(layout)) / pp
-        fleet = self._fleet(layout)
+        fleet = self._fleet(layout, ("none", "full"))
+        if fleet is not None:
+            self._reached_s = min(self._reached_s, BEYOND * fleet.likely_s)
         return max(work.least_s(pp, m), m * paced_s, fleet.least_s if fleet is not None else 0.0)
 
-    def floor_s(self, layout: Layout, recompute: Sequence[Recompute]) -> float:
+    def floor_s(self, layout: Layout, recompute: Sequence[Recompute], most_s: float = inf) -> float:
         """No cut that fits makes a shorter step with a stage on each device, in these ways.
 
-        Of unequal devices in no order; far beyond what another layout reached it is not looked for.
+        Of unequal devices in no order; not sought above `most_s`, or what another layout is likely to take.
         """
         fleet = self._fleet(layout, recompute)
         if fleet is None:
@@ -224,7 +239,7 @@ class Menu:
             return self.work(layout).floor_s(*how, self._room(layout, recompute))
         if self._grouped(layout.group) is None:
             return inf
-        floor_s = fleet.floor_s(self._reached_s)
+        floor_s = fleet.floor_s(self._reached_s if most_s == inf else most_s)
         self._reached_s = min(self._reached_s, BEYOND * floor_s)
         return floor_s
 
@@ -232,6 +247,7 @@ class Menu:
         """Unequal groups as they are; None where all are alike, or seconds depend on where a stage is."""
         if not self.unequal or layout.weights == "host":
             return None
+        recompute = tuple(again for again in recompute if again != "selective")
         key = layout, *recompute
         if key not in self._fleets:
             self._fleets[key] = self._made_fleet(layout, recompute)
@@ -250,7 +266,10 @@ class Menu:
         graded, ways = weights + gradients + states, layout.axes.tp * layout.axes.dp_shard
         temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / ways
         updating = graded + weights / max(float(weights[-1]), 1.0) * temporary
-        held = held_of(graph, (weights + states, graded, saved, updating), layout.ways)
+        if layout.captured not in self._crossing:
+            self._crossing[layout.captured] = Crossing.of(graph)
+        crossing = self._crossing[layout.captured]
+        held = crossing.shared(layout.ways, weights + states, graded, saved, updating)
         again = tuple(dict.fromkeys(way != "none" for way in recompute))
         return Fleet(kinds, held, self.work(layout), (layout.schedule, layout.microbatches), again)
 
@@ -302,13 +321,23 @@ class Menu:
             if recompute == "selective":
                 whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
             turning = max(self._sharing(layout).rings.values(), default=0) if layout.axes.cp > 1 else 0
-            case = replace(whole, ranges=_shared(whole.ranges, layout, turning // layout.axes.cp))
+            gathered = self._gathered(layout)
+            case = replace(whole, ranges=_shared(whole.ranges, layout, turning // layout.axes.cp, gathered))
             self._cases[base] = case.lasting(seconds.merged(self.ends(layout)))
         return replace(self._cases[base], microbatches=layout.microbatches)
 
+    def _gathered(self, layout: Layout) -> Whole | None:
+        """What units hold whole for a moment, where tables are of pieces and weights are sharded."""
+        if layout.weights != "sharded" or self.exact(layout):
+            return None
+        graph, tp = self.graph(layout), layout.axes.tp
+        used = [sum(graph.parameter_of[name].size_bytes for name in unit.parameters) for unit in graph.units]
+        gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
+        return Whole(-(-np.array(used, np.int64) // tp), -(-gradients // tp), self.ends(layout))
+
     def _whole(self, layout: Layout, device: Device) -> Case:
         """Of the model as one device runs it: bytes are shared out from here."""
-        key = "whole", layout.captured, device.kind, self._cuts.get(layout)
+        key = "whole", layout.captured, style_of(device.kind), self._cuts.get(layout)
         if key not in self._cases:
             ends, (graph, profile) = self.ends(layout), self._candidates[layout.captured]
             there = profile.model_copy(update={"device": device.kind})
@@ -365,6 +394,18 @@ class Menu:
         return self._shares[layout.captured]
 
 
+def _excess(pipeline: Pipeline, kinds: Sequence[int]) -> dict[int, float]:
+    """Bytes by kind that the stages, a piece each, have too many of."""
+    layout, found = pipeline.layout, dict[int, float]()
+    moments = moments_by_stage(layout.schedule, layout.stages, layout.microbatches, layout.axes.pp)
+    for stage, kind in enumerate(kinds):
+        ways = (case.ranges.only(stage, stage + 1) for case in pipeline.ways[stage])
+        least = min(max(peak_bytes(here, alive) for alive in moments[stage]) for here in ways)
+        if least > pipeline.room_bytes(stage):
+            found[kind] = max(found.get(kind, 0.0), least - pipeline.room_bytes(stage))
+    return found
+
+
 def _spread_key(layout: Layout) -> Key:
     """What changes the seconds of a unit."""
     sharded_ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
@@ -372,11 +413,11 @@ def _spread_key(layout: Layout) -> Key:
     return layout.captured, layout.axes.tp, layout.axes.cp, layout.weights, sharded_ways, *where
 
 
-def _shared(ranges: Ranges, layout: Layout, turning_bytes: int) -> Ranges:
+def _shared(ranges: Ranges, layout: Layout, turning_bytes: int, gathered: Whole | None) -> Ranges:
     """`turning_bytes`: keys and values of a device, that go round under cp."""
     level = "all" if layout.weights == "sharded" else "states"
     parts = context_parallel(ranges, layout.axes.cp, turning_bytes)
-    return sharded(tensor_parallel(parts, layout.axes.tp), layout.axes.dp_shard, level)
+    return sharded(tensor_parallel(parts, layout.axes.tp), layout.axes.dp_shard, level, gathered)
 
 
 def _on(graph: ModelGraph, profile: Profile, timed: Device, device: Device) -> UnitSeconds:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
-from outsize.ir.cluster import Device
+from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import compress
 from outsize.ir.plan import Axes
@@ -13,6 +15,8 @@ from outsize.planner.memory import StageMemory
 from outsize.planner.simulate import StageCost
 
 NAMES_SHOWN = 3
+# More stages of a kind than that are counted, not named.
+MANY_STAGES = 8
 
 
 def pace_reason(graph: ModelGraph, bounds: Sequence[int], costs: Sequence[StageCost]) -> str:
@@ -50,6 +54,28 @@ def fullest_reason(
         f"{device.name}{alike} is the fullest device: {bytes_text(held[rank])} of "
         f"{bytes_text(device.memory_bytes)} with {flying} in flight; most in {units}"
     )
+
+
+def kind_reasons(
+    graph: ModelGraph, bounds: Sequence[int], devices: Sequence[Device], cluster: Cluster, group: int
+) -> Iterator[str]:
+    """Of unequal devices: which stages each kind has, and of the work; which are idle.
+
+    `devices` are the first of each stage's group.
+    """
+    if not cluster.unequal:
+        return
+    work = [sum(u.flops for u in graph.units[a:b]) for a, b in pairwise(bounds)]
+    for kind, number in Counter(device.kind for device in cluster.devices).items():
+        mine = [stage for stage, device in enumerate(devices) if device.kind == kind]
+        busy = group * len({devices[stage].name for stage in mine})
+        idle = f"; {number - busy} idle" if number > busy else ""
+        if not mine:
+            yield f"{kind}: all {number} stay idle: no order with them was faster"
+            continue
+        share = percent_text(sum(work[stage] for stage in mine) / max(sum(work), 1))
+        stages = stages_text(mine) if len(mine) <= MANY_STAGES else f"{len(mine)} stages"
+        yield f"{kind}: {stages} on {busy} of {number} devices, {share} of the FLOPs{idle}"
 
 
 def over_memory(memories: Sequence[StageMemory], devices: Sequence[Device]) -> tuple[str, ...]:

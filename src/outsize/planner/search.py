@@ -57,7 +57,7 @@ from outsize.planner.limits import limited_by
 from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
-from outsize.planner.reasons import microbatches_text
+from outsize.planner.reasons import kind_reasons, microbatches_text
 from outsize.planner.rivals import alternative, choose, compared_with, rivals, shown
 from outsize.planner.selective import by_blocks, counted, selective_reasons, written
 from outsize.planner.tight import selective
@@ -270,6 +270,7 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
         why=(
             *(graph.notes if graph.form == "modules" else ()),
             *reasons(best, graph, bounds),
+            *kind_reasons(graph, bounds, best.devices, cluster, layout.group),
             *costly(request.bn, best),
             *selective_reasons(best, anew, bounds),
             *(beyond_reasons(graph, layout, cluster, request.optimizer) if request.what_if else ()),

@@ -22,8 +22,9 @@ moment. Complexity: O(n^2). Oracle: tests/unit/planner/test_sharding.py goes thr
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, final
 
 import numpy as np
 
@@ -32,8 +33,11 @@ from outsize.planner.ranges import Bytes, Ranges, largest
 Level = Literal["states", "all"]
 
 
-def sharded(ranges: Ranges, ways: int, level: Level) -> Ranges:
-    """Tables of one of `ways` >= 1 replicas that share the optimizer's states, or all they hold for good."""
+def sharded(ranges: Ranges, ways: int, level: Level, whole: Whole | None = None) -> Ranges:
+    """Tables of one of `ways` >= 1 replicas that share the optimizer's states, or all they hold for good.
+
+    `whole` where the tables are of pieces: what a gather makes whole is a unit's, not a piece's.
+    """
     if ways == 1:
         return ranges
     shared = replace(
@@ -42,14 +46,27 @@ def sharded(ranges: Ranges, ways: int, level: Level) -> Ranges:
         master=_share(ranges.master, ways),
         update=_share(ranges.update, ways),
     )
-    return shared if level == "states" else _fully(shared, ways)
+    return shared if level == "states" else _fully(shared, ways, whole)
 
 
-def _fully(ranges: Ranges, ways: int) -> Ranges:
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """Bytes of the weights that each unit uses and of the gradients that it makes; `ends` of the pieces."""
+
+    weights: Bytes
+    gradients: Bytes
+    ends: tuple[int, ...]
+
+
+def _fully(ranges: Ranges, ways: int, whole: Whole | None) -> Ranges:
     """Weights and gradients too, with what is whole for a moment."""
     gradients = _share(ranges.gradients, ways)
-    scattering = largest(each(ranges.gradients))
-    gathered = neighbours(each(ranges.weights - ranges.buffers + ranges.replicas))
+    if whole is None:
+        weights = each(ranges.weights - ranges.buffers + ranges.replicas)
+        whole = Whole(weights, each(ranges.gradients), tuple(range(len(weights) + 1)))
+    scattering = largest(np.maximum.reduceat(whole.gradients, whole.ends[:-1]))
+    gathered = neighbours(whole.weights, whole.ends)
     backward = ranges.backward - ranges.gradients + gradients
     more = gathered + scattering
     return replace(
@@ -115,12 +132,15 @@ def each(table: Bytes) -> Bytes:
     return np.diagonal(table, offset=1)
 
 
-def neighbours(per_unit: Bytes) -> Bytes:
-    """The largest unit, or two that follow each other among those that have any, for all runs."""
-    n = len(per_unit)
+def neighbours(per_unit: Bytes, ends: Sequence[int] | None = None) -> Bytes:
+    """The largest unit, or two that follow each other among those that have any, for all runs of pieces."""
+    ends = range(len(per_unit) + 1) if ends is None else ends
+    n = len(ends) - 1
     table = np.zeros((n + 1, n + 1), np.int64)
-    table[np.arange(n), np.arange(1, n + 1)] = per_unit
+    piece = np.searchsorted(ends, np.arange(len(per_unit)), side="right") - 1
+    np.maximum.at(table, (piece, piece + 1), per_unit)
     some = np.flatnonzero(per_unit)
-    table[some[:-1], some[1:] + 1] = per_unit[some[:-1]] + per_unit[some[1:]]
+    pairs = per_unit[some[:-1]] + per_unit[some[1:]]
+    np.maximum.at(table, (piece[some[:-1]], piece[some[1:]] + 1), pairs)
     np.maximum.accumulate(table[::-1], axis=0, out=table[::-1])
     return np.maximum.accumulate(table, axis=1, out=table)

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # Of the prices of `fractional_s`.
-TURNS: Final = 150
+TURNS: Final = 60
 
 Seconds = NDArray[np.float64]
 Cuts = NDArray[np.int32]

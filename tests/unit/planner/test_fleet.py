@@ -151,7 +151,7 @@ def test_equal_kinds_share_equal_work_to_the_last_percent() -> None:
     fast = UnitSeconds.of(profile)
     slow, nothing, m = fast.times(2, 2, 2), np.zeros(901), 200
     kinds = [Groups.of(20, fast, 1.0), Groups.of(10, slow, 1.0)]
-    held = Held(*(nothing,) * 7, 0.0)
+    held = Held(nothing, nothing, nothing, nothing, nothing, nothing, nothing, 0.0)
     fleet = Fleet(kinds, held, Work.along(made_for(graph), fast), ("1f1b", m), (False,))
     pace_s = 3 * 900 / 25
     floor_s = fleet.floor_s()

@@ -72,7 +72,7 @@ def everyone(models: dict[int, Model], cluster: Cluster, group: int) -> Iterator
 
 def _of(models: dict[int, Model], cluster: Cluster, layout: Layout, groups: Cluster) -> Iterator[Plan]:
     graph, profile = models[layout.captured]
-    kinds = {}
+    kinds: dict[tuple[str, ...], tuple[str, ...]] = {}
     for order in permutations(groups.devices, layout.stages):
         kinds.setdefault(tuple(d.kind for d in order), tuple(d.name for d in order))
     ways: tuple[Recompute, ...] = ("none", "full")
@@ -190,3 +190,12 @@ def test_a_plan_may_leave_slow_devices_idle() -> None:
     models = {4: model([9], 4)}
     found = search(Request(batch_size=BATCH, what_if=True), models, small(TWO, (9000, 9000)))
     assert {stage.device for stage in found.stages} == {"cuda:2"}
+
+
+def test_a_plan_says_what_each_kind_does_and_who_is_idle() -> None:
+    models = {4: model([4, 4, 1, 1], 4)}
+    whole = search(Request(batch_size=BATCH, what_if=True), models, small(THREE, (9000,) * 3))
+    one = search(Request(batch_size=BATCH, what_if=True), {4: model([9], 4)}, small(TWO, (9000, 9000)))
+    assert "v100-32gb: all 2 stay idle: no order with them was faster" in one.why
+    assert any(why.startswith("a100-40gb: stage 0 on 2 of 2 devices, 100 % of the FLOPs") for why in one.why)
+    assert sum(" of the FLOPs" in why or "idle" in why for why in whole.why) >= 3
