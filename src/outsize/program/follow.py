@@ -186,4 +186,8 @@ def follow(call: Call, module: nn.Module | None) -> Step:
     if rule is None:
         what = op_name(call.instruction) if module is None else type(module).__name__
         raise Lost(f"there is no rule for {what}")
-    return rule(call)
+    try:
+        return rule(call)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        # Functions are called in many forms; one that its rule does not know is not followed.
+        raise Lost(f"there is no rule for such a {op_name(call.instruction)}") from error

@@ -30,7 +30,7 @@ from outsize.program.follow import follow
 from outsize.program.products import Heads, Lookup, Product, heads_of, lookup_of, product_of
 from outsize.program.share import Share
 from outsize.program.step import Call, Lost, Operand, Parted, Shape, Step, op_name
-from outsize.program.tape import Instruction, Ref, Tape, Weight
+from outsize.program.tape import Instruction, Meta, Ref, Tape, Weight
 
 Kind = Literal["column", "row", "vocabulary", "heads", "summands"]
 
@@ -312,8 +312,9 @@ class _Walk:
         if not names or not all(self._may_divide(name) for name in names):
             return None
         args = [call.metas[a.slot] if isinstance(a, Ref) else a for a in call.args]
-        found = adds_up(module, args) if call.results() == [call.shape(call.args[0])] else None
-        if found is None or call.instruction.kwargs:
+        same = args and isinstance(args[0], Meta) and call.results() == [args[0].shape]
+        found = adds_up(module, args) if same and not call.instruction.kwargs else None
+        if found is None:
             return None
         self._roles |= {
             f"{call.instruction.target}.{key}": Role("summands", share) for key, share in found.items()

@@ -61,7 +61,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """`x @ weight.T + bias` of which each of n ranks takes in_features / n; what they get is added up.
 
-    x           (..., in_features / n), as ColumnParallelLinear returns it; with `cut_input` (..., in_features)
+    x           (..., in_features / n), as ColumnParallelLinear gives it; with `cut_input` (..., in_features)
     weight      (out_features, in_features), a DTensor: a rank has (out_features, in_features / n)
     bias        (out_features), whole on every rank
     returns     (..., out_features), the same on every rank

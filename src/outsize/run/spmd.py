@@ -176,7 +176,7 @@ class Group(Collectives):
 
     # -- weights -------------------------------------------------------------------------------------
 
-    def parameter(self, weight: nn.Parameter, share: Share | None) -> nn.Parameter:
+    def parameter(self, weight: Tensor, share: Share | None) -> nn.Parameter:
         """The weight as a DTensor of which this rank has its part, or (None) all."""
         local = weight.detach() if share is None else self.part(weight.detach(), share)
         held = DTensor.from_local(
