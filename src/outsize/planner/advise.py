@@ -274,7 +274,8 @@ def _states(view: _View) -> Iterator[Advice]:
 
 def _idle(view: _View) -> Iterator[Advice]:
     spare = len(view.cluster.devices) - view.plan.axes.world_size
-    if spare > 0:
+    chosen = view.plan.what_if and view.cluster.unequal  # the search left them out, and says so
+    if spare > 0 and not chosen:
         yield Advice(
             code="idle-devices",
             sentence=f"{spare} of {len(view.cluster.devices)} devices have no stage",
