@@ -51,6 +51,7 @@ class Job(Record):
         tunes = idle.cause == "uneven-stages"
         places = "nproc" if tunes else "stages"
         given = {"input": self.input, "batch": str(self.batch), places: str(stages)}
+        given |= {"devices": ",".join(self.devices)} if self.devices and not tunes else {}
         kept = {name: value for name, value in given.items() if value and name not in dict(idle.change)}
         words = [f"--{name} {shlex.quote(value)}" for name, value in kept.items()]
         line = " ".join([f"outsize {'tune' if tunes else 'run'}", shlex.quote(self.model), *words])

@@ -229,7 +229,7 @@ class Engine:
     def _device_names(self, ranks: int) -> list[str]:
         """Of each rank; ranks that take turns in one process on the CPU share it."""
         names = [self.plan.stages[self.plan.ranks.index(rank)].device for rank in range(ranks)]
-        shared = self.crew.world_size == 1 and names[0].startswith("cpu")
+        shared = self.crew.world_size == 1 and all(name.startswith("cpu") for name in names)
         return ["cpu"] * ranks if shared else names
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch]:

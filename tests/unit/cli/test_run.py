@@ -122,5 +122,7 @@ def test_what_to_type_against_idle_devices_is_the_same_run_with_other_options() 
         "--batch 16 --schedule 1f1b --microbatches 16"
     )
     assert job.command(2, idle.model_copy(update={"change": change[1:]})).count("--batch 8") == 1
+    devices = job.model_copy(update={"devices": ("cuda:0", "cpu")})
+    assert " --stages 2 --devices cuda:0,cpu --batch 16" in devices.command(2, idle)
     uneven = idle.model_copy(update={"cause": "uneven-stages", "change": ()})
     assert job.command(2, uneven) == "outsize tune 'transformers:A?b=1&c=2' --input 3x8x8 --batch 8 --nproc 2"
