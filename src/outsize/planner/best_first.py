@@ -132,7 +132,7 @@ class Hunt:
 
     def _tables(self, layout: Layout, floor_s: float, most_s: float) -> list[Tables]:
         """Block by block is looked at where it may help alone."""
-        at_once = tuple(again for again in self._recompute if again != "selective")
+        at_once: list[Recompute] = [again for again in self._recompute if again != "selective"]
         tables = [Tables(each, floor_s) for each in self._menu.pipelines(layout, at_once)]
         by_blocks = len(at_once) < len(self._recompute) and self._menu.by_blocks(layout)
         if not by_blocks or not all(each.may_gain(most_s) for each in tables):

@@ -25,19 +25,17 @@ from outsize.planner.blockwise import block_ranges
 from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
 from outsize.planner.fleet import Crossing, Fleet, Groups
 from outsize.planner.floor import Work, made_for
+from outsize.planner.kinds import on_kind
 from outsize.planner.layout import Layout, grouped, of_kind
 from outsize.planner.least import Least
 from outsize.planner.margin import rooms
-from outsize.planner.memory import held_bytes as peak_bytes
-from outsize.planner.moments import moments_by_stage
 from outsize.planner.offload import Blocks, fetching, hosted
 from outsize.planner.optimizer import optimizer_bytes, style_of
-from outsize.planner.order import first_of, numbers, orders, taken
-from outsize.planner.ranges import Ranges, Seconds, owned_gradients
+from outsize.planner.order import excess_bytes, first_of, numbers, orders, taken
+from outsize.planner.ranges import owned_gradients
 from outsize.planner.reach import Room
-from outsize.planner.roofline import roofline
 from outsize.planner.seconds import UnitSeconds, fastest
-from outsize.planner.sharding import Whole, context_parallel, sharded, tensor_parallel
+from outsize.planner.sharding import Whole, shared
 from outsize.planner.split import Case, Pipeline
 from outsize.planner.spread import Sharing, spread, sync_s
 
@@ -170,7 +168,7 @@ class Menu:
             self._cuts[fewer] = found[1]
             made = self.pipeline(fewer, recompute, taken(found[0], groups))
             assert made is not None, "there are groups"
-            if not (more := _excess(made, found[0])):
+            if not (more := excess_bytes(made, found[0])):
                 break
             over = {kind: over.get(kind, 0.0) + more.get(kind, 0.0) for kind in {*over, *more}}
         yield from [made] if made is not None else []
@@ -322,7 +320,7 @@ class Menu:
                 whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
             turning = max(self._sharing(layout).rings.values(), default=0) if layout.axes.cp > 1 else 0
             gathered = self._gathered(layout)
-            case = replace(whole, ranges=_shared(whole.ranges, layout, turning // layout.axes.cp, gathered))
+            case = replace(whole, ranges=shared(whole.ranges, layout, turning // layout.axes.cp, gathered))
             self._cases[base] = case.lasting(seconds.merged(self.ends(layout)))
         return replace(self._cases[base], microbatches=layout.microbatches)
 
@@ -380,7 +378,7 @@ class Menu:
         """Seconds on one device of such a kind."""
         key = "alone", captured, device.kind
         if key not in self._costs:
-            self._costs[key] = _on(*self._candidates[captured], self._cluster.devices[0], device)
+            self._costs[key] = on_kind(*self._candidates[captured], self._cluster.devices[0], device)
         return self._costs[key]
 
     def _made_for(self, captured: int) -> NDArray[np.int64]:
@@ -394,45 +392,8 @@ class Menu:
         return self._shares[layout.captured]
 
 
-def _excess(pipeline: Pipeline, kinds: Sequence[int]) -> dict[int, float]:
-    """Bytes by kind that the stages, a piece each, have too many of."""
-    layout, found = pipeline.layout, dict[int, float]()
-    moments = moments_by_stage(layout.schedule, layout.stages, layout.microbatches, layout.axes.pp)
-    for stage, kind in enumerate(kinds):
-        ways = (case.ranges.only(stage, stage + 1) for case in pipeline.ways[stage])
-        least = min(max(peak_bytes(here, alive) for alive in moments[stage]) for here in ways)
-        if least > pipeline.room_bytes(stage):
-            found[kind] = max(found.get(kind, 0.0), least - pipeline.room_bytes(stage))
-    return found
-
-
 def _spread_key(layout: Layout) -> Key:
     """What changes the seconds of a unit."""
     sharded_ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
     where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.weights == "host" else ()
     return layout.captured, layout.axes.tp, layout.axes.cp, layout.weights, sharded_ways, *where
-
-
-def _shared(ranges: Ranges, layout: Layout, turning_bytes: int, gathered: Whole | None) -> Ranges:
-    """`turning_bytes`: keys and values of a device, that go round under cp."""
-    level = "all" if layout.weights == "sharded" else "states"
-    parts = context_parallel(ranges, layout.axes.cp, turning_bytes)
-    return sharded(tensor_parallel(parts, layout.axes.tp), layout.axes.dp_shard, level, gathered)
-
-
-def _on(graph: ModelGraph, profile: Profile, timed: Device, device: Device) -> UnitSeconds:
-    """The costs on another kind of device than the one that was timed."""
-    known = UnitSeconds.of(profile)
-    if device.kind == timed.kind:
-        return known
-    here, there = UnitSeconds.of(roofline(graph, timed)), UnitSeconds.of(roofline(graph, device))
-    return UnitSeconds(
-        _times(known.forward, here.forward, there.forward),
-        _times(known.given, here.given, there.given),
-        _times(known.weight, here.weight, there.weight),
-    )
-
-
-def _times(cost: Seconds, here: Seconds, there: Seconds) -> Seconds:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(here > 0, cost * there / here, there)

@@ -26,10 +26,10 @@ from outsize.ir.cluster import Cluster, Device
 from outsize.planner.arrange import NOBODY, arrange
 from outsize.planner.layout import Layout
 from outsize.planner.margin import room_bytes
-from outsize.planner.memory import peak_table
+from outsize.planner.memory import held_bytes, peak_table
 from outsize.planner.moments import moments_by_stage
 from outsize.planner.ranges import Bytes, Seconds
-from outsize.planner.split import Case
+from outsize.planner.split import Case, Pipeline
 from outsize.planner.unequal import Cuts, balance, lowest_first
 
 # States of arrange.py (numbers of used devices, kinds squared) that are looked at; beyond, links are not.
@@ -130,6 +130,18 @@ def _bytes(case: Case) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     once = ranges.weights + ranges.replicas + ranges.optimizer + ranges.gradients
     held = ranges.saved + ranges.received + ranges.sent
     return np.diagonal(once, offset=1).copy(), np.diagonal(held, offset=1).copy()
+
+
+def excess_bytes(pipeline: Pipeline, kinds: Sequence[int]) -> dict[int, float]:
+    """Bytes by kind that the stages, a piece each, have too many of."""
+    layout, found = pipeline.layout, dict[int, float]()
+    moments = moments_by_stage(layout.schedule, layout.stages, layout.microbatches, layout.axes.pp)
+    for stage, kind in enumerate(kinds):
+        ways = (case.ranges.only(stage, stage + 1) for case in pipeline.ways[stage])
+        least = min(max(held_bytes(here, alive) for alive in moments[stage]) for here in ways)
+        if least > pipeline.room_bytes(stage):
+            found[kind] = max(found.get(kind, 0.0), least - pipeline.room_bytes(stage))
+    return found
 
 
 def first_of(cluster: Cluster) -> list[Device]:

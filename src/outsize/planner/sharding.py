@@ -28,9 +28,17 @@ from typing import Literal, final
 
 import numpy as np
 
+from outsize.planner.layout import Layout
 from outsize.planner.ranges import Bytes, Ranges, largest
 
 Level = Literal["states", "all"]
+
+
+def shared(ranges: Ranges, layout: Layout, turning_bytes: int, gathered: Whole | None) -> Ranges:
+    """Of a device of the layout. `turning_bytes`: keys and values of a device, that go round under cp."""
+    level = "all" if layout.weights == "sharded" else "states"
+    parts = context_parallel(ranges, layout.axes.cp, turning_bytes)
+    return sharded(tensor_parallel(parts, layout.axes.tp), layout.axes.dp_shard, level, gathered)
 
 
 def sharded(ranges: Ranges, ways: int, level: Level, whole: Whole | None = None) -> Ranges:
