@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise, product
+from math import inf
 from typing import Final, final
 
 import numpy as np
@@ -50,7 +51,9 @@ from outsize.schedules.planned import written
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 Seconds = dict[Edge, float]
 # A plan that is no run of the model's order, or splits backwards, has to be faster by so much.
-WORTH: Final = 0.02
+WORTH: Final = 0.03
+# What a further stage on a rank costs for each microbatch, beside what is simulated: two actions.
+MORE_S: Final = 2e-4
 # Ways that are composed, schedules of each that are priced, and forwards of a step above which none is.
 TRIED: Final = 12
 PRICED: Final = 4
@@ -73,12 +76,12 @@ def branched(plan: Plan, candidates: Candidates, cluster: Cluster, *, anyhow: bo
     p = plan.axes.pp
     if plan.expected is None or plan.form == "modules" or plan.axes.group_size > 1 or (p == 1 and not anyhow):
         return plan
-    sizes = sorted(candidates.items())
-    made = (_Composer(plan, count, *model, cluster, anyhow).best() for count, model in sizes)
-    best = min((f for f in made if f is not None), key=lambda f: f.estimate.step_s, default=None)
-    if best is None or not (anyhow or best.estimate.step_s < plan.expected.step_s * (1 - WORTH)):
-        return plan
-    return best.written(plan, plan.expected, anyhow)
+    best, limit_s = None, inf if anyhow else plan.expected.step_s * (1 - WORTH)
+    for count, model in sorted(candidates.items()):
+        found = _Composer(plan, count, *model, cluster, anyhow).best(limit_s)
+        if found is not None:
+            best, limit_s = found, found.judged_s
+    return plan if best is None else best.written(plan, plan.expected, anyhow)
 
 
 @final
@@ -90,6 +93,7 @@ class _Found:
     placed: Placed
     estimate: Estimate
     split: bool
+    judged_s: float
 
     def written(self, plan: Plan, before: Expected, anyhow: bool) -> Plan:
         """As a plan, beside the one that it takes the place of."""
@@ -178,15 +182,21 @@ class _Composer:
         self._graph, self._profile, self._p = graph, profile, plan.axes.pp
         self._seconds, self._flows = UnitSeconds.of(profile), flows(graph)
 
-    def best(self) -> _Found | None:
-        """None where nothing can be composed, or nothing of it fits."""
+    def best(self, limit_s: float) -> _Found | None:
+        """None where nothing can be composed, nothing fits, or no step is below the limit."""
         if len(self._graph.units) > MOST_UNITS or self._count * self._p > MOST_FORWARDS:
+            return None
+        seconds = self._seconds.total
+        if max(self._count * float(seconds.sum()) / self._p, _path_s(self._graph, seconds)) >= limit_s:
             return None
         tried = dict.fromkeys(islice(self._ranked(self._ways()), TRIED))
         better = (moved for way in islice(tried, MOVED) for moved in self._moved(way))
         tried = islice(self._ranked(iter({**tried, **dict.fromkeys(better)})), TRIED)
-        priced = (found for way in tried for found in self._priced(way))
-        return min(priced, key=lambda found: (found.estimate.step_s, found.split), default=None)
+        best = None
+        for way in tried:
+            for found in self._priced(way, limit_s):
+                best, limit_s = found, found.judged_s
+        return best
 
     def _ways(self) -> Iterator[Placed]:
         for ranks in dict.fromkeys(self._on_ranks()):
@@ -263,7 +273,8 @@ class _Composer:
 
     # -- what it costs ------------------------------------------------------------------------------------
 
-    def _priced(self, way: Placed) -> Iterator[_Found]:
+    def _priced(self, way: Placed, limit_s: float) -> Iterator[_Found]:
+        """Schedules below the limit that fit, each shorter than the one before."""
         order = in_stages(way.owners)
         model = self._graph.in_order(order), self._profile.in_order(order)
         menu = Menu({self._count: model}, self._cluster, self._plan.optimizer, most=len(order))
@@ -274,10 +285,14 @@ class _Composer:
             return
         bounds = (0, *accumulate(map(len, way.units)))
         for composed in islice(compose(self._job(pipeline, bounds), rivals=self._rivals(way)), PRICED):
+            if composed.step_s >= limit_s:
+                return  # played with messages that queue it is no shorter
             named = replace(layout, actions=written(composed.schedule))
             found = estimate(replace(pipeline, layout=named), bounds, [0] * len(way.ranks))
-            if found.fits:
-                yield _Found(self._graph, way, found, is_split(composed))
+            judged_s = found.step_s + (0.0 if self._anyhow else MORE_S * self._count * (named.chunks - 1))
+            if judged_s < limit_s and found.fits:
+                limit_s = judged_s
+                yield _Found(self._graph, way, found, is_split(composed), judged_s)
 
     def _rivals(self, way: Placed) -> Iterator[Schedule]:
         """Schedules with a name that have their stages on these ranks."""
