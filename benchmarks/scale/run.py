@@ -24,7 +24,7 @@ from typing import Any, Final, final
 
 import torch
 from growth import draw, growth
-from models import CASES, NETWORKS, PAPER, Case
+from models import NETWORKS, PAPER, Case
 
 from outsize.capture.by_modules import capture_model
 from outsize.capture.graph import Captured
@@ -234,12 +234,16 @@ def main() -> None:
     result: dict[str, Any] = {
         "date": str(datetime.date.today()),
         "machine": machine,
-        "load": os.getloadavg()[0],
         "images_per_s_on_a_p40": IMAGES_PER_S,
-        "networks": {name: study(name, how) for name in options.networks},
-        "real": [] if options.on_paper else [real(name, extra) for name in CASES if name in options.networks],
+        "networks": {},
+        "real": [],
     }
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    for name in options.networks:
+        result["networks"][name] = study(name, how) | {"load": os.getloadavg()[0]}
+        stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    for name in () if options.on_paper else options.networks:
+        result["real"].append(real(name, extra) | {"load": os.getloadavg()[0]})
+        stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, stem)
     print(json.dumps(result) if options.json else table(result))
 
