@@ -25,6 +25,7 @@ from typing import Literal, final
 
 from torch import nn
 
+from outsize.errors import NotCapturable
 from outsize.program.alike import adds_up, works_by_vector
 from outsize.program.follow import follow
 from outsize.program.products import Heads, Lookup, Product, heads_of, lookup_of, product_of
@@ -134,8 +135,10 @@ class _Walk:
         self._feeds: dict[str, frozenset[str]] = {}
         self._known_points = {name: frozenset(points) for name, points in known.points.items()}
         self._pending: set[int] = set()  # of which the next walk knows more
-        self._entered: set[str] = set()
-        self._alone: set[str] = set()  # weights that whole values use
+        self._entered: dict[
+            str, frozenset[str]
+        ] = {}  # whole weights with divided values -> what divided them
+        self._alone: dict[str, Instruction] = {}  # weights of which somebody wants all
         self._gathered: dict[int, Share] = {}
 
     def run(self) -> None:
@@ -147,6 +150,10 @@ class _Walk:
                 self._gathered[slot] = share
             elif share is not None:
                 self._settle(share.origins, "what it makes is an output of the model")
+        for name in self._roles.keys() & (self._alone.keys() | self._entered.keys()):
+            self._insist_on_whole({name}, name)
+        for name in self._entered.keys() & self._alone.keys():
+            self._insist_on_whole(self._entered[name], name)
 
     def found(self) -> Derived:
         """After a walk that changed nothing."""
@@ -173,11 +180,18 @@ class _Walk:
             return
         except Lost as lost:
             act = self._without(call, f"{lost}, {instruction.name} at {instruction.where}")
+        self._alone.update(dict.fromkeys(self._used_whole(act, instruction), instruction))
         if act is None:
-            self._alone |= set(instruction.parameters())
             return
         self._acts[instruction.index] = act
         self._shares.update((s, x) for s, x in zip(instruction.defines(), act.step.out, strict=True) if x)
+
+    def _used_whole(self, act: Act | None, instruction: Instruction) -> set[str]:
+        """Weights of which this instruction wants all, whatever others do with them."""
+        if act is None:
+            return set(instruction.parameters())
+        bias = act.of.bias if act.kind == "row" and isinstance(act.of, Product) else None
+        return set() if bias is None else {bias}
 
     def _act(self, call: Call) -> Act | None:
         instruction, known = call.instruction, self.known
@@ -208,13 +222,12 @@ class _Walk:
         else:
             step = follow(call, module)
         cut = {leaf.name for leaf in step.cut if isinstance(leaf, Weight)}
-        self._enter([name for name in names if name not in cut])
+        self._enter([name for name in names if name not in cut], call)
         return Act(step)
 
-    def _enter(self, names: list[str] | tuple[str, ...]) -> None:
-        if not self._alone.isdisjoint(names):
-            raise Lost("its weight is used with whole values as well")
-        self._entered |= set(names)
+    def _enter(self, names: list[str], call: Call) -> None:
+        origins = frozenset[str]().union(*(share.origins for share in call.divided().values()))
+        self._entered |= {name: self._entered.get(name, frozenset()) | origins for name in names}
 
     # -- products -----------------------------------------------------------------------------------
 
@@ -223,7 +236,7 @@ class _Walk:
         role, ndim = self._roles.get(name), len(call.shape(product.input))
         if share is not None and share.dim < ndim - 1:
             return self._beside(product, share, role, call)
-        if not self._may_divide(name):
+        if not self._may_divide(name) or (share is None and product.bias in self.known.whole):
             return None if share is None else _lost(f"{name} is whole")
         if self.known.fixed is not None and role is not None:
             return self._as_fixed(product, role, call)
@@ -266,7 +279,7 @@ class _Walk:
         """One product for each head, say: the same weight for all of them."""
         if role is not None:
             raise Lost(f"{product.weight} is divided")
-        self._enter([n for n in (product.weight, product.bias) if n is not None])
+        self._enter([n for n in (product.weight, product.bias) if n is not None], call)
         return Act(call.same(share))
 
     def _conflict(self, name: str) -> None:
@@ -301,7 +314,7 @@ class _Walk:
             f"{heads.fqn}.out_proj.weight": Share(1, (heads.module.embed_dim,)),
         }
         held = [name for name in weights if name in call.instruction.parameters()]
-        if not held or not self._may_divide(held[0]):
+        if not held or not all(self._may_divide(name) for name in held):
             return None
         self._roles |= {name: Role("heads", weights[name]) for name in held}
         return Act(Step(tuple(None for _ in call.instruction.defines())), "heads", heads)
@@ -357,13 +370,25 @@ class _Walk:
             return None
         return Act(call.same(None), gather=gather)
 
+    def _insist_on_whole(self, divided: set[str] | frozenset[str], name: str) -> None:
+        """A weight of which ranks have, or treat, parts here is wanted whole there."""
+        user = self._alone.get(name)
+        place = f"{user.name} at {user.where}" if user is not None else "a module that every rank runs"
+        if self.known.fixed is not None:
+            raise NotCapturable(
+                f"{name} is divided, and with this input all of it is wanted",
+                numbers=place,
+                next_step="call outsize.tensor_parallel with such an input as the example",
+            )
+        self._settle(divided, f"all of {name} is wanted, {place}")
+
     def _may_gather(self, share: Share) -> bool:
         return self.known.fixed is not None or share.origins <= self.known.heads
 
     def _settle(self, names: set[str] | frozenset[str], reason: str) -> None:
         for name in names:
             self.known.whole.setdefault(name, reason)
-        self.changed = True
+        self.changed = self.changed or bool(names)
 
 
 def _lost(reason: str) -> None:

@@ -114,6 +114,34 @@ def test_a_weight_used_by_columns_and_by_rows_is_whole() -> None:
     assert styles == {"a": "whole"}
 
 
+def test_a_weight_that_somebody_wants_whole_is_whole() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return x + m.b(m.a(x).relu()) + m.a.weight.sum()
+
+    styles, found = styles_of(run, a=nn.Linear(12, 24), b=nn.Linear(24, 12))
+    assert styles == {"a": "whole", "b": "whole"}
+    assert why(found, "a").startswith("all of a.weight is wanted, sum at ")
+
+
+def test_a_norm_of_heads_and_of_whole_values_is_not_both() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.norm(m.a(x).view(2, 5, 3, 4)).flatten(2)
+        return x + m.b(y) + m.norm(x.view(2, 5, 3, 4)).flatten(2)
+
+    layers = {"a": nn.Linear(12, 12), "b": nn.Linear(12, 12)}
+    styles, found = styles_of(run, norm=nn.LayerNorm(4), **layers)
+    assert set(styles.values()) == {"whole"}
+    assert why(found, "a").startswith("all of norm.weight is wanted, norm at ")
+
+
+def test_a_bias_that_somebody_wants_whole_keeps_its_product_whole() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return x + m.b(m.a(x).relu()) + m.a.bias[:12]
+
+    styles, _ = styles_of(run, a=nn.Linear(12, 24), b=nn.Linear(24, 12))
+    assert styles == {"a": "whole", "b": "whole"}
+
+
 def test_grouped_heads_decide_the_degree_by_their_own_name() -> None:
     found = tensor_styles(built("llama"), (), batch_of("llama"))
     assert [(d.what, d.size) for d in found.divided] == [("num_key_value_heads", 2)]
