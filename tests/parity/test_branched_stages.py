@@ -69,6 +69,15 @@ def test_two_towers_and_a_head_on_two_ranks(name: str) -> None:
     insist_on_same_bits(name, plan)
 
 
+@pytest.mark.parametrize("name", ["siamese", "vision-text", "inception"])
+def test_recomputed_branches(name: str) -> None:
+    graph = captured(name, 4).graph
+    owners = by_name(graph, SPLITS[name])
+    ranks = [0, *(stage % 2 for stage in range(1, max(owners))), 1]
+    plan = composed(graph, owners, ranks, BATCH_SIZE, 4, random.Random(f"again {name}"))
+    insist_on_same_bits(name, plan.model_copy(update={"recompute": "full"}))
+
+
 def test_a_shorter_batch_leaves_out_the_last_microbatches() -> None:
     """Two microbatches of a schedule for four: as the plain loop over two."""
     graph = captured("siamese", 4).graph

@@ -12,14 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal, Self, final
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
 from outsize.ir.base import Record
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.names import compress_units, expand, prefixes, unroll
 from outsize.ir.quotient import check_quotient, in_stages
-from outsize.ir.schedule import placed
+from outsize.ir.schedule import parse_row, placed
 
 ScheduleName = Literal[
     "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto", "custom"
@@ -187,6 +187,14 @@ class Plan(Record):
     expected: Expected | None = None
     alternatives: tuple[Alternative, ...] = ()
     why: tuple[str, ...] = ()
+
+    @field_validator("actions")
+    @classmethod
+    def _are_actions(cls, rows: tuple[str, ...]) -> tuple[str, ...]:
+        """Every cell can be read; whether they are a step is asked where they are used."""
+        for row in rows:
+            parse_row(row)
+        return rows
 
     @property
     def microbatch_size(self) -> int:

@@ -118,6 +118,10 @@ def test_a_plan_of_another_model_is_refused() -> None:
         ({"microbatches": 0}, "microbatches"),
         ({"colour": "blue"}, "colour"),
         ({"batch_size": "many"}, "batch_size"),
+        (
+            {"schedule": "custom", "actions": ["0F0,0X0", "1F0,1B0"]},
+            "actions: Value error, '0X0' is no action",
+        ),
     ],
 )
 def test_a_bad_field_is_named(change: dict[str, object], where: str, tmp_path: Path) -> None:
@@ -125,6 +129,14 @@ def test_a_bad_field_is_named(change: dict[str, object], where: str, tmp_path: P
     path.write_text(json.dumps({**json.loads(GOOD.to_json()), **change}))
     with pytest.raises(BadPlan, match=f"E205.*{where}"):
         Plan.load(path)
+
+
+def test_a_plan_says_where_its_stages_are() -> None:
+    rows = ("0F0,2F0,2B0,0B0", "1F0,1B0")
+    edited = plan(("wte",), ("h.0-1",), ("head",)).model_copy(update={"axes": Axes(pp=2)})
+    assert edited.ranks == (0, 1, 0)
+    assert edited.model_copy(update={"schedule": "zero-bubble-v"}).ranks == (0, 1, 1)
+    assert edited.model_copy(update={"schedule": "custom", "actions": rows[::-1]}).ranks == (1, 0, 1)
 
 
 def test_a_missing_file_is_no_traceback(tmp_path: Path) -> None:
