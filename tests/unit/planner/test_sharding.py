@@ -16,7 +16,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.memory import Alive, Phase, peak_table
 from outsize.planner.optimizer import MASTER, optimizer_bytes
 from outsize.planner.ranges import Ranges
-from outsize.planner.sharding import context_parallel, sharded, tensor_parallel
+from outsize.planner.sharding import context_parallel, neighbours, sharded, tensor_parallel
 
 ADAMW = optimizer_bytes("adamw")
 UPDATE = Alive(0, 0, 0, 0, Phase.UPDATE)
@@ -184,3 +184,13 @@ def test_blocks_on_their_way_round_the_ring_are_held() -> None:
     still, turning = (context_parallel(whole, 2, size).only(0, 2) for size in (0, 7))
     assert (turning.forward - still.forward, turning.backward - still.backward) == (14, 28)
     assert context_parallel(whole, 1, 7) is whole
+
+
+def test_a_gather_of_pieces_makes_units_whole_not_pieces() -> None:
+    sizes, ends = np.array([3, 0, 5, 2, 0, 9, 1], np.int64), (0, 2, 5, 7)
+    units, pieces = neighbours(sizes), neighbours(sizes, ends)
+    for a, first in enumerate(ends):
+        for b, end in enumerate(ends[a + 1 :], a + 1):
+            assert pieces[a, b] == units[first, end]
+    assert pieces[0, 3] == 11
+    assert neighbours(np.add.reduceat(sizes, ends[:-1]))[0, 3] == 17, "what it was for whole pieces"
