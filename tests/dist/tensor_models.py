@@ -83,6 +83,20 @@ class Rotated(nn.Module):
         return x + self.down(functional.silu(up[..., : self.inner]) * up[..., self.inner :])
 
 
+class Energy(nn.Module):
+    """A force is the gradient of an energy, and the loss is of forces: gradients of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.down(self.up(x).tanh()).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+
 def transformer(kind: str, config: str, fields: dict[str, Any]) -> nn.Module:
     return getattr(transformers, kind)(getattr(transformers, config)(**fields)).train()
 
@@ -146,4 +160,5 @@ MODELS: dict[str, Callable[[], Made]] = {
     "attention": lambda: (nn.Sequential(Attention(), Attention()), (torch.randn(2, 6, 16),), {}),
     "rotated": lambda: (nn.Sequential(Rotated(), Rotated()), (torch.randn(2, 6, 16),), {}),
     "mlp": mlp,
+    "energy": lambda: (Energy(), (torch.randn(5, 6),), {}),
 }

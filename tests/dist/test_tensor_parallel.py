@@ -109,7 +109,7 @@ def test_bytes_are_those_of_the_planners_account_and_those_of_the_vocabulary(
     assert each == sent["all_reduce"]  # of two ranks each sends as much as the tensor has
 
 
-GUESSED = {"bert", "vit", "mixtral", "mixtral eager", "qwen3", "encoder", "rotated"}
+GUESSED = {"bert", "vit", "mixtral", "mixtral eager", "qwen3", "encoder", "rotated", "energy"}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -95,7 +95,7 @@ def _resized(call: Call, place: Place, share: Share, shape: Shape) -> tuple[tupl
         behind = len(shape) - share.dim
         if sizes[-behind] != -1:
             sizes[-behind] = size
-        return (given[0], *sizes), {}
+        return (given[0], tuple(sizes)) if name == "reshape" else (given[0], *sizes), {}
     if name == "unflatten":
         sizes, first = list(call.arg(2, "sizes")), int(call.arg(1, "dim")) % len(call.shape(given[0]))
         if first <= share.dim < first + len(sizes) and sizes[share.dim - first] != -1:

@@ -183,6 +183,10 @@ class _Walk:
         self._alone.update(dict.fromkeys(self._used_whole(act, instruction), instruction))
         if act is None:
             return
+        single = [x for x in act.step.out if x is not None and min(x.parts) == 1]
+        if single:
+            place = f"{instruction.name} at {instruction.where}"
+            self._settle(single[0].origins, f"there is a single one to divide, {place}")
         self._acts[instruction.index] = act
         self._shares.update((s, x) for s, x in zip(instruction.defines(), act.step.out, strict=True) if x)
 
@@ -314,7 +318,7 @@ class _Walk:
             f"{heads.fqn}.out_proj.weight": Share(1, (heads.module.embed_dim,)),
         }
         held = [name for name in weights if name in call.instruction.parameters()]
-        if not held or not all(self._may_divide(name) for name in held):
+        if not held or heads.module.num_heads == 1 or not all(self._may_divide(name) for name in held):
             return None
         self._roles |= {name: Role("heads", weights[name]) for name in held}
         return Act(Step(tuple(None for _ in call.instruction.defines())), "heads", heads)

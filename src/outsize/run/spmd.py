@@ -3,7 +3,7 @@
     enter   forward: x as it is       backward: all-reduce       (Megatron's f)
     reduce  forward: all-reduce       backward: the gradient     (Megatron's g)
     gather  forward: all-gather       backward: this rank's part
-    cut     forward: this rank's part backward: all-gather
+    cut     forward: this rank's part backward: all-gather       (so gradients of gradients are right as well)
 
 Weights stay parameters under their names, as DTensors: state dicts, torch.distributed.checkpoint,
 clip_grad_norm_ and optimizers know them. The cross entropy of logits whose classes are divided sends three
@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -252,18 +253,19 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.group.total(grads[0]), None
+        return _Reduce.apply(grads[0], ctx.group), None
 
 
 @final
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return group.total(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
+        return _Enter.apply(grads[0], ctx.group), None
 
 
 @final
@@ -275,7 +277,7 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.group.whole(grads[0], ctx.share), None, None
+        return _Gather.apply(grads[0], ctx.share, ctx.group), None, None
 
 
 @final
@@ -287,7 +289,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.group.part(grads[0], ctx.share), None, None
+        return _Cut.apply(grads[0], ctx.share, ctx.group), None, None
 
 
 @final
@@ -309,7 +311,8 @@ class _CrossEntropy(torch.autograd.Function):
         return sums.log() - there
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         chances, at, own = ctx.saved_tensors
         grad = chances.clone()
         if grad.shape[1]:

@@ -137,7 +137,8 @@ class _Variant:
         self.guards = Guards(whole, model, None)
         self._tape, self._exits = tape, tuple(dict.fromkeys(tape.output_slots()))
         alive = live(tape, self._exits)
-        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        held = {id(p) for module in _plain(model) for p in module._parameters.values()}
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in held]
         spec = SliceSpec(
             "forward",
             [i for i in tape.instructions if alive[i.index]],
@@ -183,7 +184,7 @@ class _Whole:
         self._twins: dict[int, nn.Parameter] = {}
         self._places = [
             (m._parameters, key, self._twin(p))
-            for m in model.modules()
+            for m in _plain(model)
             for key, p in m._parameters.items()
             if p is not None
         ]
@@ -215,8 +216,13 @@ def _divide(model: nn.Module, roles: Mapping[str, Role], together: Group) -> Non
         id(p): together.parameter(p, roles[name].share if name in roles else None)
         for name, p in named.items()
     }
-    for module in model.modules():
+    for module in _plain(model):
         module._parameters.update({k: made[id(p)] for k, p in module._parameters.items() if p is not None})
+
+
+def _plain(model: nn.Module) -> list[nn.Module]:
+    """Scripted modules keep their weights, which no rank shares."""
+    return [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
 
 
 def _one_dim(mesh: DeviceMesh | None) -> DeviceMesh:

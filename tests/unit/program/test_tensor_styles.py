@@ -142,6 +142,24 @@ def test_a_bias_that_somebody_wants_whole_keeps_its_product_whole() -> None:
     assert styles == {"a": "whole", "b": "whole"}
 
 
+def test_a_single_head_is_no_reason_to_refuse_the_rest() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.qkv(x).view(2, 5, 3, 1, 12).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v)
+        return x + m.out(mixed.transpose(1, 2).flatten(2)) + m.d(m.c(x).relu())
+
+    layers = {
+        "qkv": nn.Linear(12, 36),
+        "out": nn.Linear(12, 12),
+        "c": nn.Linear(12, 8),
+        "d": nn.Linear(8, 12),
+    }
+    styles, found = styles_of(run, **layers)
+    assert styles == {"qkv": "whole", "out": "whole", "c": "column", "d": "row"}
+    assert why(found, "qkv").startswith("there is a single one to divide, view at ")
+    assert found.degrees == (2, 4, 8)
+
+
 def test_grouped_heads_decide_the_degree_by_their_own_name() -> None:
     found = tensor_styles(built("llama"), (), batch_of("llama"))
     assert [(d.what, d.size) for d in found.divided] == [("num_key_value_heads", 2)]
