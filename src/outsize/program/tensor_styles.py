@@ -150,9 +150,9 @@ class _Walk:
                 self._gathered[slot] = share
             elif share is not None:
                 self._settle(share.origins, "what it makes is an output of the model")
-        for name in self._roles.keys() & (self._alone.keys() | self._entered.keys()):
+        for name in sorted(self._roles.keys() & (self._alone.keys() | self._entered.keys())):
             self._insist_on_whole({name}, name)
-        for name in self._entered.keys() & self._alone.keys():
+        for name in sorted(self._entered.keys() & self._alone.keys()):
             self._insist_on_whole(self._entered[name], name)
 
     def found(self) -> Derived:

@@ -131,7 +131,7 @@ def test_a_norm_of_heads_and_of_whole_values_is_not_both() -> None:
     layers = {"a": nn.Linear(12, 12), "b": nn.Linear(12, 12)}
     styles, found = styles_of(run, norm=nn.LayerNorm(4), **layers)
     assert set(styles.values()) == {"whole"}
-    assert why(found, "a").startswith("all of norm.weight is wanted, norm at ")
+    assert why(found, "a").startswith("all of norm.bias is wanted, norm at ")
 
 
 def test_a_bias_that_somebody_wants_whole_keeps_its_product_whole() -> None:
