@@ -60,8 +60,9 @@ def test_two_stages_on_a_rank(microbatches: int, golden: Golden) -> None:
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 4), (3, 7)])
 def test_a_v(ranks: int, microbatches: int, golden: Golden) -> None:
     stages = 2 * ranks
-    schedule = lower(build("zero-bubble-v", stages, microbatches, ranks), chain(stages), flipped(chain(stages)))
-    check(schedule, chain(stages), flipped(chain(stages)))
+    pairs = chain(stages), flipped(chain(stages))
+    schedule = lower(build("zero-bubble-v", stages, microbatches, ranks), *pairs)
+    check(schedule, *pairs)
     golden(f"schedules/zero-bubble-v-p{ranks}-v2-m{microbatches}-chain.csv", schedule.to_csv())
 
 
