@@ -24,12 +24,12 @@ STAGE = TENSOR * LAYERS // RANKS
 SLACK = 12 << 20  # programs, optimizers and heaps, beside 320 MiB
 
 CHECKS = [
+    "a_model_in_memory_gives_back_the_weights_of_others",
     "a_model_on_meta_trains_like_the_plain_one",
     "the_full_state_is_that_of_the_plain_model",
     "saved_weights_load_into_plain_torch",
     "the_module_has_this_ranks_weights_under_the_users_names",
     "clipping_by_value_and_averaging_are_those_of_plain_torch",
-    "a_model_in_memory_gives_back_the_weights_of_others",
     "a_weight_that_is_first_used_later_trains_where_it_is_used",
 ]
 

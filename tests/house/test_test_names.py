@@ -1,9 +1,12 @@
-"""A test file's name is taken once: pytest imports them by their base name, all folders together."""
+"""A test file's name is taken once, as pytest imports them by their base name; and all of them are run."""
 
 from __future__ import annotations
 
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parents[1]
 
@@ -24,3 +27,11 @@ def test_a_name_taken_twice_is_seen(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "test_same.py").touch()
     assert taken_twice(tmp_path) == ["test_same.py"]
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
+    """pytest's own list of folders not to look into has `dist` in it."""
+    patterns: list[str] = pytestconfig.getini("norecursedirs")
+    folders = [path for path in TESTS.rglob("*") if path.is_dir()]
+    assert [f for f in folders if any(fnmatch(f.name, p) for p in patterns)] == []
+    assert any(fnmatch("build", pattern) for pattern in patterns)
