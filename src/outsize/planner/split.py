@@ -153,10 +153,10 @@ class Pipeline:
 
     def busy_s(self, bounds: Sequence[int], ways: Sequence[int]) -> float:
         """Seconds of a step that the busiest device computes for: no step of this cut is shorter."""
-        busy_s, m = [0.0] * self.layout.axes.pp, self.layout.microbatches
+        busy_s, m = dict.fromkeys(self.ranks, 0.0), self.layout.microbatches
         for stage, (way, run) in enumerate(zip(ways, pairwise(bounds), strict=True)):
-            busy_s[stage % len(busy_s)] += m * float(self.ways[stage][way].ranges.compute_s[run])
-        return max(busy_s)
+            busy_s[self.ranks[stage]] += m * float(self.ways[stage][way].ranges.compute_s[run])
+        return max(busy_s.values())
 
 
 @final

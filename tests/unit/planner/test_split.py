@@ -97,3 +97,16 @@ def test_a_stage_recomputes_only_where_it_must(
         peaks = [int(peak_table(case.ranges, worst[stage])[run]) for case in pipeline.ways[stage]]
         assert cut.ways[stage] == (0 if peaks[0] <= room else 1)
         assert peaks[cut.ways[stage]] <= room
+
+
+def test_the_busiest_device_is_found_where_a_row_of_stages_turns_back() -> None:
+    """In a V stages 0 and 3 share a device, not 0 and 2."""
+    model, microbatches = chain([1.0, 2.0, 4.0, 8.0]), 4
+    menu = Menu({microbatches: model}, make_cluster("2xcpu", "cpu", 1, 2, 1 << 30), "adamw")
+    found = {}
+    for name in ("zero-bubble-v", "interleaved"):
+        pipeline = menu.pipeline(Layout(Axes(pp=2), 4, name, microbatches, microbatches), ("none",))
+        assert pipeline is not None
+        found[name] = pipeline.busy_s((0, 1, 2, 3, 4), (0, 0, 0, 0))
+    each_s = found["interleaved"] / (2.0 + 8.0)
+    assert found["zero-bubble-v"] == pytest.approx(each_s * (1.0 + 8.0))
