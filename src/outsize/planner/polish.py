@@ -17,13 +17,15 @@ from typing import Final
 from outsize.planner.estimate import Estimate, estimate
 
 MOST: Final = 48
+# Steps of more stages take too long to simulate for many of them to be tried.
+MOST_STAGES: Final = 64
 # Less than this share of a step is no reason to leave the better balanced cut.
 WORTH: Final = 1e-3
 
 
 def polish(start: Estimate) -> Estimate:
     """The start, or a neighbour's neighbour with a shorter step."""
-    if len(start.ways) > MOST:
+    if len(start.ways) > MOST_STAGES:
         return start
     best, left = _plain(start), MOST
     while left > 0:
