@@ -1,7 +1,8 @@
 """Two ResNet-18 encoders, one per input, joined by one classifier ("late fusion").
 
-The model is no chain: two trunks that do not depend on each other, and a concatenation in `forward`. Units
-are in the order in which `forward` runs them, so the first trunk lies before the second.
+The model is no chain: two trunks that do not depend on each other, and a concatenation in `forward`. So the
+trunks run at the same time, each on a device of its own, and what waits for both is a stage by itself: there
+are more stages than devices.
 
     python examples/04_two_resnets.py
 """
@@ -36,9 +37,9 @@ color, depth = torch.randn(4, 3, 64, 64), torch.randn(4, 3, 64, 64)
 labels = torch.randint(0, 10, (4,))
 loss = {"loss_fn": F.cross_entropy, "target": labels}
 
-for stages in (2, 3):
-    plan = outsize.plan(model, (color, depth), cluster=f"{stages}xcpu", microbatches=2, **loss)
+for devices in (2, 3):
+    plan = outsize.plan(model, (color, depth), cluster=f"{devices}xcpu", microbatches=2, **loss)
     verdict = outsize.check(model, (color, depth), plan=plan, **loss)
-    print(f"{stages} stages, bit-equal: {verdict.bit_equal}")
+    print(f"{len(plan.stages)} stages on {devices} devices, bit-equal: {verdict.bit_equal}")
     for stage in plan.stages:
-        print(f"  {stage.units[0]} ... {stage.units[-1]}")
+        print(f"  {stage.device}  {stage.units[0]} ... {stage.units[-1]}")
