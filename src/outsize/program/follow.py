@@ -156,15 +156,20 @@ sign square sin cos clamp clip minimum maximum where masked_fill eq ne lt le gt 
 logical_or logical_not and or xor invert float double half bfloat16 to type type_as contiguous clone
 detach nan_to_num reciprocal addcmul lerp isinf isnan zeros_like ones_like full_like iadd isub imul
 itruediv ipow radd rmul rtruediv rpow rdiv multiply divide subtract
-""".split()  # noqa: SIM905
-_OVER = "softmax log_softmax sum mean amax amin logsumexp norm var std cumsum all any argmax".split()  # noqa: SIM905
+"""
+_OVER = "softmax log_softmax sum mean amax amin logsumexp norm var std cumsum all any argmax"
+
+
+def _each(names: str, rule: Callable[[Call], Step]) -> dict[str, Callable[[Call], Step]]:
+    return dict.fromkeys(names.split(), rule)
+
 
 RULES: Mapping[str, Callable[[Call], Step]] = {
     **VIEWS,
-    **dict.fromkeys(_ELEMENTWISE, elementwise),
-    **dict.fromkeys(_OVER, over),
-    **dict.fromkeys(("cat", "concat"), joined),
-    **dict.fromkeys(("matmul", "bmm"), matmul),
+    **_each(_ELEMENTWISE, elementwise),
+    **_each(_OVER, over),
+    **_each("cat concat", joined),
+    **_each("matmul bmm", matmul),
     "einsum": einsum,
     "dropout": dropout,
     "scaled_dot_product_attention": attention,

@@ -34,7 +34,7 @@ def split(**options: Any) -> outsize.Engine:
     return outsize.parallelize(mlp(), (X,), target=Y, loss_fn=F.mse_loss, microbatches=4, **options)
 
 
-def two_gpus(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -53,7 +53,7 @@ def test_one_device_takes_as_many_stages_as_are_asked_for() -> None:
 
 
 def test_names_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_gpus(monkeypatch)
+    gpus(monkeypatch)
     assert places_of(["cuda", torch.device("cuda", 1), "cpu:0"]) == ("cuda:0", "cuda:1", "cpu")
     assert places_of(["cuda:1"] * 3) == ("cuda:1",) * 3
 
@@ -73,14 +73,13 @@ def test_names_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_list_of_devices(
     monkeypatch: pytest.MonkeyPatch, given: Any, error: type[Exception], text: str
 ) -> None:
-    two_gpus(monkeypatch)
+    gpus(monkeypatch)
     with pytest.raises(error, match=text):
         places_of(given)
 
 
-def test_no_gpu_at_all() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
+def test_no_gpu_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
     with pytest.raises(UnknownDevice, match=r"torch sees 0 CUDA devices\. Next: outsize doctor"):
         split(devices=["cuda:0", "cpu"])
 
@@ -102,7 +101,7 @@ def plan_for(cluster: str, **options: Any) -> Plan:
 
 
 def test_a_plan_is_made_for_the_devices_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_gpus(monkeypatch)
+    gpus(monkeypatch)
     found = find_cluster("cuda:0,cuda:1")
     assert [d.name for d in found.devices] == ["cuda:0", "cuda:1"]
     assert found.devices[0].kind.startswith("h200")
@@ -115,7 +114,7 @@ def test_a_plan_is_made_for_the_devices_and_followed(monkeypatch: pytest.MonkeyP
 
 
 def test_two_ranks_on_one_device_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_gpus(monkeypatch, 1)
+    gpus(monkeypatch, 1)
     found = find_cluster("cuda:0,cuda:0")
     assert [d.name for d in found.devices] == ["cuda:0", "cuda:0/1"]
     assert {d.memory_bytes for d in found.devices} == {70 << 30}
@@ -123,16 +122,16 @@ def test_two_ranks_on_one_device_share_its_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_gpu_and_the_cpu_are_two_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_gpus(monkeypatch)
+    gpus(monkeypatch)
     found = find_cluster("cuda:0,cpu")
     assert found.unequal
     assert found.link(0, 1).name.startswith("pcie")
 
 
 def test_a_plan_for_devices_that_are_not_here_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    two_gpus(monkeypatch)
+    gpus(monkeypatch)
     plan = plan_for("cuda:0,cuda:1")
-    two_gpus(monkeypatch, 1)
+    gpus(monkeypatch, 1)
     with pytest.raises(UnknownDevice, match="cuda:1, which is not here; torch sees 1 CUDA device"):
         places_for(plan, None)
     with pytest.raises(UnknownDevice, match="cuda:1 is not here"):
