@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -27,6 +26,7 @@ from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.boundary import Boundary
+from outsize.run.clock import HOST, Clock
 from outsize.run.marks import Marks
 from outsize.run.rng import Seed
 from outsize.run.stage import Gradients, Stage
@@ -84,15 +84,17 @@ class _Op:
 class Interpreter:
     """One rank. `begin(inputs)`, then `run()`; or `advance()` until it returns None."""
 
-    def __init__(self, rank: int, schedule: Schedule, programs: Programs, transport: Transport) -> None:
+    def __init__(
+        self, rank: int, schedule: Schedule, programs: Programs, transport: Transport, clock: Clock = HOST
+    ) -> None:
         self.rank, self.schedule = rank, schedule
-        self._transport = transport
+        self._transport, self._clock, self._mark = transport, clock, clock.mark
         self._handlers = _Handlers(rank, schedule, programs, transport)
         self._ops = [self._handlers.bind(action) for action in schedule.actions[rank]]
         for number, op in enumerate(self._ops):
             op.at = 3 * number
         self._names: list[tuple[str, Lane]] = [(op.text, op.lane) for op in self._ops]
-        self._times: list[float] = []
+        self._times: list[Any] = []
         self._at = 0
 
     @property
@@ -103,7 +105,7 @@ class Interpreter:
     def begin(self, step: StepInputs) -> None:
         """Set the data of a step."""
         self._at = 0
-        marks = Marks(self._names)
+        marks = Marks(self._names, clock=self._clock)
         self._times = marks.times
         self._handlers.begin(step, StepOutputs(marks))
 
@@ -138,13 +140,13 @@ class Interpreter:
         self._handlers.reset()
 
     def _execute(self, op: _Op) -> None:
-        times, at, messages = self._times, op.at, None
-        times[at] = perf_counter()
+        times, at, mark, messages = self._times, op.at, self._mark, None
+        times[at] = mark()
         if op.gather is not None:
             messages = op.gather()
-            times[at + 1] = perf_counter()
+            times[at + 1] = mark()
         op.run(messages)
-        times[at + 2] = perf_counter()
+        times[at + 2] = mark()
 
 
 @final

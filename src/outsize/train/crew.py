@@ -20,6 +20,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.run.boundary import backward_edges, forward_edges, step_edges
+from outsize.run.clock import Clock, clock_of
 from outsize.run.cut import Cut, StageProgram
 from outsize.run.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.marks import Marks
@@ -103,10 +104,14 @@ class Crew(ABC):
             schedule = self._schedule(variants)
             channels = [CHANNELS * variant.number for variant in variants]
             programs = Programs(len(self._plan.stages), stage, channels)
-            return [Interpreter(rank, schedule, programs, transports[rank]) for rank in transports]
+            return [Interpreter(r, schedule, programs, t, self._clock(r)) for r, t in transports.items()]
 
         numbers = tuple(variant.number for variant in variants)
         return self._built.get((numbers, torch.is_grad_enabled()), build)
+
+    def _clock(self, rank: int) -> Clock:
+        """Of the device on which the rank's stages compute."""
+        return clock_of(self.device_of(self._plan.ranks.index(rank)) or device_of(self._plan))
 
     def _schedule(self, variants: Sequence[Variant]) -> Schedule:
         training, count, first = torch.is_grad_enabled(), len(variants), variants[0]

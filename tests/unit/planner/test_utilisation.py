@@ -168,9 +168,11 @@ def test_modules_wait_for_each_other() -> None:
 
 
 def test_launches_on_a_gpu_are_not_called_idle() -> None:
-    found = utilisation(ran("naive", EVEN, 2), planned("naive", 4, 2, 8), [f"cuda:{r}" for r in range(4)])
+    step, plan, names = ran("naive", EVEN, 2), planned("naive", 4, 2, 8), [f"cuda:{r}" for r in range(4)]
+    found = utilisation(step, plan.model_copy(update={"form": "modules"}), names)
     assert found.idle is None
     assert ("note", LAUNCHES) in found.facts()
+    assert utilisation(step, plan, names).idle is not None  # of the other form marks are the device's own
 
 
 def test_groups_of_microbatches_count_on() -> None:
