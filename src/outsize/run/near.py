@@ -69,15 +69,18 @@ class NearTransport(Transport):
         self._far.forget(first_channel)
 
 
-def connect(groups: Groups, device: torch.device) -> NearTransport | ProcessTransport:
-    """A collective over `groups.layouts`: memory is shared with every rank that can, on CPUs."""
+def connect(groups: Groups, device: torch.device, alike: int = 1) -> NearTransport | ProcessTransport:
+    """A collective over `groups.layouts`: memory is shared with every rank that can, on CPUs.
+
+    `alike` pipelines, this one counted, have their ranks on the same machines.
+    """
     far = ProcessTransport(groups, device)
     if device.type != "cpu" or groups.layouts.size() == 1:
         return far
     rank, inboxes = groups.layouts.rank(), dict[int, Inbox]()
     outboxes = _outboxes(groups, lambda: any(box.has_unread() for box in inboxes.values()))
     offers: list[_Offer | None] = _gathered(groups, _Offer.of(outboxes) if outboxes else None)
-    spin_s = SPIN_S if _each_has_a_core([offer for offer in offers if offer is not None]) else 0.0
+    spin_s = SPIN_S if _each_has_a_core([offer for offer in offers if offer is not None], alike) else 0.0
     for peer, offer in enumerate(offers):
         memory = offer.opened(rank) if offer is not None and peer in outboxes else None
         if offer is not None and memory is not None:
@@ -135,9 +138,9 @@ class _Offer:
         return memory if cookie_in(memory) == self.cookies[rank] else None
 
 
-def _each_has_a_core(offers: Sequence[_Offer]) -> bool:
+def _each_has_a_core(offers: Sequence[_Offer], alike: int = 1) -> bool:
     """On every machine there are at least as many cores for the ranks as ranks."""
     machines: dict[str, list[frozenset[int]]] = {}
     for offer in offers:
         machines.setdefault(offer.machine, []).append(offer.cores)
-    return all(len(frozenset[int]().union(*cores)) >= len(cores) for cores in machines.values())
+    return all(len(frozenset[int]().union(*cores)) >= len(cores) * alike for cores in machines.values())

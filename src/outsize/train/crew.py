@@ -33,6 +33,7 @@ from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.schedules.planned import planned
 from outsize.train.kept import Kept
+from outsize.train.mesh import Mesh
 from outsize.train.variant import Variant
 
 RawSpan = tuple[int, str, Lane, float, float]
@@ -59,10 +60,11 @@ _BUILT, _SCHEDULES = 32, 64
 class Crew(ABC):
     """Runs groups of microbatches whose variants have one wiring."""
 
-    rank: int
-    world_size: int
+    rank: int  # in the pipeline
+    world_size: int  # of the pipeline
     stages: tuple[int, ...]
-    group: dist.ProcessGroup | None = None  # of the ranks, where there are several
+    group: dist.ProcessGroup | None = None  # of the pipeline's ranks, where each is a process
+    mesh: Mesh | None = None  # of all processes of the run
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
     def __init__(self, plan: Plan) -> None:
@@ -71,6 +73,11 @@ class Crew(ABC):
         self._built = Kept[tuple[tuple[int, ...], bool], list[Interpreter]](_BUILT)
         self._schedules = Kept[Any, Schedule](_SCHEDULES)
         self._at_work: dict[tuple[int, int], Stage] = {}  # number of the variant, stage
+
+    @property
+    def global_rank(self) -> int:
+        """Among all processes of the run."""
+        return self.mesh.rank if self.mesh is not None else 0
 
     @abstractmethod
     def run(
@@ -293,23 +300,27 @@ def make_groups(group: dist.ProcessGroup, device: torch.device) -> Groups:
     """One gloo group for everything on CPU; on CUDA an NCCL group per queue and gloo for layouts."""
     if device.type == "cpu":
         return Groups((group, group, group, group), group)
-    ranks = dist.get_process_group_ranks(group)
-    made = [dist.new_group(ranks, backend=b) for b in ("nccl", "nccl", "nccl", "gloo")]
+    ranks, alone = dist.get_process_group_ranks(group), group.size() < dist.get_world_size()
+    made = [
+        dist.new_group(ranks, backend=b, use_local_synchronization=alone)
+        for b in ("nccl", "nccl", "nccl", "gloo")
+    ]
     second, third, fourth, layouts = (g for g in made if isinstance(g, dist.ProcessGroup))
     return Groups((group, second, third, fourth), layouts)
 
 
 @final
 class ProcessCrew(Crew):
-    """One rank of a group; the group must have one process per stage."""
+    """One rank of the mesh's pipeline that this process is in."""
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device) -> None:
         super().__init__(plan)
+        self.mesh, group = mesh, mesh.pipeline
         self._group, self.device = group, device
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
         self.stages = _stages_on(plan, self.rank)
-        self._transport = connect(make_groups(group, device), device)
+        self._transport = connect(make_groups(group, device), device, plan.axes.group_size)
 
     def run(
         self,
@@ -346,6 +357,7 @@ class ProcessCrew(Crew):
         return self._transport.to_first(tensor, self.rank_of(stage))
 
     def gather_spans(self) -> list[RawSpan]:
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, self.own_spans(), group=self._group)
-        return [span for spans in found for span in spans]
+        assert self.mesh is not None
+        found: list[Any] = [None] * self.mesh.group.size()
+        dist.all_gather_object(found, self.own_spans(), group=self.mesh.group)
+        return [(rank, *span[1:]) for rank, spans in enumerate(found) for span in spans]

@@ -151,7 +151,7 @@ class Engine:
     @property
     def rank(self) -> int:
         """This process's rank in the run; 0 when all stages are in one process."""
-        return self.crew.rank
+        return self.crew.global_rank
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's own parameters, under the user's names, in the model's order."""

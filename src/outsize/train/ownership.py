@@ -101,8 +101,8 @@ class Ownership:
         return ((name, tensor) for name, tensor in named if name not in self._foreign)
 
     def own_run(self) -> OwnedRun | None:
-        """The model in its own Python over all ranks; None in one process."""
-        if self._crew.group is None:
+        """The model in its own Python over the ranks of its pipeline; None where that is one."""
+        if self._crew.group is None or self._crew.world_size == 1:
             return None
         device = self._crew.device or torch.device("cpu")
         rank_of, held = self._crew.rank_of, self.placement.holders.items()
@@ -121,5 +121,5 @@ class Ownership:
         for device in dict.fromkeys(where.values()) or [spare]:
             others = {name for name, found in where.items() if found != device}
             notes.update(dict.fromkeys(load_weights(self._model, files, device, self._foreign | others)))
-        for note in notes if self._crew.rank == 0 else ():
+        for note in notes if self._crew.global_rank == 0 else ():
             warnings.warn(note, stacklevel=2)

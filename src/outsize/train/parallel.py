@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from outsize.capture.ladder import LossFn
-from outsize.errors import BadOption, WorldMismatch
+from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.statistics import of_one_replica
 from outsize.train.crew import Crew, LocalCrew, ProcessCrew, device_of
 from outsize.train.devices import together_on
 from outsize.train.engine import Engine, MakeOptimizer
+from outsize.train.mesh import Mesh
 
 
 def make_crew(
@@ -24,19 +25,13 @@ def make_crew(
     device: torch.device,
     places: tuple[str, ...] | None = None,
 ) -> Crew:
-    """LocalCrew without a group, its ranks on `places`; ProcessCrew with one.
+    """LocalCrew without a group, its ranks on `places`; ProcessCrew with one, that of the whole run.
 
     Raises WorldMismatch when the sizes differ.
     """
     if group is None:
         return LocalCrew(plan, together_on(places))
-    if group.size() != plan.axes.world_size:
-        raise WorldMismatch(
-            f"the plan wants {plan.axes.world_size} processes, this run has {group.size()}",
-            numbers=f"{len(plan.stages)} stages, world size {group.size()}",
-            next_step=f"--nproc-per-node {plan.axes.world_size}, or plan for {group.size()} devices",
-        )
-    return ProcessCrew(plan, group, device)
+    return ProcessCrew(plan, Mesh(plan.axes, group, device), device)
 
 
 def make_engine(
