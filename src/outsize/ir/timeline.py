@@ -6,7 +6,7 @@ from typing import Literal, final
 
 from outsize.ir.base import Record
 
-Lane = Literal["compute", "send", "recv", "wait"]
+Lane = Literal["compute", "send", "recv", "load", "wait"]
 
 
 @final

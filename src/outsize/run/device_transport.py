@@ -16,11 +16,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from outsize.run.interpreter import Interpreter, StepOutputs, stuck
+from outsize.run.interpreter import Interpreter, StepOutputs
 from outsize.run.links import Link, Parcel, checked_link
 from outsize.run.streams import Streams
 from outsize.run.together import Together, Used
 from outsize.run.transport import Pending, Transport
+from outsize.run.turns import stuck
 
 Key = tuple[int, int, int, int]  # source, destination, channel, microbatch
 Box = dict[Key, Tensor | Parcel | None]

@@ -11,7 +11,7 @@ Each action of the row is bound to its handler once, when the interpreter is bui
 on which channels, and the cells in which they wait between two actions of the rank. A step walks the list.
 Microbatches of other shapes have other programs with the same wiring (edges, tied weights), so one schedule
 runs them all. New behaviour is a new action or a lowering pass, never an `if` here. In one process several
-interpreters take turns (`run_together`): each runs until its next compute action lacks a message.
+interpreters take turns (run/turns.py): each runs until its next compute action lacks a message.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, Final, final
 
 from torch import Tensor
 
-from outsize.errors import InvalidSchedule
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.boundary import Boundary
 from outsize.run.clock import HOST, Clock
 from outsize.run.marks import Marks
+from outsize.run.moves import Moves, Resident
 from outsize.run.rng import Seed
 from outsize.run.stage import Gradients, Stage
 from outsize.run.transport import Pending, Transport
@@ -40,11 +40,12 @@ _MISSING: Final = object()
 @final
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What runs a step: `stage(number, microbatch)` of so many stages; where each one's channels begin."""
+    """What runs a step: `stage(number, microbatch)` of so many stages; channels; what moves weights."""
 
     stages: int
     stage: Callable[[int, int], Stage]
     channels: Sequence[int]  # by microbatch
+    moves: Moves = field(default_factory=Resident)
 
 
 @final
@@ -90,7 +91,7 @@ class Interpreter:
         self.rank, self.schedule = rank, schedule
         self._transport, self._clock, self._mark = transport, clock, clock.mark
         self._handlers = _Handlers(rank, schedule, programs, transport)
-        self._ops = [self._handlers.bind(action) for action in schedule.actions[rank]]
+        self._ops = [self._handlers.bind(at) for at in range(len(schedule.actions[rank]))]
         for number, op in enumerate(self._ops):
             op.at = 3 * number
         self._names: list[tuple[str, Lane]] = [(op.text, op.lane) for op in self._ops]
@@ -159,6 +160,7 @@ class _Handlers:
 
     def __init__(self, rank: int, schedule: Schedule, programs: Programs, transport: Transport) -> None:
         self._rank, self._rank_of = rank, schedule.rank_of
+        self._row = schedule.actions[rank]
         self._programs, self._transport = programs, transport
         self._stages: dict[int, Stage] = {}
         # Whoever takes a message, a compute action or a send, takes it out of its cell. A tied weight comes
@@ -188,9 +190,18 @@ class _Handlers:
         for held in self._held.values():
             held.clear()
 
-    def bind(self, action: Action) -> _Op:
-        """The action with its handler."""
-        table = {
+    def bind(self, at: int) -> _Op:
+        """The action at this place of the row with its handler."""
+        action, moves = self._row[at], self._programs.moves
+        if action.kind in NO_MICROBATCH:
+            move = moves.action(self._row, at)
+            return _Op(str(action), "load", lambda _: move())
+        op = self._table()[action.kind](action)
+        arrival = moves.arrival(self._row, at) if action.kind in COMPUTE else None
+        return op if arrival is None else replace(op, gather=_behind(arrival, op.gather))
+
+    def _table(self) -> dict[Kind, Callable[[Action], _Op]]:
+        return {
             Kind.F: self._forward,
             Kind.B: self._backward,
             Kind.I: self._backward_input,
@@ -200,7 +211,6 @@ class _Handlers:
             Kind.SEND_B: self._send_gradients,
             Kind.RECV_B: self._receive_gradients,
         }
-        return table[action.kind](action)
 
     def _stage(self, action: Action) -> Stage:
         found = self._programs.stage(action.stage, action.microbatch)
@@ -374,27 +384,15 @@ def _take(cell: Cell, remote: bool, keep: bool, held: list[Pending]) -> Any:
     return found
 
 
+def _behind(arrival: Callable[[], None], gather: Callable[[], Any] | None) -> Callable[[], Any]:
+    """Wait for both."""
+
+    def both() -> Any:
+        arrival()
+        return gather() if gather is not None else None
+
+    return both
+
+
 def _ready(wanted: Sequence[tuple[Cell, bool]]) -> Callable[[], bool]:
     return lambda: all(c[0] is not _MISSING and (not remote or c[0].ready()) for c, remote in wanted)
-
-
-def run_together(interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
-    """All ranks in one process, taking turns; InvalidSchedule when nobody can go on."""
-    left = list(interpreters)
-    while left:
-        moved = False
-        for interpreter in list(left):
-            while (state := interpreter.advance()) is True:
-                moved = True
-            if state is None:
-                left.remove(interpreter)
-                moved = True
-        if not moved:
-            raise stuck(left)
-    return [i.outputs for i in interpreters]
-
-
-def stuck(left: Sequence[Interpreter]) -> InvalidSchedule:
-    """None of these ranks can go on."""
-    waiting = ", ".join(f"rank {i.rank} at {i.current()}" for i in left)
-    return InvalidSchedule("no rank can go on", numbers=waiting, next_step="check the schedule: outsize plan")

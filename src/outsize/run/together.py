@@ -13,8 +13,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from outsize.run.interpreter import Interpreter, StepOutputs, run_together
+from outsize.run.interpreter import Interpreter, StepOutputs
 from outsize.run.transport import LocalTransport, Mailboxes, Transport
+from outsize.run.turns import run_together
 
 Used = Callable[[int], set[int]]
 
