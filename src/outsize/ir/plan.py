@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self, final
+from typing import Annotated, Final, Literal, Self, final
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -28,6 +28,8 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 Weights = Literal["resident", "sharded", "host"]
+# The axes that this version of outsize runs.
+RUN: Final = frozenset({"pp", "tp"})
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -64,7 +66,11 @@ class Axes(Record):
     @property
     def beyond_pp(self) -> str:
         """The axes besides pp that are used, `dp_shard 4, tp 2`; empty when there are none."""
-        sizes = {name: size for name, size in self.model_dump().items() if name != "pp" and size > 1}
+        return self.used_besides({"pp"})
+
+    def used_besides(self, names: Collection[str]) -> str:
+        """The axes that are used and are none of these, `dp_shard 4, cp 2`; empty when there are none."""
+        sizes = {name: size for name, size in self.model_dump().items() if name not in names and size > 1}
         return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
@@ -257,7 +263,7 @@ class Plan(Record):
 
         The axes say so even where somebody has taken out the mark.
         """
-        parts = (self.axes.beyond_pp, weights_text(self.weights))
+        parts = (self.axes.used_besides(RUN), weights_text(self.weights))
         return ", ".join(filter(None, parts)) or ("marked what_if" if self.what_if else "")
 
     def check_runs(self) -> None:

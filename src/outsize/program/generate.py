@@ -50,7 +50,8 @@ _LITERALS = (
 class SliceSpec:
     """What to generate: `entries` arrive as arguments, `foreign` weights too, `exits` are returned.
 
-    `lent` has by name, at each call, weights whose module holds them on another device.
+    `lent` has by name, at each call, weights whose module holds them on another device. A weight named in
+    `through` goes through that function at each use.
     """
 
     name: str
@@ -60,6 +61,7 @@ class SliceSpec:
     foreign: Sequence[str] = ()
     constants: Mapping[int, Tensor] = field(default_factory=dict)
     lent: Mapping[str, Tensor] = field(default_factory=dict)
+    through: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 def compile_slice(spec: SliceSpec, model: nn.Module, ambient: Modes) -> Callable[..., tuple[Any, ...]]:
@@ -88,7 +90,6 @@ class _Writer:
         self._spec, self._model = spec, model
         self._modules = dict(model.named_modules())
         self._foreign = {name: f"p{i}" for i, name in enumerate(spec.foreign)}
-        self._elsewhere = self._foreign | {name: f"lent[{name!r}]" for name in spec.lent}
         self._names: dict[str, Any] = {
             "torch": torch,
             "resolve": resolve,
@@ -97,6 +98,8 @@ class _Writer:
             "lent": spec.lent,
         }
         self._name_of: dict[int, str] = {}
+        self._elsewhere = self._foreign | {name: f"lent[{name!r}]" for name in spec.lent}
+        self._elsewhere |= {name: self._through(name) for name in spec.through}
         self._lines: list[str] = []
         self._last_use = _last_uses(spec)
         for slot, tensor in spec.constants.items():
@@ -122,7 +125,7 @@ class _Writer:
         return function
 
     def _statement(self, instruction: Instruction) -> list[str]:
-        lines = [f"seed({instruction.index})"] if instruction.random else []
+        lines = [f"seed({instruction.origin})"] if instruction.random else []
         # What nobody reads is not taken apart either: a list of states may be shorter the next time.
         dead = set(self._last_use.get(instruction.index, ()))
         unread = dead.intersection(instruction.defines())
@@ -202,6 +205,10 @@ class _Writer:
         weights = [leaf for leaf in leaves(tree) if isinstance(leaf, Weight)]
         table = ", ".join(f"{w.name!r}: {self._value(w)}" for w in weights)
         return f"resolve({self._bind(tree, 'k')}, {{{env}}}, {{{table}}})"
+
+    def _through(self, name: str) -> str:
+        plain = self._elsewhere.get(name) or self._weight(Weight(name, "parameter"))
+        return f"{self._bind(self._spec.through[name], 'f')}({plain})"
 
     def _weight(self, weight: Weight) -> str:
         path = re.match(r"^(?:(.*)\.)?([^.\[]+)(\[.*)?$", weight.name)

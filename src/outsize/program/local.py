@@ -5,7 +5,8 @@
 
 What every rank has whole and a divided instruction reads is entered first (its gradient is added up once for
 all that read it), or cut. Every other instruction stays as it is. Source: Megatron-LM, arXiv 1909.08053, the
-conjugate operators f (enter) and g (reduce). Complexity: O(instructions). Oracle as for tensor_styles.
+conjugate operators f (enter) and g (reduce). Every instruction knows the one that it serves: it draws by that
+number and belongs to that one's stage. Complexity: O(instructions). Oracle as for tensor_styles.
 """
 
 from __future__ import annotations
@@ -147,7 +148,11 @@ class _Writer:
             whole = {slot: self._whole(Ref(slot), share, last) for slot, share in shares.items()}
             output = map_leaves(lambda x: whole.get(x.slot, x) if isinstance(x, Ref) else x, output)
         return replace(
-            self._tape, instructions=tuple(self._instructions), metas=tuple(self._metas), output=output
+            self._tape,
+            instructions=tuple(self._instructions),
+            metas=tuple(self._metas),
+            output=output,
+            through=dict.fromkeys(sorted(self._derived.entered), self._together.enter),
         )
 
     # -- operands ------------------------------------------------------------------------------------
@@ -181,7 +186,8 @@ class _Writer:
     def _cut(self, leaf: Ref | Weight, share: Share, before: Instruction) -> Ref:
         like = self._tape.metas[leaf.slot if isinstance(leaf, Ref) else next(iter(before.defines()))]
         meta = _resized(like, min(share.dim, len(like.shape) - 1), self._together.place.size(share))
-        key = ("cut", leaf, share.dim, share.parts)
+        # A weight is cut anew for each user: it may be used in several stages, and travels as a weight.
+        key = ("cut", leaf, share.dim, share.parts, before.index if isinstance(leaf, Weight) else None)
         return self._insert(key, self._together.cut, (leaf, share), meta, before)
 
     def _insert(
@@ -199,7 +205,9 @@ class _Writer:
         return self._made[key]
 
     def _emit(self, instruction: Instruction) -> None:
-        self._instructions.append(replace(instruction, index=len(self._instructions)))
+        self._instructions.append(
+            replace(instruction, index=len(self._instructions), serves=instruction.index)
+        )
 
     # -- calls ---------------------------------------------------------------------------------------
 

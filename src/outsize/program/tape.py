@@ -12,7 +12,7 @@ signature and the values its guards name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, final
@@ -114,6 +114,12 @@ class Instruction:
     written_weights: tuple[Weight, ...]
     where: str  # file:line of the user's code
     cost: Cost = field(default_factory=Cost)
+    serves: int | None = None  # on a rank's own tape: the instruction of the whole one that it is or helps
+
+    @property
+    def origin(self) -> int:
+        """Its number on the tape of one device, by which random numbers are drawn."""
+        return self.index if self.serves is None else self.serves
 
     @property
     def is_leaf(self) -> bool:
@@ -168,6 +174,7 @@ class Tape:
     guards: tuple[Guard, ...]
     modes: Modes  # ambient when recording began
     opaque: tuple[str, ...]  # modules that the ladder made one leaf, with the reason
+    through: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # weight -> at each use
 
     @cached_property
     def producer(self) -> dict[int, int]:

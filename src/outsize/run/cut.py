@@ -131,6 +131,7 @@ def _program(
     exits = [b.slot for b in sent if b.weight is None]
     exits += [tape.loss.slot] if has_loss and tape.loss is not None else []
     foreign = [b.weight for b in received if b.weight is not None]
+    used = {w.name for i in need.instructions for w in i.weights}
     spec = SliceSpec(
         name=f"stage_{stage}",
         instructions=need.instructions,
@@ -138,8 +139,9 @@ def _program(
         exits=[*exits, *wanted],
         foreign=foreign,
         constants={s: t for s, t in tape.constants.items() if s in reads},
+        through={n: f for n, f in tape.through.items() if n in used},
     )
-    weights = {w.name for i in need.instructions for w in i.weights} - set(foreign)
+    weights = used - set(foreign)
     return StageProgram(
         stage=stage,
         spec=spec,

@@ -8,7 +8,7 @@ made by its module's own initialiser (fresh_buffers.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BadWeights
 from outsize.run.fresh_buffers import make_buffers
-from outsize.run.weight_files import WeightFiles
+from outsize.run.weight_files import Part, WeightFiles
 from outsize.run.weights import like, places, replace
 
 _SHOWN = 3
@@ -24,10 +24,15 @@ _SHOWN = 3
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, files: WeightFiles, device: torch.device, foreign: set[str]
+    model: nn.Module,
+    files: WeightFiles,
+    device: torch.device,
+    foreign: set[str],
+    part_of: Callable[[str], Part | None] = lambda name: None,
 ) -> tuple[str, ...]:
     """Give every weight that is not `foreign` its values on `device`; returns notes for the user.
 
+    `part_of` says of which weights the model holds a part only; no more of those is read.
     Raises BadWeights for names that the files lack, other shapes, and buffers that nobody can make.
     """
     aliases = saved_names(model)
@@ -37,12 +42,13 @@ def load_weights(
     make_buffers(model, foreign | own.keys(), device)
     tensors = {name: tensor for table, key, name in places(model) if (tensor := table[key]) is not None}
     own = {first: name for first, name in own.items() if first in tensors}
-    _insist_on_shapes(files, own, tensors)
+    parts = {first: part_of(first) for first in own}
+    _insist_on_shapes(files, own, {first: _shape(tensors[first], parts[first]) for first in own})
     loaded, dtypes = {}, Counter[tuple[str, str]]()
     for first, name in own.items():
         tensor = tensors[first]
         values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach()
-        other = files.read(name, values)
+        other = files.read(name, values, parts[first])
         if other is not None:
             dtypes[other, str(tensor.dtype).removeprefix("torch.")] += 1
         if tensor.is_meta:
@@ -75,17 +81,23 @@ def _insist_on_all(model: nn.Module, files: WeightFiles, missing: list[str]) -> 
     )
 
 
-def _insist_on_shapes(files: WeightFiles, own: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+def _insist_on_shapes(
+    files: WeightFiles, own: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
     shapes = files.shapes(own.values())
-    wrong = [first for first, name in own.items() if shapes[name] != tuple(tensors[first].shape)]
+    wrong = [first for first, name in own.items() if shapes[name] != wanted[first]]
     if wrong:
         first = wrong[0]
         raise BadWeights(
             f"{own[first]} has another shape in {files.path} than in the model",
-            numbers=f"{list(shapes[own[first]])} in the file, {list(tensors[first].shape)} in the model; "
+            numbers=f"{list(shapes[own[first]])} in the file, {list(wanted[first])} in the model; "
             f"{len(wrong)} such weights",
             next_step="build the model with the config of the weights",
         )
+
+
+def _shape(tensor: Tensor, part: Part | None) -> tuple[int, ...]:
+    return tuple(tensor.shape) if part is None else part.whole(tensor.shape)
 
 
 def _unknown(files: WeightFiles, aliases: Mapping[str, list[str]]) -> list[str]:

@@ -72,11 +72,11 @@ class InSegments:
         ambient: Modes,
         statistics: Statistics | None,
     ) -> None:
-        """`runs` of instructions: (first index, end) each, in order; between them autograd saves as ever."""
+        """`runs` of instructions: (first origin, end) each, in order; between them autograd saves as ever."""
         self._seed: Seed | None = None
         left = list(spec.instructions)
         for first, end in runs:
-            own = [i for i in left if first <= i.index < end]
+            own = [i for i in left if first <= i.origin < end]
             if own:
                 part = _part_of(spec, own)
                 again = Recompute(model, {w.name for i in own for w in i.written_weights}, statistics)
@@ -111,6 +111,7 @@ def _part_of(spec: SliceSpec, own: Sequence[Instruction]) -> SliceSpec:
         entries=sorted(read - made - spec.constants.keys()),
         exits=sorted(made & wanted),
         foreign=[name for name in spec.foreign if name in used],
+        through={name: function for name, function in spec.through.items() if name in used},
         constants={slot: tensor for slot, tensor in spec.constants.items() if slot in read},
     )
 

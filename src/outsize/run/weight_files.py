@@ -9,10 +9,12 @@ resident memory of the process until it is closed. Opening costs about 1 ms for 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,6 +22,25 @@ from outsize.errors import BadWeights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+@final
+@dataclass(frozen=True)
+class Part:
+    """The [start, stop) of `ranges` along a dim of a tensor whose dim is `size` long."""
+
+    dim: int
+    size: int
+    ranges: Sequence[tuple[int, int]]
+
+    def of(self, slices: Any) -> Tensor:
+        """Read from a safetensors slice; nothing else of the tensor is copied."""
+        before = (slice(None),) * self.dim
+        return torch.cat([slices[(*before, slice(start, stop))] for start, stop in self.ranges], self.dim)
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of the tensor, where that of the part is `shape`."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
 
 @final
@@ -54,10 +75,13 @@ class WeightFiles:
                 found |= {n: tuple(handle.get_slice(n).get_shape()) for n in inside}
         return found
 
-    def read(self, name: str, into: Tensor) -> str | None:
-        """Copy a tensor into one of the same shape, in that one's dtype; the file's dtype if it differs."""
+    def read(self, name: str, into: Tensor, part: Part | None = None) -> str | None:
+        """Copy a tensor into one of the same shape, in that one's dtype; the file's dtype if it differs.
+
+        `part`: only these pieces of it, which `into` holds one after the other.
+        """
         with _opened(self._file_of[name]) as handle:
-            tensor = handle.get_tensor(name)
+            tensor = handle.get_tensor(name) if part is None else part.of(handle.get_slice(name))
             into.copy_(tensor)
             return str(tensor.dtype).removeprefix("torch.") if tensor.dtype != into.dtype else None
 

@@ -44,6 +44,7 @@ from outsize.train.pipelined import Pipelined
 from outsize.train.results import EvalResult, StepResult, evaluating
 from outsize.train.scaling import Scaling
 from outsize.train.state import gathered, save
+from outsize.train.tensor_ranks import tensor_ranks
 from outsize.train.variant import KEPT
 from outsize.train.way import Way
 
@@ -82,14 +83,25 @@ class Engine:
         self.optimizer: Optimizer | None = None
         self._make_optimizer = optimizer
         home = _home(model, crew, len(plan.stages))
-        self._ownership = Ownership(model, plan, crew, weights)
-        self._dims = BatchDims(acceptance(model, loss_fn, home), batch_dims)
-        self._scaling = Scaling(scaler, crew) if scaler is not None else None
+        self._tensor = tensor_ranks(model, plan, crew.mesh)
+        self._ownership = Ownership(model, plan, crew, weights, self._tensor)
+        accepts = acceptance(model, loss_fn, home)
+        accepts = accepts if self._tensor is None else self._tensor.whole()(accepts)
+        self._dims = BatchDims(accepts, batch_dims)
+        self._scaling = Scaling(scaler, crew, self._tensor) if scaler is not None else None
         together = (model, plan, crew, self._ownership)
         self._way: Way = (
             ByModules(*together, loss_fn=loss_fn, seed=seed)
             if plan.form == "modules"
-            else Pipelined(*together, loss_fn=loss_fn, counting=counting, seed=seed, home=home, kept=captures)
+            else Pipelined(
+                *together,
+                loss_fn=loss_fn,
+                counting=counting,
+                seed=seed,
+                home=home,
+                kept=captures,
+                tensor=self._tensor,
+            )
         )
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -179,8 +191,8 @@ class Engine:
         """
         home = self._ownership.placement.home
         if to is None:
-            return gathered(self.model, home, self.crew)
-        save(self.model, home, self.crew, Path(to), shard_bytes)
+            return gathered(self.model, home, self.crew, self._tensor)
+        save(self.model, home, self.crew, Path(to), shard_bytes, self._tensor)
         return {}
 
     def timeline(self) -> Timeline:
@@ -207,7 +219,8 @@ class Engine:
         self.unscale()
         if self.clip_norm is not None:
             everything = dict(self.model.named_parameters())
-            norm = clip_by_global_norm(dict(self.named_parameters()), everything, self.clip_norm, self.crew)
+            own = dict(self.named_parameters())
+            norm = clip_by_global_norm(own, everything, self.clip_norm, self.crew, self._tensor)
         if self._scaling is not None:
             self._scaling.step(self.optimizer)
         elif self.optimizer is not None:

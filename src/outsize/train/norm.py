@@ -2,7 +2,8 @@
 
 `torch.nn.utils.clip_grad_norm_` takes the norm of the vector of per-parameter norms, in the order of the
 parameters. Each rank fills in the norms of its own parameters, the rest is zero, the sum over ranks is
-exact, and the same vector norm follows everywhere. A tied parameter has one owner and counts once.
+exact, and the same vector norm follows everywhere. A tied parameter has one owner and counts once. Where
+ranks have parts of a parameter (tensor parallelism), the squares of their norms are added first.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from outsize.train.crew import Crew
+from outsize.train.tensor_ranks import TensorRanks
 
 
 def clip_by_global_norm(
-    owned: Mapping[str, nn.Parameter], everything: Mapping[str, nn.Parameter], max_norm: float, crew: Crew
+    owned: Mapping[str, nn.Parameter],
+    everything: Mapping[str, nn.Parameter],
+    max_norm: float,
+    crew: Crew,
+    tensor: TensorRanks | None = None,
 ) -> Tensor:
     """Scale the owned gradients in place; returns the norm before clipping (0-dim).
 
@@ -30,6 +36,8 @@ def clip_by_global_norm(
         if parameter.grad is not None:
             norms[index[name]] = torch.linalg.vector_norm(parameter.grad)
             present[index[name]] = 1.0
+    if tensor is not None:
+        norms = tensor.norms(norms, list(index))
     norms, present = crew.sum(norms), crew.sum(present)
     dtypes = [p.dtype for p, there in zip(everything.values(), present, strict=True) if there]
     dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()

@@ -21,17 +21,26 @@ from outsize.run.homes import Holders, Placement
 from outsize.run.host_memory import keep_freed_memory
 from outsize.run.load import load_weights
 from outsize.run.owned import OwnedRun
-from outsize.run.weight_files import WeightFiles
+from outsize.run.weight_files import Part, WeightFiles
 from outsize.run.weights import free_foreign, move_weights
 from outsize.train.crew import Crew, device_of
+from outsize.train.tensor_ranks import TensorRanks
 
 
 @final
 class Ownership:
     """The weights of one model among the ranks of one run."""
 
-    def __init__(self, model: nn.Module, plan: Plan, crew: Crew, files: WeightFiles | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        crew: Crew,
+        files: WeightFiles | None,
+        tensor: TensorRanks | None = None,
+    ) -> None:
         self._model, self._plan, self._crew, self._files = model, plan, crew, files
+        self._tensor = tensor
         self._placement: Placement | None = None
         self._foreign: set[str] = set()
 
@@ -40,6 +49,8 @@ class Ownership:
         if self._placement is not None:
             return
         self._place(find())
+        if self._tensor is not None:
+            self._tensor.divide()
         if self._files is not None:
             self._load(self._files)
         move_weights(self._model, self._devices())
@@ -83,6 +94,12 @@ class Ownership:
             )
         return self._placement
 
+    def _part(self, name: str) -> Part | None:
+        share = None if self._tensor is None else self._tensor.share(name)
+        if self._tensor is None or share is None:
+            return None
+        return Part(share.dim, share.size, self._tensor.group.place.ranges(share))
+
     def is_own(self, name: str) -> bool:
         """Does this rank own the weight of this name?"""
         return self._placement is not None and self._placement.home.get(name) in self._crew.stages
@@ -120,6 +137,7 @@ class Ownership:
         where = {n: self._crew.device_of(stage) or spare for n, stage in self.placement.home.items()}
         for device in dict.fromkeys(where.values()) or [spare]:
             others = {name for name, found in where.items() if found != device}
-            notes.update(dict.fromkeys(load_weights(self._model, files, device, self._foreign | others)))
+            foreign = self._foreign | others
+            notes.update(dict.fromkeys(load_weights(self._model, files, device, foreign, self._part)))
         for note in notes if self._crew.global_rank == 0 else ():
             warnings.warn(note, stacklevel=2)

@@ -36,6 +36,7 @@ from outsize.train.loss import Counting
 from outsize.train.ownership import Ownership
 from outsize.train.results import EvalResult, rebuilt
 from outsize.train.settings import Settings
+from outsize.train.tensor_ranks import TensorRanks
 from outsize.train.variant import KEPT, Variant, Variants
 from outsize.train.way import Way
 
@@ -58,9 +59,10 @@ class Pipelined(Way):
         seed: int,
         home: torch.device | None = None,
         kept: int = KEPT,
+        tensor: TensorRanks | None = None,
     ) -> None:
         self._model, self._plan, self._crew, self._ownership, self._seed = model, plan, crew, ownership, seed
-        self.variants = Variants(model, plan, loss_fn, counting, crew.forget, home, kept)
+        self.variants = Variants(model, plan, loss_fn, counting, crew.forget, home, kept, tensor)
         self._home = home
         self._settings = Settings(model)
         self._statistics = Statistics(model) if plan.bn == "deferred" else None
@@ -127,7 +129,7 @@ class Pipelined(Way):
         """A stage of this rank at work, as the plan says."""
         device = self._crew.device_of(program.stage)
         if device is not None and self._home is not None:
-            program = placed(program, variant.tape, self._model, self._home, device)
+            program = placed(program, variant.cut.tape, self._model, self._home, device)
         how, again = self._plan.recompute_of(program.stage), None
         if how == "full":
             whole = Recompute(self._model, program.written, self._statistics)

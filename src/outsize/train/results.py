@@ -35,8 +35,8 @@ class EvalResult:
 def rebuilt(variant: Variant, values: tuple[Any, ...]) -> Any:
     """The model's own output structure around the tensors that the last stage returned."""
     slots = variant.cut.programs[-1].outputs
-    table = dict(zip(slots, values, strict=True))
-    return map_leaves(lambda leaf: table[leaf.slot] if isinstance(leaf, Ref) else leaf, variant.tape.output)
+    table, tree = dict(zip(slots, values, strict=True)), variant.cut.tape.output
+    return map_leaves(lambda leaf: table[leaf.slot] if isinstance(leaf, Ref) else leaf, tree)
 
 
 @contextmanager

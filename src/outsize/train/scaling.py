@@ -18,14 +18,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
 from outsize.train.crew import Crew
+from outsize.train.tensor_ranks import TensorRanks
 
 
 @final
 class Scaling:
     """One rank's part of a scaled step."""
 
-    def __init__(self, scaler: GradScaler, crew: Crew) -> None:
-        self._scaler, self._crew = scaler, crew
+    def __init__(self, scaler: GradScaler, crew: Crew, tensor: TensorRanks | None = None) -> None:
+        self._scaler, self._crew, self._tensor = scaler, crew, tensor
         self._device = crew.device or torch.device("cpu")
         self._empty = torch.zeros((), device=self._device, requires_grad=True)
         # A rank without parameters follows the others with an empty one.
@@ -45,6 +46,7 @@ class Scaling:
         grads = [p.grad for group in chosen.param_groups for p in group["params"] if p.grad is not None]
         here = self._overflow(grads)
         flag = torch.full((1,), float(here), device=self._device)
+        flag = flag if self._tensor is None else self._tensor.any(flag)
         if bool(self._crew.sum(flag) > 0) and not here and grads:
             grads[0].fill_(torch.inf)
         self._scaler.unscale_(chosen)

@@ -112,7 +112,7 @@ class Divided:
         """Compile the tape of such a batch; of KEPT signatures the oldest goes."""
         modules = dict(self._model.named_modules())
         local = local_tape(tape, derived, modules, self.together, gather=self._gather)
-        variant = _Variant(self._model, tape, derived, local, self.together)
+        variant = _Variant(self._model, tape, local)
         self._known.setdefault(self._key(batch), []).append(variant)
         if len(self._known) > KEPT:
             self._known.pop(next(iter(self._known)))
@@ -133,7 +133,7 @@ class Divided:
 class _Variant:
     """One signature, compiled."""
 
-    def __init__(self, model: nn.Module, whole: Tape, derived: Derived, tape: Tape, together: Group) -> None:
+    def __init__(self, model: nn.Module, whole: Tape, tape: Tape) -> None:
         self.guards = Guards(whole, model, None)
         self._tape, self._exits = tape, tuple(dict.fromkeys(tape.output_slots()))
         alive = live(tape, self._exits)
@@ -145,7 +145,8 @@ class _Variant:
             tape.inputs,
             self._exits,
             constants=tape.constants,
-            lent=_Local(model, names, derived.entered, together),
+            lent=_Local(model, names),
+            through=tape.through,
         )
         self._function = compile_slice(spec, model, tape.modes)
 
@@ -162,8 +163,8 @@ def _unseeded(instruction: int) -> None:
 class _Local(Mapping[str, Tensor]):
     """This rank's parts of parameters, fetched at each use."""
 
-    def __init__(self, model: nn.Module, names: list[str], entered: frozenset[str], together: Group) -> None:
-        self._model, self._names, self._entered, self._together = model, names, entered, together
+    def __init__(self, model: nn.Module, names: list[str]) -> None:
+        self._model, self._names = model, names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -172,8 +173,7 @@ class _Local(Mapping[str, Tensor]):
         return len(self._names)
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = local_of(weight_named(self._model, name))
-        return self._together.enter(weight) if name in self._entered else weight
+        return local_of(weight_named(self._model, name))
 
 
 @final

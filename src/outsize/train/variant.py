@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -35,6 +36,7 @@ from outsize.run.boundary import backward_edges, forward_edges
 from outsize.run.cut import Cut, cut
 from outsize.train.batch import Batch, evaluating_loss
 from outsize.train.loss import Counting, LossShares, is_sum
+from outsize.train.tensor_ranks import TensorRanks
 
 KEPT = 32
 
@@ -52,7 +54,7 @@ class Variant:
 
     @property
     def tape(self) -> Tape:
-        """The recorded program."""
+        """The recorded program, of one device."""
         return self.captured.tape
 
     @cached_property
@@ -83,9 +85,10 @@ class Variants:
         forget: Callable[[int], None] = lambda number: None,
         home: torch.device | None = None,
         kept: int = KEPT,
+        tensor: TensorRanks | None = None,
     ) -> None:
         """`home`: the device that tapes are made for, where stages have others."""
-        self._forget, self._home, self._kept = forget, home, kept
+        self._forget, self._home, self._kept, self._tensor = forget, home, kept, tensor
         self._model, self._plan, self._loss_fn = model, plan, loss_fn
         self._counting: Counting = counting
         self._known: OrderedDict[str, list[Variant]] = OrderedDict()
@@ -119,14 +122,18 @@ class Variants:
 
     def _make(self, part: Batch, outputs: bool) -> Variant:
         loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
-        tape = record(self._model, part.args, part.kwargs, loss_fn, part.target, self._home)
-        captured = build_graph(tape, self._model)
+        tensor = self._tensor
+        with nullcontext() if tensor is None else tensor.whole():
+            tape = record(self._model, part.args, part.kwargs, loss_fn, part.target, self._home)
+            captured = build_graph(tape, self._model)
+            own = tape if tensor is None else tensor.local(tape)
         owners = instruction_owners(self._plan, captured)
+        owners = [owners[instruction.origin] for instruction in own.instructions]
         self._made += 1
         return Variant(
             self._made - 1,
             captured,
-            cut(tape, self._model, owners, outputs=outputs, stages=len(self._plan.stages)),
+            cut(own, self._model, owners, outputs=outputs, stages=len(self._plan.stages)),
             Guards(tape, self._model, self._home),
             LossShares(
                 tape, self._model, self._counting, summed=is_sum(loss_fn, tape, part), home=self._home
