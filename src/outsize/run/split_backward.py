@@ -8,8 +8,9 @@
 
 Qi et al., arXiv 2401.10241, sec. 2 (B and W there are I and W here); torch.distributed.pipelining does it by
 hooks on intermediate nodes. Here it is two kinds of calls of the autograd engine, with the nodes' edges as
-inputs (I) and as roots (W). A matmul or a convolution computes only what is asked for, so each gradient is
-computed once, by the same kernel from the same numbers, and added to `.grad` in the same order: bit-equal.
+inputs (I; a hook keeps what comes into them) and as roots (W). A matmul or a convolution computes only what
+is asked for: each gradient is computed once, by the same kernel from the same numbers, and added to `.grad`
+in the same order: bit-equal.
 
 What waits is a weight that one node alone uses, and a node whose two gradients are separate work: matmuls,
 convolutions, embeddings. Everything else gets its gradient in I. A leaf with hooks of the user, who expects
@@ -23,11 +24,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 # Nodes that compute the gradient of a weight apart from that of their input.
 _SEPARATE = frozenset(
@@ -65,13 +68,21 @@ def input_backward(
         return []
     leaves = graph.others({leaf for _, found in waiting for leaf in found})
     edges = [GradientEdge(node, 0) for node, _ in waiting]
-    asked: list[Any] = [*edges, *leaves]  # torch's types know edges as inputs, but not beside tensors
-    came = torch.autograd.grad(roots, asked, gradients, retain_graph=True, allow_unused=True)
-    for leaf, gradient in zip(leaves, came[len(edges) :], strict=True):
-        if gradient is not None:
-            torch.autograd.backward([leaf], [gradient])
-    found = zip(edges, waiting, came, strict=False)
-    return [Later(e, g, tuple(_variable(n) for n in w)) for e, (_, w), g in found if g is not None]
+    came: dict[Node, Tensor | None] = {}
+    hooks = [node.register_prehook(partial(_keep, came, node)) for node, _ in waiting]
+    # Asked for a node, the engine runs it as far as others need it: without its weights.
+    asked = (*map(get_gradient_edge, leaves), *edges)
+    Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), True, False, asked, allow_unreachable=True, accumulate_grad=True
+    )
+    for hook in hooks:
+        hook.remove()
+    found = ((e, w, came.get(n)) for e, (n, w) in zip(edges, waiting, strict=True))
+    return [Later(e, g, tuple(map(_variable, w))) for e, w, g in found if g is not None]
+
+
+def _keep(came: dict[Node, Tensor | None], node: Node, gradients: Sequence[Tensor | None]) -> None:
+    came[node] = gradients[0]
 
 
 @final
@@ -117,7 +128,7 @@ class _Graph:
 
 
 def _start(root: Tensor) -> Node:
-    return torch.autograd.graph.get_gradient_edge(root).node
+    return get_gradient_edge(root).node
 
 
 def _variable(leaf: Node) -> Any:
