@@ -29,7 +29,7 @@ Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 Weights = Literal["resident", "sharded", "host"]
 # The axes that this version of outsize runs.
-RUN: Final = frozenset({"pp", "tp"})
+RUN: Final = frozenset({"pp", "dp_replicate", "tp"})
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -225,10 +225,12 @@ class Plan(Record):
         return frozenset(u for u, name in enumerate(names) if wanted.intersection(prefixes(name)))
 
     def microbatches_of(self, samples: int) -> int:
-        """The microbatches of a batch; of one shorter than the plan's as many as keep their size."""
-        if samples >= self.batch_size:
-            return self.microbatches
-        return min(self.microbatches, -(-samples // self.microbatch_size))
+        """Those of a whole batch; of one shorter than the plan's as many as keep their size, each replica as
+        many as the others.
+        """
+        each = -(-samples // (self.microbatch_size * self.axes.replicas))
+        whole = samples >= self.batch_size
+        return (self.microbatches if whole else min(self.microbatches, each)) * self.axes.replicas
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

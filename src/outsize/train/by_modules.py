@@ -31,7 +31,9 @@ from outsize.run.rng import Seed, seeder
 from outsize.train.batch import Batch, evaluating_loss
 from outsize.train.crew import Crew
 from outsize.train.insist import insist_on_gradient, insist_on_model, insist_on_values
+from outsize.train.loss import Counted
 from outsize.train.ownership import Ownership
+from outsize.train.replicas import Piece
 from outsize.train.results import EvalResult
 from outsize.train.way import Way
 
@@ -73,7 +75,10 @@ class ByModules(Way):
 
     def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
         loss, outputs = self._run(parts, 1.0, step)
-        return EvalResult(loss, tuple(outputs) if self._crew.rank == self._crew.world_size - 1 else None)
+        if self._crew.rank < self._crew.world_size - 1:
+            return EvalResult(loss, None)
+        found = self._crew.replicas.on_first(outputs)
+        return EvalResult(loss, None if found is None else tuple(found))
 
     def _placement(self) -> Placement:
         """Whose weights are whose. Raises ModelMismatch and BadPlan for a plan of another model."""
@@ -86,29 +91,37 @@ class ByModules(Way):
         self._ownership.settle(self._placement)
         insist_on_values(self._ownership.used(), parts[0])
         self._crew.start_step()
-        run = self._ownership.own_run()
-        kept = nullcontext() if torch.is_grad_enabled() else untouched(self._model)
+        run, replicas, grad = self._ownership.own_run(), self._crew.replicas, torch.is_grad_enabled()
+        pieces, _ = replicas.pieces([Counted(part.size) for part in parts], frozenset())
+        kept = untouched(self._model) if not grad else replicas.summing(self._ownership.trained_by_stage)
         with kept, nullcontext() if run is None else run.active():
-            return self._loop([part.mapped(self._crew.here) for part in parts], scale, step, run)
+            total, outputs = self._loop(parts, pieces, scale, step, run)
+        if grad:
+            replicas.spread(self._ownership.own({name for name, _ in self._model.named_buffers()}))
+        return None if total is None else replicas.total(total), outputs
 
     def _loop(
-        self, parts: Sequence[Batch], scale: float, step: int, run: OwnedRun | None
+        self,
+        parts: Sequence[Batch],
+        pieces: Sequence[Piece],
+        scale: float,
+        step: int,
+        run: OwnedRun | None,
     ) -> tuple[Tensor | None, list[Any]]:
         total: Tensor | None = None
         outputs = []
-        samples = sum(part.size for part in parts)
-        for number, part in enumerate(parts):
+        for piece in pieces:
+            part, number = parts[piece.part].mapped(self._crew.here), piece.number
             with _explained(self._model, run):
                 output, loss = self._forward(number, part, seeder(self._seed, step, number), run)
             if run is not None:
                 run.insist_on_same("the loss", loss)
-            share = part.size / samples
             if torch.is_grad_enabled():
-                self._backward(number, loss, share * scale, run)
-            else:
+                self._backward(number, loss, piece.share * scale, run)
+            elif piece.counts:
                 outputs.append(output)
             if loss is not None:
-                weighted = loss.detach() * share
+                weighted = loss.detach() * piece.share if piece.counts else torch.zeros_like(loss)
                 total = weighted if total is None else total + weighted
         return total, outputs
 

@@ -36,6 +36,7 @@ from outsize.train.kept import Kept
 from outsize.train.mesh import Mesh
 from outsize.train.variant import Variant
 
+from outsize.train.replicas import Alone, Piece, Replicas, Several
 RawSpan = tuple[int, str, Lane, float, float]
 
 
@@ -49,7 +50,7 @@ class GroupOutputs:
     loss_rank: int
     losses: list[Tensor]
     outputs: list[tuple[Any, ...]]
-    shares: list[float] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
 
 MakeStage = Callable[[Variant, StageProgram], Stage]
@@ -67,6 +68,8 @@ class Crew(ABC):
     mesh: Mesh | None = None  # of all processes of the run
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
+    replicas: Replicas = Alone()
+    moves: Moves = Resident()  # of stages' weights
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._marks: list[tuple[int, Marks]] = []
@@ -335,6 +338,7 @@ class ProcessCrew(Crew):
         result = interpreter.run()
         self.keep(self.rank, result.marks)
         return _outputs(variants, interpreter.schedule, [result])
+        self.replicas = Several(mesh.replicas) if mesh.replicas is not None else Alone()
 
     def forget(self, variant: int) -> None:
         super().forget(variant)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Literal, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,17 @@ class _MeanLoss:
 
 
 @final
+class Counted(NamedTuple):
+    """What the shares of microbatches follow from: samples, targets of each mean loss (none: they cannot be
+    counted), is the loss a sum?
+    """
+
+    samples: int
+    targets: tuple[int, ...] = ()
+    summed: bool = False
+
+
+@final
 class LossShares:
     """Weights of microbatches for one tape; what follows from the tape alone is worked out once."""
 
@@ -60,14 +71,12 @@ class LossShares:
 
         `each` are those of the microbatches, where they have tapes of their own.
         """
-        if self._summed:
-            return [1.0] * len(parts)
         counters = each or [self] * len(parts)
-        counted = [own.counts(part) for own, part in zip(counters, parts, strict=True)]
-        alike = len({len(counts) for counts in counted}) == 1
-        shares = [_shares(counts) for counts in zip(*counted, strict=True) if sum(counts)] if alike else []
-        agreed = bool(shares) and all(s == shares[0] for s in shares)
-        return shares[0] if agreed else _shares([part.size for part in parts])
+        return shares_of([own.counted(part) for own, part in zip(counters, parts, strict=True)])
+
+    def counted(self, part: Batch) -> Counted:
+        """Of one microbatch."""
+        return Counted(part.size, () if self._summed else tuple(self.counts(part)), self._summed)
 
     def counts(self, part: Batch) -> list[int]:
         """How many targets each loss's mean is taken over; nothing where that cannot be counted."""
@@ -75,6 +84,17 @@ class LossShares:
             return []
         targets = self._read(part.tensors())
         return [int(torch.count_nonzero(targets[x.target] != x.ignore_index)) for x in self._losses]
+
+
+def shares_of(counted: Sequence[Counted]) -> list[float]:
+    """Weights of all microbatches of a batch, as `LossShares.of` gives them."""
+    if counted[0].summed:
+        return [1.0] * len(counted)
+    alike = len({len(part.targets) for part in counted}) == 1
+    columns = zip(*(part.targets for part in counted), strict=True) if alike else ()
+    shares = [_shares(column) for column in columns if sum(column)]
+    agreed = bool(shares) and all(s == shares[0] for s in shares)
+    return shares[0] if agreed else _shares([part.samples for part in counted])
 
 
 def _shares(counts: Sequence[int]) -> list[float]:

@@ -7,9 +7,9 @@ the step where they use it too (tied weights). A weight that no program has used
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from outsize.run.host_memory import keep_freed_memory
 from outsize.run.load import load_weights
 from outsize.run.owned import OwnedRun
 from outsize.run.weight_files import Part, WeightFiles
-from outsize.run.weights import free_foreign, move_weights
+from outsize.run.weights import free_foreign, move_weights, places
 from outsize.train.crew import Crew, device_of
+from outsize.train.gradient_sum import ByStage
 from outsize.train.tensor_ranks import TensorRanks
 
 
@@ -43,6 +44,7 @@ class Ownership:
         self._tensor = tensor
         self._placement: Placement | None = None
         self._foreign: set[str] = set()
+        self._trained: tuple[Placement | None, list[tuple[int, dict[str, Any], str, bool]]] = (None, [])
 
     def settle(self, find: Callable[[], Placement]) -> None:
         """Once: who owns what; what is others' is freed, the rest loaded and moved to the device."""
@@ -54,6 +56,7 @@ class Ownership:
         if self._files is not None:
             self._load(self._files)
         move_weights(self._model, self._devices())
+        self._crew.replicas.spread(tensor for _, tensor in self.used())
         if self._crew.device is not None and self._crew.device.type == "cpu":
             keep_freed_memory()
 
@@ -116,6 +119,30 @@ class Ownership:
         """All that this rank computes with, the buffers too."""
         named = chain(self._model.named_parameters(), self._model.named_buffers())
         return ((name, tensor) for name, tensor in named if name not in self._foreign)
+
+    def own(self, names: Collection[str]) -> list[Tensor]:
+        """Of these weights those that this rank owns, in the model's order."""
+        return [tensor for name, tensor in self.used() if name in names and self.is_own(name)]
+
+    def trained_by_stage(self) -> ByStage:
+        """What this rank owns and somebody has used, and that requires a gradient."""
+        if self._trained[0] is not self.placement:
+            self._trained = self.placement, self._own_parameters()
+        weights = [(stage, table[key], sparse) for stage, table, key, sparse in self._trained[1]]
+        trained = [(stage, p, sparse) for stage, p, sparse in weights if p.requires_grad]
+        return {stage: [(p, s) for at, p, s in trained if at == stage] for stage in self._crew.stages}
+
+    def _own_parameters(self) -> list[tuple[int, dict[str, Any], str, bool]]:
+        """Stage, where it is, has it sparse gradients?"""
+        lookups = [m for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        sparse = {id(m.weight) for m in lookups if m.sparse}
+        home, elsewhere = self.placement.home, self.placement.unused
+        first = {name: (table, key) for table, key, name in reversed(places(self._model))}
+        return [
+            (home[name], table, key, id(table[key]) in sparse)
+            for name, (table, key) in reversed(first.items())
+            if isinstance(table[key], nn.Parameter) and self.is_own(name) and name not in elsewhere
+        ]
 
     def own_run(self) -> OwnedRun | None:
         """The model in its own Python over the ranks of its pipeline; None where that is one."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, final
 
 import torch
@@ -34,13 +34,12 @@ from outsize.train.crew import Crew, GroupOutputs
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values
 from outsize.train.loss import Counting
 from outsize.train.ownership import Ownership
+from outsize.train.replicas import Piece
 from outsize.train.results import EvalResult, rebuilt
 from outsize.train.settings import Settings
 from outsize.train.tensor_ranks import TensorRanks
 from outsize.train.variant import KEPT, Variant, Variants
 from outsize.train.way import Way
-
-Groups = list[tuple[list[Variant], list[int]]]  # variants and numbers of microbatches
 
 
 @final
@@ -68,62 +67,85 @@ class Pipelined(Way):
         self._statistics = Statistics(model) if plan.bn == "deferred" else None
 
     def prepare(self, parts: Sequence[Batch]) -> None:
-        groups = self._groups(parts, outputs=False)
-        insist_on_model(self._plan, groups[0][0][0].captured.graph)
-        self._settle(groups)
+        found = self._find(parts, outputs=False)
+        insist_on_model(self._plan, found[0].captured.graph)
+        self._settle(found)
 
     def train(self, parts: Sequence[Batch], scale: float, step: int) -> Tensor:
-        groups = self._groups(parts, outputs=False)
-        insist_on_loss(groups[0][0][0].tape)
-        self._ready(groups, parts)
+        found = self._find(parts, outputs=False)
+        insist_on_loss(found[0].tape)
+        self._ready(found, parts)
         with self._collecting():
-            loss = self._total(self._run(groups, parts, scale, step))
+            loss = self._total(self._run(found, parts, scale, step))
         assert loss is not None
         return loss
 
     def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
-        groups = self._groups(parts, outputs=True)
-        self._ready(groups, parts)
-        results = self._run(groups, parts, 1.0, step)
-        found = tuple(
-            rebuilt(*pair) for r in results for pair in zip(r.variants, r.outputs, strict=bool(r.outputs))
-        )
-        return EvalResult(self._total(results), found or None)
+        found = self._find(parts, outputs=True)
+        self._ready(found, parts)
+        results = self._run(found, parts, 1.0, step)
+        loss, outputs = self._total(results), self._outputs(results)
+        return EvalResult(loss, outputs)
 
-    def _groups(self, parts: Sequence[Batch], *, outputs: bool) -> Groups:
-        """Runs of microbatches that share a wiring, in order."""
+    def _find(self, parts: Sequence[Batch], *, outputs: bool) -> list[Variant]:
+        """The variant of each microbatch."""
         state = self._settings.number()
-        found = [self.variants.find(part, outputs=outputs, state=state) for part in parts]
-        alike = groupby(range(len(parts)), key=lambda mb: found[mb].wiring)
-        return [([found[mb] for mb in members], members) for members in (list(g) for _, g in alike)]
+        return [self.variants.find(part, outputs=outputs, state=state) for part in parts]
 
-    def _run(self, groups: Groups, parts: Sequence[Batch], scale: float, step: int) -> list[GroupOutputs]:
-        counters = [variant.shares for variants, _ in groups for variant in variants]
-        shares = counters[0].of(list(parts), counters)
-        results = []
+    def _run(
+        self, found: list[Variant], parts: Sequence[Batch], scale: float, step: int
+    ) -> list[GroupOutputs]:
+        """The microbatches of this replica, in runs of one wiring."""
+        counted = [variant.shares.counted(part) for variant, part in zip(found, parts, strict=True)]
+        replicas, grad = self._crew.replicas, torch.is_grad_enabled()
+        pieces, written = replicas.pieces(counted, _written(found) if replicas.count > 1 else frozenset())
         self._crew.start_step()
-        for variants, members in groups:
-            if torch.is_grad_enabled():
-                self._adopt(variants)
-            inputs = [[self._crew.here(t) for t in parts[mb].tensors()] for mb in members]
-            weights = [shares[mb] * scale for mb in members]
-            seeds = [seeder(self._seed, step, mb) for mb in members]
-            results.append(self._crew.run(variants, self._stage, inputs, weights, seeds))
-            results[-1].shares = [shares[mb] for mb in members]
+        if not grad:
+            results = self._run_pieces(found, pieces, parts, scale, step)
+        else:
+            self._adopt(found)
+            with replicas.summing(self._ownership.trained_by_stage):
+                results = self._run_pieces(found, pieces, parts, scale, step)
+            replicas.spread(self._ownership.own(written) if written else ())
         self._settings.ran()
         self.variants.trim()
         return results
 
-    def _adopt(self, variants: Sequence[Variant]) -> None:
-        for variant in {v.number: v for v in variants}.values():
+    def _run_pieces(
+        self, found: list[Variant], pieces: list[Piece], parts: Sequence[Batch], scale: float, step: int
+    ) -> list[GroupOutputs]:
+        results = []
+        for _, alike in groupby(pieces, key=lambda piece: found[piece.part].wiring):
+            members = list(alike)
+            inputs = [[self._crew.here(t) for t in parts[piece.part].tensors()] for piece in members]
+            weights = [piece.share * scale for piece in members]
+            seeds = [seeder(self._seed, step, piece.number) for piece in members]
+            variants = [found[piece.part] for piece in members]
+            results.append(self._crew.run(variants, self._stage, inputs, weights, seeds))
+            results[-1].pieces = members
+        return results
+
+    def _outputs(self, results: list[GroupOutputs]) -> tuple[Any, ...] | None:
+        """Of each microbatch in order, on the last stage of the first replica."""
+        here = [
+            rebuilt(variant, values)
+            for r in results
+            for variant, values, piece in zip(r.variants, r.outputs, r.pieces, strict=bool(r.outputs))
+            if piece.counts
+        ]
+        last = any(r.outputs for r in results)
+        return tuple(self._crew.replicas.on_first(here) or ()) or None if last else None
+
+    def _adopt(self, found: Sequence[Variant]) -> None:
+        for variant in {v.number: v for v in found}.values():
             self._ownership.adopt(lambda cut=variant.cut: placement_of_cut(cut, self._model))
 
-    def _ready(self, groups: Groups, parts: Sequence[Batch]) -> None:
-        self._settle(groups)
+    def _ready(self, found: Sequence[Variant], parts: Sequence[Batch]) -> None:
+        self._settle(found)
         insist_on_values(self._ownership.used(), parts[0])
 
-    def _settle(self, groups: Groups) -> None:
-        self._ownership.settle(lambda: placement_of_cut(groups[0][0][0].cut, self._model))
+    def _settle(self, found: Sequence[Variant]) -> None:
+        self._ownership.settle(lambda: placement_of_cut(found[0].cut, self._model))
 
     def _stage(self, variant: Variant, program: StageProgram) -> Stage:
         """A stage of this rank at work, as the plan says."""
@@ -152,8 +174,16 @@ class Pipelined(Way):
         """Sum of the microbatches' losses by their shares, in order, on every rank."""
         total: Any = None
         for result in results:
-            for loss, share in zip(result.losses, result.shares, strict=False):
-                part = loss * share
+            for loss, piece in zip(result.losses, result.pieces, strict=False):
+                part = loss * piece.share if piece.counts else torch.zeros_like(loss)
                 total = part if total is None else total + part
         dtype, rank = results[0].loss_dtype, results[0].loss_rank
-        return self._crew.broadcast(total, dtype, rank) if dtype is not None else None
+        if dtype is None:
+            return None
+        return self._crew.replicas.total(self._crew.broadcast(total, dtype, rank))
+
+
+def _written(found: Sequence[Variant]) -> frozenset[str]:
+    """The buffers that a forward of these changes."""
+    distinct = {id(variant): variant for variant in found}.values()
+    return frozenset(chain.from_iterable(p.written for v in distinct for p in v.cut.programs))

@@ -94,7 +94,7 @@ def verify(question: Question, *, processes: bool) -> Verdict:
 def _by_design(question: Question, reference: Snapshot) -> Iterator[str]:
     """What is other by design than somebody might expect, and by how much."""
     plan = question.plan
-    if plan.microbatches > 1 and Statistics(question.model).training:
+    if plan.microbatches * plan.axes.replicas > 1 and Statistics(question.model).training:
         whole = compare(_uncounted(_reference(question, microbatches=1)), _uncounted(reference))
         yield batchnorm_note(plan, question.batch.size, whole)
     if plan.form == "tape":
@@ -123,7 +123,7 @@ def _reference(question: Question, microbatches: int | None = None) -> Snapshot:
             model,
             _tapes(question),
             question.batch,
-            microbatches or question.plan.microbatches,
+            microbatches or question.plan.microbatches_of(question.batch.size),
             question.loss_fn,
             steps=question.steps,
             seed=question.seed,
@@ -206,7 +206,7 @@ def _locate(question: Question, differences: Differences) -> str | None:
 
 def _forward_divergence(question: Question) -> str | None:
     """In a replay of one microbatch unit by unit, or else in a step of an engine."""
-    parts = question.batch.split(question.plan.microbatches)
+    parts = question.batch.split(question.plan.microbatches_of(question.batch.size))
     model, seed = copy.deepcopy(question.model), seeder(question.seed, 0, 0)
     unit = first_forward_divergence(question.captured, model, parts[0], seed, question.loss_fn)
     if unit is not None:

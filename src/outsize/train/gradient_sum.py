@@ -1,0 +1,146 @@
+"""Problem: the gradients of replicas, added up once per step, while the last backward is still running.
+
+    stage 1   B B B | bucket, bucket ...     as soon as the stage's last backward has ended
+    stage 0   . B B B | bucket ...           and the rest at the end of the step
+
+Flat buckets of 25 MB and one all-reduce each, as in PyTorch DDP (Li et al., arXiv:2006.15704). Deviations: a
+bucket carries for each parameter whether there is a gradient, so one that no replica has stays None and one
+that some have is there on all; gradients are summed and not averaged, since each microbatch's loss was
+weighted by its share of the whole batch. Gradients from steps before (`update=False`) are the same on all
+replicas and are counted on the first alone. Stages begin in descending order on every rank, since collectives
+of a group must have one order. Sparse gradients travel as they are.
+Complexity: two copies of the gradients, 2 (R - 1) / R of their bytes sent. Oracle: tests/dist/test_replicas.py,
+the plain loop and DDP itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET_BYTES: Final = 25_000_000  # as DDP's
+ByStage = Mapping[int, Sequence[tuple[nn.Parameter, bool]]]
+"""Trained parameters of each stage of this rank; has it sparse gradients?"""
+
+
+@final
+class GradientSum:
+    """`begin` before the step's first backward, `start(stage)` after a stage's last one, `finish` at the end."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._first = group, group.rank() == 0
+        self._weights: ByStage = {}
+        self._left: list[int] = []  # stages that have not started, the next one last
+        self._ended: set[int] = set()
+        self._travelling: list[_Bucket | _Sparse] = []
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+
+    def begin(self, weights: ByStage) -> None:
+        """`weights` are the same on all replicas."""
+        self._weights, self._left = weights, sorted(weights)
+        self._ended.clear()
+        if not self._first:
+            trained = [p for stage in weights.values() for p, _ in stage]
+            self._kept = [(p, p.grad) for p in trained if p.grad is not None]
+            for parameter, _ in self._kept:
+                parameter.grad = None
+
+    def start(self, stage: int) -> None:
+        """The gradients of this stage are complete here."""
+        self._ended.add(stage)
+        while self._left and self._left[-1] in self._ended:
+            for bucket in _buckets(self._weights[self._left.pop()]):
+                bucket.send(self._group)
+                self._travelling.append(bucket)
+
+    def finish(self) -> None:
+        """Wait until the sums are in `.grad`, on every replica."""
+        for stage in tuple(self._left):
+            self.start(stage)
+        for bucket in self._travelling:
+            bucket.receive()
+        self._travelling.clear()
+        self._kept.clear()
+
+    def cancel(self) -> None:
+        """The step failed before it began: gradients are again what they were."""
+        for parameter, grad in self._kept:
+            parameter.grad = grad if parameter.grad is None else parameter.grad
+        self._kept.clear()
+        self._travelling.clear()
+
+
+@final
+class _Bucket:
+    """Gradients of one dtype on one device in a row, then a 1 for each that is there."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._work: Any = None
+        self._flat = torch.empty(0)
+
+    def send(self, group: dist.ProcessGroup) -> None:
+        """Begin to add up."""
+        first = self._parameters[0]
+        sizes = [p.numel() for p in self._parameters]
+        self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        *places, there = self._flat.split([*sizes, len(sizes)])
+        for number, (place, parameter) in enumerate(zip(places, self._parameters, strict=True)):
+            if parameter.grad is not None:
+                grad = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
+                place.view(parameter.shape).copy_(grad)
+                there[number] = 1
+        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+
+    def receive(self) -> None:
+        """Wait, and put the sums where the optimizer looks for them."""
+        self._work.wait()
+        *places, there = self._flat.split([*(p.numel() for p in self._parameters), len(self._parameters)])
+        for place, parameter, held in zip(places, self._parameters, there.tolist(), strict=True):
+            if held:
+                if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(place.view(parameter.shape))
+        self._flat = torch.empty(0)
+
+
+@final
+class _Sparse:
+    """Of one parameter, whose gradient has rows where it was looked up."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._parts: list[Any] = []
+
+    def send(self, group: dist.ProcessGroup) -> None:
+        """Of how many rows it is nobody knows before, so they travel as objects, at once."""
+        grad, self._parts = self._parameter.grad, [None] * group.size()
+        dist.all_gather_object(self._parts, None if grad is None else grad.cpu(), group=group)
+
+    def receive(self) -> None:
+        """Put the sum where the optimizer looks for it."""
+        found = [part.to(self._parameter.device) for part in self._parts if part is not None]
+        if found:
+            self._parameter.grad = reduce(torch.add, found)
+
+
+def _buckets(parameters: Sequence[tuple[nn.Parameter, bool]]) -> list[_Bucket | _Sparse]:
+    """The last ones first, as the backward makes them."""
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    found: list[_Bucket | _Sparse] = []
+    for parameter, sparse in reversed(parameters):
+        if sparse:
+            found.append(_Sparse(parameter))
+            continue
+        key = parameter.dtype, parameter.device
+        held, used = open_.get(key, ([], 0))
+        held.append(parameter)
+        open_[key] = held, used + parameter.numel() * parameter.element_size()
+        if open_[key][1] >= BUCKET_BYTES:
+            found.append(_Bucket(open_.pop(key)[0]))
+    return [*found, *(_Bucket(held) for held, _ in open_.values())]

@@ -1,0 +1,156 @@
+"""Replicas: pipelines side by side, each with its part of the batch's microbatches.
+
+    batch of 2 x 3 microbatches     replica 0 runs 0 1 2      replica 1 runs 3 4 5
+
+Microbatches keep the numbers of the whole batch, which seed them, and their shares of its loss. So losses and
+gradients are added up over replicas and nothing is divided: the sum is what one process gets. Every replica
+runs as many as the others; one that has fewer repeats its last one with a share of 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outsize.train.gradient_sum import BUCKET_BYTES, ByStage, GradientSum
+from outsize.train.loss import Counted, shares_of
+
+
+@final
+class Piece(NamedTuple):
+    """A microbatch to run: its place in what the rank was given, its number in the whole batch, its share of
+    the loss. `counts` is False for a repeated one.
+    """
+
+    part: int
+    number: int
+    share: float
+    counts: bool = True
+
+
+class Replicas(ABC):
+    """The ranks that hold one stage for different parts of the batch; this one is `index` of `count`."""
+
+    index: int
+    count: int
+
+    @abstractmethod
+    def pieces(
+        self, counted: Sequence[Counted], written: frozenset[str]
+    ) -> tuple[list[Piece], frozenset[str]]:
+        """What this replica runs of the parts that were counted; which buffers any replica's programs write."""
+
+    @abstractmethod
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over replicas of a number (0-dim), the same on all."""
+
+    @abstractmethod
+    def on_first(self, values: Sequence[Any]) -> list[Any] | None:
+        """All replicas' values, in order, on the first; None on the others."""
+
+    @abstractmethod
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """The first replica's values to all, in place."""
+
+    @abstractmethod
+    def summing(self, weights: Callable[[], ByStage]) -> AbstractContextManager[object]:
+        """Around a step's backwards: at its end gradients are summed over replicas."""
+
+
+@final
+class Alone(Replicas):
+    """One pipeline, which runs the whole batch."""
+
+    index, count = 0, 1
+
+    def pieces(
+        self, counted: Sequence[Counted], written: frozenset[str]
+    ) -> tuple[list[Piece], frozenset[str]]:
+        return pieces_of(0, 1, counted), written
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+    def on_first(self, values: Sequence[Any]) -> list[Any] | None:
+        return list(values)
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Nobody else has them."""
+
+    def summing(self, weights: Callable[[], ByStage]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+@final
+class Several(Replicas):
+    """A process group of them.
+
+    `own_batches`: every replica is given its own samples alone, not the whole batch.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, own_batches: bool = False) -> None:
+        self.group, self.index, self.count = group, group.rank(), group.size()
+        self._own_batches, self.gradients = own_batches, GradientSum(group)
+
+    def pieces(
+        self, counted: Sequence[Counted], written: frozenset[str]
+    ) -> tuple[list[Piece], frozenset[str]]:
+        if not self._own_batches:
+            return pieces_of(self.index, self.count, counted), written
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, (list(counted), written), group=self.group)
+        everyones = [theirs for theirs, _ in found]
+        return own_pieces(self.index, everyones), frozenset().union(*(names for _, names in found))
+
+    def total(self, value: Tensor) -> Tensor:
+        wire = value.detach().to(torch.float64, copy=True).reshape(1)
+        dist.all_reduce(wire, group=self.group)
+        return wire[0].to(value.dtype)
+
+    def on_first(self, values: Sequence[Any]) -> list[Any] | None:
+        found: list[Any] | None = [None] * self.count if self.index == 0 else None
+        dist.gather_object(list(values), found, group=self.group, group_dst=0)
+        return None if found is None else [value for theirs in found for value in theirs]
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        held = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]
+        if held:
+            dist._broadcast_coalesced(self.group, held, BUCKET_BYTES, 0)  # pyright: ignore[reportPrivateImportUsage]
+
+    @contextmanager
+    def summing(self, weights: Callable[[], ByStage]) -> Iterator[None]:
+        self.gradients.begin(weights())
+        try:
+            yield
+        except BaseException:
+            self.gradients.cancel()
+            raise
+        self.gradients.finish()
+
+
+def _is_written_to(tensor: Tensor) -> bool:
+    """Not if on meta, or expanded: several elements in one place."""
+    return not tensor.is_meta and all(s or n < 2 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def pieces_of(index: int, count: int, counted: Sequence[Counted]) -> list[Piece]:
+    """Replica `index` of `count`, which all know the whole batch."""
+    shares, each = shares_of(counted), -(-len(counted) // count)
+    last = len(shares) - 1
+    numbers = range(index * each, (index + 1) * each)
+    return [Piece(n, n, shares[n]) if n <= last else Piece(last, n, 0.0, counts=False) for n in numbers]
+
+
+def own_pieces(index: int, everyones: Sequence[Sequence[Counted]]) -> list[Piece]:
+    """Replica `index`, which has its own parts alone; `everyones` are those of all replicas, in order."""
+    shares = shares_of([counted for theirs in everyones for counted in theirs])
+    before, own = sum(map(len, everyones[:index])), len(everyones[index])
+    each = max(map(len, everyones))
+    found = [Piece(part, before + part, shares[before + part]) for part in range(own)]
+    return found + [Piece(own - 1, len(shares), 0.0, counts=False)] * (each - own)
