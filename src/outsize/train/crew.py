@@ -69,7 +69,6 @@ class Crew(ABC):
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
     replicas: Replicas = Alone()
-    moves: Moves = Resident()  # of stages' weights
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._marks: list[tuple[int, Marks]] = []
