@@ -317,8 +317,9 @@ class _Handlers:
     def _receive_gradients(self, action: Action) -> _Op:
         mb, here, peer = action.microbatch, action.stage, action.peer
         program = self._stage(action).program
-        ours = [b for b in (*program.sent, *program.received) if b.requires_grad]
-        coming = [b for b in ours if b.following(here) == peer]
+        # In the order of their keys, in which the peer sends what it received: NCCL has no tags.
+        ours = sorted((*program.sent, *program.received), key=lambda b: b.key)
+        coming = [b for b in ours if b.requires_grad and b.following(here) == peer]
         return self._receive(
             action, [(self._gradient(b.key, here, mb), self._up(b, peer, mb)) for b in coming]
         )

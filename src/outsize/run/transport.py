@@ -16,7 +16,7 @@ or that the user's hook keeps, is never overwritten.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -130,6 +130,11 @@ class Groups:
         """The group that moves a channel's elements; odd channels carry gradients."""
         return self.queues[channel % 2 * 2 + (source < destination)]
 
+    def line_of(self, channel: int) -> int:
+        """Channels of one number are received in the order in which they are sent."""
+        has_tags = len(set(map(id, self.queues))) == 1
+        return channel if has_tags else channel % 2
+
 
 @final
 class ProcessTransport(Transport):
@@ -139,6 +144,7 @@ class ProcessTransport(Transport):
         self._groups, self._device, self._depth = groups, device, depth
         self._outlets: dict[int, _Outlet] = {}
         self._inlets: dict[int, _Inlet] = {}
+        self._lines = defaultdict[tuple[int, int], _Line](_Line)  # of a peer and a number of `line_of`
 
     @property
     def buffers_made(self) -> int:
@@ -154,12 +160,19 @@ class ProcessTransport(Transport):
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
         inlet = self._inlets.get(channel)
         if inlet is None:
-            inlet = self._inlets[channel] = _Inlet(self._groups, peer, channel, self._device)
+            line = self._lines[peer, self._groups.line_of(channel)]
+            inlet = self._inlets[channel] = _Inlet(self._groups, peer, channel, self._device, line)
         return inlet.post(microbatch)
 
     def flush(self) -> None:
         for outlet in self._outlets.values():
             outlet.flush()
+
+    def share(self, value: Tensor | None, source: int) -> Tensor:
+        """A 0-dim fp64 tensor of rank `source`, on every rank."""
+        wire = torch.zeros((), dtype=torch.float64) if value is None else value
+        dist.broadcast(wire, group=self._groups.layouts, group_src=source)
+        return wire
 
     def to_first(self, tensor: Tensor, source: int) -> Tensor | None:
         """The tensor of rank `source` on the CPU of rank 0, over gloo; None on the other ranks.
@@ -236,47 +249,73 @@ class _Outlet:
 
 
 @final
+class _Line:
+    """Receives that are begun in the order in which they were posted.
+
+    Without tags the k-th message sent goes into the k-th receive begun, and one whose layout is not known yet
+    cannot begin: those behind it wait, too. With tags each channel is a line of its own, since a sender that
+    waits for a receive to begin (gloo's does) must not wait for another channel's layout.
+    """
+
+    def __init__(self) -> None:
+        self._posted: deque[_Arrival] = deque()
+
+    def post(self, arrival: _Arrival) -> None:
+        """Behind the others; begins as soon as all layouts up to it are known."""
+        self._posted.append(arrival)
+        self._advance()
+
+    def bring(self, arrival: _Arrival) -> None:
+        """Begin it, waiting for the layouts up to it: its peer has sent them before."""
+        while not arrival.begun:
+            self._posted[0].inlet.learn()
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._posted and self._posted[0].inlet.known:
+            self._posted.popleft().begin()
+
+
+@final
 class _Inlet:
     """The receiving end of a channel, with its pool of buffers."""
 
-    def __init__(self, groups: Groups, peer: int, channel: int, device: torch.device) -> None:
+    def __init__(self, groups: Groups, peer: int, channel: int, device: torch.device, line: _Line) -> None:
         self._group, self._peer = groups.of(channel, peer, groups.layouts.rank()), peer
         self._tag = _tag(channel, 0)
-        self._device = device
+        self._device, self.line = device, line
         self._layout: Layout | None = None
         self._header = torch.empty(HEADER, dtype=torch.int64)
         self._meeting: dist.Work | None = groups.layouts.recv([self._header], peer, _header_tag(channel))
-        self._waiting: list[_Arrival] = []  # posted before the layout is known, in order
         self.lent: deque[_Arrival] = deque()  # given back, perhaps still held by somebody
         self.made = 0
 
+    @property
+    def known(self) -> bool:
+        """Is the layout?"""
+        return self._meeting is None
+
+    def learn(self) -> None:
+        """Wait for the layout."""
+        if self._meeting is not None:
+            self._meeting.wait()
+            self._meeting, self._layout = None, Layout.decode(self._header)
+
     def post(self, microbatch: int) -> Pending:
         arrival = self._free() or _Arrival(self)
-        arrival.microbatch = microbatch
-        if self._meeting is None:
-            self.start(arrival)
-        else:
-            self._waiting.append(arrival)
+        arrival.microbatch, arrival.begun = microbatch, False
+        self.line.post(arrival)
         return arrival
 
-    def start(self, arrival: _Arrival) -> None:
-        """Receive the elements, now that the layout is known; nothing when nothing travels here."""
+    def receive(self, arrival: _Arrival) -> dist.Work | None:
+        """Begin to receive the elements; None when nothing travels here."""
         if self._layout is None:
-            return
+            return None
         if arrival.flat is None:
             self.made += 1
             arrival.own(self._layout, self._device)
         assert arrival.flat is not None
-        arrival.work = self._group.recv([arrival.flat], self._peer, self._tag + arrival.microbatch)
-
-    def learn(self) -> None:
-        """Wait for the layout, then start every receive that was posted before it was known."""
-        if self._meeting is not None:
-            self._meeting.wait()
-            self._meeting, self._layout = None, Layout.decode(self._header)
-            for arrival in self._waiting:
-                self.start(arrival)
-            self._waiting.clear()
+        return self._group.recv([arrival.flat], self._peer, self._tag + arrival.microbatch)
 
     def _free(self) -> _Arrival | None:
         """A buffer that was given back and that nobody holds any more; held ones are their holders'."""
@@ -291,14 +330,18 @@ class _Inlet:
 class _Arrival(Pending):
     """A receive and its buffer, which is used again and again."""
 
-    __slots__ = ("_holders", "_inlet", "_place", "_tensor", "flat", "microbatch", "work")
+    __slots__ = ("_holders", "_place", "_tensor", "_work", "begun", "flat", "inlet", "microbatch")
 
     def __init__(self, inlet: _Inlet) -> None:
-        self._inlet, self.microbatch = inlet, 0
+        self.inlet, self.microbatch, self.begun = inlet, 0, False
         self._tensor: Tensor | None = None
         self.flat: Tensor | None = None
-        self.work: dist.Work | None = None
+        self._work: dist.Work | None = None
         self._place = self._holders = 0
+
+    def begin(self) -> None:
+        """Its turn has come, and its layout is known."""
+        self.begun, self._work = True, self.inlet.receive(self)
 
     def own(self, layout: Layout, device: torch.device) -> None:
         """Make the buffer."""
@@ -315,14 +358,14 @@ class _Arrival(Pending):
         return True
 
     def wait(self) -> Tensor | None:
-        self._inlet.learn()
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        self.inlet.line.bring(self)
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
         return self._tensor.detach() if self._tensor is not None else None
 
     def release(self) -> None:
-        self._inlet.lent.append(self)
+        self.inlet.lent.append(self)
 
 
 def _tensors_in(place: int) -> int:

@@ -65,9 +65,49 @@ class Group:
         return Work(self.wires, "receive", self.wires.boxes[peer, self.number, tag], tensors[0])
 
 
+@dataclass
+class Queue(Group):
+    """As NCCL's: no tags, the k-th message sent goes into the k-th receive that was begun."""
+
+    begun: Counter[int] = field(default_factory=Counter)
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return super().send(tensors, peer, -1 - self._next(peer))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return super().recv(tensors, peer, -1 - self._next(peer))
+
+    def _next(self, peer: int) -> int:
+        self.begun[peer] += 1
+        return self.begun[peer]
+
+
 def transport_of(rank: int, wires: Wires) -> ProcessTransport:
     group = cast("Any", Group(rank, wires))
     return ProcessTransport(Groups((group, group, group, group), group), CPU)
+
+
+@pytest.mark.parametrize("known", [(), (0,), (2,)], ids=["none", "first", "second"])
+def test_without_tags_messages_keep_their_order_while_layouts_are_learnt(
+    wires: Wires, known: tuple[int, ...]
+) -> None:
+    """Two values of one size for each of three microbatches: a swap would not be noticed by its shape."""
+    ends = []
+    for rank in range(2):
+        queues = [cast("Any", Queue(rank, wires)) for _ in range(4)]
+        layouts = cast("Any", Group(rank, wires))
+        ends.append(ProcessTransport(Groups((queues[0], queues[1], queues[2], queues[3]), layouts), CPU))
+    for channel in known:  # one of the channels has met its peer in a step before
+        pending = ends[1].post(0, channel, 9)
+        ends[0].send(1, channel, 9, torch.zeros(2))
+        pending.wait()
+    sent = [(mb, channel) for mb in range(3) for channel in (0, 2)]
+    posted = {(mb, channel): ends[1].post(0, channel, mb) for mb, channel in sent}
+    for mb, channel in sent:
+        ends[0].send(1, channel, mb, torch.full((2,), float(10 * mb + channel)))
+    # Taken in another order than they were sent: by channel.
+    for mb, channel in sorted(sent, key=lambda pair: pair[1]):
+        assert posted[mb, channel].wait().tolist() == [10 * mb + channel] * 2
 
 
 def test_each_directed_pair_has_a_queue_for_values_and_one_for_gradients() -> None:
