@@ -27,7 +27,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.planner.price import price
 from outsize.planner.search import Request, search
-from outsize.run import interpreter
+from outsize.run import clock
 from outsize.run.rng import seeder
 from outsize.train.launch import World, join, leave
 from outsize.train.wire import make_wire
@@ -48,7 +48,7 @@ def main() -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
     torch.set_num_threads(1)
     if options.cpu_clock:
-        interpreter.perf_counter = time.thread_time  # pyright: ignore[reportPrivateImportUsage]
+        clock.perf_counter = time.thread_time  # pyright: ignore[reportPrivateImportUsage]
     case = CASES[options.case]()
     captured = capture_at_microbatch(case)
     cluster = measured_cluster(world)
