@@ -74,21 +74,24 @@ class Case:
             stages=stages_from_bounds(graph, bounds, tuple(f"cpu:{s}" for s in range(stages))),
         )
         self.engine = outsize.parallelize(model, (x,), {}, plan=plan, loss_fn=F.mse_loss, target=y)
-        self.wall: list[float] = []
+        self.times: list[tuple[float, float]] = []  # start, end of this rank's laps
         self.cpu: list[float] = []
         self.spans: dict[str, list[float]] = {}
 
     def lap(self) -> None:
-        """One step between two barriers."""
+        """One step after a barrier."""
         for p in self.engine.model.parameters():
             p.grad = None
         dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
+        start, cpu = time.perf_counter(), time.process_time()
         self.engine.step(self.x, target=self.y, update=False)
-        cpu = time.process_time() - cpu
-        dist.barrier()
-        self.wall.append(time.perf_counter() - wall)
-        self.cpu.append(cpu)
+        self.cpu.append(time.process_time() - cpu)
+        self.times.append((start, time.perf_counter()))
+
+    def wall(self) -> list[float]:
+        """Of each lap, from the first rank's start to the last one's end: they have one clock."""
+        laps = zip(*collected(self.times), strict=True)
+        return [max(end for _, end in ranks) - min(start for start, _ in ranks) for ranks in laps]
 
     def look(self) -> None:
         """Note the timeline of the last step."""
@@ -98,7 +101,7 @@ class Case:
 
     def forget(self) -> None:
         """Warming up is over."""
-        self.wall, self.cpu, self.spans = [], [], {}
+        self.times, self.cpu, self.spans = [], [], {}
 
 
 class Bare:
@@ -170,7 +173,7 @@ def main() -> None:
             {
                 "schedule": schedule,
                 "microbatches": int(m),
-                "wall_s": case.wall,
+                "wall_s": case.wall(),
                 "cpu_s": cpu,
                 "spans_s": spans,
             }

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,25 @@ from outsize.run import futex
 from outsize.run.shared_memory import SPIN_S, Arrival, Inbox, Outbox, Shared, cookie_in
 from outsize.run.transport import CHANNELS, Groups, Pending, ProcessTransport, Transport
 
+_SHARED: Final = -1  # the channel of `share`; no program's
+
 
 @final
 class NearTransport(Transport):
-    """Shared memory between the ranks of `outboxes` and `inboxes`, the process group between others."""
+    """Shared memory between the ranks of `outboxes` and `inboxes`, the process group between others.
+
+    `whole`: every rank is near to every other.
+    """
 
     def __init__(
-        self, far: ProcessTransport, outboxes: Mapping[int, Outbox], inboxes: Mapping[int, Inbox]
+        self,
+        far: ProcessTransport,
+        outboxes: Mapping[int, Outbox],
+        inboxes: Mapping[int, Inbox],
+        *,
+        whole: bool = False,
     ) -> None:
-        self._far, self._outboxes, self._inboxes = far, outboxes, inboxes
+        self._far, self._outboxes, self._inboxes, self._whole = far, outboxes, inboxes, whole
 
     @property
     def buffers_made(self) -> int:
@@ -56,6 +66,23 @@ class NearTransport(Transport):
         for box in self._outboxes.values():
             box.flush()
         self._far.flush()
+
+    def share(self, value: Tensor | None, source: int) -> Tensor:
+        """As ProcessTransport's; a message waits in memory for a rank that comes later."""
+        if not self._whole:
+            return self._far.share(value, source)
+        if value is None:
+            arrival = self.post(source, _SHARED, 0)
+            found = arrival.wait()
+            assert found is not None
+            value = found.clone()
+            del found
+            arrival.release()
+            return value
+        for box in self._outboxes.values():
+            box.send(_SHARED, 0, value)
+            box.flush()
+        return value
 
     def to_first(self, tensor: Tensor, source: int) -> Tensor | None:
         """As ProcessTransport's."""
@@ -89,7 +116,8 @@ def connect(groups: Groups, device: torch.device, alike: int = 1) -> NearTranspo
     near = {peer for peer in inboxes if rank in read[peer]}
     for far_peer in set(inboxes) - near:
         del inboxes[far_peer]
-    return NearTransport(far, {peer: outboxes[peer] for peer in near}, inboxes) if near else far
+    whole = all(len(peers) == len(read) - 1 for peers in read)
+    return NearTransport(far, {p: outboxes[p] for p in near}, inboxes, whole=whole) if near else far
 
 
 def _outboxes(groups: Groups, wanted: Callable[[], bool]) -> dict[int, Outbox]:

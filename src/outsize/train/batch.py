@@ -104,7 +104,8 @@ class Batch:
             dim = next(dims) if isinstance(leaf, Tensor) else None
             return leaf if dim is None else leaf[(slice(None),) * dim + (rows,)]
 
-        return self.mapped(part)._with_items(rows)
+        found = self.mapped(part)
+        return found._with_items(rows) if found.listed else found
 
     def _with_items(self, rows: slice | Tensor) -> Batch:
         """These items of the lists of samples."""

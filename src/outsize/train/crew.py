@@ -345,9 +345,8 @@ class ProcessCrew(Crew):
 
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         # fp64 holds every loss dtype exactly.
-        wire = value.to(torch.float64) if value is not None else torch.zeros((), dtype=torch.float64)
-        dist.broadcast(wire, group=self._group, group_src=source)
-        return wire.to(dtype)
+        wire = None if value is None else value.to("cpu", torch.float64)
+        return self._transport.share(wire, source).to(dtype)
 
     def sum(self, value: Tensor) -> Tensor:
         dist.all_reduce(value, group=self._group)

@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,8 @@ VALUES = {
     "scalar": torch.tensor(2.5),
     "empty": torch.empty(0, 3),
 }
+
+NOWHERE: Any = SimpleNamespace()
 
 
 @dataclass
@@ -257,3 +261,26 @@ def test_who_has_no_core_of_its_own_does_not_look_before_it_sleeps() -> None:
     assert not near._each_has_a_core([on("a", 0), on("a", 0)])
     assert near._each_has_a_core([on("a", 0), on("b", 0)])
     assert not near._each_has_a_core([on("a", 0, 1), on("a", 0), on("a", 1)])
+
+
+def test_a_value_is_shared_through_memory_and_is_the_receivers_own() -> None:
+    pair = pair_of()
+    source = near.NearTransport(NOWHERE, {1: pair.outbox}, {}, whole=True)
+    receiver = near.NearTransport(NOWHERE, {}, {0: pair.inbox}, whole=True)
+    values = [torch.tensor(float(n), dtype=torch.float64) for n in range(5)]
+    sending = threading.Thread(target=lambda: [source.share(value, 0) for value in values])
+    sending.start()
+    found = [receiver.share(None, 0) for _ in values]
+    sending.join(20)
+    assert [float(value) for value in found] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert pair.inbox.slots <= DEPTH + 1, "memory is used again"
+
+
+def test_a_value_goes_over_the_group_where_some_pair_shares_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NOWHERE, "share", lambda value, source: ("group", value, source), raising=False)
+    pair, value = pair_of(), torch.zeros(())
+    partly = near.NearTransport(NOWHERE, {1: pair.outbox}, {1: pair.inbox})
+    assert partly.share(value, 0) == ("group", value, 0)
+    assert not pair.inbox.has_unread()
