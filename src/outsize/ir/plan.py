@@ -265,8 +265,20 @@ class Plan(Record):
 
         The axes say so even where somebody has taken out the mark.
         """
-        parts = (self.axes.used_besides(RUN), weights_text(self.weights))
+        run = RUN | {"dp_shard"} if self.shards else RUN
+        where = "" if self.streams or self.shards else weights_text(self.weights)
+        parts = (self.axes.used_besides(run), where)
         return ", ".join(filter(None, parts)) or ("marked what_if" if self.what_if else "")
+
+    @property
+    def shards(self) -> bool:
+        """Do replicas share weights, gradients and states, block by block?"""
+        return self.weights == "sharded" and self.axes.dp_shard > 1 and self.form == "tape"
+
+    @property
+    def streams(self) -> bool:
+        """Do weights on the host come to one device, stage by stage?"""
+        return self.weights == "host" and self.axes.world_size == 1 and self.form == "tape"
 
     def check_runs(self) -> None:
         """Raise WhatIfPlan when this version of outsize only plans it."""

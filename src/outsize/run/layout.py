@@ -84,6 +84,12 @@ def pack(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,))
 
 
+def packed_bytes(tensor: Tensor) -> Tensor:
+    """What `pack` gives, as bytes."""
+    flat = pack(tensor)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1).view(torch.uint8)
+
+
 def _core(tensor: Tensor) -> Tensor:
     """Each expanded dimension cut to one."""
     return tensor.as_strided(_distinct(tensor.shape, tensor.stride()), tensor.stride())

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import BoundaryMismatch
-from outsize.run.layout import Layout, pack
+from outsize.run.layout import Layout, packed_bytes
 from outsize.run.streams import Event, Stream, Streams
 
 # Copies under way whose sources are held; staging buffers of page-locked memory.
@@ -123,7 +123,7 @@ class Link:
 
     def carry(self, tensor: Tensor) -> Parcel:
         """Launch the copy."""
-        layout, packed = self._layout(tensor), _bytes(pack(tensor))
+        layout, packed = self._layout(tensor), packed_bytes(tensor)
         buffer = self.pool.take(layout.size_bytes)
         self._queue.after(self.near.record())
         self._queue.after(buffer.free)
@@ -247,8 +247,3 @@ def _wrong_bytes(streams: Streams, source: str, link: Link) -> int:
     found = link.carry(sent).open().cpu()
     link.flush()
     return int((found != pattern).sum())
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    real = torch.view_as_real(flat) if flat.is_complex() else flat
-    return real.reshape(-1).view(torch.uint8)

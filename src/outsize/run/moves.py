@@ -13,11 +13,20 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 from outsize.errors import InvalidSchedule
-from outsize.ir.schedule import Action
+from outsize.ir.schedule import Action, Schedule
+from outsize.run.cut import Cut
 
 
 class Moves(ABC):
-    """One rank's; both are asked once, when a row is bound to its handlers."""
+    """One rank's; all are asked once, when a row is made and bound to its handlers."""
+
+    @abstractmethod
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        """The lowered schedule of these programs with its moves."""
+
+    def of(self, cuts: Sequence[Cut]) -> Moves:
+        """Those of a step whose microbatches have these programs."""
+        return self
 
     @abstractmethod
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
@@ -31,6 +40,9 @@ class Moves(ABC):
 @final
 class Resident(Moves):
     """Weights are where they are used: nothing moves."""
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        return schedule
 
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
         """Raises InvalidSchedule: there is no such action."""

@@ -19,6 +19,8 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from outsize.run.page_locked import page_locked
+
 _HOST: Final = "cpu"
 
 
@@ -64,6 +66,10 @@ class Streams(ABC):
     @abstractmethod
     def empty(self, place: str, size_bytes: int) -> Tensor:
         """Bytes on a place, from what its compute stream allocates; the host's can be copied to unpaged."""
+
+    def host(self, size_bytes: int) -> Tensor:
+        """Bytes on the host that can be copied to unpaged, no more than are asked for."""
+        return self.empty(_HOST, size_bytes)
 
     @abstractmethod
     def device(self, place: str) -> torch.device:
@@ -179,6 +185,9 @@ class TorchStreams(Streams):
     def empty(self, place: str, size_bytes: int) -> Tensor:
         pinned = place == _HOST and bool(self._gpus)
         return torch.empty(size_bytes, dtype=torch.uint8, device=place, pin_memory=pinned)
+
+    def host(self, size_bytes: int) -> Tensor:
+        return page_locked(size_bytes) if self._gpus else torch.empty(size_bytes, dtype=torch.uint8)
 
     def device(self, place: str) -> torch.device:
         return torch.device(place)

@@ -75,16 +75,20 @@ def naive_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterabl
         yield Action(stage, Kind.B, microbatch)
 
 
-def gpipe_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
+def gpipe_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
     """All forwards, then all backwards, both in ascending order (GPipe's own backwards descend).
+
+    Where one rank has all stages this is layer by layer, for weights that come and go (offload.py).
 
     time   0   1   2   3   4   5   6   7   8   9   10  11
     rank 0 0F0 0F1 0F2 0F3 .   .   .   .   0B0 0B1 0B2 0B3
     rank 1 .   1F0 1F1 1F2 1F3 .   .   1B0 1B1 1B2 1B3 .
     rank 2 .   .   2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3 .   .
     """
-    yield from (Action(stage, Kind.F, microbatch) for microbatch in range(microbatches))
-    yield from (Action(stage, Kind.B, microbatch) for microbatch in range(microbatches))
+    own = range(rank, stages, ranks)
+    yield from (Action(stage, Kind.F, microbatch) for stage in own for microbatch in range(microbatches))
+    backwards = ((stage, mb) for stage in reversed(own) for mb in range(microbatches))
+    yield from (Action(stage, Kind.B, microbatch) for stage, microbatch in backwards)
 
 
 def one_f_one_b_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
@@ -198,7 +202,8 @@ def _unknown(name: str) -> BadOption:
 
 def _check_ranks(name: str, stages: int, ranks: int) -> None:
     """Only some schedules have several stages on a rank, and as many on each."""
-    if stages == ranks or (name in SEVERAL and stages % ranks == 0):
+    one = name == "gpipe" and ranks == 1
+    if stages == ranks or one or (name in SEVERAL and stages % ranks == 0):
         return
     raise BadOption(
         f"{stages} stages cannot be put on {ranks} ranks under {name}",

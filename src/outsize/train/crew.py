@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action, Kind, Schedule
@@ -23,7 +24,9 @@ from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.clock import Clock, clock_of
 from outsize.run.cut import Cut, StageProgram
 from outsize.run.interpreter import Interpreter, Programs, StepInputs, StepOutputs
+from outsize.run.landing import Landing
 from outsize.run.marks import Marks
+from outsize.run.moves import Moves, Resident
 from outsize.run.near import connect
 from outsize.run.rng import Seed
 from outsize.run.stage import Stage
@@ -66,6 +69,8 @@ class Crew(ABC):
     stages: tuple[int, ...]
     group: dist.ProcessGroup | None = None  # of the pipeline's ranks, where each is a process
     mesh: Mesh | None = None  # of all processes of the run
+    replicas: Replicas = Alone()
+    moves: Moves = Resident()  # of stages' weights
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
     replicas: Replicas = Alone()
@@ -74,6 +79,7 @@ class Crew(ABC):
         self._marks: list[tuple[int, Marks]] = []
         self._built = Kept[tuple[tuple[int, ...], bool], list[Interpreter]](_BUILT)
         self._schedules = Kept[Any, Schedule](_SCHEDULES)
+        self._early: tuple[Optimizer | None, int] = None, 0
         self._at_work: dict[tuple[int, int], Stage] = {}  # number of the variant, stage
 
     @property
@@ -112,7 +118,8 @@ class Crew(ABC):
         def build() -> list[Interpreter]:
             schedule = self._schedule(variants)
             channels = [CHANNELS * variant.number for variant in variants]
-            programs = Programs(len(self._plan.stages), stage, channels)
+            moves = self.moves.of([variant.cut for variant in variants])
+            programs = Programs(len(self._plan.stages), stage, channels, moves)
             return [Interpreter(r, schedule, programs, t, self._clock(r)) for r, t in transports.items()]
 
         numbers = tuple(variant.number for variant in variants)
@@ -125,9 +132,13 @@ class Crew(ABC):
     def _schedule(self, variants: Sequence[Variant]) -> Schedule:
         training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
         key = (first.wiring, count, training)
-        return self._schedules.get(
-            key, lambda: make_schedule(self._plan, first.cut, count, training=training)
-        )
+
+        def make() -> Schedule:
+            return self.moves.scheduled(
+                make_schedule(self._plan, first.cut, count, training=training), first.cut
+            )
+
+        return self._schedules.get(key, make)
 
     @abstractmethod
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
@@ -164,6 +175,13 @@ class Crew(ABC):
         """A new step: forget the last one's spans. An evaluation is no step and leaves no spans."""
         if torch.is_grad_enabled():
             self._marks = []
+    def apply_early(self, optimizer: Optimizer | None, microbatches: int) -> None:
+        """A step of so many begins: where gradients land on the host, the optimizer may take them as they do.
+
+        None: it may not.
+        """
+        self._early = optimizer, microbatches
+
 
     def keep(self, rank: int, marks: Marks) -> None:
         """What a rank did in this step, for the timeline."""
@@ -237,6 +255,7 @@ class LocalCrew(Crew):
         self.rank, self.world_size = 0, 1
         self.stages = tuple(range(len(plan.stages)))
         self._together = together or OnePlace()
+        self.landing: Landing | None = None
         self._transports = {rank: self._together.transport(rank) for rank in range(plan.axes.pp)}
 
     def run(
@@ -251,6 +270,9 @@ class LocalCrew(Crew):
         for interpreter in interpreters:
             used = partial(self._used, interpreter, variants)
             own = self._together.inputs(interpreter.rank, inputs, used)
+        if self.landing is not None:
+            optimizer, microbatches = self._early
+            self.landing.use(optimizer if microbatches == len(variants) else None)
             interpreter.begin(StepInputs(own, weights, seeds))
         try:
             results = self._together.run(interpreters)

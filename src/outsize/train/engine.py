@@ -129,8 +129,11 @@ class Engine:
                 next_step="call step() outside of it, or engine.evaluate(...)",
             )
         scale = loss_scale if self._scaling is None else loss_scale * self._scaling.scale()
+        parts = self._microbatches(args, kwargs, target)
+        at_once = update and self.clip_norm is None and self._scaling is None
+        self.crew.apply_early(self.optimizer if at_once else None, len(parts))
         with borrowed_generators():
-            loss = self._way.train(self._microbatches(args, kwargs, target), scale, self.steps)
+            loss = self._way.train(parts, scale, self.steps)
         self._equip()
         self.steps += 1
         with outside_autocast():

@@ -43,6 +43,7 @@ class Ownership:
         self._model, self._plan, self._crew, self._files = model, plan, crew, files
         self._tensor = tensor
         self._placement: Placement | None = None
+        self._names = frozenset(name for name, _ in model.named_parameters())
         self._foreign: set[str] = set()
         self._trained: tuple[Placement | None, list[tuple[int, dict[str, Any], str, bool]]] = (None, [])
 
@@ -72,7 +73,7 @@ class Ownership:
 
     def _devices(self) -> dict[str, torch.device]:
         """Weight -> where it belongs; absent where it may stay."""
-        found = {name: self._crew.device_of(stage) for name, stage in self.placement.home.items()}
+        found = {name: self._device_of(name) for name in self.placement.home}
         return {name: device for name, device in found.items() if device is not None}
 
     def _follow(self, names: Iterable[str]) -> None:
@@ -89,6 +90,11 @@ class Ownership:
 
     @property
     def placement(self) -> Placement:
+    def _device_of(self, name: str) -> torch.device | None:
+        """Where a weight belongs: with its stage, or on the host, from where it comes to its stage."""
+        hosted = self._plan.streams and name in self._names
+        return torch.device("cpu") if hosted else self._crew.device_of(self.placement.home[name])
+
         """Who owns and who holds what. Raises BadOption before the first batch."""
         if self._placement is None:
             raise BadOption(
@@ -161,7 +167,7 @@ class Ownership:
 
     def _load(self, files: WeightFiles) -> None:
         spare, notes = self._crew.device or device_of(self._plan), dict[str, None]()
-        where = {n: self._crew.device_of(stage) or spare for n, stage in self.placement.home.items()}
+        where = {n: self._device_of(n) or spare for n in self.placement.home}
         for device in dict.fromkeys(where.values()) or [spare]:
             others = {name for name, found in where.items() if found != device}
             foreign = self._foreign | others

@@ -16,6 +16,7 @@ from outsize.run.statistics import of_one_replica
 from outsize.train.crew import Crew, LocalCrew, ProcessCrew, device_of
 from outsize.train.devices import together_on
 from outsize.train.engine import Engine, MakeOptimizer
+from outsize.train.hosting import hosted_crew
 from outsize.train.mesh import Mesh
 
 
@@ -55,7 +56,11 @@ def make_engine(
             numbers=f"devices {', '.join(places or ())}",
             next_step=f"outsize run --nproc-per-node {plan.axes.pp} train.py, without devices=",
         )
-    crew = make_crew(plan, group, device_of(plan), places)
+    crew = (
+        hosted_crew(model, plan, 1 if group is None else group.size(), places)
+        if plan.streams
+        else make_crew(plan, group, device_of(plan), places)
+    )
     if group is not None:
         of_one_replica(model)
     return Engine(model, plan, crew, loss_fn=loss_fn, optimizer=optimizer, **options)

@@ -1,0 +1,101 @@
+"""LOAD and UNLOAD: which weights come and go at each of them, and with which gradients.
+
+A weight that several stages use comes with the first of them and goes with the last; the others with their
+stage. Gradients come when a backward follows before the stage goes, and go when there was one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, final
+
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.run.cut import Cut
+from outsize.run.moves import Moves
+from outsize.run.residency import Guest, Residency
+from outsize.schedules.offload import check_loads, places, with_loads
+
+_MOVING: Final = frozenset({Kind.LOAD, Kind.UNLOAD})
+_BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
+
+
+@final
+class HostMoves(Moves):
+    """Of one device, for steps with these programs."""
+
+    def __init__(self, residency: Residency, cuts: Sequence[Cut] = ()) -> None:
+        self._residency, self._cuts = residency, cuts
+        self._found: list[Guest] | None = None
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        loaded = with_loads(schedule)
+        check_loads(loaded)
+        return loaded
+
+    def of(self, cuts: Sequence[Cut]) -> Moves:
+        return HostMoves(self._residency, cuts)
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        moving, residency = row[at], self._residency
+        own = [g for g in self._guests(row) if moving.stage in g.users]
+        if moving.kind is Kind.LOAD:
+            coming = [(g, _trains(_stay(row[at:], g))) for g in own if not _elsewhere(row[:at], moving, g)]
+            return lambda: residency.load(coming)
+        going = [g for g in own if not _elsewhere(row[at + 1 :], moving, g)]
+        trained = [g for g in going if _trains(_stay(row[at::-1], g))]
+        final = not any(a.stage == moving.stage and a.kind is Kind.LOAD for a in row[at:])
+        return lambda: residency.unload(going, trained, final)
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        """The first of a stage's actions since it was loaded waits for the copies."""
+        stage = row[at].stage
+        before = next((a for a in reversed(row[:at]) if a.stage == stage), None)
+        if before is not None and before.kind in COMPUTE:
+            return None
+        own, compute = [g for g in self._guests(row) if stage in g.users], self._residency.compute
+
+        def wait() -> None:
+            for guest in own:
+                assert guest.loaded is not None
+                compute.after(guest.loaded)
+
+        return wait
+
+    def _guests(self, row: Sequence[Action]) -> list[Guest]:
+        """All of the row."""
+        if self._found is None:
+            self._found = self._residency.guests(users_of(self._cuts), places(row))
+        return self._found
+
+
+def _elsewhere(beside: Sequence[Action], moving: Action, guest: Guest) -> bool:
+    """One that several stages use comes with the first of them and goes with the last."""
+    users = guest.users if len(guest.users) > 1 else ()
+    return any(a.kind is moving.kind and a.stage in users for a in beside)
+
+
+def _stay(row: Sequence[Action], guest: Guest) -> Iterator[Action]:
+    """The actions that use the guest, from where it comes to where it goes, or back."""
+    first = row[0]
+    for action in row[1:]:
+        if len(guest.users) == 1 and action.stage == first.stage and action.kind in _MOVING - {first.kind}:
+            return
+        if action.stage in guest.users:
+            yield action
+
+
+def _trains(stay: Iterable[Action]) -> bool:
+    return any(action.kind in _BACKWARD for action in stay)
+
+
+def users_of(cuts: Sequence[Cut]) -> dict[str, frozenset[int]]:
+    """Weight -> the stages that compute with it, in some of these cuts; those too that only have it lent."""
+    found: dict[str, set[int]] = {}
+    for cut in cuts:
+        for program in cut.programs:
+            for name in program.weights:
+                found.setdefault(name, set()).add(program.stage)
+        for boundary in cut.boundaries:
+            if boundary.weight is not None:
+                found.setdefault(boundary.weight, set()).update((boundary.producer, *boundary.consumers))
+    return {name: frozenset(stages) for name, stages in found.items()}

@@ -1,0 +1,46 @@
+"""Hosted: one rank whose weights the host keeps, on the device of another Together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from outsize.run.interpreter import Interpreter, StepOutputs
+from outsize.run.landing import Landing
+from outsize.run.residency import Residency
+from outsize.run.together import Together, Used
+from outsize.run.transport import Transport
+
+
+@final
+class Hosted(Together):
+    """As `inner`, with weights that come and go."""
+
+    def __init__(self, inner: Together, residency: Residency) -> None:
+        self._inner, self.residency = inner, residency
+        self.landing = Landing(threaded=inner.device(0) is not None)
+        residency.landed = self.landing
+
+    def transport(self, rank: int) -> Transport:
+        return self._inner.transport(rank)
+
+    def device(self, rank: int) -> torch.device | None:
+        return self._inner.device(rank)
+
+    def inputs(
+        self, rank: int, microbatches: Sequence[Sequence[Tensor]], used: Used
+    ) -> Sequence[Sequence[Tensor]]:
+        return self._inner.inputs(rank, microbatches, used)
+
+    def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
+        try:
+            with self.residency.at_work():
+                return self._inner.run(interpreters)
+        finally:
+            self.landing.finish()
+
+    def reset(self) -> None:
+        self._inner.reset()
