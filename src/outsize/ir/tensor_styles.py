@@ -51,7 +51,15 @@ class TensorStyles(Record):
         return tuple(n for n in range(2, common + 1) if common % n == 0)
 
     def insist_on_degree(self, ways: int) -> None:
-        """Raise BadOption where so many ranks do not divide a size, with the nearest number that does."""
+        """Raise BadOption where so many ranks do not divide a size, with the nearest number that does, and
+        where there is nothing to divide.
+        """
+        if ways > 1 and all(module.style == "whole" for module in self.modules):
+            raise BadOption(
+                f"tensor parallelism finds nothing to divide, tp={ways}",
+                numbers=f"{len(self.modules)} modules with weights, no product of a pair among them",
+                next_step="tp=1, and stages or replicas (`--stages`, `--dp-replicate`)",
+            )
         wrong = [d for d in self.divided if d.size % ways]
         if not wrong:
             return

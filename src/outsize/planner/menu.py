@@ -23,6 +23,7 @@ from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.blockwise import block_ranges
 from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
+from outsize.planner.divided import of_rank
 from outsize.planner.fleet import Crossing, Fleet, Groups
 from outsize.planner.floor import Work, made_for
 from outsize.planner.kinds import on_kind
@@ -87,10 +88,7 @@ class Menu:
     def pipeline(
         self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
     ) -> Pipeline | None:
-        """The layout with its tables; `places[stage]` is its rank among the groups, given or in order.
-
-        None where the cluster cannot be laid out so.
-        """
+        """The layout, if there is room, with its tables; `places[stage]` is its rank among the groups."""
         room = self._grouped(layout.group)
         if room is None:
             return None
@@ -198,11 +196,10 @@ class Menu:
         """First unit of each piece, then the number of units."""
         if layout in self._cuts:
             return self._cuts[layout]
-        key = layout.captured
-        if key not in self._ends:
-            alone = self._alone(key, self._cluster.devices[0])
-            self._ends[key] = pieces(self.graph(layout), alone, self._most)
-        return self._ends[key]
+        if layout.captured not in self._ends:
+            alone = self._alone(layout.captured, self._cluster.devices[0])
+            self._ends[layout.captured] = pieces(self.graph(layout), alone, self._most)
+        return self._ends[layout.captured]
 
     def work(self, layout: Layout) -> Work:
         """Seconds of all units, not of pieces, on the fastest devices."""
@@ -319,9 +316,9 @@ class Menu:
             if recompute == "selective":
                 whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
             turning = max(self._sharing(layout).rings.values(), default=0) if layout.axes.cp > 1 else 0
-            gathered = self._gathered(layout)
-            case = replace(whole, ranges=shared(whole.ranges, layout, turning // layout.axes.cp, gathered))
-            self._cases[base] = case.lasting(seconds.merged(self.ends(layout)))
+            styled, gathered = self.graph(layout).tensor is not None, self._gathered(layout)
+            ranges = shared(whole.ranges, layout, turning // layout.axes.cp, gathered, styled)
+            self._cases[base] = replace(whole, ranges=ranges).lasting(seconds.merged(self.ends(layout)))
         return replace(self._cases[base], microbatches=layout.microbatches)
 
     def _gathered(self, layout: Layout) -> Whole | None:
@@ -334,10 +331,11 @@ class Menu:
         return Whole(-(-np.array(used, np.int64) // tp), -(-gradients // tp), self.ends(layout))
 
     def _whole(self, layout: Layout, device: Device) -> Case:
-        """Of the model as one device runs it: bytes are shared out from here."""
-        key = "whole", layout.captured, style_of(device.kind), self._cuts.get(layout)
+        """Of the model as one tensor parallel rank runs it: bytes are shared out from here."""
+        key = "whole", layout.captured, layout.axes.tp, style_of(device.kind), self._cuts.get(layout)
         if key not in self._cases:
-            ends, (graph, profile) = self.ends(layout), self._candidates[layout.captured]
+            ends = self.ends(layout)
+            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp)
             there = profile.model_copy(update={"device": device.kind})
             costs = coarse_profile(there, ends)
             case = Case.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
@@ -346,9 +344,10 @@ class Menu:
 
     def _in_blocks(self, layout: Layout, device: Device) -> Case:
         """The same when all is recomputed block by block."""
-        key = "blocks", layout.captured, device.kind, self._cuts.get(layout)
+        key = "blocks", layout.captured, layout.axes.tp, device.kind, self._cuts.get(layout)
         if key not in self._cases:
-            whole, (graph, profile) = self._whole(layout, device), self._candidates[layout.captured]
+            whole = self._whole(layout, device)
+            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp)
             gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
             ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))
             self._cases[key] = replace(whole, ranges=ranges, recompute="selective")

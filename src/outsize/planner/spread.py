@@ -1,9 +1,9 @@
 """Problem: what does a unit cost one device when the devices of a group share the work of a stage?
 
-    tp          products are split in pairs, by columns and then by rows; all between them is split as well,
-                and by sequence what is outside (arXiv 2205.05198, sec. 4.2): every pass takes 1 / tp of the
-                flops and bytes, at the efficiency of so small an operator, and after the second product of
-                a pair the group adds up: the bytes of one all-reduce in the forward, one in the backward
+    tp          products are split in pairs, by columns and then by rows, and all between them is split as
+                well (arXiv 1909.08053, sec. 3): a pass takes 1 / tp of such flops and bytes, at the
+                efficiency of so small an operator; then the group adds up. Which units these are and what
+                is sent is derived from the program (`Unit.divided`); where nobody asked, all is split
     cp          the same shares of work, by tokens; attention goes round a ring (context.py)
     sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters
                 its gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of
@@ -12,10 +12,6 @@
                 optimizer's step) among all that have the same weights, cp too; the last backward hides as
                 much of it as it lasts (arXiv 2006.15704, sec. 3.2)
 
-A product is a unit with a weight of two dims or more that computes a matmul or a convolution. Which product
-of a pair one is follows from the values: what a product by columns made is split, and stays so until a
-product by rows has used it.
-
 Deviations: the collectives of tp are not overlapped with compute; of weights that cp reads whole a share of
 the bytes is counted; a replica's stages synchronise one after the other. Complexity: O(units + users of all
 values). Oracle: tests/unit/planner/test_spread.py, figures by hand.
@@ -23,16 +19,16 @@ values). Oracle: tests/unit/planner/test_spread.py, figures by hand.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Self, final
+from functools import cache
+from typing import Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device
-from outsize.ir.graph import ModelGraph, Unit, Value, Work
+from outsize.ir.graph import Divided, ModelGraph, Work
 from outsize.planner.comm import collective_s
 from outsize.planner.context import ring_bytes, ring_s
 from outsize.planner.layout import Layout
@@ -40,7 +36,6 @@ from outsize.planner.roofline import seconds
 from outsize.planner.seconds import UnitSeconds
 
 Passes = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
-PRODUCTS: Final = frozenset({"matmul", "convolution"})
 
 
 @final
@@ -48,12 +43,14 @@ PRODUCTS: Final = frozenset({"matmul", "convolution"})
 class Sharing:
     """What a graph says about the share that each device of a group has; the same for every mesh.
 
-    `passes` are the different ones, unit u has those at `alike[u]`; `rows` are its `row_products`, each with
-    the bytes that its group adds up, `rings` what attends, with its keys and values.
+    `passes` are the different ones, unit u has those at `alike[u]`; `divided` is the share of each unit's
+    work that tp splits, `units` say what its ranks add up and gather, `rings` what attends, with its keys
+    and values. `parameter_bytes`: of all weights, and of those that tp leaves whole.
     """
 
-    parameter_bytes: int
-    rows: Mapping[int, int]
+    parameter_bytes: tuple[int, int]
+    units: Sequence[Divided]
+    divided: NDArray[np.float64]
     rings: Mapping[int, int]
     passes: tuple[Passes, ...]
     alike: NDArray[np.int64]
@@ -64,11 +61,17 @@ class Sharing:
         each = [(unit.forward, unit.backward_input, unit.backward_weight) for unit in graph.units]
         place: dict[Passes, int] = {}
         alike = np.array([place.setdefault(passes, len(place)) for passes in each])
-        made: dict[int, int] = {}
-        for value in graph.values:
-            made[value.producer] = max(made.get(value.producer, 0), value.size_bytes)
-        rows = {unit: made.get(unit, 0) for unit in row_products(graph)}
-        return cls(graph.parameter_bytes, rows, ring_bytes(graph), tuple(place), alike)
+        units, known = [unit.divided for unit in graph.units], graph.tensor is not None
+        divided = np.array([unit.work if known else 1.0 for unit in units])
+        names = {name for unit in units for name in unit.parameters}
+        whole = sum(p.size_bytes for p in graph.parameters if known and p.name not in names)
+        sizes = graph.parameter_bytes, whole
+        return cls(sizes, units, divided, ring_bytes(graph), tuple(place), alike)
+
+    def weights_bytes(self, tp: int) -> int:
+        """Of one of so many tensor parallel ranks."""
+        every, whole = self.parameter_bytes
+        return whole + (every - whole) // tp
 
 
 def spread(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
@@ -93,48 +96,23 @@ def sync_s(gradient_bytes: int, backward_s: float, layout: Layout, cluster: Clus
     return max(0.0, collective_s("all_reduce", gradient_bytes, _alike(layout), cluster) - backward_s)
 
 
-def row_products(graph: ModelGraph) -> tuple[int, ...]:
-    """Units after which the devices of a tensor parallel group have to add up what they have."""
-    split: set[int] = set()
-    columns: dict[int, set[int]] = {}
-    found: list[int] = []
-    takes: dict[int, list[Value]] = defaultdict(list)
-    for value in graph.values:
-        for user in value.consumers:
-            takes[user].append(value)
-    for unit in graph.units:
-        taken = takes[unit.index]
-        given = {v.producer for v in taken} & split
-        if not _is_product(unit, graph):
-            split |= {unit.index} if given else set()
-            continue
-        whole = {v.id for v in taken if v.producer not in split and _may_be_input(v, unit, graph)}
-        if given and not any(whole & columns.get(producer, set()) for producer in given):
-            found.append(unit.index)
-        else:
-            columns[unit.index] = whole
-            split.add(unit.index)
-    return tuple(found)
-
-
-def _may_be_input(value: Value, unit: Unit, graph: ModelGraph) -> bool:
-    """Its last dim is one of a weight's, so the unit's product may be of it."""
-    shapes = (graph.parameter_of[name].shape for name in unit.parameters)
-    return bool(value.shape) and any(value.shape[-1] in shape for shape in shapes if len(shape) > 1)
-
-
-def _is_product(unit: Unit, graph: ModelGraph) -> bool:
-    wide = any(len(graph.parameter_of[name].shape) > 1 for name in unit.parameters)
-    return wide and any(work.family in PRODUCTS for work in unit.forward)
-
-
 def _split(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
-    group, ways, device = range(layout.axes.tp), layout.ways, cluster.devices[0]
-    waits = np.zeros(len(sharing.alike))
-    for unit, size in sharing.rows.items():
-        waits[unit] = collective_s("all_reduce", size // layout.axes.cp, group, cluster)
-    slower = np.array([[_slower(works, ways, device) for works in passes] for passes in sharing.passes])
-    return alone.times(*slower[sharing.alike].T).plus(waits, waits)
+    group, cp, device = range(layout.axes.tp), layout.axes.cp, cluster.devices[0]
+
+    @cache
+    def waits_s(summed: int, gathered: int) -> float:
+        adding = collective_s("all_reduce", summed // cp, group, cluster)
+        return adding + collective_s("all_gather", gathered // cp, group, cluster)
+
+    forward = np.array([waits_s(unit.forward_sum, unit.forward_gather) for unit in sharing.units])
+    backward = np.array([waits_s(unit.backward_sum, unit.backward_gather) for unit in sharing.units])
+    split, whole = (
+        np.array([[_slower(works, ways, device) for works in passes] for passes in sharing.passes])
+        for ways in (layout.ways, cp)
+    )
+    divided = sharing.divided[:, None]
+    slower = divided * split[sharing.alike] + (1 - divided) * whole[sharing.alike]
+    return alone.times(*slower.T).plus(forward, backward)
 
 
 def _ringed(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
@@ -163,7 +141,7 @@ def _part(work: Work, ways: int) -> Work:
 
 
 def _gathering(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
-    size = sharing.parameter_bytes // layout.axes.tp
+    size = sharing.weights_bytes(layout.axes.tp)
     group = _along(layout.ways, layout.axes.dp_shard * layout.ways)
     gather = collective_s("all_gather", size, group, cluster)
     scatter = collective_s("reduce_scatter", size, group, cluster)

@@ -7,14 +7,17 @@ import torch
 from planner_graphs import chain, graph_of, parameter, profile_of, value
 from tiny_transformers import SMALL, transformers
 
-import outsize
+from outsize.capture.graph import build_graph
+from outsize.capture.ladder import record
+from outsize.capture.tensor import with_styles
 from outsize.ir.cluster import Cluster, parse_cluster
-from outsize.ir.graph import Family, ModelGraph, Parameter, Unit, Value, Work
+from outsize.ir.graph import Divided, Family, ModelGraph, Parameter, Unit, Value, Work
 from outsize.ir.plan import Axes, Weights
 from outsize.ir.profile import Profile
+from outsize.ir.tensor_styles import TensorStyles
 from outsize.planner.layout import Layout
 from outsize.planner.seconds import UnitSeconds
-from outsize.planner.spread import Sharing, row_products, spread, sync_s
+from outsize.planner.spread import Sharing, spread, sync_s
 
 
 def cluster(name: str = "4xh100-80gb", latency_s: float = 0.25, bytes_per_s: float = 100.0) -> Cluster:
@@ -24,6 +27,9 @@ def cluster(name: str = "4xh100-80gb", latency_s: float = 0.25, bytes_per_s: flo
         update={"latency_s": latency_s, "bytes_per_s": bytes_per_s, "hop_s": latency_s}
     )
     return found.model_copy(update={"inner": link})
+
+
+SUMS: dict[str | None, int] = {"o": 400, "down": 1000}
 
 
 def work(flops: int, family: Family = "matmul") -> Work:
@@ -44,6 +50,7 @@ def made_of(index: int, family: Family, flops: int, weight: str | None = None) -
         forward=works,
         backward_input=works,
         backward_weight=works if weight else (),
+        divided=Divided(work=1.0, forward_sum=SUMS.get(weight, 0), backward_sum=SUMS.get(weight, 0)),
     )
 
 
@@ -81,7 +88,8 @@ def block(flops: int = 10**15) -> ModelGraph:
         for i, (made, by) in enumerate(sorted(users.items()))
     ]
     shapes = {name: (4,) if name == "norm" else (2, 2) for *_, name, _ in BLOCK if name}
-    return graph_of(units, values, [matrix(name, *shape) for name, shape in shapes.items()])
+    graph = graph_of(units, values, [matrix(name, *shape) for name, shape in shapes.items()])
+    return graph.model_copy(update={"tensor": TensorStyles(modules=(), divided=())})
 
 
 def seconds_of(found: Profile) -> dict[str, tuple[float, float, float]]:
@@ -94,30 +102,22 @@ def spread_profile(graph: ModelGraph, profile: Profile, layout: Layout, among: C
     return spread(Sharing.of(graph), UnitSeconds.of(profile), layout, among).written(profile)
 
 
-def test_a_pair_of_products_ends_with_the_one_by_rows() -> None:
-    graph = block()
-    assert [BLOCK[unit][0] for unit in row_products(graph)] == ["o", "down"]
-
-
-def test_products_by_themselves_have_none() -> None:
-    """Tables and vectors are not split; a product whose input nobody split is by columns."""
-    vectors = [made_of(at, "matmul", 1, f"w{at}") for at in range(3)]
-    flat = graph_of(vectors, [value(0, 0, (1,), 8)], [matrix(f"w{at}", 4) for at in range(3)])
-    assert row_products(flat) == ()
-    apart = graph_of(vectors, [], [matrix(f"w{at}", 2, 2) for at in range(3)])
-    assert row_products(apart) == ()
-
-
 def test_a_captured_llama_adds_up_twice_in_a_layer() -> None:
     layers = range(2)
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": len(layers)})
     )
     tokens = torch.zeros(2, 9, dtype=torch.long)
-    graph = outsize.capture(model, (), {"input_ids": tokens, "labels": tokens, "use_cache": False})
+    given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    graph = with_styles(build_graph(record(model, (), given), model), model)
+    hidden = 2 * 9 * SMALL["hidden_size"] * 4
     pairs = [(f"layers.{i}.self_attn.o_proj", f"layers.{i}.mlp.down_proj") for i in layers]
-    names = [graph.units[unit].name for unit in row_products(graph)]
-    assert names == [f"model.{name}" for pair in pairs for name in pair]
+    sums = {u.name: u.divided.forward_sum for u in graph.units if u.divided.forward_sum == hidden}
+    assert list(sums) == ["model.embed_tokens", *(f"model.{name}" for pair in pairs for name in pair)]
+    assert sum(u.divided.backward_sum for u in graph.units) == hidden * (
+        2 * len(layers) + 1
+    )  # and the head's
+    assert {u.name for u in graph.units if u.divided.work == 0} >= {"model.norm", "model.embed_tokens"}
 
 
 def test_two_devices_take_half_and_add_up_after_the_second_product() -> None:

@@ -1,0 +1,70 @@
+"""Problem: what is left of a model for one of `ways` tensor parallel ranks, as a graph of its own?
+
+    weights, values, saved bytes     the divided ones 1 / ways (rounded up), all others whole
+    work, workspace                  of a unit whose work is divided 1 / ways
+
+The graph says what is divided (`ModelGraph.tensor`, derived from the program: program/tensor_styles.py). All
+that a planner counts for a stage it then counts on this graph; what ranks send each other is spread.py's.
+Source: Megatron-LM, arXiv 1909.08053, sec. 3, without sequence parallelism: what is between layers is whole.
+Deviation: a unit's workspace is divided as its work is. Symbols: t -> ways. Complexity: O(units + values).
+Oracle: tests/unit/planner/test_divided.py, against the parts that a rank of a real model has.
+"""
+
+from __future__ import annotations
+
+from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
+from outsize.ir.profile import Profile, UnitCost
+
+
+def of_rank(model: tuple[ModelGraph, Profile], ways: int) -> tuple[ModelGraph, Profile]:
+    """The model of one rank, in bytes: seconds stay those of one device.
+
+    The same where there is one rank, or where nobody has asked what is divided.
+    """
+    graph, profile = model
+    if ways == 1 or graph.tensor is None:
+        return model
+    costs = tuple(_cost(c, u, ways) for c, u in zip(profile.units, graph.units, strict=True))
+    return _graph(graph, ways), profile.model_copy(update={"units": costs})
+
+
+def _graph(graph: ModelGraph, ways: int) -> ModelGraph:
+    names = {name for unit in graph.units for name in unit.divided.parameters}
+    fields = {name: getattr(graph, name) for name in type(graph).model_fields}
+    fields["units"] = tuple(_unit(unit, ways) for unit in graph.units)
+    fields["values"] = tuple(_value(value, ways) if value.divided else value for value in graph.values)
+    fields["parameters"] = tuple(_weight(p, ways) if p.name in names else p for p in graph.parameters)
+    return ModelGraph(**fields)
+
+
+def _unit(unit: Unit, ways: int) -> Unit:
+    names = ("workspace_bytes", "backward_workspace_bytes", "flops", "moved_bytes")
+    less = {name: _left(unit, getattr(unit, name), ways) for name in names}
+    saved = unit.saved_bytes - unit.divided.saved_bytes + share(unit.divided.saved_bytes, ways)
+    return unit.model_copy(update={**less, "saved_bytes": saved})
+
+
+def _cost(cost: UnitCost, unit: Unit, ways: int) -> UnitCost:
+    divided = min(unit.divided.saved_bytes, cost.saved_bytes)
+    saved, work = cost.saved_bytes - divided + share(divided, ways), _left(unit, cost.workspace_bytes, ways)
+    return cost.model_copy(update={"saved_bytes": saved, "workspace_bytes": work})
+
+
+def _left(unit: Unit, size: int, ways: int) -> int:
+    divided = int(size * unit.divided.work)
+    return size - divided + share(divided, ways)
+
+
+def _value(value: Value, ways: int) -> Value:
+    less = {name: share(getattr(value, name), ways) for name in ("size_bytes", "storage_bytes")}
+    return value.model_copy(update=less)
+
+
+def _weight(weight: Parameter, ways: int) -> Parameter:
+    less = {"shape": (share(weight.numel, ways),), "size_bytes": share(weight.size_bytes, ways)}
+    return weight.model_copy(update=less)
+
+
+def share(size: int, ways: int) -> int:
+    """The largest of `ways` shares."""
+    return -(-size // ways)
