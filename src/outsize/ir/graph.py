@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Literal, final
 
 from outsize.ir.base import Record
+from outsize.ir.tensor_styles import TensorStyles
 
 Form = Literal["tape", "modules"]
 Family = Literal[
@@ -58,12 +59,28 @@ class Parameter(Record):
 
 
 @final
+class Divided(Record):
+    """What tensor parallelism divides of a unit: the share of its work, of its saved bytes, which weights.
+
+    Sums (all-reduces) and gathers of its passes are in bytes of whole tensors.
+    """
+
+    work: float = 0.0
+    saved_bytes: int = 0
+    parameters: tuple[str, ...] = ()
+    forward_sum: int = 0
+    forward_gather: int = 0
+    backward_sum: int = 0
+    backward_gather: int = 0
+
+
+@final
 class Value(Record):
     """A tensor that crosses at least one unit boundary.
 
     Values with the same `storage` are views of one memory of `storage_bytes`; -1: nobody looked. `saved_by`
     is the unit among whose `saved_bytes` this memory is; -1 where autograd does not keep it. `also_saved_by`
-    are later units that would keep it as well.
+    are later units that would keep it as well. `divided`: tensor parallel ranks have parts of it.
     """
 
     id: int
@@ -77,6 +94,7 @@ class Value(Record):
     storage_bytes: int = 0
     saved_by: int = -1
     also_saved_by: tuple[int, ...] = ()
+    divided: bool = False
 
 
 @final
@@ -88,7 +106,7 @@ class Unit(Record):
     its ops hold beside arguments, results and saved tensors. `saved_input_bytes` are those of the saved ones
     that are inputs of the model, there anyway; `backward_workspace_bytes` the most that gradients inside a
     unit of several ops hold beside what it has saved. The three tuples say the same by family of ops
-    and pass; they are empty where nobody looked inside.
+    and pass; they are empty where nobody looked inside. `divided` where the graph has `tensor`.
     """
 
     index: int
@@ -105,6 +123,7 @@ class Unit(Record):
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()
+    divided: Divided = Divided()
 
 
 @final
@@ -112,7 +131,8 @@ class ModelGraph(Record):
     """A model for one input signature, as the planner sees it.
 
     `form` says how it runs: cut and pipelined as a tape, or in its own Python with whole modules on their
-    stages, where nothing overlaps. `input_bytes` are those of the tensors given, targets too.
+    stages, where nothing overlaps. `input_bytes` are those of the tensors given, targets too. `tensor` says
+    how tensor parallelism divides it; None: nobody asked (capture/tensor.py).
     """
 
     model: str
@@ -125,6 +145,7 @@ class ModelGraph(Record):
     output_bytes: int = 0
     input_bytes: int = 0
     notes: tuple[str, ...] = ()
+    tensor: TensorStyles | None = None
 
     @cached_property
     def parameter_of(self) -> dict[str, Parameter]:

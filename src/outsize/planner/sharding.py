@@ -14,8 +14,8 @@ Shares are rounded up, as the first device has it. Buffers and the batch are who
 Sources: ZeRO, arXiv 1910.02054, sec. 5 (4 + 12 / N and 16 / N bytes per parameter under mixed Adam);
 torch.distributed.fsdp.fully_shard, a group for each unit, reshard_after_forward; tensor and sequence
 parallelism, arXiv 2205.05198, sec. 4.2. Deviations: a unit's padding to whole rows and the copy out of the
-flat buffer of a gather are not counted; under tensor parallelism the weights of norms and the biases of
-row-parallel products count as divided. Sharded, the first backward of a step is bounded from above by a later
+flat buffer of a gather are not counted; under tensor parallelism norms and biases count as divided, too, where
+nobody has asked what is (divided.py). Sharded, the first backward of a step is bounded from above by a later
 one. Under context parallelism the weights' gradients of the largest unit count as being made at the worst
 moment. Complexity: O(n^2). Oracle: tests/unit/planner/test_sharding.py goes through every run, unit by unit.
 """
@@ -34,11 +34,17 @@ from outsize.planner.ranges import Bytes, Ranges, largest
 Level = Literal["states", "all"]
 
 
-def shared(ranges: Ranges, layout: Layout, turning_bytes: int, gathered: Whole | None) -> Ranges:
-    """Of a device of the layout. `turning_bytes`: keys and values of a device, that go round under cp."""
+def shared(
+    ranges: Ranges, layout: Layout, turning_bytes: int, gathered: Whole | None, ranked: bool
+) -> Ranges:
+    """Of a device of the layout. `turning_bytes`: keys and values of a device, that go round under cp.
+
+    `ranked`: these are the tables of a tensor parallel rank already (divided.py).
+    """
     level = "all" if layout.weights == "sharded" else "states"
     parts = context_parallel(ranges, layout.axes.cp, turning_bytes)
-    return sharded(tensor_parallel(parts, layout.axes.tp), layout.axes.dp_shard, level, gathered)
+    parts = parts if ranked else tensor_parallel(parts, layout.axes.tp)
+    return sharded(parts, layout.axes.dp_shard, level, gathered)
 
 
 def sharded(ranges: Ranges, ways: int, level: Level, whole: Whole | None = None) -> Ranges:
