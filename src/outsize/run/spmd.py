@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -194,6 +196,34 @@ def local_of(weight: Tensor) -> Tensor:
 def full_of(weight: Tensor) -> Tensor:
     """The whole weight (or gradient) on every rank; all of them must call it."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@contextmanager
+def whole_shapes(model: nn.Module) -> Iterator[None]:
+    """In the place of sharded parameters some of the whole's shape, without values: to record the model."""
+    twins: dict[int, nn.Parameter] = {}
+    tables = [module._parameters for module in model.modules()]
+    sharded = [(t, key, p) for t in tables for key, p in t.items() if isinstance(p, DTensor)]
+    for table, key, p in sharded:
+        empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
+        table[key] = twins.setdefault(id(p), nn.Parameter(empty, requires_grad=p.requires_grad))
+    try:
+        yield
+    finally:
+        for table, key, p in sharded:
+            table[key] = p
+
+
+def norms_of_shards(norms: Tensor, gradients: Mapping[int, Tensor]) -> Tensor:
+    """`norms[i]` are of this rank's parts of `gradients[i]`: now of the whole; all ranks call it alike."""
+    shards = {at: g for at, g in gradients.items() if isinstance(g, DTensor)}
+    if not shards:
+        return norms
+    at, mesh = list(shards), next(iter(shards.values())).device_mesh
+    squares = norms[at].square().to(mesh.device_type)
+    dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+    norms[at] = squares.sqrt().to(norms.device)
+    return norms
 
 
 def _placement(share: Share | None) -> Placement:

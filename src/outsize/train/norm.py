@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from outsize.run.spmd import local_of, norms_of_shards
 from outsize.train.crew import Crew
 from outsize.train.tensor_ranks import TensorRanks
 
@@ -34,8 +35,9 @@ def clip_by_global_norm(
     norms, present = torch.zeros(2, len(index), dtype=torch.float64)
     for name, parameter in owned.items():
         if parameter.grad is not None:
-            norms[index[name]] = torch.linalg.vector_norm(parameter.grad)
+            norms[index[name]] = torch.linalg.vector_norm(local_of(parameter.grad))
             present[index[name]] = 1.0
+    norms = norms_of_shards(norms, {index[n]: p.grad for n, p in owned.items() if p.grad is not None})
     if tensor is not None:
         norms = tensor.norms(norms, list(index))
     norms, present = crew.sum(norms), crew.sum(present)

@@ -21,6 +21,7 @@ from outsize.run.homes import Holders, Placement
 from outsize.run.host_memory import keep_freed_memory
 from outsize.run.load import load_weights
 from outsize.run.owned import OwnedRun
+from outsize.run.sharded import Sharded, may_be_sharded
 from outsize.run.weight_files import Part, WeightFiles
 from outsize.run.weights import free_foreign, move_weights, places
 from outsize.train.crew import Crew, device_of
@@ -42,9 +43,10 @@ class Ownership:
     ) -> None:
         self._model, self._plan, self._crew, self._files = model, plan, crew, files
         self._tensor = tensor
-        self._placement: Placement | None = None
         self._names = frozenset(name for name, _ in model.named_parameters())
+        self._placement: Placement | None = None
         self._foreign: set[str] = set()
+        self._sharded: frozenset[str] = frozenset()  # whose gradients are no affair of replicas
         self._trained: tuple[Placement | None, list[tuple[int, dict[str, Any], str, bool]]] = (None, [])
 
     def settle(self, find: Callable[[], Placement]) -> None:
@@ -58,8 +60,20 @@ class Ownership:
             self._load(self._files)
         move_weights(self._model, self._devices())
         self._crew.replicas.spread(tensor for _, tensor in self.used())
+        if self._plan.weights == "sharded":
+            self._shard()
         if self._crew.device is not None and self._crew.device.type == "cpu":
             keep_freed_memory()
+
+    def _shard(self) -> None:
+        """What this rank owns and somebody uses; the rest stays whole."""
+        home, unused, mesh = self.placement.home, self.placement.unused, self._crew.mesh
+        assert mesh is not None
+        assert mesh.device_mesh is not None
+        own = {n: home[n] for n, t in self.used() if self.is_own(n) and n not in unused and may_be_sharded(t)}
+        axes = ("dp_replicate", "dp_shard") if self._plan.axes.dp_replicate > 1 else "dp_shard"
+        self._crew.moves = Sharded(self._model, own, mesh.device_mesh[axes])
+        self._sharded = frozenset(own)
 
     def adopt(self, find: Callable[[], Placement]) -> None:
         """Another program may be the first to use a weight: from now on its stage owns it."""
@@ -76,6 +90,11 @@ class Ownership:
         found = {name: self._device_of(name) for name in self.placement.home}
         return {name: device for name, device in found.items() if device is not None}
 
+    def _device_of(self, name: str) -> torch.device | None:
+        """Where a weight belongs: with its stage, or on the host, from where it comes to its stage."""
+        hosted = self._plan.streams and name in self._names
+        return torch.device("cpu") if hosted else self._crew.device_of(self.placement.home[name])
+
     def _follow(self, names: Iterable[str]) -> None:
         """To their stages, as the tensors that they are: an optimizer may have them already."""
         devices = self._devices()
@@ -90,11 +109,6 @@ class Ownership:
 
     @property
     def placement(self) -> Placement:
-    def _device_of(self, name: str) -> torch.device | None:
-        """Where a weight belongs: with its stage, or on the host, from where it comes to its stage."""
-        hosted = self._plan.streams and name in self._names
-        return torch.device("cpu") if hosted else self._crew.device_of(self.placement.home[name])
-
         """Who owns and who holds what. Raises BadOption before the first batch."""
         if self._placement is None:
             raise BadOption(
@@ -142,7 +156,7 @@ class Ownership:
         """Stage, where it is, has it sparse gradients?"""
         lookups = [m for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         sparse = {id(m.weight) for m in lookups if m.sparse}
-        home, elsewhere = self.placement.home, self.placement.unused
+        home, elsewhere = self.placement.home, self.placement.unused | self._sharded
         first = {name: (table, key) for table, key, name in reversed(places(self._model))}
         return [
             (home[name], table, key, id(table[key]) in sparse)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
+from outsize.run.spmd import local_of
 from outsize.train.crew import Crew
 from outsize.train.tensor_ranks import TensorRanks
 
@@ -47,8 +48,9 @@ class Scaling:
         here = self._overflow(grads)
         flag = torch.full((1,), float(here), device=self._device)
         flag = flag if self._tensor is None else self._tensor.any(flag)
-        if bool(self._crew.sum(flag) > 0) and not here and grads:
-            grads[0].fill_(torch.inf)
+        flag = self._crew.replicas.total(self._crew.sum(flag)[0])
+        if bool(flag > 0) and not here and grads:
+            max(map(local_of, grads), key=Tensor.numel).fill_(torch.inf)  # a shard may be empty
         self._scaler.unscale_(chosen)
         self._unscaled = True
 
@@ -60,4 +62,4 @@ class Scaling:
 
     @staticmethod
     def _overflow(grads: list[Tensor]) -> bool:
-        return not all(bool(torch.isfinite(g).all()) for g in grads)
+        return not all(bool(torch.isfinite(local_of(g)).all()) for g in grads)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outsize.errors import BadOption
+from outsize.run.spmd import full_of
 from outsize.run.weight_shards import ShardWriter, shards
 from outsize.run.weights import places
 from outsize.train.crew import Crew
@@ -86,7 +87,7 @@ def _fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: Tens
 
     def fetch(tensor: Tensor) -> Tensor | None:
         name = names.get(id(tensor), "")
-        found = crew.fetch(tensor, homes.get(name, 0))
+        found = crew.fetch(full_of(tensor), homes.get(name, 0))
         return found if found is None or ranks is None else ranks.gathered(name, found)
 
     return fetch

@@ -34,6 +34,7 @@ from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
 from outsize.run.boundary import backward_edges, forward_edges
 from outsize.run.cut import Cut, cut
+from outsize.run.spmd import whole_shapes
 from outsize.train.batch import Batch, evaluating_loss
 from outsize.train.loss import Counting, LossShares, is_sum
 from outsize.train.tensor_ranks import TensorRanks
@@ -123,7 +124,7 @@ class Variants:
     def _make(self, part: Batch, outputs: bool) -> Variant:
         loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
         tensor = self._tensor
-        with nullcontext() if tensor is None else tensor.whole():
+        with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
             tape = record(self._model, part.args, part.kwargs, loss_fn, part.target, self._home)
             captured = build_graph(tape, self._model)
             own = tape if tensor is None else tensor.local(tape)

@@ -1,0 +1,220 @@
+"""Weights that replicas share (ZeRO-3): a rank keeps its part, and has a stage whole while it computes.
+
+    UNSHARD      begins the all-gather; the compute action behind it waits
+    RESHARD      frees the whole weights; the modules have their parts again, DTensors under the user's names
+    REDUCE_GRAD  scatters the sum of the replicas' gradients, so that each has that of its part; with the last
+                 one of a step the sums of the other shards (dp_replicate) are added
+
+FSDP2 does all of it, a group for each stage and dtype. Its hooks hang on modules that are called, and a stage
+runs flat: so it is given modules that have the parameter tables of the user's modules and are never called,
+and is driven as torch.distributed.pipelining drives it (stage.py, perform_reduce_grad), through parts of it
+that are not public: `_pieces` is the one place that knows them (torch 2.13).
+
+Gradients are added, never divided: losses have global shares. A parameter without a gradient on one replica
+takes part with zeros; without one on any, it has none in the end, and optimizers leave it alone.
+Scalars and weights that are not contiguous stay whole, and are the affair of train/replicas.py.
+Sources: torch.distributed.fsdp.fully_shard; ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277.
+Oracle: tests/unit/run/test_sharded.py, tests/dist/test_sharded_processes.py: the numbers of one process.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.run.cut import Cut
+from outsize.run.moves import Moves
+from outsize.schedules.sharded import with_gathers
+
+
+@final
+class Sharded(Moves):
+    """The sharded weights of this rank's stages."""
+
+    def __init__(self, model: nn.Module, home: Mapping[str, int], mesh: DeviceMesh) -> None:
+        """Divide in place what `home` gives a stage, over the last dim of `mesh`; a first one replicates."""
+        self._home, self._mesh = dict(home), mesh
+        self._root = nn.Module()
+        self._stages: dict[int, list[_Group]] = {}
+        for (stage, _), names in _alike(model, home).items():
+            holder = _holder(model, names)
+            self._root.add_module(str(len(self._root._modules)), holder)
+            fully_shard(holder, mesh=mesh, ignored_params=_others(model, names))
+            self._stages.setdefault(stage, []).append(_Group(holder))
+        fully_shard(self._root, mesh=mesh)
+        _state(self._root)._lazy_init()
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        used = ((name, p.stage) for p in cut.programs for name in (*p.weights, *p.spec.foreign))
+        return with_gathers(schedule, {(self._home[name], user) for name, user in used if name in self._home})
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        groups, kind = self._stages.get(row[at].stage, []), row[at].kind
+        if kind is Kind.REDUCE_GRAD:
+            return self._reduction(groups, last=row[at] not in row[at + 1 :], end=_none_behind(row, at))
+
+        def run() -> None:
+            for group in groups:
+                group.unshard() if kind is Kind.UNSHARD else group.reshard()
+
+        return run
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        def wait() -> None:
+            for group in coming:
+                group.wait()
+
+        asked = {a.stage for a in row[:at] if a.kind is Kind.UNSHARD}
+        coming = [group for stage in sorted(asked) for group in self._stages.get(stage, [])]
+        return wait if coming else None
+
+    def _reduction(self, groups: Sequence[_Group], *, last: bool, end: bool) -> Callable[[], None]:
+        def run() -> None:
+            for group in groups:
+                group.reduce(last)
+            if end:
+                self._finish()
+
+        return run
+
+    def _finish(self) -> None:
+        """Of the step: gradients are there, and those that nobody has made are none."""
+        groups = [group for own in self._stages.values() for group in own]
+        made = torch.tensor([made for group in groups for made in group.finish()], dtype=torch.uint8)
+        made = made.to(self._mesh.device_type)
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(made, dist.ReduceOp.MAX, self._mesh.get_group(dim))
+        left = iter(made.tolist())
+        for group in groups:
+            group.forget(left)
+        _release(self._root)
+
+
+@final
+class _Group:
+    """The weights of one dtype of one stage."""
+
+    def __init__(self, holder: nn.Module) -> None:
+        self._fsdp = cast(FSDPModule, holder)
+        self._fsdp.set_gradient_divide_factor(1.0)
+        self._fsdp.set_force_sum_reduction_for_comms(True)
+        self._fsdp.set_reduce_scatter_unused_params(True)
+        self._fsdp.set_reshard_after_backward(False)
+        self._pieces = _pieces(holder)
+        self._coming: Any = None
+        self._made: list[bool] = []
+
+    def unshard(self) -> None:
+        self._coming = self._fsdp.unshard(async_op=True)
+
+    def wait(self) -> None:
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+
+    def reshard(self) -> None:
+        self.wait()
+        self._fsdp.reshard()
+
+    def reduce(self, last: bool) -> None:
+        """`last` of the step, with those that replicate the shards."""
+        parameters = [piece for group in self._pieces for piece in group.fsdp_params]
+        known = self._made or [p.sharded_param.grad is not None for p in parameters]
+        here = (p.unsharded_param.grad is not None for p in parameters)
+        self._made = [before or now for before, now in zip(known, here, strict=True)]
+        self._fsdp.set_requires_all_reduce(last)
+        for group in self._pieces:
+            group.post_backward()
+
+    def finish(self) -> list[bool]:
+        """Which parameters have got a gradient here; after it no work is under way."""
+        for group in self._pieces:
+            group.finalize_backward()
+        return self._made or [False for group in self._pieces for _ in group.fsdp_params]
+
+    def forget(self, made: Iterable[int]) -> None:
+        """Gradients that are zeros because no replica has `made` one."""
+        for group in self._pieces:
+            for parameter, there in zip(group.fsdp_params, made, strict=False):
+                if not there:
+                    parameter.sharded_param.grad = None
+        self._made = []
+
+
+@final
+class _Table(nn.Module):
+    """A module's own parameters: what is put here, it has."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = owner._parameters
+
+
+@final
+class _Told(nn.Module):
+    """The same of a module that wants to be told (an LSTM has its weights in a list, too)."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(_parameters=owner._parameters, owner=owner)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = name in self.__dict__.get("_parameters", ())
+        setattr(self.__dict__["owner"], name, value) if known else super().__setattr__(name, value)
+
+
+def may_be_sharded(weight: Tensor) -> bool:
+    """FSDP2 divides the first dim of contiguous parameters."""
+    return isinstance(weight, nn.Parameter) and weight.ndim > 0 and weight.is_contiguous()
+
+
+def _alike(model: nn.Module, home: Mapping[str, int]) -> dict[tuple[int, torch.dtype], list[str]]:
+    """Names by stage and dtype, which is that of a gradient's sum."""
+    found = defaultdict[tuple[int, torch.dtype], list[str]](list)
+    for name, weight in model.named_parameters():
+        if name in home:
+            found[home[name], weight.dtype].append(name)
+    return dict(found)
+
+
+def _holder(model: nn.Module, names: Collection[str]) -> nn.Module:
+    wanted = {id(model.get_parameter(name)) for name in names}
+    holder = nn.Module()
+    for number, module in enumerate(model.modules()):
+        if wanted.intersection(map(id, module._parameters.values())):
+            table = _Table if type(module).__setattr__ is nn.Module.__setattr__ else _Told
+            holder.add_module(str(number), table(module))
+    return holder
+
+
+def _others(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
+    return {p for name, p in model.named_parameters() if name not in names}
+
+
+def _none_behind(row: Sequence[Action], at: int) -> bool:
+    return all(action.kind is not Kind.REDUCE_GRAD for action in row[at + 1 :])
+
+
+def _state(module: nn.Module) -> Any:
+    return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _pieces(module: nn.Module) -> list[Any]:
+    return _state(module)._fsdp_param_groups
+
+
+def _release(root: nn.Module) -> None:
+    """Inputs of the last reduce-scatters, as `_root_post_backward_final_callback` does."""
+    state = _state(root)
+    for kept in state._comm_ctx.reduce_scatter_states:
+        if kept.event is not None:
+            state._device_handle.current_stream().wait_event(kept.event)
+    state._comm_ctx.reduce_scatter_states.clear()

@@ -1,0 +1,105 @@
+"""Problem: a stage holds many blocks, but of sharded weights one block at a time is to be whole.
+
+`by_blocks` makes a stage of each block, on the rank where it was; the schedule's actions become those of the
+blocks, one after the other. Two stages of two blocks each, two microbatches, 1f1b:
+
+    rank 0   0F0         0F1         0B0         0B1               as the plan has it
+    rank 0   0F0 1F0     0F1 1F1     1B0 0B0     1B1 0B1           as it runs
+    rank 1   2F0 3F0     3B0 2B0     2F1 3F1     3B1 2B1
+
+A block is that of ir/segments.py; what is outside of blocks (embeddings, heads, a U-Net's convolutions) is
+divided so that no piece outweighs the largest block or unit. Pieces without weights go with their neighbour.
+Complexity: O(units + actions). Oracle: tests/unit/schedules/test_refine.py, drawn by hand; the numbers of one
+process, tests/dist/test_sharded_processes.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.names import compress_units
+from outsize.ir.plan import Plan, Stage
+from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.segments import blocks
+from outsize.schedules.planned import planned, written
+
+
+def by_blocks(plan: Plan, graph: ModelGraph) -> Plan:
+    """The plan as it runs: of sharded weights block by block; any other as it is. Raises as `Plan.owners`."""
+    if not plan.shards:
+        return plan
+    owners = plan.owners(graph)
+    of_stage = [[u for u, at in enumerate(owners) if at == stage] for stage in range(len(plan.stages))]
+    pieces = _pieces(graph, of_stage)
+    numbers = iter(range(sum(map(len, pieces))))
+    parts = [[next(numbers) for _ in found] for found in pieces]
+    whole = planned(plan.schedule, len(plan.stages), plan.microbatches, plan.axes.pp, plan.actions)
+    rows = tuple(tuple(_spelled(row, parts)) for row in whole.actions)
+    names = [unit.name for unit in graph.units]
+    stages = [_stage(plan, stage, names, piece) for stage, found in enumerate(pieces) for piece in found]
+    actions = written(Schedule("custom", whole.microbatches, rows))
+    found = {"stages": tuple(stages), "schedule": "custom", "actions": actions, "expected": None}
+    return plan.model_copy(update=found)
+
+
+def _spelled(row: Iterable[Action], parts: Sequence[Sequence[int]]) -> Iterator[Action]:
+    """Each action of a stage as those of its parts; backwards run backwards."""
+    for action in row:
+        own = parts[action.stage]
+        for part in own if action.kind is Kind.F else reversed(own):
+            yield Action(part, action.kind, action.microbatch)
+
+
+def _stage(plan: Plan, stage: int, names: Sequence[str], piece: Sequence[int]) -> Stage:
+    """Some units of a stage as a stage, recomputed as they were."""
+    how = plan.recompute_of(stage)
+    chosen = [unit for unit in piece if unit in plan.recomputed(stage, names)] if how == "selective" else []
+    return Stage(
+        units=compress_units(names, piece),
+        device=plan.stages[stage].device,
+        recompute="none" if how == "selective" and not chosen else how,
+        recomputed=compress_units(names, chosen),
+    )
+
+
+def _pieces(graph: ModelGraph, of_stage: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """Of each stage its pieces, of units."""
+    size = [0] * len(graph.units)
+    for parameter in graph.parameters:
+        size[graph.owner_of[parameter.name]] += parameter.size_bytes
+    block_of = blocks([unit.name for unit in graph.units])
+    weight = defaultdict[str, int](int)
+    for unit, block in enumerate(block_of):
+        weight[block] += size[unit] if block else 0
+    most = max([*size, *weight.values()])
+    return [_joined(_split(units, block_of, size, most), size) for units in of_stage]
+
+
+def _split(
+    units: Sequence[int], block_of: Sequence[str], size: Sequence[int], most: int
+) -> Iterator[list[int]]:
+    """A piece ends with its block; outside of blocks, before it has more than `most` bytes."""
+    piece: list[int] = []
+    for unit in units:
+        block = block_of[unit]
+        other = bool(piece) and block != block_of[piece[-1]]
+        full = not block and size[unit] > 0 and sum(size[u] for u in piece) + size[unit] > most
+        if piece and (other or full):
+            yield piece
+            piece = []
+        piece.append(unit)
+    if piece:
+        yield piece
+
+
+def _joined(pieces: Iterable[list[int]], size: Sequence[int]) -> list[list[int]]:
+    """Pieces without weights are the end of the one before, or the begin of the next."""
+    found: list[list[int]] = []
+    for piece in pieces:
+        if found and (not any(size[u] for u in piece) or not any(size[u] for u in found[-1])):
+            found[-1] = found[-1] + piece
+        else:
+            found.append(piece)
+    return found

@@ -1,0 +1,126 @@
+"""Weights that replicas share, over forks of this process: the numbers of the plain loop, and less memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+for folder in ("parity", "unit"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+
+from forked import on_ranks
+from parity_runs import SEED, Combination, batch_of, captured, fresh, planned
+from zoo import case
+
+from outsize.ir.plan import Axes, Plan
+from outsize.run.rng import seeder
+from outsize.run.spmd import full_of, local_of
+from outsize.schedules.refine import by_blocks
+from outsize.train.batch import Batch
+from outsize.train.engine import Engine
+from outsize.train.loss import LossShares
+from outsize.train.parallel import make_engine
+from outsize.train.reference import reference_step
+
+STEPS, MICROBATCHES, CLIP = 3, 4, 0.5
+Numbers = dict[str, Any]
+MODELS = ("llama", "gpt2", "t5", "vit", "unet", "resnet18")
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return fresh(name).to(dtype), batch_of(case(name)).mapped(cast)
+
+
+def plan_of(name: str, pp: int, *, replicate: int = 1, **changes: Any) -> Plan:
+    plan = planned(Combination(name, MICROBATCHES, pp, "1f1b"))
+    axes = Axes(pp=pp, dp_replicate=replicate, dp_shard=2)
+    update = {"axes": axes, "weights": "sharded", "microbatches": MICROBATCHES // (2 * replicate), **changes}
+    return by_blocks(plan.model_copy(update=update), captured(name, MICROBATCHES).graph)
+
+
+def plain(name: str, dtype: torch.dtype) -> Numbers:
+    """Losses, norms, the first step's gradients, the parameters after the last."""
+    model, batch = made(name, dtype)
+    optimizer = (adamw if dtype == torch.float64 else sgd)(model.parameters())
+    tape, parts = captured(name, MICROBATCHES).tape, batch.split(MICROBATCHES)
+    found: Numbers = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        seeds = [seeder(SEED, step, mb) for mb in range(MICROBATCHES)]
+        shares = LossShares(tape, model).of(parts)
+        loss = reference_step(model, tape, parts, shares, seeds, case(name).loss).loss
+        if not step:
+            found["grads"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found["norms"].append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        found["losses"].append(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    found["parameters"] = {n: p.detach() for n, p in model.named_parameters()}
+    return found
+
+
+def engine_of(name: str, dtype: torch.dtype, plan: Plan, group: dist.ProcessGroup) -> tuple[Engine, Batch]:
+    model, batch = made(name, dtype)
+    make = adamw if dtype == torch.float64 else sgd
+    found = {"loss_fn": case(name).loss, "optimizer": make, "seed": SEED, "clip_norm": CLIP}
+    return make_engine(model, plan, group, **found), batch
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Relative to the largest element; a bias of keys, whose gradient is rounding alone, has none: 1e-3."""
+    gap = (found.detach().double() - expected.double()).abs().max()
+    return float(gap / expected.double().abs().max().clamp(min=1e-3))
+
+
+def insist(engine: Engine, batch: Batch, expected: Numbers, most: float) -> None:
+    losses, norms, grads = [], [], dict[str, Tensor]()
+    for step in range(STEPS):
+        result = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)
+        if not step:
+            grads = {n: full_of(p.grad).clone() for n, p in engine.named_parameters() if p.grad is not None}
+        losses.append(result.loss)
+        norms.append(engine.update())
+    own = dict(engine.named_parameters())
+    assert grads.keys() == expected["grads"].keys() & own.keys()
+    pairs = {n: (g, expected["grads"][n]) for n, g in grads.items()}
+    pairs |= {f"trained {n}": (full_of(p), expected["parameters"][n]) for n, p in own.items()}
+    pairs |= {f"loss {at}": pair for at, pair in enumerate(zip(losses, expected["losses"], strict=True))}
+    pairs |= {f"norm {at}": pair for at, pair in enumerate(zip(norms, expected["norms"], strict=True))}
+    wrong = {n: d for n, pair in pairs.items() if not (d := distance(*pair)) <= most}
+    assert not wrong, wrong
+
+
+def work(cases: list[tuple[str, torch.dtype, Plan, Numbers]], group: dist.ProcessGroup) -> list[str]:
+    said = []
+    for name, dtype, plan, expected in cases:
+        engine, batch = engine_of(name, dtype, plan, group)
+        try:
+            insist(engine, batch, expected, 1e-10 if dtype == torch.float64 else 1e-6)
+        except AssertionError as error:
+            said.append(f"{name} {dtype}: {str(error)[:600]}")
+    return said
+
+
+@pytest.mark.parametrize(("pp", "replicate"), [(1, 1), (2, 1), (1, 2)])
+def test_sharded_plans_give_the_numbers_of_one_process(tmp_path: Path, pp: int, replicate: int) -> None:
+    dtypes = torch.float32, torch.float64
+    cases = [(n, d, plan_of(n, pp, replicate=replicate), plain(n, d)) for n in MODELS for d in dtypes]
+    found = on_ranks(tmp_path, 2 * pp * replicate, lambda group: work(cases, group))
+    assert found == [[]] * (2 * pp * replicate)
