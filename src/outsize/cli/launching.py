@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import typer
 
@@ -14,7 +15,6 @@ from outsize.errors import BadOption, RankFailed, WorldMismatch
 from outsize.ir.base import Record
 from outsize.ir.devices import places_in
 from outsize.train.launch import processes_for, run_script
-from outsize.train.rendezvous import LOOPBACK
 
 PROCESSES = 2
 
@@ -22,26 +22,30 @@ PROCESSES = 2
 @final
 @dataclass(frozen=True)
 class Place:
-    """torchrun's options: how many processes, on how many machines, and where they meet."""
+    """How many processes on this machine, and torchrun's other options as they were given, by name."""
 
     nproc_per_node: str | None = None
-    nnodes: int = 1
-    node_rank: int = 0
-    master_addr: str = LOOPBACK
-    master_port: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def nnodes(self) -> int:
+        """Machines; of MIN:MAX the least."""
+        least = str(self.options.get("nnodes", "1")).split(":")[0]
+        return int(least) if least.isdigit() and int(least) else 1
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The options as torchrun spells them."""
+        spelled = ((f"--{name.replace('_', '-')}", value) for name, value in self.options.items())
+        return tuple(text for flag, value in spelled for text in _flag(flag, value))
 
     def launch(self, argv: list[str], nproc_per_node: int, *, module: bool, shown_as: str = "") -> int:
         """Run the processes of this machine and return their exit code."""
-        return run_script(
-            argv,
-            nproc_per_node,
-            nnodes=self.nnodes,
-            node_rank=self.node_rank,
-            master_addr=self.master_addr,
-            master_port=self.master_port,
-            module=module,
-            shown_as=shown_as,
-        )
+        return run_script(argv, nproc_per_node, options=self.flags, module=module, shown_as=shown_as)
+
+
+def _flag(flag: str, value: Any) -> tuple[str, ...]:
+    return (flag,) if value is True else (f"{flag}={value}",)
 
 
 def run_job(job: Job, place: Place, screen: Screen) -> Outcome | None:

@@ -23,13 +23,18 @@ from outsize.cli.subject import batch_size, load_plan_to_run, write_text
 from outsize.cli.trace import outcome_tables, write_trace
 from outsize.errors import BadOption
 from outsize.train.launch import processes_for
-from outsize.train.rendezvous import LOOPBACK
 
 STEPS: Final = 10
 _PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
 _FOR_MODELS: Final = (
     *("steps", "input", "batch", "lr", "plan", "weights", "stages", "devices", "microbatches", "schedule"),
     *("measure", "seed", "report", "trace", "json"),
+)
+# Handed on as they are. Their names are torchrun's own: its parser checks them, and reads PET_* beside.
+_FOR_TORCHRUN: Final = (
+    *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
+    *("rdzv_conf", "standalone", "max_restarts", "monitor_interval", "local_addr", "log_dir", "redirects"),
+    *("tee", "shutdown_timeout"),
 )
 
 Target = Annotated[
@@ -38,37 +43,43 @@ Target = Annotated[
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="ARGS", help="Of the script.", show_default=False)
 ]
+
+
+def _torchruns(name: str, help: str, *short: str, **more: Any) -> Any:
+    """An option that is handed on to torchrun's own parser, spelled in all ways as there."""
+    names = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}", *short))
+    return typer.Option(*names, help=help, rich_help_panel=_PROCESSES, show_default=False, **more)
+
+
 Nproc = Annotated[
     str | None,
-    typer.Option(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        metavar="COUNT",
-        help="Processes on this machine: a number, cpu, gpu or auto (default: 1 for a script; for a MODEL "
+    _torchruns(
+        "nproc-per-node",
+        "Processes on this machine: a number, cpu, gpu or auto (default: 1 for a script; for a MODEL "
         "one per stage, else 2).",
-        rich_help_panel=_PROCESSES,
+        metavar="COUNT",
+        envvar="PET_NPROC_PER_NODE",
+        show_envvar=False,
     ),
 ]
-Nnodes = Annotated[int, typer.Option("--nnodes", help="Machines.", rich_help_panel=_PROCESSES)]
-NodeRank = Annotated[
-    int,
-    typer.Option(
-        "--node-rank", "--node_rank", help="Number of this machine, from 0.", rich_help_panel=_PROCESSES
-    ),
+Nnodes = Annotated[str | None, _torchruns("nnodes", "Machines, or MIN:MAX of them.", metavar="COUNT")]
+NodeRank = Annotated[int | None, _torchruns("node-rank", "Number of this machine, from 0.")]
+MasterAddr = Annotated[str | None, _torchruns("master-addr", "Where machine 0 is.")]
+MasterPort = Annotated[int | None, _torchruns("master-port", "Its port (one machine: a free one).")]
+Backend = Annotated[str | None, _torchruns("rdzv-backend", "How machines meet: static, c10d, etcd-v2.")]
+Endpoint = Annotated[str | None, _torchruns("rdzv-endpoint", "Where they meet.", metavar="HOST:PORT")]
+RunId = Annotated[str | None, _torchruns("rdzv-id", "The same on all machines of a run.")]
+Conf = Annotated[str | None, _torchruns("rdzv-conf", "More of how they meet.", metavar="KEY=VALUE,...")]
+Standalone = Annotated[bool, _torchruns("standalone", "One machine, whatever the rest says.")]
+Restarts = Annotated[int | None, _torchruns("max-restarts", "Restarts of all processes when one fails.")]
+Interval = Annotated[float | None, _torchruns("monitor-interval", "Seconds between two looks at them.")]
+LocalAddr = Annotated[str | None, _torchruns("local-addr", "This machine's address for the others.")]
+LogDir = Annotated[str | None, _torchruns("log-dir", "Where --tee and --redirects write.")]
+Redirects = Annotated[
+    str | None, _torchruns("redirects", "Streams to files: 3, or 0:1,1:2 by local rank.", "-r")
 ]
-MasterAddr = Annotated[
-    str,
-    typer.Option("--master-addr", "--master_addr", help="Where machine 0 is.", rich_help_panel=_PROCESSES),
-]
-MasterPort = Annotated[
-    int,
-    typer.Option(
-        "--master-port",
-        "--master_port",
-        help="Its port (0: a free one, one machine only).",
-        rich_help_panel=_PROCESSES,
-    ),
-]
+Tee = Annotated[str | None, _torchruns("tee", "Streams to files and here, as --redirects.", "-t")]
+Shutdown = Annotated[int | None, _torchruns("shutdown-timeout", "Seconds from SIGTERM to SIGKILL (5).")]
 Module = Annotated[
     bool,
     typer.Option("-m", "--module", help="TARGET is a module, as in python -m.", rich_help_panel=_PROCESSES),
@@ -104,10 +115,22 @@ def run(
     target: Target,
     arguments: Arguments = None,
     nproc_per_node: Nproc = None,
-    nnodes: Nnodes = 1,
-    node_rank: NodeRank = 0,
-    master_addr: MasterAddr = LOOPBACK,
-    master_port: MasterPort = 0,
+    nnodes: Nnodes = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_backend: Backend = None,
+    rdzv_endpoint: Endpoint = None,
+    rdzv_id: RunId = None,
+    rdzv_conf: Conf = None,
+    standalone: Standalone = False,
+    max_restarts: Restarts = None,
+    monitor_interval: Interval = None,
+    local_addr: LocalAddr = None,
+    log_dir: LogDir = None,
+    redirects: Redirects = None,
+    tee: Tee = None,
+    shutdown_timeout: Shutdown = None,
     module: Module = False,
     steps: Steps = STEPS,
     input: options.Input = None,
@@ -131,7 +154,10 @@ def run(
 
     MODEL is trained on a random batch, one process per stage; its figures are shown beside the predicted.
     """
-    place = Place(nproc_per_node, nnodes, node_rank, master_addr, master_port)
+    given = {name: ctx.params[name] for name in _FOR_TORCHRUN}
+    place = Place(
+        nproc_per_node, {name: value for name, value in given.items() if value not in (None, False)}
+    )
     if not _is_model(target, module):
         _refuse_for_scripts(ctx)
         _run_script(place, [target, *(arguments or ())], module)

@@ -22,10 +22,10 @@ import textwrap
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, final
+from typing import Any, Self, final
 
 from outsize.errors import OutsizeError
 
@@ -34,30 +34,6 @@ _LOST_CONNECTION = re.compile(
     r"|Dist(Network|Backend|Store)Error|remote process exited"
 )
 _ENTRY_FILES = ("runpy", "<frozen runpy>", "outsize/train/worker.py")
-
-
-@final
-@dataclass(frozen=True)
-class WorkerFiles:
-    """What the worker of one rank leaves behind in the launcher's temporary folder."""
-
-    folder: Path
-    rank: int
-
-    @property
-    def error(self) -> Path:
-        """The record of the exception that ended it."""
-        return self.folder / f"rank{self.rank}.json"
-
-    @property
-    def fault(self) -> Path:
-        """The stack that faulthandler writes on a segmentation fault or an abort."""
-        return self.folder / f"rank{self.rank}.fault"
-
-    @property
-    def elastic(self) -> Path:
-        """For the script's own use of torch's `@record`, which does not mean that the rank will fail."""
-        return self.folder / f"rank{self.rank}.elastic.json"
 
 
 @final
@@ -73,6 +49,20 @@ class Failure:
     shown: str = ""
     call_stack: str = ""
     ours: bool = False
+
+    def to_json(self) -> str:
+        """For the agents of other machines."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """What another agent has written."""
+        return cls(**json.loads(text))
+
+    @classmethod
+    def lost(cls, message: str) -> Self:
+        """Of rank 0, whose machine does not answer any more."""
+        return cls(0, 0, 1, time.time_ns(), message=message, call_stack=message)
 
     @property
     def is_consequence(self) -> bool:
@@ -112,23 +102,32 @@ def write_failure(path: Path, error: BaseException, exit_code: int) -> None:
     draft.replace(path)
 
 
-def read_failure(files: WorkerFiles, *, pid: int, exit_code: int | None) -> Failure:
-    """What the rank has recorded; without a record, what the exit code alone tells."""
-    if not files.error.exists():
-        code = exit_code if exit_code is not None else 1
-        return Failure(files.rank, pid, code, time.time_ns(), shown=_last_words(files.fault))
-    message: dict[str, Any] = json.loads(files.error.read_text(encoding="utf-8"))["message"]
-    extra: dict[str, Any] = message["extraInfo"]
+def read_failure(record: Path, *, rank: int, pid: int, exit_code: int | None) -> Failure | None:
+    """How the rank failed: by its record; without one by its exit code. None while nothing speaks for it.
+
+    A record of torch's own `@record` counts only once its process has ended badly.
+    """
+    ended_badly, message = exit_code not in (None, 0), _message(record)
+    extra: dict[str, Any] = message.get("extraInfo", {})
+    if not ended_badly and "shown" not in extra:
+        return None
+    code = exit_code if exit_code is not None else 1
+    seconds = int(extra.get("timestamp", time.time()))
     return Failure(
-        rank=files.rank,
+        rank=rank,
         pid=pid,
-        exit_code=int(extra["exit_code"]),
-        time_ns=int(extra["time_ns"]),
-        message=str(message["message"]),
-        shown=str(extra["shown"]),
-        call_stack=str(extra["py_callstack"]),
-        ours=bool(extra["ours"]),
+        exit_code=int(extra.get("exit_code", code)),
+        time_ns=int(extra.get("time_ns", seconds * 10**9 if extra else time.time_ns())),
+        message=str(message.get("message", "")),
+        shown=str(extra.get("shown", extra.get("py_callstack", _last_words(fault_file(record))))),
+        call_stack=str(extra.get("py_callstack", "")),
+        ours=bool(extra.get("ours", False)),
     )
+
+
+def fault_file(record: Path) -> Path:
+    """Where faulthandler writes the stack on a segmentation fault or an abort, beside the record."""
+    return record.with_suffix(".fault")
 
 
 def signal_name(number: int) -> str:
@@ -137,6 +136,13 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _message(record: Path) -> dict[str, Any]:
+    if not record.exists():
+        return {}
+    message = json.loads(record.read_text(encoding="utf-8"))["message"]
+    return message if isinstance(message, dict) else {"message": message}  # a C++ error is a text alone
 
 
 def _last_words(fault: Path) -> str:

@@ -1,10 +1,7 @@
 """Start one process per device (`outsize run`), and join the processes from inside a script.
 
-The same script runs alone, under `outsize run` and under torchrun: the environment is torchrun's. The
-launcher itself needs the standard library alone (only `join` imports torch), so it starts in about 0.1 s and
-leaves the memory to the workers. torch's elastic agent is not used: it kills after 30 s, tells failures
-apart by whole seconds, shows every rank's traceback and costs the launcher an `import torch`. Restarts and
-changing node counts are not offered here.
+The launcher is torch's elastic agent with torchrun's options (agent.py says what we add). The same script
+runs alone, under `outsize run`, torchrun, srun and mpirun: `join` finds out under which (detect.py).
 
 A run on one machine stays on the loopback interface: the meeting port, gloo and NCCL.
 """
@@ -12,49 +9,45 @@ A run on one machine stays on the loopback interface: the meeting port, gloo and
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGINT, SIGKILL
+from typing import TYPE_CHECKING, Any
 
 from outsize.errors import BadOption, RankFailed
-from outsize.train import supervise
+from outsize.train.detect import detected
 from outsize.train.ending import end_well_outside_workers
-from outsize.train.failure import Failure, WorkerFiles, first_failure, signal_name
-from outsize.train.rendezvous import LOOPBACK, loopback_interface, reserved_port
-from outsize.train.spec import LaunchSpec, worker_environment
+from outsize.train.failure import Failure, signal_name
+from outsize.train.rendezvous import LOOPBACK_NAMES, loopback_interface
+from outsize.train.spec import LaunchSpec, lifeline_in, worker_environment
 from outsize.train.world import World, join_world, leave, on_one_machine
 
-__all__ = ["LaunchSpec", "World", "join", "launch", "leave", "processes_for", "run_script"]
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = ["LaunchSpec", "World", "error_file", "join", "launch", "leave", "processes_for", "run_script"]
 
 
 def run_script(
     argv: Sequence[str],
     nproc_per_node: int = 1,
     *,
-    nnodes: int = 1,
-    node_rank: int = 0,
-    master_addr: str = LOOPBACK,
-    master_port: int = 0,
+    options: Sequence[str] = (),
     module: bool = False,
-    grace_s: float = 5.0,
+    grace_s: int = 5,
     shown_as: str = "",
 ) -> int:
     """`launch` with plain arguments: argv[0] is a script's path, or a module's name when `module`."""
-    spec = LaunchSpec(
-        tuple(argv),
-        nproc_per_node,
-        nnodes,
-        node_rank,
-        master_addr,
-        master_port,
-        module=module,
-        grace_s=grace_s,
-        shown_as=shown_as,
+    return launch(
+        LaunchSpec(
+            tuple(argv), nproc_per_node, tuple(options), module=module, grace_s=grace_s, shown_as=shown_as
+        )
     )
-    return launch(spec)
 
 
 def launch(spec: LaunchSpec) -> int:
@@ -64,96 +57,198 @@ def launch(spec: LaunchSpec) -> int:
     failing rank's traceback and a RankFailed [E401] line went to stderr (its code is 4), or, for an error of
     outsize itself, that one line (with that error's code). No process of the run outlives this call, and the
     longest wait after a failure or a signal is `spec.grace_s` seconds.
+    Raises BadOption (E106); RankFailed when the machines do not meet.
     """
-    env, cores = dict(os.environ), _cores()
-    if spec.nproc_per_node > 1 and "OMP_NUM_THREADS" not in env:
-        supervise.say(f"outsize: {_processes(spec)}, OMP_NUM_THREADS={spec.threads(cores)} each")
-    signals, failures = _run(spec, env, cores)
-    if signals:
-        supervise.say(f"outsize: stopped by {signal_name(signals[0])}, {_processes(spec)} ended")
-        return 128 + signals[0]
-    return _report(spec, first_failure(failures)) if failures else 0
+    with tempfile.TemporaryDirectory(prefix="outsize-") as folder, _quiet_elastic():
+        return _run(spec, Path(folder))
 
 
 def processes_for(nproc: str) -> int:
-    """torchrun's values of --nproc-per-node: a number, `cpu` (cores), `gpu` (CUDA devices), `auto` (either).
+    """torchrun's values of --nproc-per-node: a number, `cpu` (cores), `gpu`, `xpu`, `auto` (either).
 
-    Raises BadOption (E106). Only `gpu` and `auto` import torch.
+    Raises BadOption (E106). Only words import torch.
     """
     if nproc.isdigit() and int(nproc) > 0:
         return int(nproc)
-    if nproc not in ("cpu", "gpu", "auto"):
+    if nproc.removeprefix("-").isdigit():
         raise BadOption(f"--nproc-per-node {nproc!r} is no count", next_step="--nproc-per-node 2, or auto")
-    devices = 0 if nproc == "cpu" else _cuda_devices()
-    if nproc == "gpu" and devices == 0:
-        raise BadOption("--nproc-per-node gpu: no CUDA device here", next_step="--nproc-per-node cpu")
-    return devices or _cores()
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return _cores() if nproc == "cpu" else determine_local_world_size(nproc)
+    except ValueError as error:
+        raise BadOption(
+            f"--nproc-per-node {nproc!r} is no count of what is here: {error}",
+            next_step="--nproc-per-node 2, cpu, or auto",
+        ) from error
 
 
-def join(device_type: str = "cpu", timeout_s: float = 1800.0) -> World:
+def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | None = None) -> World:
     """This process's place in the run; makes the default process group if there is none yet.
 
-    gloo for `cpu`; for another device type its own backend (NCCL for `cuda`) and gloo for CPU tensors.
-    `timeout_s` bounds each collective. Without torchrun's environment: World(0, 1, 0, None). From here on an
-    uncaught exception is recorded for torchrun and ends the process without waiting for its peers.
-    Raises BadOption (E106) when the environment is half there or asks for a device that is not.
+    gloo for `cpu`; for another device type its own backend (NCCL for `cuda`) and gloo for CPU tensors; or
+    the `backend` asked for, as torch spells it. `timeout_s` bounds each collective. Without the environment
+    of torchrun, srun or mpirun: World(0, 1, 0, None). From here on an uncaught exception is recorded for
+    torchrun and ends the process without waiting for its peers.
+    Raises BadOption (E106) when the environment is half there or asks for a device or backend that is not.
     """
     env = os.environ
+    env.update(detected(env))  # for the user's own use of RANK, and torch's
     if on_one_machine(env):
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(name, loopback_interface())
-    world = join_world(env, device_type, timeout_s)
+    world = join_world(env, device_type, timeout_s, backend)
     if world.owned:
-        error_file = env.get("TORCHELASTIC_ERROR_FILE")
-        end_well_outside_workers(Path(error_file) if error_file else None)
+        end_well_outside_workers(error_file())
     return world
 
 
-def _run(spec: LaunchSpec, env: Mapping[str, str], cores: int) -> tuple[list[int], list[Failure]]:
-    """Start, watch and end the workers; the signals that came and the ranks that failed."""
-    workers: list[supervise.Worker] = []
+def error_file() -> Path | None:
+    """Where elastic wants the record of what ended this worker."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def _run(spec: LaunchSpec, folder: Path) -> int:
+    """Start, watch and end the workers."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from outsize.train.agent import Agent, Logs, lifeline, signals_kept
+
+    args, config = _config(spec, folder)
+    loopback = _is_local(args, config)
+    more = worker_environment(spec.nproc_per_node, os.environ, loopback=loopback, cores=_cores())
+    if "OMP_NUM_THREADS" in more:
+        _say(f"outsize: {spec.processes}, OMP_NUM_THREADS={more['OMP_NUM_THREADS']} each")
+    logs = Logs(args.log_dir, args, more, config.log_line_prefix_template or "[${rank}] ")
+    codes: list[int] = []
     with contextlib.ExitStack() as stack:
-        signals = stack.enter_context(supervise.caught_signals())
-        port = spec.master_port or stack.enter_context(reserved_port())
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outsize-")))
-        lifeline = stack.enter_context(supervise.lifeline())
-        stack.callback(supervise.kill, workers)  # whatever happens below, nothing is left running
-        for local_rank in range(spec.nproc_per_node):
-            files = WorkerFiles(folder, spec.rank(local_rank))
-            theirs = worker_environment(spec, env, local_rank=local_rank, port=port, cores=cores, files=files)
-            workers.append(supervise.start(spec.command(files, lifeline), theirs, files, lifeline))
-        failures = supervise.watch(workers, signals)
-        if signals or failures:
-            supervise.end(workers, signals[0] if signals else SIGTERM, spec.grace_s, signals)
-        supervise.drain(workers)
-    return signals, failures
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stack.enter_context(signals_kept())
+        stack.enter_context(lifeline(lifeline_in(folder)))
+        try:
+            worker = _worker(spec, folder, args, config, loopback=loopback)
+            agent = Agent(worker, logs, config.shutdown_timeout or 0, _reporter(spec, codes))
+            stack.callback(agent.kill)  # whatever happens below, nothing is left running
+            agent.run()
+            return codes[-1] if agent.failure else 0
+        except (SignalException, KeyboardInterrupt) as stop:
+            signum = stop.sigval if isinstance(stop, SignalException) else SIGINT
+            _say(f"outsize: stopped by {signal_name(signum)}, {spec.processes} ended")
+            return 128 + signum
+        except (RendezvousError, DistError) as error:
+            raise RankFailed(
+                "the machines of the run have not met",
+                numbers=f"{config.rdzv_backend} at {config.rdzv_endpoint}, {type(error).__name__}: {error}",
+                next_step="start the same command on every machine, --node-rank 0, 1, ...",
+            ) from error
 
 
-def _report(spec: LaunchSpec, failure: Failure) -> int:
+def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
+    """torchrun's own reading of its options (and of PET_*); Raises BadOption."""
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        args = parser.parse_args([*spec.options, "--nproc-per-node", "1", spec.argv[0]])
+        _check_meeting(args)
+        args.master_port = args.master_port or (0 if args.nnodes in ("1", "1:1") else 29500)
+        args.log_dir = args.log_dir or str(folder)
+        args.shutdown_timeout = args.shutdown_timeout or spec.grace_s
+        config, _, _ = config_from_args(args)
+    except BadOption:
+        raise
+    except Exception as error:  # argparse's, and what torchrun asserts of the values
+        raise BadOption(
+            f"torchrun's options: {error}", numbers=" ".join(spec.options), next_step="outsize run --help"
+        ) from error
+    config.nproc_per_node = spec.nproc_per_node  # more than one would make torchrun choose OMP_NUM_THREADS
+    return args, config
+
+
+def _check_meeting(args: Any) -> None:
+    if args.nnodes not in ("1", "1:1") and not (args.rdzv_endpoint or args.master_port or args.standalone):
+        raise BadOption(
+            f"--nnodes {args.nnodes} needs a meeting point that all machines reach",
+            numbers=f"--master-addr {args.master_addr}, no --master-port, no --rdzv-endpoint",
+            next_step="--node-rank 0 --master-addr <address of node 0> --master-port 29500",
+        )
+
+
+def _is_local(args: Any, config: LaunchConfig) -> bool:
+    """Whether the processes of this machine are the run, and nobody has said where to meet."""
+    unsaid = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_addr in LOOPBACK_NAMES
+    return bool(args.standalone) or (config.max_nodes == 1 and unsaid)
+
+
+def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, loopback: bool) -> WorkerSpec:
+    """What elastic wants to know of a worker."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from outsize.train.agent import Loopback
+
+    meeting = RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        config.run_id,
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        **config.rdzv_configs,
+    )
+    static = config.rdzv_backend == "static" and not loopback
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=spec.nproc_per_node,
+        rdzv_handler=Loopback(args.master_port) if loopback else get_rendezvous_handler(meeting),
+        entrypoint=sys.executable,
+        args=tuple(spec.command(folder)),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=args.master_addr if static else None,
+        master_port=args.master_port if static else None,
+        local_addr=config.local_addr,
+        numa_options=config.numa_options,
+    )
+
+
+def _reporter(spec: LaunchSpec, codes: list[int]) -> Any:
+    """Shows what ended an attempt, and notes its exit code."""
+
+    def show(failure: Failure, world_size: int, restarts_left: int) -> None:
+        codes.append(_report(spec, failure, world_size))
+        if restarts_left:
+            _say(f"outsize: starting again, {restarts_left} restarts left")
+
+    return show
+
+
+def _report(spec: LaunchSpec, failure: Failure, world_size: int) -> int:
     if failure.shown:
-        supervise.say(failure.shown.rstrip("\n"))
+        _say(failure.shown.rstrip("\n"))
     if failure.ours:
         return failure.exit_code
     rank_failed = RankFailed(
-        f"rank {failure.rank} of {spec.world_size} failed first",
+        f"rank {failure.rank} of {world_size} failed first",
         numbers=f"{failure.ending}, pid {failure.pid}",
-        next_step=_next_step(spec, failure),
+        next_step=_next_step(spec, failure, world_size),
     )
-    supervise.say(str(rank_failed))
+    _say(str(rank_failed))
     return RankFailed.exit_code
 
 
-def _next_step(spec: LaunchSpec, failure: Failure) -> str:
+def _next_step(spec: LaunchSpec, failure: Failure, world_size: int) -> str:
     if failure.exit_code == -SIGKILL:
         return "dmesg | grep -i 'killed process' (the kernel kills what outgrows the memory)"
-    if spec.world_size > 1:
-        target = spec.shown_as or (f"-m {spec.argv[0]}" if spec.module else spec.argv[0])
-        return f"outsize run --nproc-per-node 1 {target} (does one process alone fail too?)"
+    if failure.is_consequence and world_size > spec.nproc_per_node:
+        return "see what the other machines say: the cause is there"
+    if world_size > 1:
+        return f"outsize run --nproc-per-node 1 {spec.shown} (does one process alone fail too?)"
     return "outsize explain E401"
-
-
-def _processes(spec: LaunchSpec) -> str:
-    return "1 process" if spec.nproc_per_node == 1 else f"{spec.nproc_per_node} processes"
 
 
 def _cores() -> int:
@@ -161,7 +256,23 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def _cuda_devices() -> int:
-    import torch
+def _say(text: str) -> None:
+    """To the launcher's own stderr, in one piece."""
+    from outsize.train.agent import STDERR, Lines
 
-    return torch.cuda.device_count()
+    Lines(STDERR).write(text)
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Elastic's own log, which repeats what we say, is silent unless the user has set LOGLEVEL."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    silent, before = logging.NullHandler(), logger.propagate
+    if "LOGLEVEL" not in os.environ:
+        logger.addHandler(silent)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(silent)
+        logger.propagate = before

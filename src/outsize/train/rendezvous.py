@@ -1,21 +1,28 @@
-"""Where the ranks of one machine meet: a port kept free for them, on the loopback interface only.
+"""Where ranks meet: a store that rank 0, or its elastic agent, serves; on one machine, on loopback only.
 
-torch's own `env://` store listens on every interface, unauthenticated. A run on one machine has no use for
-that, so `loopback_store` hands the store a socket that is bound to 127.0.0.1.
+torch's own stores (`env://`, static, c10d) listen on every interface, unauthenticated. A run on one machine
+has no use for that, so `loopback_store` hands the store a socket that is bound to 127.0.0.1.
+
+Who is missing is said by name: each rank leaves a key when it comes, the agent one for a process that ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import sys
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
+from outsize.errors import RankFailed
 
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+HERE, ENDED = "outsize/here", "outsize/ended"
+WARN_S, FIRST_LOOK_S, LAST_LOOK_S = 10.0, 0.01, 0.5
 LOOPBACK = "127.0.0.1"
 LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
 
@@ -25,32 +32,71 @@ def loopback_interface() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """A free port on 127.0.0.1. On Linux it stays reserved: a socket that is bound with SO_REUSEADDR and
-    does not listen keeps others from being given this port, yet lets rank 0 listen on it."""
-    with _bound(0) as holder:
-        port = int(holder.getsockname()[1])
-        if sys.platform != "linux":
-            holder.close()
-        yield port
-
-
-def loopback_store(port: int, *, rank: int, world_size: int, timeout_s: float) -> Store:
-    """The TCP store at 127.0.0.1:`port`; rank 0 serves it there and nowhere else."""
+def loopback_store(port: int, timeout_s: float) -> TCPStore:
+    """Serves a TCP store at 127.0.0.1:`port` and nowhere else (port 0: a free one, see its `port`)."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    timeout = timedelta(seconds=timeout_s)
-    if rank != 0:
-        return TCPStore(LOOPBACK, port, world_size, is_master=False, timeout=timeout)
-    listener = _bound(port)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((LOOPBACK, port))
     listener.listen(1024)
-    fd = listener.detach()  # the store owns and closes it
-    return TCPStore(LOOPBACK, port, world_size, is_master=True, timeout=timeout, master_listen_fd=fd)
+    return TCPStore(
+        LOOPBACK,
+        int(listener.getsockname()[1]),
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store owns and closes it
+    )
 
 
-def _bound(port: int) -> socket.socket:
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((LOOPBACK, port))
-    return holder
+def meet(env: Mapping[str, str], timeout_s: float) -> Store:
+    """The store of this run's ranks (torchrun's variables in `env`), once all of them have come.
+
+    Warns after 10 s with the names of those who have not. Raises RankFailed (E401) after `timeout_s`, or as
+    soon as a missing one is known to have ended.
+    """
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    rank, address, port = int(env["RANK"]), env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    serves = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    timeout = timedelta(seconds=timeout_s)
+    if serves and address in LOOPBACK_NAMES:
+        store = loopback_store(port, timeout_s)
+    else:
+        store = TCPStore(address, port, is_master=serves, timeout=timeout, wait_for_workers=False)
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    ours = PrefixStore(f"outsize/{attempt}", store)  # an agent may keep its store over a restart
+    _wait_for_all(ours, store, rank, int(env["WORLD_SIZE"]), timeout_s)
+    return ours
+
+
+def _wait_for_all(store: Store, agents: Store, rank: int, world_size: int, timeout_s: float) -> None:
+    start, pause_s, warned = time.monotonic(), FIRST_LOOK_S, rank != 0
+    keys = [f"{HERE}/{one}" for one in range(world_size)]
+    store.set(keys[rank], "")
+    while not store.check(keys):
+        waited_s = time.monotonic() - start
+        missing = [one for one, key in enumerate(keys) if not store.check([key])]
+        gone = [one for one in missing if agents.check([f"{ENDED}/{one}"])]
+        if gone or (missing and waited_s > timeout_s):
+            raise _never_joined(gone or missing, world_size, waited_s, ended=bool(gone))
+        if missing and waited_s > WARN_S and not warned:
+            warned = True
+            warnings.warn(f"{_named(missing)} of {world_size} not here after 10 s", stacklevel=6)
+        time.sleep(pause_s)  # Store.wait would write a warning to stderr at each of its timeouts
+        pause_s = min(1.5 * pause_s, LAST_LOOK_S)
+
+
+def _never_joined(ranks: list[int], world_size: int, waited_s: float, *, ended: bool) -> RankFailed:
+    how = "ended without joining the others" if ended else "did not join the others"
+    return RankFailed(
+        f"{_named(ranks)} of {world_size} {how}",
+        numbers=f"waited {waited_s:.0f} s",
+        next_step="call outsize.parallelize on every rank, and start as many processes as the run has",
+    )
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"

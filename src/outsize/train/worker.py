@@ -1,13 +1,13 @@
 """The entry of a worker process: run the user's script as `__main__`, and end in an orderly way.
 
-    python -P -m outsize.train.worker ERROR_FILE FAULT_FILE LIFELINE_FD script|module TARGET ARGS...
+    python -P -m outsize.train.worker LIFELINE script|module TARGET ARGS...
 
 Compared with `python TARGET ARGS...` a script sees the same `sys.argv`, `sys.path[0]` and `__name__`, and:
-- an exception goes to ERROR_FILE (a crash in C to FAULT_FILE), not to stderr: the launcher shows
-  the one that matters;
+- an exception goes to elastic's error file (a crash in C to a file beside it), not to stderr: the launcher
+  shows the one that matters;
 - the process leaves without tearing the interpreter down (ending.py says why);
-- LIFELINE_FD is the read end of a pipe whose write end the launcher alone holds: at its end of file the
-  launcher is gone, however it died, and the worker kills its own process group.
+- LIFELINE is a named pipe that the launcher alone holds open for writing: at its end of file the launcher is
+  gone, however it died, and the worker kills its own process group.
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ import threading
 from pathlib import Path
 
 from outsize.train.ending import INTERRUPTED, end_now, exit_code
-from outsize.train.failure import write_failure
+from outsize.train.failure import fault_file, write_failure
+from outsize.train.launch import error_file
 
 
 def main(argv: list[str]) -> None:
     """Run TARGET and end the process."""
-    error_file, fault_file, lifeline, kind, target, *arguments = argv
-    threading.Thread(target=_die_with_launcher, args=(int(lifeline),), daemon=True).start()
+    lifeline, kind, target, *arguments = argv
+    threading.Thread(target=_die_with_launcher, args=(lifeline,), daemon=True).start()
     _write_whole_lines()
-    faulthandler.enable(file=Path(fault_file).open("w"), all_threads=False)  # noqa: SIM115 - open until the end
+    record = error_file()
+    if record is not None:
+        faulthandler.enable(file=fault_file(record).open("w"), all_threads=False)
     sys.argv = [target, *arguments]
-    end_now(_run(kind, target, Path(error_file)))
+    end_now(_run(kind, target, record))
 
 
-def _run(kind: str, target: str, error_file: Path) -> int:
+def _run(kind: str, target: str, record: Path | None) -> int:
     try:
         _execute(kind, target)
     except BaseException as error:
         status = exit_code(error)
-        if status not in (0, INTERRUPTED):
-            write_failure(error_file, error, status)
+        if record is not None and status not in (0, INTERRUPTED):
+            write_failure(record, error, status)
         return status
     return 0
 
@@ -61,8 +64,11 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _die_with_launcher(lifeline: int) -> None:
-    os.read(lifeline, 1)
+def _die_with_launcher(lifeline: str) -> None:
+    # opened without waiting: a launcher that is gone already would never open its end
+    held = os.open(lifeline, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(held, True)
+    os.read(held, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -12,12 +12,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
 from outsize.errors import BadOption
-from outsize.train.rendezvous import LOOPBACK_NAMES, loopback_store
+from outsize.train.rendezvous import LOOPBACK_NAMES, meet
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
-    from torch.distributed.distributed_c10d import Store
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -37,7 +36,9 @@ class World:
     owned: bool = False
 
 
-def join_world(env: Mapping[str, str], device_type: str, timeout_s: float) -> World:
+def join_world(
+    env: Mapping[str, str], device_type: str, timeout_s: float, backend: str | None = None
+) -> World:
     """The place that `env` describes; makes the default group unless there is one. See launch.join."""
     import torch.distributed as dist
 
@@ -49,15 +50,15 @@ def join_world(env: Mapping[str, str], device_type: str, timeout_s: float) -> Wo
     _check(env)
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     local_rank = int(env.get("LOCAL_RANK", rank))
+    name = _backend(device_type, backend)
+    place = {} if name == "mpi" else {"rank": rank, "world_size": world_size, "store": meet(env, timeout_s)}
     dist.init_process_group(
-        _backend(device_type),
-        store=_store(env, rank, world_size, timeout_s),
-        rank=rank,
-        world_size=world_size,
+        name,
+        **place,  # MPI knows its own
         timeout=timedelta(seconds=timeout_s),
         device_id=_bound_device(device_type, local_rank),
     )
-    return World(rank, world_size, local_rank, dist.group.WORLD, owned=True)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, dist.group.WORLD, owned=True)
 
 
 def leave(world: World) -> None:
@@ -69,8 +70,9 @@ def leave(world: World) -> None:
 
 
 def on_one_machine(env: Mapping[str, str]) -> bool:
-    """Whether all processes of the run are on this machine."""
-    return "WORLD_SIZE" in env and env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"]
+    """Whether all processes are on this machine: its launcher says so, or they meet on loopback."""
+    alone = env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE")
+    return "WORLD_SIZE" in env and (alone or env.get("MASTER_ADDR") in LOOPBACK_NAMES)
 
 
 def _check(env: Mapping[str, str]) -> None:
@@ -82,13 +84,31 @@ def _check(env: Mapping[str, str]) -> None:
         )
 
 
-def _backend(device_type: str) -> str:
-    """The device's own backend, and gloo for tensors on the CPU."""
+def _backend(device_type: str, asked: str | None) -> str:
+    """As asked, else the device's own backend, and gloo for tensors on the CPU."""
     import torch.distributed as dist
 
+    if asked is not None:
+        _insist_on_backends(asked)
+        return asked
     if device_type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
+
+
+def _insist_on_backends(asked: str) -> None:
+    """Each of `nccl` or `cpu:gloo,cuda:nccl` is one that this torch was built with."""
+    import torch.distributed as dist
+
+    known = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
+    for name in (one.split(":")[-1].lower() for one in asked.split(",")):
+        if not dist.is_backend_available(name):
+            built = "; MPI needs a torch built from source with MPI's compiler" if name == "mpi" else ""
+            raise BadOption(
+                f"this torch has no backend {name!r}",
+                numbers=f"it has {', '.join(known)}{built}",
+                next_step=f"backend={known[0]!r}, or leave it out",
+            )
 
 
 def _bound_device(device_type: str, local_rank: int) -> torch.device | None:
@@ -107,11 +127,3 @@ def _bound_device(device_type: str, local_rank: int) -> torch.device | None:
     device = torch.device(device_type, local_rank)
     torch.get_device_module(device_type).set_device(device)
     return device
-
-
-def _store(env: Mapping[str, str], rank: int, world_size: int, timeout_s: float) -> Store | None:
-    """A store on the loopback interface; None (torch's `env://`) across machines or with an agent's."""
-    agent_serves = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if agent_serves or env["MASTER_ADDR"] not in LOOPBACK_NAMES or not on_one_machine(env):
-        return None
-    return loopback_store(int(env["MASTER_PORT"]), rank=rank, world_size=world_size, timeout_s=timeout_s)

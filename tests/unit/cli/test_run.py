@@ -12,6 +12,7 @@ from outsize.cli import launching
 from outsize.cli.job import Job
 from outsize.cli.launching import Place
 from outsize.cli.options import BatchNormOption, RecomputeOption, ScheduleOption
+from outsize.cli.run import _FOR_TORCHRUN  # pyright: ignore[reportPrivateUsage]
 from outsize.ir.plan import BatchNormMode, Recompute, ScheduleName
 from outsize.ir.utilisation import Idle
 
@@ -48,9 +49,24 @@ def test_a_module_as_torchrun_spells_it(outsize: Outsize, launched: Calls) -> No
     assert outsize("run", *flags, "-m", "package.module", "--lr", "3").code == 7
     assert outsize("run", *(f.replace("_", "-") for f in flags), "--module", "a.b").code == 7
     assert [argv for argv, _, _ in launched] == [["package.module", "--lr", "3"], ["a.b"]]
+    said = ("--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500")
     for _, processes, rest in launched:
-        assert (processes, rest["module"], rest["nnodes"], rest["node_rank"]) == (1, True, 2, 1)
-        assert (rest["master_addr"], rest["master_port"]) == ("10.0.0.1", 29500)
+        assert (processes, rest["module"], rest["options"]) == (1, True, said)
+
+
+def test_every_option_of_torchrun_that_is_offered_is_one_of_torchruns() -> None:
+    """Oracle: torchrun's own parser reads what is handed on, under the same names."""
+    from torch.distributed.run import get_args_parser
+
+    values: dict[str, Any] = dict.fromkeys(_FOR_TORCHRUN, "1") | {"standalone": True}
+    read = vars(get_args_parser().parse_args([*Place(None, values).flags, "train.py"]))
+    assert all(str(read[name]) in (str(value), "1.0") for name, value in values.items())
+
+
+def test_streams_to_files_and_restarts(outsize: Outsize, launched: Calls) -> None:
+    outsize("run", "-t", "3", "-r", "0:1", "--max-restarts", "2", "--standalone", "-m", "a.b", "--tee", "4")
+    assert launched[0][2]["options"] == ("--standalone", "--max-restarts=2", "--redirects=0:1", "--tee=3")
+    assert launched[0][0] == ["a.b", "--tee", "4"]
 
 
 def test_options_may_follow_a_model(outsize: Outsize, launched: Calls) -> None:
@@ -107,10 +123,6 @@ def test_schedules_of_the_option_are_those_of_a_plan() -> None:
     assert (*(option.value for option in ScheduleOption), "custom") == get_args(ScheduleName)
     assert tuple(option.value for option in RecomputeOption) == get_args(Recompute)
     assert tuple(option.value for option in BatchNormOption) == get_args(BatchNormMode)
-
-
-def test_defaults_are_torchruns() -> None:
-    assert Place() == Place(None, 1, 0, "127.0.0.1", 0)
 
 
 def test_what_to_type_against_idle_devices_is_the_same_run_with_other_options() -> None:

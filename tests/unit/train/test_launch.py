@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from signal import SIGKILL
 
 import pytest
+import torch
 
-from outsize.errors import BadOption
-from outsize.train.failure import Failure, WorkerFiles, first_failure, read_failure, write_failure
-from outsize.train.launch import processes_for
-from outsize.train.rendezvous import reserved_port
+from outsize.errors import BadOption, RankFailed
+from outsize.train.failure import Failure, first_failure, read_failure, write_failure
+from outsize.train.launch import launch, processes_for
+from outsize.train.rendezvous import ENDED, loopback_store, meet
 from outsize.train.spec import LaunchSpec, worker_environment
 from outsize.train.world import World, join_world
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8119"
-FILES = WorkerFiles(Path("/nowhere"), 0)
 
 
-def _module(nproc: int = 2, **more: object) -> LaunchSpec:
-    return LaunchSpec(("some.module",), nproc, module=True, **more)  # pyright: ignore[reportArgumentType]
-
-
-def _environment(spec: LaunchSpec, base: dict[str, str] | None = None, local_rank: int = 1) -> dict[str, str]:
-    return worker_environment(spec, base or {}, local_rank=local_rank, port=123, cores=5, files=FILES)
+def _environment(nproc: int, base: dict[str, str] | None = None, *, loopback: bool = True) -> dict[str, str]:
+    return worker_environment(nproc, base or {}, loopback=loopback, cores=5)
 
 
 @pytest.mark.parametrize(
-    ("more", "text"),
+    ("options", "text"),
     [
-        ({"nproc": 0}, "--nproc-per-node 0"),
-        ({"nnodes": 2, "node_rank": 2, "master_addr": "10.0.0.1", "master_port": 9}, "Next: --node-rank 1"),
-        ({"nnodes": 2}, "master 127.0.0.1:0. Next: --master-addr"),
-        ({"nnodes": 2, "master_addr": "10.0.0.1"}, "master 10.0.0.1:0"),
+        (["--nnodes", "2"], "no --master-port, no --rdzv-endpoint. Next: --node-rank 0 --master-addr"),
+        (["--nnodes=1:4", "--node-rank=1"], "--nnodes 1:4 needs a meeting point"),
+        (["--nnodes", "2:x", "--master-port", "9"], "torchrun's options: invalid literal"),
+        (["--nnodes", "3:2", "--master-port", "9"], "min_nodes must be > 0 and <= max_nodes"),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0"),
+        (["--tee", "7"], "7 does not match"),
+        (["--max-restarts", "some"], "invalid int value: 'some'"),
     ],
 )
-def test_what_cannot_start_is_refused_with_the_next_step(more: dict[str, object], text: str) -> None:
+def test_options_that_torchrun_refuses_are_errors_of_ours(options: list[str], text: str) -> None:
     with pytest.raises(BadOption) as caught:
-        _module(**more)  # pyright: ignore[reportArgumentType]
+        launch(LaunchSpec(("some.module",), options=tuple(options), module=True))
     assert text in str(caught.value)
 
 
@@ -50,39 +48,27 @@ def test_a_missing_script_is_refused_before_any_process_starts() -> None:
         LaunchSpec(("nope/train.py",))
     with pytest.raises(BadOption, match="nothing to run"):
         LaunchSpec(())
-
-
-def test_ranks_count_over_machines() -> None:
-    spec = _module(nnodes=2, node_rank=1, master_addr="10.0.0.1", master_port=29500)
-    env = _environment(spec)
-    assert (env["RANK"], env["LOCAL_RANK"], env["GROUP_RANK"]) == ("3", "1", "1")
-    assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["MASTER_ADDR"]) == ("4", "2", "10.0.0.1")
-    assert "GLOO_SOCKET_IFNAME" not in env, "only a run on one machine is pinned to loopback"
+    with pytest.raises(BadOption, match="--nproc-per-node 0"):
+        LaunchSpec(("some.module",), 0, module=True)
 
 
 def test_one_machine_is_pinned_to_loopback_unless_the_user_has_said() -> None:
-    assert _environment(_module())["MASTER_ADDR"] == "127.0.0.1"
-    assert _environment(_module())["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
-    assert _environment(_module(), {"NCCL_SOCKET_IFNAME": "eth1"})["NCCL_SOCKET_IFNAME"] == "eth1"
+    assert _environment(2)["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert "NCCL_SOCKET_IFNAME" not in _environment(2, {"NCCL_SOCKET_IFNAME": "eth1"})
+    assert "GLOO_SOCKET_IFNAME" not in _environment(2, loopback=False)
 
 
 def test_threads_are_shared_out_unless_the_user_has_said() -> None:
-    assert _environment(_module(2))["OMP_NUM_THREADS"] == "2", "5 cores, 2 processes"
-    assert _environment(_module(8))["OMP_NUM_THREADS"] == "1"
-    assert _environment(_module(2), {"OMP_NUM_THREADS": "4"})["OMP_NUM_THREADS"] == "4"
-    assert "OMP_NUM_THREADS" not in _environment(_module(1), local_rank=0)
-
-
-def test_an_outer_torchrun_does_not_shine_through() -> None:
-    env = _environment(_module(), {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "7", "HOME": "/h"})
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in env
-    assert (env["RANK"], env["HOME"]) == ("1", "/h")
+    assert _environment(2)["OMP_NUM_THREADS"] == "2", "5 cores, 2 processes"
+    assert _environment(8)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in _environment(2, {"OMP_NUM_THREADS": "4"})
+    assert "OMP_NUM_THREADS" not in _environment(1)
 
 
 def test_nproc_values_of_torchrun() -> None:
     assert processes_for("3") == 3
     assert processes_for("cpu") >= 1
-    for wrong in ("0", "two", "-1"):
+    for wrong in ("0", "two", "-1", "gpu" if not torch.cuda.is_available() else "none"):
         with pytest.raises(BadOption):
             processes_for(wrong)
 
@@ -111,17 +97,48 @@ def test_the_record_is_torch_elastics_too(tmp_path: Path) -> None:
     """Oracle: torch's own reader of error files."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    files = WorkerFiles(tmp_path, 1)
+    record = tmp_path / "error.json"
     try:
         raise ValueError("boom")
     except ValueError as error:
-        write_failure(files.error, error, 1)
-    theirs = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(files.error))
-    ours = read_failure(files, pid=1, exit_code=None)
-    assert json.loads(files.error.read_text())["message"] == theirs.message
+        write_failure(record, error, 1)
+    theirs = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(record))
+    ours = read_failure(record, rank=1, pid=1, exit_code=None)
+    assert ours is not None
+    assert json.loads(record.read_text())["message"] == theirs.message
     assert ours.shown.startswith("Traceback")
     assert ours.shown.endswith("ValueError: boom\n")
     assert abs(theirs.timestamp - ours.time_ns / 1e9) < 2
+    assert Failure.from_json(ours.to_json()) == ours
+
+
+def test_torchs_own_record_counts_once_its_process_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script under `@record` may have handled the exception; oracle: torch's own writer."""
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    record = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(record))
+    try:
+        raise ValueError("boom")
+    except ValueError as error:
+        ErrorHandler().record_exception(error)
+    assert read_failure(record, rank=0, pid=1, exit_code=None) is None
+    assert read_failure(record, rank=0, pid=1, exit_code=0) is None
+    failed = read_failure(record, rank=0, pid=1, exit_code=3)
+    assert failed is not None
+    assert (failed.exit_code, failed.message, failed.ours) == (3, "ValueError: boom", False)
+    assert "boom" in failed.shown
+
+
+def test_a_process_without_a_record_is_judged_by_its_exit_code(tmp_path: Path) -> None:
+    record = tmp_path / "error.json"
+    (tmp_path / "error.fault").write_text("Fatal Python error: Segmentation fault")
+    assert read_failure(record, rank=0, pid=1, exit_code=None) is None
+    failed = read_failure(record, rank=0, pid=1, exit_code=-11)
+    assert failed is not None
+    assert (failed.ending, failed.shown[:5]) == ("killed by SIGSEGV", "Fatal")
 
 
 def test_torchrun_is_told_that_a_consequence_came_later(tmp_path: Path) -> None:
@@ -143,13 +160,40 @@ def test_half_an_environment_is_refused() -> None:
         join_world({"RANK": "0", "WORLD_SIZE": "2"}, "cpu", 10.0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the port is free, not reserved")
-def test_a_reserved_port_is_given_to_nobody_else_but_rank_0_may_listen() -> None:
-    with reserved_port() as port:
-        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(("127.0.0.1", port))
-        with socket.create_server(("127.0.0.1", port)) as rank0:
-            assert rank0.getsockname()[1] == port
+def _here(rank: int, size: int, port: int) -> dict[str, str]:
+    """The environment of a rank whose store an agent serves."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+    return place | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def test_who_has_not_come_is_named() -> None:
+    store = loopback_store(0, 60)
+    with pytest.raises(RankFailed, match=r"2 ranks \(1, 2\) of 3 did not join the others; waited 0 s"):
+        meet(_here(0, 3, store.port), 0.1)
+
+
+def test_a_process_that_ended_without_joining_is_not_waited_for() -> None:
+    store = loopback_store(0, 60)
+    store.set(f"{ENDED}/1", "")
+    with pytest.raises(RankFailed, match="rank 1 of 3 ended without joining the others"):
+        meet(_here(0, 3, store.port), 600)
+
+
+def test_each_attempt_of_a_restart_meets_anew() -> None:
+    store, one = loopback_store(0, 60), {"RANK": "0", "WORLD_SIZE": "1"}
+    first = meet(_here(0, 1, store.port), 60)
+    first.set("left", "behind")
+    second = meet({**_here(0, 1, store.port), **one, "TORCHELASTIC_RESTART_COUNT": "1"}, 60)
+    assert first.check(["left"])
+    assert not second.check(["left"])
+
+
+@pytest.mark.parametrize("backend", ["mpi", "cpu:gloo,cuda:nothing"])
+def test_a_backend_that_torch_lacks_is_refused(backend: str) -> None:
+    if torch.distributed.is_backend_available(backend):
+        pytest.skip("this torch has MPI")
+    with pytest.raises(BadOption, match=r"no backend '(mpi|nothing)'; it has gloo.*backend='gloo'"):
+        join_world(_here(0, 2, 1), "cpu", 10.0, backend)
 
 
 def test_the_launcher_does_not_import_torch() -> None:
