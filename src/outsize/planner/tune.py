@@ -12,6 +12,9 @@ A profile's error depends on the size more than on the cut, since units are time
 that has not run as much less is hoped for as such predictions were off (at first DOUBT), and the point with
 the least hope runs next. Tuning ends when that is no MARGIN below the best that has run.
 
+Backwards split in two (SPLIT) are tried as well, where the search by itself leaves them out: here a real step
+says whether it pays.
+
 Source: sequential choice by a model that is refitted, as in Jones, Schonlau and Welch 1998 (EGO,
 doi 10.1023/A:1008306431147), with the lower confidence bound of Cox and John 1992. Deviation: one doubt for
 all sizes, none for cuts. Complexity: a search for each count of microbatches and trial. Oracles:
@@ -26,6 +29,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import product
 from statistics import fmean
 from typing import Final, final
 
@@ -44,6 +48,7 @@ from outsize.planner.search import Request, search
 MARGIN: Final = 0.02
 DOUBT: Final = 0.1
 TRIALS: Final = 5
+SPLIT: Final = "zero-bubble"
 
 Factors = dict[int, tuple[float, float]]  # unit -> of its forward, of its backward
 
@@ -80,11 +85,12 @@ class Tuner:
         return plan
 
     def _bests(self) -> list[Plan]:
-        """For each number of microbatches the plan that is predicted to be fastest."""
+        """For each number of microbatches the plan that is predicted to be fastest, and the best one split."""
         found = []
-        for count in self._given:
+        schedules = (None, SPLIT) if self._request.schedule is None else (self._request.schedule,)
+        for count, schedule in product(self._given, schedules):
             with suppress(PlanError):
-                request = self._request.model_copy(update={"microbatches": count})
+                request = self._request.model_copy(update={"microbatches": count, "schedule": schedule})
                 found.append(search(request, {count: self._corrected(count)}, self._cluster))
         return found or [search(self._request, self._given, self._cluster)]
 
@@ -178,7 +184,9 @@ def steady_s(replay: Replay) -> float:
 
 
 def _same(a: Plan, b: Plan) -> bool:
-    return (a.stages, a.microbatches, a.actions) == (b.stages, b.microbatches, b.actions)
+    """Under gpipe and 1f1b, which differ in memory alone, a step takes the same time."""
+    alike = a.schedule == b.schedule or SPLIT not in (a.schedule, b.schedule)
+    return alike and (a.stages, a.microbatches, a.actions) == (b.stages, b.microbatches, b.actions)
 
 
 def _ratio(measured_s: float, said_s: float) -> float:

@@ -67,7 +67,7 @@ class Machine:
             times = [sum(self.seconds(i, count) for i in r) for r in (range(cut), range(cut, UNITS))]
             return self._play(name, count, [StageCost(t, 2 * t, t) for t in times]).duration_s
 
-        return min(step_s(*p) for p in product(range(1, UNITS), COUNTS, ("1f1b", "gpipe")))
+        return min(step_s(*p) for p in product(range(1, UNITS), COUNTS, ("1f1b", "zero-bubble")))
 
     def _play(self, name: str, count: int, costs: list[StageCost], ranks: int = 2) -> Timeline:
         return measured(lowered(name, len(costs), count, ranks), costs, 0.02)
