@@ -60,6 +60,9 @@ _WITH_RESULT = """exp exp2 expm1 sigmoid tanh sqrt rsqrt reciprocal relu thresho
     logcumsumexp tan atanh sgn hardsigmoid"""
 KEEP_RESULT = frozenset(_WITH_RESULT.split())
 
+# Ops whose weights' gradients a backward in two halves puts off (run/split_backward.py).
+WAITING: frozenset[Family] = frozenset({"matmul", "convolution", "embedding"})
+
 Rule = Callable[[Call, int], "Pass | None"]
 
 

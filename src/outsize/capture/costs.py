@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from outsize.capture.backward import KEEP_RESULT, Call, Rule, rule_of
+from outsize.capture.backward import KEEP_RESULT, WAITING, Call, Rule, rule_of
 from outsize.capture.families import ALLOCATIONS, family_of, op_name
 from outsize.capture.storages import Storages, storage_bytes, storage_key
 from outsize.ir.graph import Family, Work
@@ -111,6 +111,7 @@ class CostMeter:
         self._kept: set[int] = set()
         self._fresh: dict[int, int] = {}  # kept for the first time: storage -> bytes
         self._worst_backward, self._last = 0, (0, set[int]())
+        self._waiting = 0
         self._taken: Cost | None = None
         self._storages.start()
 
@@ -136,6 +137,7 @@ class CostMeter:
             saved_bytes=saved_bytes,
             workspace_bytes=self._storages.excess_bytes(),
             backward_workspace_bytes=self._worst_backward - saved_bytes if self._worst_backward else 0,
+            waiting_bytes=self._waiting,
             forward=self._forward.works(),
             backward_input=self._input.works(),
             backward_weight=self._weight.works(),
@@ -230,6 +232,8 @@ class CostMeter:
         for written in {id(t) for t in results}:
             self._used.pop(written, None)  # its history is another now
         self._remember_moment(op, call, results)
+        if op.family in WAITING and any(storage_key(inputs[i]) in self._weights for i in call.wanted):
+            self._waiting += call.out_bytes
         if not op.view and all(map(self._is_weight, inputs)):
             self._derived |= {storage_key(t) for t in results}
 

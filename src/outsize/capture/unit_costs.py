@@ -11,6 +11,7 @@ Complexity: O(instructions + reads). Oracle: tests/unit/capture/test_workspace.p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -33,6 +34,7 @@ class UnitCosts:
             self._last_read[storage] = max(reader, self._last_read.get(storage, -1))
         self._outside = {tape.storage(s) for s in (*tape.inputs, *tape.constants)}
         self._has_backward = _leading_to_loss(tape)
+        self._users = Counter(w.name for i in tape.instructions for w in i.weights)
 
     def of(self, group: Sequence[Instruction]) -> dict[str, Any]:
         """Fields of the `Unit` made of these instructions."""
@@ -44,6 +46,7 @@ class UnitCosts:
             "saved_bytes": sum(c.saved_bytes for c in costs),
             "workspace_bytes": self._forward(group),
             "backward_workspace_bytes": self._backward(group),
+            "waiting_bytes": sum(i.cost.waiting_bytes for i in group if self._waits(i)),
             "forward": summed(w for c in costs for w in c.forward),
             "backward_input": summed(w for c in trained for w in c.backward_input),
             "backward_weight": summed(w for c in trained for w in c.backward_weight),
@@ -74,6 +77,11 @@ class UnitCosts:
             worst = max(worst, instruction.cost.backward_workspace_bytes - freed)
             freed += instruction.cost.saved_bytes
         return worst
+
+    def _waits(self, instruction: Instruction) -> bool:
+        """Weights that others use as well get their gradients at once."""
+        alone = all(self._users[w.name] == 1 for w in instruction.weights)
+        return alone and self._has_backward[instruction.index]
 
     def _made(self, instruction: Instruction, seen: set[int]) -> Iterator[int]:
         """Storages that are new with this instruction; those it reads are not."""

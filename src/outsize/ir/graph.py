@@ -105,8 +105,9 @@ class Unit(Record):
     until the backward, each storage counted once, parameters not counted; `workspace_bytes` the most that
     its ops hold beside arguments, results and saved tensors. `saved_input_bytes` are those of the saved ones
     that are inputs of the model, there anyway; `backward_workspace_bytes` the most that gradients inside a
-    unit of several ops hold beside what it has saved. The three tuples say the same by family of ops
-    and pass; they are empty where nobody looked inside. `divided` where the graph has `tensor`.
+    unit of several ops hold beside what it has saved; `waiting_bytes` the gradients that a backward in two
+    halves keeps for its weights. The three tuples say the same by family of ops and pass; they are empty
+    where nobody looked inside. `divided` where the graph has `tensor`.
     """
 
     index: int
@@ -120,6 +121,7 @@ class Unit(Record):
     workspace_bytes: int = 0
     saved_input_bytes: int = 0
     backward_workspace_bytes: int = 0
+    waiting_bytes: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()

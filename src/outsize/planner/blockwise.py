@@ -64,7 +64,8 @@ def block_ranges(
     found = _Tables(graph, profile, gradients, np.array(ends))
     names = ("saved", "backward", "first_backward")
     changed = dict(zip(names, found.backward(), strict=True), forward=found.forward())
-    return replace(whole, **changed, **dict.fromkeys(("twice", "again"), np.zeros_like(whole.saved)))
+    nothing = dict.fromkeys(("twice", "again"), np.zeros_like(whole.saved))
+    return replace(whole, **changed, **nothing).undivided()
 
 
 @final

@@ -309,9 +309,9 @@ class _Composer:
         messages = self._messages(ranks, edges, pipeline.room)
         here = [case.ranges.only(*run) for case, run in zip(cases, runs, strict=True)]
         held = [held_bytes(r, TWO) - held_bytes(r, ONE) for r in here]
-        if not self._anyhow:  # gradients that wait for their weights' turn are in no account
-            costs = [replace(cost, weight_s=0.0) for cost in costs]
-        return Job(ranks, self._count, tuple(costs), *messages, tuple(held), self._room(pipeline, here, held))
+        waiting = tuple(int(r.waiting) for r in here)
+        room = self._room(pipeline, here, held)
+        return Job(ranks, self._count, tuple(costs), *messages, tuple(held), room, waiting)
 
     def _room(self, pipeline: Pipeline, here: Sequence[Ranges], held: Sequence[int]) -> tuple[float, ...]:
         """Of each rank for microbatches in flight: without what is there anyway, and what work adds."""

@@ -94,6 +94,7 @@ def _merged(index: int, units: Sequence[Unit]) -> Unit:
         workspace_bytes=max(u.workspace_bytes for u in units),
         saved_input_bytes=sum(u.saved_input_bytes for u in units),
         backward_workspace_bytes=max(u.backward_workspace_bytes for u in units),
+        waiting_bytes=sum(u.waiting_bytes for u in units),
         forward=_works(u.forward for u in units),
         backward_input=_works(u.backward_input for u in units),
         backward_weight=_works(u.backward_weight for u in units),

@@ -14,11 +14,15 @@ stage that acts, a microbatch is
 
     posted         from its RECV_F (the buffer exists) until its F begins
     in flight      from its F                          until its B (or W) has run
+    waiting        from its I                          until its W has run
     gradient_in    from its RECV_B                     until its B (or W) has run
     gradient_out   from the end of its B               until the next compute action has run
 
 Sent values live as long as saved ones since a stage needs its output as the root of the backward; where
 autograd keeps the same memory, it counts once.
+
+A backward in two halves (I, W) frees what autograd saved at the end of W, and between them the gradients wait
+that W will need (run/split_backward.py). A gradient that came in and waits as it is counts twice.
 
 Closed forms are tests only: microbatches in flight are m under GPipe (arXiv 1811.06965) and min(p - s, m)
 under 1F1B (arXiv 2104.04473, sec. 2.2). Complexity: O(actions) per schedule.
@@ -28,7 +32,7 @@ Oracle: tests/unit/planner/test_memory.py; benchmarks/memory compares with real 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
 from typing import final
@@ -53,6 +57,10 @@ class Phase(IntEnum):
     FORWARD = 1
     BACKWARD = 2
     UPDATE = 3
+    HALF = 4
+
+
+_BACKWARDS = (Phase.BACKWARD, Phase.HALF)
 
 
 @final
@@ -70,16 +78,18 @@ class Alive:
     phase: Phase = Phase.BACKWARD
     graded: bool = True
     batch: int = 1
+    waiting: int = 0
 
     def covers(self, other: Alive) -> bool:
         """At least as much, whatever the bytes are."""
         return (
-            (self.phase is other.phase or (self.phase is Phase.BACKWARD and other.phase is Phase.WAIT))
+            (self.phase is other.phase or (self.phase in _BACKWARDS and other.phase is Phase.WAIT))
             and self.graded >= other.graded
             and self.in_flight >= other.in_flight
             and self.posted >= other.posted
             and self.gradient_in >= other.gradient_in
             and self.gradient_out >= other.gradient_out
+            and self.waiting >= other.waiting
         )
 
 
@@ -137,11 +147,10 @@ def joint_moments(schedule: Schedule, rank: int) -> tuple[tuple[Alive, ...], ...
     found: dict[tuple[Alive, ...], None] = {}
     for action in row:
         held[action.stage].begin(action)
-        acting = _PHASE.get(action.kind, Phase.WAIT)
-        now = (h.alive(acting if s == action.stage else Phase.WAIT, batch) for s, h in held.items())
+        now = (h.alive(action if s == action.stage else None, batch) for s, h in held.items())
         found[tuple(now)] = None
         held[action.stage].end(action)
-    found[tuple(h.alive(Phase.UPDATE, batch) for h in held.values())] = None
+    found[tuple(h.counts(Phase.UPDATE, batch) for h in held.values())] = None
     return tuple(found)
 
 
@@ -198,11 +207,11 @@ def _execute(row: Sequence[Action], stage: int, batch: int) -> Iterator[Alive]:
     for action in row:
         if action.stage == stage:
             held.begin(action)
-            yield held.alive(_PHASE.get(action.kind, Phase.WAIT), batch)
+            yield held.alive(action, batch)
             held.end(action)
 
 
-_PHASE = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.I: Phase.BACKWARD, Kind.W: Phase.BACKWARD}
+_PHASE = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.I: Phase.HALF, Kind.W: Phase.HALF}
 
 
 @final
@@ -214,12 +223,20 @@ class _Held:
     posted: set[int] = field(default_factory=set[int])
     gradient_in: set[int] = field(default_factory=set[int])
     gradient_out: set[int] = field(default_factory=set[int])
+    waiting: set[int] = field(default_factory=set[int])
     graded: bool = False
 
-    def alive(self, phase: Phase, batch: int) -> Alive:
+    def alive(self, action: Action | None, batch: int) -> Alive:
+        """The counts while it acts, or others do."""
+        if action is None:
+            return self.counts(Phase.WAIT, batch)
+        graded = self.graded or action.kind is Kind.W  # one half makes them, and frees nothing meanwhile
+        return replace(self.counts(_PHASE.get(action.kind, Phase.WAIT), batch), graded=graded)
+
+    def counts(self, phase: Phase, batch: int) -> Alive:
         """The counts now."""
         counts = len(self.in_flight), len(self.posted), len(self.gradient_in), len(self.gradient_out)
-        return Alive(*counts, phase, self.graded, batch)
+        return Alive(*counts, phase, self.graded, batch, len(self.waiting))
 
     def begin(self, action: Action) -> None:
         if action.kind is Kind.RECV_F:
@@ -229,6 +246,8 @@ class _Held:
         elif action.kind is Kind.F:
             self.posted.discard(action.microbatch)
             self.in_flight.add(action.microbatch)
+        elif action.kind is Kind.I:
+            self.waiting.add(action.microbatch)
 
     def end(self, action: Action) -> None:
         if action.kind in COMPUTE:
@@ -239,6 +258,7 @@ class _Held:
             self.graded = True
             self.in_flight.discard(action.microbatch)
             self.gradient_in.discard(action.microbatch)
+            self.waiting.discard(action.microbatch)
 
 
 def _always(ranges: Ranges, batch: int) -> Bytes:
@@ -254,12 +274,14 @@ def _moving(ranges: Ranges, alive: Alive) -> Bytes:
 
 def _parts(ranges: Ranges) -> tuple[Bytes, ...]:
     """Of a microbatch that waits for its backward; received, sent; gradients on their way in and out; what
-    the one that acts holds in a forward, backward, first backward; weights' gradients; the optimizer's step.
+    the one that acts holds in a forward, backward, first backward; weights' gradients; the optimizer's step;
+    what waits between the halves of a backward, and what one half holds.
     """
     return (
         _kept(ranges) + ranges.sent,
         *(ranges.received, ranges.sent, ranges.gradient_in, ranges.gradient_out),
         *(ranges.forward, ranges.backward, ranges.first_backward, ranges.gradients, ranges.update),
+        *(ranges.waiting, ranges.halved),
     )
 
 
@@ -271,6 +293,7 @@ def _counts(alive: Alive) -> tuple[int, ...]:
         *(alive.in_flight - acting, alive.posted + acting, backward, alive.gradient_in, alive.gradient_out),
         *(forward, backward and alive.graded, backward and not alive.graded),
         *(alive.graded and not backward, alive.phase is Phase.UPDATE),
+        *(alive.waiting, alive.phase is Phase.HALF),
     )
 
 
@@ -294,7 +317,7 @@ def _stage_memory(
     weights, optimizer = int(here.weights + here.replicas), int(here.optimizer)
     boundary = int(peak.in_flight * here.sent + peak.posted * here.received + _gradients(here, peak))
     activations = total - weights - gradients - optimizer - boundary
-    waiting = int(peak.in_flight * _kept(here) + peak.batch * here.inputs)
+    waiting = int(peak.in_flight * _kept(here) + peak.waiting * here.waiting + peak.batch * here.inputs)
     return StageMemory(
         weights_bytes=weights,
         gradients_bytes=gradients,
@@ -305,9 +328,13 @@ def _stage_memory(
         largest=_largest(ranges, names, run, peak),
         workspace_bytes=max(activations - waiting, 0),
         master_bytes=int(here.master),
-        phase=peak.phase.name.lower(),
+        phase=_name(peak.phase),
         phases=_phases(here, worst),
     )
+
+
+def _name(phase: Phase) -> str:
+    return "backward" if phase in _BACKWARDS else phase.name.lower()
 
 
 def _phases(here: Ranges, worst: Sequence[Alive]) -> tuple[tuple[str, int], ...]:
@@ -315,7 +342,7 @@ def _phases(here: Ranges, worst: Sequence[Alive]) -> tuple[tuple[str, int], ...]
     found = {"load": int(here.weights + here.replicas + here.optimizer)}
     always = int(_always(here, worst[0].batch))
     for alive in sorted(worst, key=lambda a: a.phase):
-        name = alive.phase.name.lower()
+        name = _name(alive.phase)
         found[name] = max(found.get(name, 0), always + int(_moving(here, alive)))
     return tuple(found.items())
 

@@ -10,7 +10,10 @@ For the law of edges.py this holds of all that a stage *receives*, and of each f
     gradient_in    flows with a gradient, touched inside and used     one message each: the sum of all
                    at `end` or later                                  later users arrives threaded
 
-What the microbatch that acts holds at its worst moment (forward, backward, first_backward) is walk.py's.
+    waiting        gradients that wait for their weights' turn        between the halves of a backward
+
+What the microbatch that acts holds at its worst moment (forward, backward, first_backward) is walk.py's. One
+half of a backward frees nothing and holds `halved` beside.
 
 What depends on the other cuts, and is therefore no part of a table, is the number of messages in which a
 sender ships one tensor, and the rank at the other end of an edge that skips stages.
@@ -25,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Self, TypeVar, final
+from typing import Any, Final, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +41,8 @@ from outsize.planner.optimizer import OptimizerBytes, Style, style_of
 from outsize.planner.walk import UnitBytes, Walk
 
 Bytes = NDArray[np.int64]
+# What only a backward in two halves holds.
+_HALVES: Final = ("waiting", "halved")
 Seconds = NDArray[np.float64]
 Number = TypeVar("Number", np.int64, np.float64)
 
@@ -65,6 +70,8 @@ class Ranges:
     forward: Bytes
     backward: Bytes
     first_backward: Bytes
+    waiting: Bytes
+    halved: Bytes
     received: Bytes
     sent: Bytes
     gradient_in: Bytes
@@ -97,6 +104,8 @@ class Ranges:
             forward=walk.forward,
             backward=walk.backward,
             first_backward=walk.first_backward,
+            waiting=_spans(np.array([u.waiting_bytes for u in graph.units], np.int64)),
+            halved=largest(units.rising),
             received=_arriving(n, values),
             sent=_leaving(n, values),
             gradient_in=_returning(n, backward),
@@ -122,7 +131,12 @@ class Ranges:
             again=nothing,
             backward=self.backward + self.again,
             first_backward=self.first_backward + self.again,
-        )
+        ).undivided()
+
+    def undivided(self) -> Self:
+        """Of stages whose backward is in one piece also where it is asked for in two."""
+        whole = np.maximum(self.backward, self.first_backward)
+        return replace(self, waiting=np.zeros_like(self.saved), halved=whole)
 
     def bare(self) -> Self:
         """Never more than these, and never less for more units: without what crosses the ends of a run."""
@@ -133,7 +147,7 @@ class Ranges:
             forward=self.saved,
             backward=self.saved + self.gradients,
             first_backward=self.saved,
-            **dict.fromkeys(crossing, nothing),
+            **dict.fromkeys((*crossing, *_HALVES), nothing),
         )
 
     @property
@@ -144,7 +158,7 @@ class Ranges:
     def hollow(self) -> Self:
         """What there is at least whatever is recomputed: no microbatch keeps or holds anything inside."""
         nothing = np.zeros_like(self.saved)
-        gone = dict.fromkeys(("saved", "twice", "again", "forward", "first_backward"), nothing)
+        gone = dict.fromkeys(("saved", "twice", "again", "forward", "first_backward", *_HALVES), nothing)
         return replace(self, **gone, backward=self.gradients)
 
     def only(self, first: int, end: int) -> Self:

@@ -31,7 +31,7 @@ Units = frozenset[int]
 # So many stages have a line each.
 MANY: Final = 3
 # What a choice changes of a stage's bytes.
-OWN = ("saved", "twice", "again", "forward", "backward", "first_backward")
+OWN = ("saved", "twice", "again", "forward", "backward", "first_backward", "waiting", "halved")
 
 
 @final
@@ -169,7 +169,8 @@ def _best(fine: Fine, run: Run, limits: Sequence[Limit], room: int) -> Choice | 
 
 
 def _limit(empty: Ranges, alive: Alive) -> Limit:
-    acting = {Phase.FORWARD: FORWARD, Phase.BACKWARD: BACKWARD if alive.graded else FIRST_BACKWARD}
+    back = BACKWARD if alive.graded else FIRST_BACKWARD
+    acting = {Phase.FORWARD: FORWARD, Phase.BACKWARD: back, Phase.HALF: back}
     phase = acting.get(alive.phase, NOTHING)
     return Limit(held_bytes(empty, alive), alive.in_flight - (phase != NOTHING), phase)
 
@@ -185,7 +186,8 @@ def _case(kept: Case, run: Run, chosen: Units, fine: Fine) -> Case:
     for piece in np.flatnonzero(pieces >= kept.seconds.forward * (1 - 1e-12)):
         tables["saved"][piece, piece + 1] = 0
     now = {"saved": held.kept, "twice": 0, "again": 0, "forward": held.forward}
-    now |= {"backward": held.backward, "first_backward": held.first_backward}
+    now |= {"backward": held.backward, "first_backward": held.first_backward, "waiting": 0}
+    now |= {"halved": max(held.backward, held.first_backward)}
     for name, size in now.items():
         tables[name][run] = size
     seconds = kept.seconds.plus(np.zeros_like(pieces), pieces)

@@ -9,7 +9,8 @@ in flight; each backward may be whole (B) or split (I, W). A job-shop with prece
     urgency   backwards before forwards or forwards first, later stages or longer ways to the end first
     depth     stage s has at most k (way from its F to its B) / (work of the busiest rank) microbatches in
               flight, k = 1, 1.25, ... or without end; k = 1 is 1F1B's p - s where stages are equal
-    room      a forward that would not leave room for the rank's later stages waits
+    room      a forward that would not leave room for the rank's later stages waits; if backwards are split,
+              so that the gradients of all in flight could wait as well
     improve   two neighbours on a rank and on the critical path change places (exchange.py)
 
 What comes out is complete, in order and free of deadlocks: actions are started in the order of their times,
@@ -104,6 +105,8 @@ class _Run:
 
     def __init__(self, job: Job, rule: Rule) -> None:
         self._job, self._rule = job, rule
+        between = job.waiting if rule.split and job.waiting else (0,) * len(job.held)
+        self._held = [held + waiting for held, waiting in zip(job.held, between, strict=True)]
         stages = range(len(job.ranks))
         self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.I, Kind.W)}
         self._ends = {kind: [[0.0] * job.microbatches for _ in stages] for kind in (Kind.F, Kind.I)}
@@ -188,7 +191,7 @@ class _Run:
         if forward - self._next[Kind.I][stage] >= self._limits[stage]:
             return False
         later = (s for s in job.on_rank[rank] if s > stage and self._next[Kind.F][s] == done[s])
-        return self._used[rank] + job.held[stage] + sum(job.held[s] for s in later) <= job.room[rank]
+        return self._used[rank] + self._held[stage] + sum(self._held[s] for s in later) <= job.room[rank]
 
     def _urgency(self, choice: tuple[float, Kind, int]) -> tuple[float, ...]:
         _, kind, stage = choice
@@ -208,9 +211,9 @@ class _Run:
             self._ends[kind][stage][microbatch] = end
         self._next[kind][stage] += 1
         if kind is Kind.F:
-            self._used[rank] += job.held[stage]
+            self._used[rank] += self._held[stage]
         elif shown is not Kind.I:
-            self._used[rank] -= job.held[stage]
+            self._used[rank] -= self._held[stage]
         self._rows[rank].append(Action(stage, shown, microbatch))
         self._changed = (
             range(len(job.on_rank)) if self.forced else {rank, *job.listening[kind].get(stage, ())}

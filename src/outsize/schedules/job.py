@@ -42,7 +42,8 @@ class StageCost:
 class Job:
     """`ranks[stage]`, `costs[stage]` in seconds; seconds of a message over each edge (source, destination).
 
-    `held[stage]` bytes of a microbatch in flight, of which `room[rank]` is there.
+    `held[stage]` bytes of a microbatch in flight, `waiting[stage]` more between the halves of its backward,
+    of which `room[rank]` is there.
     """
 
     ranks: tuple[int, ...]
@@ -52,6 +53,7 @@ class Job:
     backward: Mapping[Edge, float]
     held: tuple[int, ...]
     room: tuple[float, ...]
+    waiting: tuple[int, ...] = ()
 
     @cached_property
     def before_forward(self) -> list[list[tuple[int, float]]]:
@@ -109,4 +111,6 @@ class Job:
 
     def change(self, action: Action) -> int:
         """Bytes of microbatches in flight that an action adds."""
-        return self.held[action.stage] * ((action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W)))
+        held = self.held[action.stage] * ((action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W)))
+        between = (action.kind is Kind.I) - (action.kind is Kind.W)
+        return held + between * (self.waiting[action.stage] if self.waiting else 0)
