@@ -62,7 +62,7 @@ from outsize.planner.rivals import alternative, choose, compared_with, rivals, s
 from outsize.planner.selective import by_blocks, counted, selective_reasons, written
 from outsize.planner.tight import selective
 
-# zero-bubble only where it is asked for: gradients wait for their weights' turn, and no account counts them.
+# zero-bubble only where it is asked for, or on CPUs from measured times: what splitting costs is known there.
 SCHEDULES: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved")
 # Of a what-if, that are tried with several stages on a device.
 MESHES: Final = 3
@@ -171,6 +171,8 @@ def _layouts(
     if request.schedule is None and cluster.devices[0].kind == "cpu":
         # What twice as many messages cost two CPU processes is not in the simulation.
         schedules = tuple(name for name in schedules if name != "interleaved")
+        timed = all(u.source == "measured" for _, found in candidates.values() for u in found.units[:1])
+        schedules = (*schedules, "zero-bubble") if timed else schedules
     yield from pipelines(Axes(pp=ranks), [(c, c) for c in candidates], schedules, units)
 
 

@@ -9,7 +9,9 @@ import pytest
 from planner_graphs import chain
 
 from outsize.ir.cluster import make_cluster
+from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName
+from outsize.ir.profile import Profile
 from outsize.planner.search import Request, search
 
 RANKS, COUNT = 4, 4
@@ -70,3 +72,52 @@ def test_the_last_rank_turns_back() -> None:
 def test_auto_is_no_slower_than_any() -> None:
     names: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-v")
     assert step_s("auto") <= min(map(step_s, names)) * (1 + 1e-9)
+
+
+# -- whether it is taken ------------------------------------------------------------------------------
+
+
+def measured(each_s: float, waiting_bytes: int = 0) -> tuple[ModelGraph, Profile]:
+    """The layers as if they had been timed; so many bytes of gradients of each wait for its weights' turn."""
+    graph, profile = chain([each_s] * 8, saved_bytes=1000, value_bytes=VALUE)
+    units = (unit.model_copy(update={"source": "measured"}) for unit in profile.units)
+    profile = profile.model_copy(update={"units": tuple(units)})
+    waiting = (unit.model_copy(update={"waiting_bytes": waiting_bytes}) for unit in graph.units)
+    return graph.model_copy(update={"units": tuple(waiting)}), profile
+
+
+def taken(
+    model: tuple[ModelGraph, Profile], memory_bytes: int = 10**9, schedule: ScheduleName | None = None
+) -> Plan:
+    request = Request(batch_size=8, microbatches=8, schedule=schedule, optimizer="sgd")
+    return search(request, {8: model}, make_cluster("4xcpu", "cpu", 1, RANKS, memory_bytes))
+
+
+def is_split(plan: Plan) -> bool:
+    return plan.schedule.startswith("zero") or any("I" in row for row in plan.actions)
+
+
+def test_the_default_splits_where_that_pays_and_times_are_measured() -> None:
+    assert is_split(taken(measured(1e-2)))
+    assert not is_split(taken(chain([1e-2] * 8, saved_bytes=1000, value_bytes=VALUE)))
+
+
+def test_neither_the_default_nor_auto_splits_where_that_does_not_pay() -> None:
+    """A layer's passes take 0.1 ms each, and so does what splitting its backward costs."""
+    assert not is_split(taken(measured(1e-4)))
+    assert not is_split(taken(measured(1e-4), schedule="auto"))
+    assert is_split(taken(measured(1e-2), schedule="auto"))
+
+
+def test_gradients_that_wait_are_in_the_account() -> None:
+    """W of rank s comes s microbatches behind I: s + 1 of them wait, for the weights of two layers each."""
+    held = [taken(measured(1e-2, size), schedule="zero-bubble").expected for size in (0, 1000)]
+    few, many = ([s.peak_bytes for s in found.stages] for found in held if found is not None)
+    assert [b - a for a, b in zip(few, many, strict=True)] == [2000, 4000, 6000, 8000]
+
+
+def test_what_does_not_fit_for_them_is_not_taken() -> None:
+    plain = taken(measured(1e-2, 1000), schedule="1f1b").expected
+    assert plain is not None
+    tight = taken(measured(1e-2, 1000), round(1.05 * max(s.peak_bytes for s in plain.stages)))
+    assert tight.schedule == "1f1b"
