@@ -12,21 +12,22 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any, final
 
 import pytest
 import torch
-from parity_runs import batch_of, random_bounds
+from parity_runs import batch_of, random_bounds, recorded
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from zoo import Case
 
-from outsize.capture.graph import build_graph
+from outsize.capture.graph import Captured, build_graph
 from outsize.capture.ladder import LossFn, find_loss, record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
+from outsize.program.tape import Tape
 from outsize.run.rng import borrowed_generators, seeder
 from outsize.train.batch import Batch, as_target
 from outsize.train.engine import Engine
@@ -40,6 +41,7 @@ from outsize.train.variant import Variants
 SEED, STEPS, MICROBATCHES, SIZE = 7, 3, 4, 8
 
 Weigh = Callable[[Sequence[Batch]], list[float]]
+Wrap = Callable[[nn.Module], nn.Module]
 Entry = dict[str, Tensor]
 Note = Callable[[Tensor | None], None]
 
@@ -107,10 +109,17 @@ class Plain:
     def _seeding(self) -> AbstractContextManager[None]:
         return borrowed_generators() if self._dropout else nullcontext()
 
+    def prepare(self, batch: Batch) -> None:
+        for part in batch.split(MICROBATCHES):
+            self._tape(part)
+
+    def _tape(self, part: Batch) -> Tape:
+        return self._variants.find(part, outputs=False, state=self._settings.number()).tape
+
     def _forward(self, part: Batch, mb: int) -> tuple[Any, Tensor | None]:
         if not self._dropout:
             return self._run(part)
-        tape = self._variants.find(part, outputs=False, state=self._settings.number()).tape
+        tape = self._tape(part)
         return eager(self.model, tape, part, seeder(SEED, self.steps, mb), self._loss_fn)
 
     def _run(self, part: Batch) -> tuple[Any, Tensor | None]:
@@ -139,13 +148,18 @@ def batches_of(found: Case) -> list[Batch]:
     return batch_of(found, SIZE * STEPS).split(STEPS)
 
 
+def as_it_is(model: nn.Module) -> nn.Module:
+    """Situations of the loop leave the model alone."""
+    return model
+
+
 @final
 @dataclass(frozen=True)
 class Situation:
     """What a user does that a bare loop does not do; `changes`: the numbers are not the bare loop's."""
 
     name: str
-    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    wrap: Wrap = as_it_is
     loop: Loop = train
     batches: Callable[[Case], list[Batch]] = batches_of
     optimizer: Callable[[Iterable[Any]], Optimizer] = adamw
@@ -161,7 +175,7 @@ class Situation:
 BARE = Situation("bare", changes=False)
 
 
-def split(model: nn.Module, graph: ModelGraph, found: Situation) -> Plan:
+def split(graph: ModelGraph, found: Situation) -> Plan:
     """Stages of evenly many units, or cuts at random."""
     count = len(graph.units)
     stages = min(found.stages, count)
@@ -199,6 +213,20 @@ def fresh(known: Case, dropout: bool = False) -> nn.Module:
     return copy.deepcopy(_built(known, dropout))
 
 
+def wrapped(known: Case, wrap: Wrap, dropout: bool) -> nn.Module:
+    """What the situation makes of it, equal each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return wrap(fresh(known, dropout))
+
+
+@lru_cache(maxsize=16)
+def captured(known: Case, wrap: Wrap, dropout: bool, batches: Callable[[Case], list[Batch]]) -> Captured:
+    """Situations that change nothing of the model share it."""
+    model, part = wrapped(known, wrap, dropout), batches(known)[0].split(MICROBATCHES)[0]
+    return build_graph(record(model, part.args, part.kwargs, known.loss, part.target), model)
+
+
 @final
 class Both:
     """The two trainers of a situation on one model, and what each has noted."""
@@ -206,23 +234,28 @@ class Both:
     def __init__(self, found: Situation, known: Case) -> None:
         self.found, self.known = found, known
         self.batches = found.batches(known)
-        model = self._model()
-        part = self.batches[0].split(MICROBATCHES)[0]
-        tape = record(model, part.args, part.kwargs, known.loss, part.target)
-        self.plan = split(model, build_graph(tape, model).graph, found)
+        self.captured = captured(known, found.wrap, found.dropout, found.batches)
+        self.plan = split(self.captured.graph, found)
 
     def _model(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return self.found.wrap(fresh(self.known, self.found.dropout))
+        return wrapped(self.known, self.found.wrap, self.found.dropout)
+
+    def _recorded(self) -> AbstractContextManager[None]:
+        """A tape of an equal model, unless the situation may have put objects of one model into another's."""
+        return recorded(self.captured.tape) if self.found.wrap is as_it_is else nullcontext()
 
     def plain(self) -> Plain:
-        return Plain(self._model(), self.found, self.plan, self.known.loss)
+        trainer = Plain(self._model(), self.found, self.plan, self.known.loss)
+        if self.found.dropout:
+            with self._recorded():
+                trainer.prepare(self.batches[0])
+        return trainer
 
     def engine(self) -> Engine:
         options = {"clip_norm": self.found.clip_norm, "seed": SEED, "optimizer": self.found.optimizer}
         engine = make_engine(self._model(), self.plan, None, loss_fn=self.known.loss, **options)
-        engine.prepare(self.batches[0])
+        with self._recorded():
+            engine.prepare(self.batches[0])
         return engine
 
     def run(self, trainer: Trainer) -> list[Entry]:
