@@ -16,7 +16,7 @@ from outsize.capture.precision import check_precision
 from outsize.ir.cluster import Cluster
 from outsize.ir.fit import Fit
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import BatchNormMode, Plan, Precision, Recompute, ScheduleName
+from outsize.ir.plan import BatchNormMode, Plan, Precision, Recompute, ScheduleName, Weights
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.ir.schedule import Schedule
 from outsize.ir.timeline import Timeline
@@ -92,6 +92,10 @@ def plan(
     precision: Precision = "fp32",
     recompute: Recompute | None = None,
     bn: BatchNormMode = "micro",
+    dp_replicate: int = 1,
+    dp_shard: int = 1,
+    tp: int = 1,
+    weights: Weights | None = None,
     what_if: bool = False,
     loss_fn: LossFn | None = None,
     target: Any = None,
@@ -107,10 +111,13 @@ def plan(
     microbatch sizes that it covers are looked at. `precision` is that of training ("mixed": autocast);
     weights are left as they are, so a model that is bf16 by itself needs none. `recompute="full"` trades
     time for memory on every stage; not given, on those that would not fit. `bn` is how BatchNorm keeps its
-    running statistics (see Plan). `what_if` also looks at meshes that this version only plans; a plan that
-    has one says so (`Plan.beyond`). `batch_dims` maps an argument's name or position, or "target", to the
-    dim along which its samples lie (None: it holds none); what is not given follows from the shapes, and
-    where these leave it open from a trial with one sample more.
+    running statistics (see Plan). `dp_replicate`, `dp_shard` (FSDP) and `tp` give every stage that many
+    devices; `microbatches` are then those of a replica. `what_if` looks at all meshes, also at those that
+    this version only plans; a plan that has one says so (`Plan.beyond`). `batch_dims` maps an argument's name
+    or position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
+    follows from the shapes, and where these leave it open from a trial with one sample more.
+    `weights="host"` keeps weights, gradients and states in the host's memory and brings stage after stage to
+    one device; not given, it is for a model that is too large for its one device in every other way.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
@@ -127,6 +134,10 @@ def plan(
         precision=precision,
         recompute=recompute,
         bn=bn,
+        dp_replicate=dp_replicate,
+        dp_shard=dp_shard,
+        tp=tp,
+        weights=weights,
         what_if=what_if,
     )
     return search(question.request, question.candidates, question.cluster)

@@ -52,6 +52,15 @@ class BatchNormOption(StrEnum):
 
 
 @final
+class WhereOption(StrEnum):
+    """As ir.plan.Weights."""
+
+    resident = "resident"
+    sharded = "sharded"
+    host = "host"
+
+
+@final
 class PrecisionOption(StrEnum):
     """As ir.plan.Precision; tests/unit/cli holds this against it."""
 
@@ -136,6 +145,23 @@ BatchNorm = Annotated[
     BatchNormOption | None,
     typer.Option(
         "--bn", help="BatchNorm's statistics: by microbatch, running ones once per batch, whole batch."
+    ),
+]
+Replicas = Annotated[
+    int | None, typer.Option("--dp-replicate", min=1, help="Replicas, each with its part of the batch.")
+]
+Shards = Annotated[
+    int | None, typer.Option("--dp-shard", min=1, help="Replicas that share the weights, as FSDP does.")
+]
+Tensor = Annotated[
+    int | None, typer.Option("--tp", min=1, help="Devices that share the work of each layer.")
+]
+Where = Annotated[
+    WhereOption | None,
+    typer.Option(
+        "--weights",
+        help="host: in the host's memory, stage after stage comes to one device (default: only where one device "
+        "is too small for all else).",
     ),
 ]
 WhatIf = Annotated[

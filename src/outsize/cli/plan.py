@@ -61,6 +61,10 @@ def plan(
     precision: options.Precision = options.PrecisionOption.fp32,
     recompute: options.Recompute = None,
     bn: options.BatchNorm = None,
+    dp_replicate: options.Replicas = None,
+    dp_shard: options.Shards = None,
+    tp: options.Tensor = None,
+    weights: options.Where = None,
     what_if: options.WhatIf = False,
     measure: options.Measure = False,
     profile: Profile = None,
@@ -76,7 +80,8 @@ def plan(
     screen, edited = Screen(json), load_plan(check)
     order = options.any_schedule(schedule)
     asked = {"stages": stages, "microbatches": microbatches, "schedule": order}
-    asked |= {"recompute": recompute, "bn": bn, "what_if": what_if or None}
+    asked |= {"recompute": recompute, "bn": bn, "weights": weights, "what_if": what_if or None}
+    asked |= {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
     options.refuse_beside(edited, "--check", **asked)
     measured = load_profile(profile) or measure
     with screen.working(f"building {model}"):

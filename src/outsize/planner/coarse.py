@@ -34,7 +34,7 @@ def pieces(graph: ModelGraph, seconds: UnitSeconds, most: int) -> tuple[int, ...
     if n <= most:
         return tuple(range(n + 1))
     work = np.cumsum(seconds.total)
-    part, crossing = float(work[-1]) / most, _crossing_bytes(graph)
+    part, crossing = float(work[-1]) / most, crossing_bytes(graph)
     ends, done = [0], 0.0
     while ends[-1] < n:
         soonest = max(int(np.searchsorted(work, done + SOONEST * part)), ends[-1]) + 1
@@ -69,7 +69,7 @@ def coarse_profile(profile: Profile, ends: Sequence[int]) -> Profile:
     return profile.model_copy(update={"units": units})
 
 
-def _crossing_bytes(graph: ModelGraph) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def crossing_bytes(graph: ModelGraph) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """For each cut 0..n the bytes of the values that cross it."""
     steps = [0] * (len(graph.units) + 2)
     for value in graph.values:

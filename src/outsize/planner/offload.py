@@ -21,8 +21,10 @@ adds up gradients: 4 G_b instead of G_b through its memory. A device holds
 
 Sources: ZeRO-Offload (arXiv 2101.06840, sec. 4: gradients out beside the backward, Adam on the CPU),
 ZeRO-Infinity (arXiv 2104.07857, sec. 6.2: prefetch, overlap), layer by layer as in L2L (arXiv 2002.05645).
-Deviations: no optimizer step beside the backward, no activations on the host, each replica reads all weights
-by itself, and no weights are kept from forward to backward. How much memory the host has nobody says.
+Deviations: no optimizer step beside the backward (run/landing.py has it on GPUs), no activations on the
+host, each replica reads all weights by itself, and no weights are kept from forward to backward
+(schedules/offload.py keeps two blocks). How much memory the host has nobody says. One device runs it
+(streamed.py); more are planned.
 Complexity: O(units + blocks^2). Oracle: tests/unit/planner/test_offload.py plays the two buffers.
 """
 
@@ -43,7 +45,7 @@ from outsize.ir.links import Link
 from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text
-from outsize.planner.coarse import coarse_graph, coarse_profile, pieces
+from outsize.planner.coarse import coarse_graph, coarse_profile, crossing_bytes, pieces
 from outsize.planner.comm import collective_s
 from outsize.planner.layout import Layout
 from outsize.planner.optimizer import Held, OptimizerBytes, optimizer_bytes
@@ -102,9 +104,21 @@ class Blocks:
     @classmethod
     def of(cls, graph: ModelGraph, profile: Profile, alone: UnitSeconds, optimizer: OptimizerBytes) -> Self:
         """Of about equal work; `alone`: seconds of units on one device."""
-        cut = pieces(graph, alone, BLOCKS)
+        cut = block_ends(graph, alone, BLOCKS)
         ranges = Ranges.of(coarse_graph(graph, cut), coarse_profile(profile, cut), optimizer)
         return cls(cut, ranges, *_moved(graph, cut, optimizer), *_updated(graph, optimizer))
+
+
+def block_ends(graph: ModelGraph, alone: UnitSeconds, most: int) -> tuple[int, ...]:
+    """First unit of each of at most about so many blocks, then the number of units.
+
+    A block ends where no less crosses one unit sooner or later: layer by layer a device holds what crosses of
+    all microbatches, and that of a language model's head would be its logits.
+    """
+    crossing, n = crossing_bytes(graph), len(graph.units)
+    inner = [c for c in range(1, n) if crossing[c] <= min(crossing[max(1, c - 1) : min(c + 1, n - 1) + 1])]
+    quiet = (0, *inner, n)
+    return tuple(quiet[end] for end in pieces(coarse_graph(graph, quiet), alone.merged(quiet), most))
 
 
 def hosted(
@@ -202,7 +216,7 @@ def _kept(blocks: Ranges, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
 def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, again: bool) -> Ranges:
     """Bytes of the device for all runs: two blocks, and activations."""
     nothing = np.zeros_like(kept)
-    weights = neighbours(each(blocks.weights - blocks.buffers + blocks.replicas))[0, -1]
+    weights = _places(each(blocks.weights - blocks.buffers + blocks.replicas), layout)
     gradients = np.minimum(whole.gradients, neighbours(each(blocks.gradients + blocks.replicas))[0, -1])
     ended = int(each(blocks.sent).max()) * layerwise(layout)
     saved, forward, backward = whole.saved, whole.forward, whole.backward - whole.gradients
@@ -221,6 +235,13 @@ def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, again
         first_backward=backward + gradients + ended,
         **dict.fromkeys(("replicas", "optimizer", "master", "update", "again"), nothing),
     )
+
+
+def _places(weights: Bytes, layout: Layout) -> int:
+    """Of two neighbours; one device has two places that blocks take in turn (schedules/offload.py)."""
+    if layout.axes.world_size == 1:
+        return sum(int(weights[first::2].max(initial=0)) for first in (0, 1))
+    return int(neighbours(weights)[0, -1])
 
 
 def _updated(graph: ModelGraph, optimizer: OptimizerBytes) -> tuple[Seconds, Seconds]:

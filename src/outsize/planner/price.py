@@ -13,6 +13,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, Recompute
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
+from outsize.planner import streamed
 from outsize.planner.estimate import Estimate, check_enough, expected, play, reasons
 from outsize.planner.floor import Work
 from outsize.planner.layout import Layout, grouped
@@ -29,6 +30,8 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     `graph` and `profile` are of one microbatch of the plan. Raises ModelMismatch, BadPlan,
     TooFewSamples, and UnknownDevice when the cluster lacks a device of the plan.
     """
+    if plan.streams:
+        return streamed.priced(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
     found = _of_plan(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
@@ -43,6 +46,8 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
     """The predicted Timeline of one step of the plan, or of its first microbatches; raises as `price`."""
+    if plan.streams:
+        return streamed.timeline(plan, *in_plans_order(plan, graph, profile), cluster)
     found = _of_plan(plan, *in_plans_order(plan, graph, profile), cluster)
     return play(found.pipeline, found.bounds, found.costs)
 

@@ -42,6 +42,7 @@ from outsize.ir.plan import (
     Precision,
     Recompute,
     ScheduleName,
+    Weights,
     stages_from_bounds,
 )
 from outsize.ir.profile import Profile
@@ -60,6 +61,7 @@ from outsize.planner.polish import polish
 from outsize.planner.reasons import kind_reasons, microbatches_text
 from outsize.planner.rivals import alternative, choose, compared_with, rivals, shown
 from outsize.planner.selective import by_blocks, counted, selective_reasons, written
+from outsize.planner.streamed import in_blocks
 from outsize.planner.tight import selective
 
 # zero-bubble only where it is asked for, or on CPUs from measured times: what splitting costs is known there.
@@ -75,6 +77,8 @@ OPTIMAL: Final = 1e-4
 class Request(Record):
     """What is asked for; None leaves the choice to the search (stages: one per device).
 
+    `dp_replicate`, `dp_shard`, `tp`: the sizes of these axes; microbatches are those of each replica.
+    `weights`: where they are; left open they are on the host where one device is too small for all else.
     `what_if`: also layouts that nothing runs yet. `actions` are those of the schedule "custom".
     """
 
@@ -86,6 +90,10 @@ class Request(Record):
     precision: Precision = "fp32"
     recompute: Recompute | None = None
     bn: BatchNormMode = "micro"
+    dp_replicate: Count = 1
+    dp_shard: Count = 1
+    tp: Count = 1
+    weights: Weights | None = None
     what_if: bool = False
     actions: tuple[str, ...] = ()
 
@@ -116,15 +124,34 @@ def _by_runs(
     layouts = tuple(_layouts(request, asked, cluster))
     menu = Menu(candidates, cluster, request.optimizer, idle=request.what_if and request.stages is None)
     hunt = Hunt(menu, _recompute(request))
-    found = hunt.run(layouts)
+    found = hunt.run(() if request.weights == "host" else layouts)
+    if plan.weights == "host":
+        return plan
     if request.what_if and request.schedule is None:
         found = hunt.run(tuple(_interleaved(found, menu)))
     if not found.estimates:
-        on_host = Hunt(menu, _recompute(request)).run(tuple(_layouts(request, asked, cluster, True)))
-        if not (request.what_if and on_host.estimates):
-            raise _nothing_fits(request, candidates, layouts, menu, cluster, bool(on_host.estimates))
+        on_host = _on_host(request, tuple(_layouts(request, asked, cluster, True)), menu)
+        runs = request.what_if or len(cluster.devices) == 1
+        if not (runs and on_host.estimates) or request.weights not in (None, "host"):
+            elsewhere = bool(on_host.estimates) and len(cluster.devices) > 1
+            raise _nothing_fits(request, candidates, layouts, menu, cluster, elsewhere)
         found = replace(on_host, rejected=found.rejected)
-    return _plan(request, found, menu, cluster)
+    plan = _plan(request, found, menu, cluster)
+    asked_for = candidates[plan.microbatches * plan.axes.replicas]
+    return in_blocks(plan, *asked_for, cluster) if plan.streams else plan
+
+
+def _on_host(request: Request, layouts: Sequence[Layout], menu: Menu) -> Found:
+    """Layer by layer on one device, and microbatch by microbatch only where that does not fit."""
+    alone = [layout for layout in layouts if layout.axes.world_size == 1 and layout.schedule == "gpipe"]
+    found = Hunt(menu, _recompute(request)).run(alone)
+    return found if found.estimates else Hunt(menu, _recompute(request)).run(layouts)
+    if request.weights == "host" and len(cluster.devices) > 1 and not request.what_if:
+        raise BadOption(
+            "weights on the host come to one device",
+            numbers=f"cluster {cluster.name!r} has {len(cluster.devices)}",
+            next_step=f"--cluster 1x{device_part(cluster)}, or --what-if to price it",
+        )
 
 
 def _recompute(request: Request) -> tuple[Recompute, ...]:
@@ -275,7 +302,11 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
             *kind_reasons(graph, bounds, best.devices, cluster, layout.group),
             *costly(request.bn, best),
             *selective_reasons(best, anew, bounds),
-            *(beyond_reasons(graph, layout, cluster, request.optimizer) if request.what_if else ()),
+            *(
+                beyond_reasons(graph, layout, cluster, request.optimizer)
+                if request.what_if or layout.weights == "host"
+                else ()
+            ),
             *compared_with(best, others),
             *islice(rejections(found.rejected), REJECTIONS),
         ),

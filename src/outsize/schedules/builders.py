@@ -62,7 +62,7 @@ def row_of(name: str, rank: int, stages: int, microbatches: int) -> tuple[Action
     return tuple(_ROWS[name](rank, stages, microbatches, stages))
 
 
-def naive_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
+def naive_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
     """F and B of a microbatch, then the next one; nothing overlaps in a chain of stages.
 
     time   0   1   2   3   4   5   6   7   8   9   10  11
@@ -70,9 +70,10 @@ def naive_row(stage: int, stages: int, microbatches: int, ranks: int) -> Iterabl
     rank 1 .   1F0 .   .   1B0 .   .   1F1 .   .   1B1 .
     rank 2 .   .   2F0 2B0 .   .   .   .   2F1 2B1 .   .
     """
+    own = range(rank, stages, ranks)
     for microbatch in range(microbatches):
-        yield Action(stage, Kind.F, microbatch)
-        yield Action(stage, Kind.B, microbatch)
+        yield from (Action(stage, Kind.F, microbatch) for stage in own)
+        yield from (Action(stage, Kind.B, microbatch) for stage in reversed(own))
 
 
 def gpipe_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
@@ -202,7 +203,7 @@ def _unknown(name: str) -> BadOption:
 
 def _check_ranks(name: str, stages: int, ranks: int) -> None:
     """Only some schedules have several stages on a rank, and as many on each."""
-    one = name == "gpipe" and ranks == 1
+    one = name in ("gpipe", "naive") and ranks == 1
     if stages == ranks or one or (name in SEVERAL and stages % ranks == 0):
         return
     raise BadOption(

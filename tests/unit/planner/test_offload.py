@@ -205,9 +205,9 @@ def asked(cluster: Cluster, forward_s: float = 0.01, **wishes: object) -> Plan:
 
 
 def test_what_fits_nowhere_is_planned_with_weights_on_the_host() -> None:
-    plan = asked(small(1400), what_if=True)
+    plan = asked(small(1400, devices=2), what_if=True)
     assert (plan.weights, plan.what_if) == ("host", True)
-    assert plan.beyond == "weights on the host"
+    assert plan.beyond.endswith("weights on the host")
     assert any("live on the host: 3.1 GiB" in why and "PCIe 5.0 x16" in why for why in plan.why)
     assert plan.expected is not None
     assert plan.expected.limited_by.startswith("the host: devices compute for")
@@ -215,11 +215,6 @@ def test_what_fits_nowhere_is_planned_with_weights_on_the_host() -> None:
     with pytest.raises(WhatIfPlan, match="weights on the host"):
         plan.check_runs()
     assert Plan.model_validate_json(plan.to_json()) == plan
-
-
-def test_layer_by_layer_is_taken_where_the_link_is_slower_than_the_device() -> None:
-    assert asked(small(1400), 0.01, what_if=True).schedule == "1f1b", "as fast, and holds less"
-    assert asked(small(1400), 0.0005, what_if=True).schedule == "gpipe"
 
 
 def test_its_seconds_are_the_passes_and_the_optimizer() -> None:
@@ -233,7 +228,7 @@ def test_its_seconds_are_the_passes_and_the_optimizer() -> None:
 
 def test_without_what_if_the_error_says_that_it_would_help() -> None:
     with pytest.raises(NoFeasiblePlan, match="--what-if: it fits with weights on the host"):
-        asked(small(1400))
+        asked(small(1400, devices=2))
     with pytest.raises(NoFeasiblePlan) as tiny:
         asked(small(700))
     assert "--what-if" not in str(tiny.value), "two blocks do not fit either"

@@ -1,0 +1,185 @@
+"""Problem: weights come to one device stage by stage. Which stages, and what does such a plan cost?
+
+    stages    the blocks of offload.py: neighbouring units of about equal work, 64 at most
+    schedule  gpipe, layer by layer; naive where boundaries of all microbatches do not fit beside two stages
+    seconds   those of offload.py, which the device's timeline has stage by stage
+    bytes     of the device, shared out evenly to its stages, so that they add up to what it holds
+    bound     max(compute, weights to the device, gradients to the host, the optimizer on the host)
+
+The bound is what no order of these four can beat; the plan says all four. Complexity: that of offload.py.
+Oracle: tests/unit/planner/test_streamed.py adds the four up by hand, and a plan is priced as it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, final
+
+from outsize.errors import UnknownDevice
+from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Expected, Plan, StageFigures, stages_from_bounds
+from outsize.ir.profile import Profile
+from outsize.ir.text import seconds_text
+from outsize.ir.timeline import Timeline
+from outsize.planner.coarse import coarse_graph, coarse_profile
+from outsize.planner.estimate import Estimate, check_enough, estimate, expected, stage_cost
+from outsize.planner.floor import Work
+from outsize.planner.layout import Layout
+from outsize.planner.limits import limited_by
+from outsize.planner.menu import Menu
+from outsize.planner.offload import BLOCKS, Blocks, Host, block_ends, layerwise
+from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.reasons import fullest_reason, over_memory
+from outsize.planner.seconds import UnitSeconds
+from outsize.planner.simulate import StageCost, simulate
+from outsize.schedules.planned import planned
+
+# Blocks that are tried; the fewest within NEAR of the fastest are taken, since each is a stage to read.
+MOST: Final = (16, 32, BLOCKS)
+NEAR: Final = 1.02
+_BYTES: Final = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Seconds of a step that each of four takes, which may all be at work at the same time."""
+
+    compute_s: float
+    to_device_s: float
+    to_host_s: float
+    optimizer_s: float
+
+    @property
+    def step_s(self) -> float:
+        """No step is shorter."""
+        return max(self.compute_s, self.to_device_s, self.to_host_s, self.optimizer_s)
+
+    def __str__(self) -> str:
+        parts = {
+            "compute": self.compute_s,
+            "weights to the device": self.to_device_s,
+            "gradients to the host": self.to_host_s,
+            "the optimizer on the host": self.optimizer_s,
+        }
+        each = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
+        return f"no step is shorter than its longest part, {max(parts, key=lambda n: parts[n])}: {each}"
+
+
+def in_blocks(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
+    """The plan of one stage whose weights are on the host, with a stage for each block; `profile` is of the
+    cluster's first device.
+    """
+    cuts = dict.fromkeys(block_ends(graph, UnitSeconds.of(profile), most) for most in MOST)
+    made = [_cut(plan, graph, cut) for cut in cuts]
+    costs = [_found(each, graph, profile, cluster) for each in made]
+    fitting = [at for at, (found, _) in enumerate(costs) if found.fits] or [len(cuts) - 1]
+    least_s = min(costs[at][0].step_s for at in fitting)
+    chosen = next(at for at in fitting if costs[at][0].step_s <= NEAR * least_s)
+    return _shown(made[chosen], plan, graph, *costs[chosen])
+
+
+def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
+    device = plan.stages[0].device
+    return plan.model_copy(
+        update={
+            "stages": stages_from_bounds(graph, cut, (device,) * (len(cut) - 1)),
+            "schedule": "gpipe" if plan.schedule == "gpipe" else "naive",
+            "recompute": "none" if plan.recompute_of(0) == "none" else "full",
+        }
+    )
+
+
+def _shown(made: Plan, plan: Plan, graph: ModelGraph, found: Estimate, bound: Bound) -> Plan:
+    figures, before = _figures(made, found, graph), plan.expected
+    kept = {} if before is None else {"gap": before.gap, "limited_by": before.limited_by}
+    why = (*plan.why[1:], str(bound))  # the first says which stage of a pipeline sets the pace
+    return made.model_copy(update={"expected": figures.model_copy(update=kept), "why": why})
+
+
+def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
+    """As planner/price.py's, of a plan whose weights come and go. Raises as that does."""
+    found, bound = _found(plan, graph, profile, cluster)
+    work = Work.of(found.graph, found.cases[0].seconds)
+    limit = limited_by(found, work, found.graph, found.bounds)
+    figures = _figures(plan, found, graph).model_copy(update={"limited_by": limit})
+    rooms = [found.pipeline.room.devices[rank] for rank in found.pipeline.ranks]
+    full = fullest_reason(found.memories, found.devices, found.layout.ranks, found.layout.group)
+    why = (*over_memory(found.memories, rooms), full, str(bound))
+    return plan.model_copy(update={"expected": figures, "why": why})
+
+
+def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
+    """The predicted Timeline of one step; what a stage waits for is in its actions."""
+    costs = _costs(_found(plan, graph, profile, cluster)[0])
+    schedule = planned(plan.schedule, len(plan.stages), plan.microbatches, 1, plan.actions)
+    return simulate(schedule, costs, {}, {}, cluster.link)
+
+
+def _found(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> tuple[Estimate, Bound]:
+    """The whole model as one stage, whose units are the plan's stages."""
+    check_enough(plan.batch_size, plan.microbatches)
+    device, m, bounds = _device_of(plan, cluster), plan.microbatches, plan.bounds(graph)
+    coarse = coarse_graph(graph, bounds), coarse_profile(profile, bounds)
+    how = "gpipe" if plan.schedule == "gpipe" else "1f1b"
+    layout = Layout(plan.axes, 1, how, m, m, "host")
+    again = any(plan.recompute_of(stage) != "none" for stage in range(len(plan.stages)))
+    menu = Menu({m: coarse}, cluster, plan.optimizer, most=len(bounds))
+    pipeline = menu.pipeline(layout, ("full" if again else "none",), (device,))
+    assert pipeline is not None, "one device is always there"
+    found = estimate(pipeline, (0, len(bounds) - 1), (0,))
+    return found, _bound(found, coarse, plan.optimizer, layout, cluster)
+
+
+def _bound(
+    found: Estimate, coarse: tuple[ModelGraph, Profile], optimizer: str, layout: Layout, cluster: Cluster
+) -> Bound:
+    host, m, case = Host.of(cluster), layout.microbatches, found.cases[0]
+    blocks = Blocks.of(*coarse, UnitSeconds.of(coarse[1]), optimizer_bytes(optimizer))
+    passes = 1 if layerwise(layout) else m
+    again = 1 if case.recompute == "none" else 2
+    compute_s = m * sum(again * c.forward_s + c.backward_s for c in case.base.units)
+    return Bound(
+        compute_s,
+        2 * passes * host.link.seconds(sum(blocks.taken)),
+        passes * host.link.seconds(sum(blocks.given)),
+        found.sync_s,
+    )
+
+
+def _costs(found: Estimate) -> list[StageCost]:
+    """Of each block."""
+    return [stage_cost(found.cases[0], block, block + 1) for block in range(found.bounds[-1])]
+
+
+def _figures(plan: Plan, found: Estimate, graph: ModelGraph) -> Expected:
+    """With a row for each stage; bytes are those of the device, shared out evenly."""
+    whole = expected(found, plan.batch_size, (0, len(graph.units)))
+    (device,), count = whole.stages, len(plan.stages)
+    rows = list[StageFigures]()
+    for stage, (cost, (first, end)) in enumerate(
+        zip(_costs(found), pairwise(plan.bounds(graph)), strict=True)
+    ):
+        own = {name: getattr(device, name) * (stage + 1) // count for name in _BYTES}
+        before = {name: getattr(device, name) * stage // count for name in _BYTES}
+        changed = {name: own[name] - before[name] for name in _BYTES}
+        changed |= {"units": end - first, "forward_s": cost.forward_s, "backward_s": cost.backward_s}
+        changed |= {"parameters": sum(p.numel for p in graph.owned_parameters(first, end - 1))}
+        rows.append(device.model_copy(update=changed))
+    return whole.model_copy(update={"stages": tuple(rows)})
+
+
+def _device_of(plan: Plan, cluster: Cluster) -> int:
+    """Its number in the cluster. Raises UnknownDevice."""
+    names = [device.name for device in cluster.devices]
+    (name,) = {stage.device for stage in plan.stages}
+    if name in names:
+        return names.index(name)
+    raise UnknownDevice(
+        f"the plan names {name!r}, which cluster {cluster.name!r} has not",
+        numbers=f"its devices: {', '.join(names)}",
+        next_step=f"set the stages' device to {names[-1]!r}, or give another --cluster",
+    )

@@ -1,0 +1,110 @@
+"""Plans whose weights come to one device: when a search makes one, its stages, its four sums, its price."""
+
+from __future__ import annotations
+
+import pytest
+from planner_graphs import chain
+
+from outsize.errors import BadOption, NoFeasiblePlan
+from outsize.ir.cluster import Cluster, parse_cluster
+from outsize.ir.devices import HOST_BYTES_PER_S
+from outsize.ir.links import LINKS
+from outsize.ir.plan import Plan
+from outsize.planner.offload import block_ends
+from outsize.planner.price import price, timeline
+from outsize.planner.search import Request, search
+from outsize.planner.seconds import UnitSeconds
+
+MIB = 1 << 20
+
+
+def one(memory_mib: int) -> Cluster:
+    """A GPU of so much memory."""
+    found = parse_cluster("1xh100-80gb")
+    (device,) = found.devices
+    return found.model_copy(
+        update={"devices": (device.model_copy(update={"memory_bytes": memory_mib * MIB}),)}
+    )
+
+
+def model(units: int = 8, microbatches: int = 2, forward_s: float = 0.01) -> dict[int, object]:
+    """Units of 100 MiB of weights: 400 MiB each with AdamW; 1 MiB saved."""
+    fields = {"value_bytes": MIB, "weight_bytes": 100 * MIB, "saved_bytes": MIB}
+    graph, profile = chain([forward_s] * units, **fields)
+    return {microbatches: (graph, profile.model_copy(update={"device": "h100-80gb"}))}
+
+
+def asked(memory_mib: int, **wishes: object) -> Plan:
+    request = Request(batch_size=2, **wishes)  # pyright: ignore[reportArgumentType]
+    return search(request, model(), one(memory_mib))  # pyright: ignore[reportArgumentType]
+
+
+def test_one_device_that_is_too_small_gets_a_plan_that_runs() -> None:
+    plan = asked(1400)
+    assert (plan.weights, plan.what_if, plan.beyond, plan.streams) == ("host", False, "", True)
+    assert (plan.schedule, len(plan.stages), plan.axes.world_size) == ("gpipe", 8, 1)
+    plan.check_runs()
+    assert any("live on the host: 3.1 GiB" in why for why in plan.why)
+    assert not any("sets the pace" in why for why in plan.why)
+
+
+def test_it_is_the_last_resort_unless_it_is_asked_for() -> None:
+    assert asked(9000).weights == "resident"
+    assert asked(9000, weights="host").weights == "host"
+    with pytest.raises(NoFeasiblePlan):
+        asked(1400, weights="resident")
+    with pytest.raises(NoFeasiblePlan):
+        asked(700)
+
+
+def test_several_devices_are_told_so() -> None:
+    two = parse_cluster("2xh100-80gb")
+    with pytest.raises(BadOption, match="come to one device"):
+        search(Request(batch_size=2, weights="host"), model(), two)  # pyright: ignore[reportArgumentType]
+
+
+def test_stages_add_up_to_what_the_device_holds() -> None:
+    """Weights of two places; no states."""
+    plan = asked(1400)
+    assert plan.expected is not None
+    rows = plan.expected.stages
+    assert sum(row.weights_bytes for row in rows) == 200 * MIB
+    assert sum(row.optimizer_bytes for row in rows) == 0
+    assert sum(row.parameters for row in rows) == 8 * 25 * MIB
+
+
+def test_the_four_sums() -> None:
+    """Two microbatches of 8 x (10 + 20) ms; weights twice, gradients once over the link; AdamW's bytes."""
+    plan = asked(1400)
+    link = LINKS["pcie5"]
+    optimizer_s = 8 * (100 + 2 * 100 + 2 * 200) * MIB / HOST_BYTES_PER_S
+    sums = (0.48, 2 * link.seconds(800 * MIB), link.seconds(800 * MIB), optimizer_s)
+    (line,) = [why for why in plan.why if why.startswith("no step is shorter")]
+    told = [float(part.split()[-2]) / 1e3 for part in line.split(": ")[1].split(", ")]
+    assert told == pytest.approx(sums, rel=0.01)
+    assert "its longest part, compute" in line
+
+
+def test_a_plan_is_priced_as_it_was_made() -> None:
+    plan = asked(1400)
+    ((graph, profile),) = model().values()  # pyright: ignore[reportGeneralTypeIssues]
+    again = price(plan, graph, profile, one(1400))
+    assert again.expected is not None
+    assert plan.expected is not None
+    assert (again.expected.step_s, again.expected.stages) == (plan.expected.step_s, plan.expected.stages)
+    played = timeline(plan, graph, profile, one(1400))
+    assert len(played.spans) == 2 * 2 * 8
+    assert played.duration_s == pytest.approx(
+        sum(2 * (r.forward_s + r.backward_s) for r in plan.expected.stages)
+    )
+
+
+def test_a_block_ends_where_little_crosses() -> None:
+    """Values of 1, 5, 2, 9 bytes between five units: not before what reads 5 and 9."""
+    graph, profile = chain([1.0] * 5)
+    sizes = [1, 5, 2, 9]
+    values = tuple(
+        v.model_copy(update={"size_bytes": sizes[v.producer]}) for v in graph.values if v.consumers
+    )
+    graph = graph.model_copy(update={"values": values})
+    assert block_ends(graph, UnitSeconds.of(profile), 64) == (0, 1, 3, 5)
