@@ -47,13 +47,14 @@ def ask(
     request = request_of(batch_size=size, **wishes)
     found = found.under(request.precision)
     candidates: dict[int, tuple[ModelGraph, Profile]] = {}
-    stages, microbatches = request.stages or len(cluster.devices), request.microbatches
-    counts = counts_of(size, stages, microbatches)
+    axes, microbatches = request.axes(1), request.microbatches
+    stages = request.stages or max(1, len(cluster.devices) // axes.group_size)
+    counts = [count * axes.replicas for count in counts_of(size // axes.replicas, stages, microbatches)]
     if request.what_if:
         _insist_on_mesh(request, cluster)
         counts = all_counts(size, len(cluster.devices), microbatches)
     for count in measured.counts(counts, size) if isinstance(measured, ProfileSet) else counts:
-        captured = found.taken(-(-size // count), size // (request.microbatches or 1))
+        captured = found.taken(-(-size // count), size // (request.count or 1))
         if captured is not None:
             candidates[count] = captured.graph, profile_of(found, captured, cluster, measured, progress)
     return Question(request, cluster, candidates)
@@ -62,6 +63,7 @@ def ask(
 def request_of(**fields: Any) -> Request:
     """A request for the search; BadOption for a value that makes no sense."""
     if fields.get("bn") == "sync":
+        _insist_on_one_replica(fields)
         fields["microbatches"] = _the_whole_batch(fields.get("microbatches"))
     if isinstance(fields.get("schedule"), Schedule):
         fields |= _as_scheduled(fields, fields["schedule"])
@@ -94,6 +96,16 @@ def _as_scheduled(fields: dict[str, Any], schedule: Schedule) -> dict[str, Any]:
                 next_step=f"leave {name} away",
             )
     return {**says, "schedule": "custom", "actions": written(schedule)}
+
+
+def _insist_on_one_replica(fields: dict[str, Any]) -> None:
+    sizes = {name: fields.get(name) or 1 for name in ("dp_replicate", "dp_shard")}
+    if max(sizes.values()) > 1:
+        raise BadOption(
+            "bn='sync' takes the statistics of the whole batch, which replicas tear apart",
+            numbers=", ".join(f"{name} {size}" for name, size in sizes.items()),
+            next_step="bn='deferred'",
+        )
 
 
 def _the_whole_batch(microbatches: int | None) -> int:

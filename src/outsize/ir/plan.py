@@ -74,6 +74,22 @@ class Axes(Record):
         return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
+def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
+    return weights == "sharded" and axes.dp_shard > 1 and form == "tape"
+
+
+def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
+    return weights == "host" and axes.world_size == 1 and form == "tape"
+
+
+def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
+    """What this version of outsize does not run of a plan with these; empty where it runs all."""
+    shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
+    run = RUN | {"dp_shard"} if shards else RUN
+    where = "" if streams or shards else weights_text(weights)
+    return ", ".join(filter(None, (axes.used_besides(run), where)))
+
+
 @final
 class Stage(Record):
     """One stage: its units as patterns (`transformer.h.0-3`) in execution order, and its device.
@@ -265,26 +281,23 @@ class Plan(Record):
 
         The axes say so even where somebody has taken out the mark.
         """
-        run = RUN | {"dp_shard"} if self.shards else RUN
-        where = "" if self.streams or self.shards else weights_text(self.weights)
-        parts = (self.axes.used_besides(run), where)
-        return ", ".join(filter(None, parts)) or ("marked what_if" if self.what_if else "")
+        return beyond(self.axes, self.weights, self.form) or ("marked what_if" if self.what_if else "")
 
     @property
     def shards(self) -> bool:
         """Do replicas share weights, gradients and states, block by block?"""
-        return self.weights == "sharded" and self.axes.dp_shard > 1 and self.form == "tape"
+        return _shards(self.axes, self.weights, self.form)
 
     @property
     def streams(self) -> bool:
         """Do weights on the host come to one device, stage by stage?"""
-        return self.weights == "host" and self.axes.world_size == 1 and self.form == "tape"
+        return _streams(self.axes, self.weights, self.form)
 
     def check_runs(self) -> None:
         """Raise WhatIfPlan when this version of outsize only plans it."""
         if self.beyond:
             raise WhatIfPlan(
-                f"the plan of {self.model} is a what-if: this version of outsize runs pipelines only",
+                f"the plan of {self.model} is a what-if, which this version of outsize does not run",
                 numbers=f"pp {self.axes.pp}, {self.beyond}",
                 next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json, without --what-if",
             )

@@ -7,7 +7,7 @@ nearest. On unequal devices a group is of one kind, for it would be as slow as i
 formed within the parts of a cluster, and a part that they do not fill stays idle. p is then at most their
 number: order.py and fleet.py decide which of them work.
 
-    runs today    pp alone, all devices, one rank each
+    by itself     pp alone, all devices, one rank each; other axes where they are asked for
     what-if       every factorisation N = pp x dp_replicate x dp_shard x cp x tp, tp within a node, dp_shard
                   all of the replicas or those of a node, as ZeRO-1 (states) or as FSDP (weights too)
     cp            of the sizes that context.py allows, and with the smallest microbatches alone: fewer
@@ -29,7 +29,7 @@ from typing import Final, final
 
 from outsize.ir.cluster import Cluster, Part
 from outsize.ir.devices import Device, host_link
-from outsize.ir.plan import Axes, Plan, ScheduleName, Weights
+from outsize.ir.plan import Axes, Plan, ScheduleName, Weights, beyond
 from outsize.ir.schedule import ZERO_BUBBLE_V, placed
 from outsize.schedules.builders import SEVERAL
 
@@ -93,7 +93,7 @@ class Layout:
     @property
     def what_if(self) -> bool:
         """Whether nothing runs it yet."""
-        return self.group > 1 or self.weights == "host"
+        return bool(beyond(self.axes, self.weights))
 
     def on(self, ranks: int) -> Layout:
         """With so many ranks, a stage each: groups may stay idle."""
@@ -130,7 +130,7 @@ def everything(
     given = sorted(captured)
     per_node = gcd(*(part.devices_per_node for part in cluster.parts)) or cluster.devices_per_node
     for axes, weights in _meshes(_sizes(cluster, units), per_node, contexts):
-        counts = _counts(given if axes.cp == 1 else given[-1:], axes)
+        counts = counts_for(given if axes.cp == 1 else given[-1:], axes)
         for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
             yield replace(layout, weights=weights)
 
@@ -146,7 +146,7 @@ def hosted(
         names: list[ScheduleName] = [name for name in schedules if name in ("gpipe", "1f1b")]
         if axes.pp > 1:
             names = names[:1]  # weights come for every microbatch, whatever the schedule
-        for layout in pipelines(axes, _counts(given, axes), names, units):
+        for layout in pipelines(axes, counts_for(given, axes), names, units):
             yield replace(layout, weights="host")
 
 
@@ -228,7 +228,7 @@ def _worth(schedules: Sequence[ScheduleName], ranks: int) -> Sequence[ScheduleNa
     return ("1f1b",) if ranks == 1 and "1f1b" in schedules else schedules
 
 
-def _counts(given: Iterable[int], axes: Axes) -> list[tuple[int, int]]:
+def counts_for(given: Iterable[int], axes: Axes) -> list[tuple[int, int]]:
     """(microbatches of a replica, of the whole batch)."""
     return [(count // axes.replicas, count) for count in given if count % axes.replicas == 0]
 

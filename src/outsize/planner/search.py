@@ -53,7 +53,7 @@ from outsize.planner.context import context
 from outsize.planner.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.given import with_schedule
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
-from outsize.planner.layout import Layout, everything, hosted, pipelines
+from outsize.planner.layout import Layout, counts_for, everything, grouped, hosted, pipelines
 from outsize.planner.limits import limited_by
 from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
@@ -75,7 +75,7 @@ OPTIMAL: Final = 1e-4
 
 @final
 class Request(Record):
-    """What is asked for; None leaves the choice to the search (stages: one per device).
+    """What is asked for; None leaves the choice to the search (stages: one per device, or group of devices).
 
     `dp_replicate`, `dp_shard`, `tp`: the sizes of these axes; microbatches are those of each replica.
     `weights`: where they are; left open they are on the host where one device is too small for all else.
@@ -97,6 +97,20 @@ class Request(Record):
     what_if: bool = False
     actions: tuple[str, ...] = ()
 
+    def axes(self, pp: int) -> Axes:
+        """With so many ranks in a pipeline."""
+        return Axes(pp=pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+
+    @property
+    def meshed(self) -> bool:
+        """Is more asked for than a pipeline?"""
+        return self.axes(1).group_size > 1
+
+    @property
+    def count(self) -> int | None:
+        """Microbatches of the whole batch, where they are asked for."""
+        return self.microbatches and self.microbatches * self.axes(1).replicas
+
 
 def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster) -> Plan:
     """The fastest plan that fits. `candidates`: microbatches -> model at batch / microbatches samples.
@@ -106,10 +120,13 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     """
     if request.schedule == "custom":
         plain = _by_runs(request.model_copy(update={"schedule": "1f1b"}), candidates, cluster)
-        return with_schedule(plain, request.actions, *candidates[plain.microbatches], cluster)
-    if request.schedule not in (None, "auto") or request.what_if:
+        taken = candidates[plain.microbatches * plain.axes.replicas]
+        return with_schedule(plain, request.actions, *taken, cluster)
+    if request.schedule not in (None, "auto") or request.what_if or request.meshed:
         return _by_runs(request, candidates, cluster)
     plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
+    if plan.weights == "host":
+        return plan
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     return branched(plan, asked, cluster, anyhow=request.schedule == "auto")
 
@@ -118,6 +135,12 @@ def _by_runs(
     request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
 ) -> Plan:
     """The fastest plan whose stages are runs of the model's own order."""
+    if request.weights == "host" and len(cluster.devices) > 1 and not request.what_if:
+        raise BadOption(
+            "weights on the host come to one device",
+            numbers=f"cluster {cluster.name!r} has {len(cluster.devices)}",
+            next_step=f"--cluster 1x{device_part(cluster)}, or --what-if to price it",
+        )
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:
         check_enough(request.batch_size, count)
@@ -125,8 +148,6 @@ def _by_runs(
     menu = Menu(candidates, cluster, request.optimizer, idle=request.what_if and request.stages is None)
     hunt = Hunt(menu, _recompute(request))
     found = hunt.run(() if request.weights == "host" else layouts)
-    if plan.weights == "host":
-        return plan
     if request.what_if and request.schedule is None:
         found = hunt.run(tuple(_interleaved(found, menu)))
     if not found.estimates:
@@ -146,12 +167,6 @@ def _on_host(request: Request, layouts: Sequence[Layout], menu: Menu) -> Found:
     alone = [layout for layout in layouts if layout.axes.world_size == 1 and layout.schedule == "gpipe"]
     found = Hunt(menu, _recompute(request)).run(alone)
     return found if found.estimates else Hunt(menu, _recompute(request)).run(layouts)
-    if request.weights == "host" and len(cluster.devices) > 1 and not request.what_if:
-        raise BadOption(
-            "weights on the host come to one device",
-            numbers=f"cluster {cluster.name!r} has {len(cluster.devices)}",
-            next_step=f"--cluster 1x{device_part(cluster)}, or --what-if to price it",
-        )
 
 
 def _recompute(request: Request) -> tuple[Recompute, ...]:
@@ -163,16 +178,16 @@ def _recompute(request: Request) -> tuple[Recompute, ...]:
 
 
 def _asked(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]]) -> list[int]:
-    if request.microbatches is None or request.what_if:
+    if request.count is None or request.what_if:
         return sorted(candidates)
-    check_enough(request.batch_size, request.microbatches)
-    if request.microbatches not in candidates:
+    check_enough(request.batch_size, request.count)
+    if request.count not in candidates:
         raise BadOption(
-            f"the model was not captured for {microbatches_text(request.microbatches)}",
+            f"the model was not captured for {microbatches_text(request.count)}",
             numbers=f"captured: {', '.join(map(str, sorted(candidates))) or 'none'}",
-            next_step=f"capture it with {-(-request.batch_size // request.microbatches)} samples",
+            next_step=f"capture it with {-(-request.batch_size // request.count)} samples",
         )
-    return [request.microbatches]
+    return [request.count]
 
 
 def _layouts(
@@ -200,7 +215,9 @@ def _layouts(
         schedules = tuple(name for name in schedules if name != "interleaved")
         timed = all(u.source == "measured" for _, found in candidates.values() for u in found.units[:1])
         schedules = (*schedules, "zero-bubble") if timed else schedules
-    yield from pipelines(Axes(pp=ranks), [(c, c) for c in candidates], schedules, units)
+    axes, weights = request.axes(ranks), "sharded" if request.dp_shard > 1 else "resident"
+    for layout in pipelines(axes, counts_for(candidates, axes), schedules, units):
+        yield replace(layout, weights=weights)
 
 
 def _interleaved(found: Found, menu: Menu) -> Iterator[Layout]:
@@ -214,24 +231,26 @@ def _interleaved(found: Found, menu: Menu) -> Iterator[Layout]:
 
 def _as_wished(request: Request, layout: Layout) -> bool:
     """What was fixed stays fixed: stages are ranks of the pipeline, microbatches those of a replica."""
-    stages, count = request.stages, request.microbatches
-    return stages in (None, layout.axes.pp) and count in (None, layout.microbatches)
+    stages, count, meshed = request.stages, request.microbatches, not request.meshed
+    meshed = meshed or request.axes(layout.axes.pp) == layout.axes
+    return meshed and stages in (None, layout.axes.pp) and count in (None, layout.microbatches)
 
 
 def _ranks(request: Request, units: int, cluster: Cluster) -> int:
-    stages = request.stages or len(cluster.devices)
-    devices = f"cluster {cluster.name!r} has {len(cluster.devices)} devices"
+    group, count = request.axes(1).group_size, len(cluster.devices)
+    stages = request.stages or max(1, count // group)
+    devices = f"cluster {cluster.name!r} has {count} devices"
+    if grouped(cluster, group) is None or stages * group > count:
+        raise BadOption(
+            f"{stages} stages want {'as many devices' if group == 1 else f'{group} devices each'}",
+            numbers=f"{request.axes(stages).beyond_pp}; {devices}" if group > 1 else devices,
+            next_step=f"--cluster {stages * group}x{device_part(cluster)}",
+        )
     if stages > units:
         raise TooManyStages(
             f"{stages} stages were asked for, the model has {units} units to put into them",
             numbers=f"one unit is the smallest stage; {devices}",
             next_step=f"--stages {units}",
-        )
-    if stages > len(cluster.devices):
-        raise BadOption(
-            f"{stages} stages want as many devices",
-            numbers=devices,
-            next_step=f"--cluster {stages}x{device_part(cluster)}",
         )
     return stages
 
@@ -245,7 +264,7 @@ def _nothing_fits(
     hosted: bool,
 ) -> Exception:
     """Who lacks how much, and what would fit, as a pipeline over all devices, or `hosted`."""
-    plain = [layout for layout in layouts if layout.group == layout.chunks == 1]
+    plain = [layout for layout in layouts if layout.chunks == 1 and (layout.group == 1 or request.meshed)]
     plain = plain or [_over_all(cluster, count) for count in candidates]
     schedules: list[ScheduleName] = list(dict.fromkeys(layout.schedule for layout in plain))
     counts = {layout.captured: layout for layout in plain}
