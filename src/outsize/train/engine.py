@@ -44,7 +44,7 @@ from outsize.train.pipelined import Pipelined
 from outsize.train.results import EvalResult, StepResult, evaluating
 from outsize.train.scaling import Scaling
 from outsize.train.state import gathered, save
-from outsize.train.tensor_ranks import tensor_ranks
+from outsize.train.tensor_ranks import insist_on_whole, tensor_ranks
 from outsize.train.variant import KEPT
 from outsize.train.way import Way
 
@@ -158,6 +158,7 @@ class Engine:
         and generators stay as they are; samples are drawn from rank 0's. Raises BadOption.
         """
         insist_on_one_device(self.crew, len(self.plan.stages))
+        insist_on_whole(self._tensor)
         run = self._ownership.own_run()
         given = map_leaves(self.crew.here, (args, kwargs))
         with evaluating(self.model), borrowed_generators():

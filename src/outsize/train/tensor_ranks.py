@@ -118,6 +118,16 @@ class TensorRanks:
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
+def insist_on_whole(ranks: TensorRanks | None) -> None:
+    """Raise BadOption where the model's own Python would meet parts of weights."""
+    if ranks is not None:
+        raise BadOption(
+            "the model's own generate() needs whole weights, and each rank has a part of them",
+            numbers=f"tp={ranks.group.place.ways}",
+            next_step="engine.full_state_dict(to=FOLDER), and generate from these weights under a plan of tp=1",
+        )
+
+
 def tensor_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None) -> TensorRanks | None:
     """What the plan wants; None for tp 1. Raises BadOption and WorldMismatch."""
     ways = plan.axes.tp

@@ -1,0 +1,219 @@
+"""Run by test_tensor_plans.py, one process per rank: plans with tp against the plain loop of one process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from tensor_models import MODELS, Made
+from tensor_worker import all_in, doubled, loss_of, worst
+from torch import Tensor, nn
+
+import outsize
+from outsize.capture.graph import build_graph
+from outsize.capture.ladder import record
+from outsize.capture.tensor import with_styles
+from outsize.errors import BadOption
+from outsize.ir.plan import Plan
+from outsize.program.tape import Tape
+from outsize.run.rng import borrowed_generators, seeder
+from outsize.run.weight_files import WeightFiles
+from outsize.train.batch import Batch
+from outsize.train.engine import Engine
+from outsize.train.launch import World, join, leave
+from outsize.train.loss import LossShares, is_sum
+from outsize.train.parallel import make_engine
+from outsize.train.reference import reference_step
+from outsize.train.tensor_ranks import TensorRanks
+
+CLIP, SEED, STEPS = 0.5, 5, 3
+Numbers = dict[str, Tensor]
+
+
+def convolutional() -> Made:
+    """Convolutions and their statistics stay whole, the classifier is divided."""
+    head = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 5))
+    body = [nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, 2, 1), nn.ReLU()]
+    return nn.Sequential(*body, head).train(), (torch.randn(4, 3, 16, 16),), {}
+
+
+CASES = {name: MODELS[name] for name in ("llama", "gpt2", "bert", "t5", "vit", "mixtral", "encoder", "qwen3")}
+CASES["convolutional"] = convolutional
+NO_DOUBLE = {"mixtral"}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+
+def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    model, args, kwargs = CASES[name]()
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.02 * torch.randn(p.shape)  # no bias of zeros, whose rounding Adam would blow up
+    if dtype == torch.float64:
+        args, kwargs = doubled(args), dict(zip(kwargs, doubled(kwargs.values()), strict=True))
+    return model.to(dtype), Batch(tuple(args), kwargs)
+
+
+def plan_of(model: nn.Module, batch: Batch, world: World, tp: int, recompute: str) -> Plan:
+    pp = world.world_size // tp
+    wishes: dict[str, Any] = {"microbatches": 2, "stages": pp, "recompute": recompute}
+    plan = outsize.plan(model, batch.args, batch.kwargs, cluster=f"{pp}xcpu", **loss(batch), **wishes)
+    return plan.model_copy(update={"axes": plan.axes.model_copy(update={"tp": tp})})
+
+
+def loss(batch: Batch) -> dict[str, Any]:
+    dims = {0: 1} if "src_key_padding_mask" in batch.kwargs else None
+    return {"loss_fn": loss_of, "batch_dims": dims}
+
+
+def plain(model: nn.Module, batch: Batch, parts: list[Batch]) -> tuple[list[float], Numbers, Numbers]:
+    """Losses of all steps, the gradients of the first, the parameters after the last."""
+    tapes = {id(part): record(model, part.args, part.kwargs, loss_of, ()) for part in parts}
+    first = tapes[id(parts[0])]
+
+    def tape_of(part: Batch) -> Tape:
+        return tapes[id(part)]
+
+    counter = LossShares(first, model, summed=is_sum(loss_of, first, parts[0]))
+    optimizer, losses, grads = adamw(model.parameters()), list[float](), Numbers()
+    for step in range(2 * STEPS):
+        seeds = [seeder(SEED, step, mb) for mb in range(2)]
+        shares = [share / 2 for share in counter.of(parts)]
+        with borrowed_generators():
+            found = reference_step(model, tape_of, parts, shares, seeds, loss_of)
+        losses.append(found.loss.item() * 2)
+        if step == 0:
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if step % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, grads, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def counted(model: nn.Module, parts: list[Batch]) -> int:
+    """Bytes of a step's all-reduces in the planner's account, over all stages."""
+    tapes = [record(model, part.args, part.kwargs, loss_of, ()) for part in parts]
+    graphs = [with_styles(build_graph(tape, model), model) for tape in tapes]
+    return sum(u.divided.forward_sum + u.divided.backward_sum for graph in graphs for u in graph.units)
+
+
+def split(engine: Engine, batch: Batch) -> tuple[list[float], Numbers, int, Numbers]:
+    """The same with the engine; every rank has the gradients of whole weights, and what it sent for them."""
+    losses, grads, sent = list[float](), Numbers(), 0
+    tensor = tensor_of(engine)
+    for step in range(2 * STEPS):
+        found = engine.step(*batch.args, update=bool(step % 2), loss_scale=0.5, **batch.kwargs)
+        losses.append(found.loss.item())
+        if step == 0:
+            sent = tensor.group.sent["all_reduce"]
+            own = [(n, p.grad.clone()) for n, p in engine.named_parameters() if p.grad is not None]
+            grads = {n: tensor.gathered(n, grad) for n, grad in own}
+    return losses, grads, sent, engine.full_state_dict()
+
+
+def tensor_of(engine: Engine) -> TensorRanks:
+    found = engine._tensor  # pyright: ignore[reportPrivateUsage]
+    assert found is not None
+    return found
+
+
+def features(folder: Path, world: World, tp: int) -> dict[str, Any]:
+    """What a training loop does besides steps, on a Llama."""
+    model, batch = made("llama", torch.float32)
+    alone = copy.deepcopy(model).eval()
+    files = folder / "model.safetensors"
+    if world.rank == 0:
+        save_file(alone.state_dict(), files)
+    dist.barrier()
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    plan = plan_of(model, batch, world, tp, "none")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    engine = make_engine(
+        empty.train(), plan, world.group, optimizer=adamw, scaler=scaler, clip_norm=CLIP,
+        weights=WeightFiles(files), **loss(batch),
+    )  # fmt: skip
+    engine.prepare(batch)
+    state = engine.full_state_dict()
+    longer = {k: torch.cat([v, v.flip(1)], 1) for k, v in batch.kwargs.items()}
+    outputs = engine.evaluate(**longer).outputs
+    logits = None if outputs is None else torch.cat([out.logits for out in outputs])
+    with torch.no_grad():
+        expected = alone(**longer).logits
+    engine.full_state_dict(folder / "saved", shard_bytes=4000)
+    again = WeightFiles(folder / "saved")
+    names = {n: torch.empty_like(t) for n, t in alone.state_dict().items() if n in again}
+    for name, into in names.items():
+        again.read(name, into)
+    before = {n: p.detach().clone() for n, p in engine.named_parameters()}
+    engine.step(**batch.kwargs, update=False)
+    if world.rank == 1:
+        next(p for _, p in engine.named_parameters() if p.grad is not None).grad.fill_(torch.inf)
+    engine.update()
+    kept = all(torch.equal(p, before[n]) for n, p in engine.named_parameters())
+    engine.step(**batch.kwargs)
+    moved = any(not torch.equal(p, before[n]) for n, p in engine.named_parameters())
+    try:
+        engine.generate(batch.kwargs["input_ids"])
+        refusal = ""
+    except BadOption as error:
+        refusal = str(error)
+    return {
+        "loaded": not state or all(torch.equal(state[n], t) for n, t in alone.state_dict().items()),
+        "evaluated": 0.0 if logits is None else worst({"logits": logits}, {"logits": expected}),
+        "saved": all(torch.equal(t, alone.state_dict()[n]) for n, t in names.items()) and len(names) > 10,
+        "overflow": [kept, moved, scaler.get_scale()],
+        "refusal": refusal,
+        "largest": max(p.numel() for p in engine.model.parameters() if not p.is_meta),
+    }
+
+
+def compared(name: str, dtype: torch.dtype, world: World, tp: int, recompute: str) -> dict[str, Any]:
+    model, batch = made(name, dtype)
+    alone = copy.deepcopy(model)
+    plan = plan_of(model, batch, world, tp, recompute)
+    engine = make_engine(model, plan, world.group, optimizer=adamw, clip_norm=CLIP, seed=SEED, **loss(batch))
+    engine.prepare(batch)
+    held = sum(p.numel() for _, p in engine.named_parameters())
+    losses, grads, sent, trained = split(engine, batch)
+    # Rank 0 runs the plain loop, for all.
+    box: list[Any] = [plain(alone, batch, engine._parts(batch)) if world.rank == 0 else None]  # pyright: ignore
+    dist.broadcast_object_list(box, src=0)
+    expected_losses, expected_grads, expected = box[0]
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True)),
+        "gradients": worst(grads, {n: g for n, g in expected_grads.items() if n in grads}),
+        "trained": worst({n: trained[n] for n in expected}, expected) if trained else 0.0,
+        "names": list(trained) == (list(alone.state_dict()) if world.rank == 0 else []),
+        "share": held / sum(p.numel() for p in alone.parameters()),
+        "sent": sent,
+        "counted": counted(made(name, dtype)[0], engine._parts(batch)),  # pyright: ignore
+    }
+
+
+def main(folder: Path, tp: int, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    world = join()
+    found: dict[str, Any] = {}
+    for number, name in enumerate(names or CASES):
+        recompute = ("none", "full", "selective")[number % 3 if tp < world.world_size else 0]
+        dtype = torch.float64 if tp < world.world_size and name not in NO_DOUBLE else torch.float32
+        with all_in(dtype):
+            found[name] = compared(name, dtype, world, tp, recompute)
+    found["features"] = features(folder, world, tp)
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
