@@ -12,22 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 import pytest
+from forked_launcher import ForkedLauncher, Result, launch_in_fork
 
 pytestmark = pytest.mark.dist
 
-DRIVER = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)   # a background job inherits an ignored one
-from outsize.train.launch import run_script
-if __name__ == "__main__":
-    sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))
-"""
 PREAMBLE = """
 import os, sys, time
 from pathlib import Path
@@ -45,37 +39,25 @@ dist.all_reduce(ones)
 """
 )
 ENDS_S = 10.0
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-
-
-@final
-@dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-    seconds: float
 
 
 @final
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher in `folder`, running `script` in `nproc` processes."""
+    """A launcher in `folder`, running `train.py`, and the processes that have told their ids there."""
 
     folder: Path
-    process: subprocess.Popen[str]
-    started_s: float
+    process: ForkedLauncher | Torchrun
 
     def wait_for(self, *names: str) -> None:
         deadline = time.monotonic() + 60
         while not all((self.folder / name).exists() for name in names):
             assert time.monotonic() < deadline, f"no {names}"
-            assert self.process.poll() is None, self.process.communicate()
+            assert self.process.poll() is None, self.process.finish()
             time.sleep(0.02)
 
-    def finish(self, timeout_s: float = 60.0) -> Result:
-        out, err = self.process.communicate(timeout=timeout_s)
-        return Result(self.process.returncode, out, err, time.monotonic() - self.started_s)
+    def finish(self) -> Result:
+        return self.process.finish()
 
     def pids(self) -> list[int]:
         return [int(path.read_text()) for path in self.folder.glob("pid?")]
@@ -92,32 +74,61 @@ class Launcher:
             for pid in self.pids():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.process.kill()
-        self.process.communicate()
+        self.process.clean_up()
 
 
-Start = Callable[..., Launcher]
+@final
+class Torchrun:
+    """torchrun itself, with two processes."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
+        env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "RANK")}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def finish(self) -> Result:
+        out, err = self._process.communicate(timeout=60)
+        return Result(self._process.returncode, out, err)
+
+    def clean_up(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Start(Protocol):
+    def __call__(
+        self, script: str, *arguments: str, nproc: int = 2, options: Sequence[str] = ()
+    ) -> Launcher: ...
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    launchers: list[Launcher] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+
+    def begin(script: str, *arguments: str, nproc: int = 2, options: Sequence[str] = ()) -> Launcher:
+        (tmp_path / "train.py").write_text(script)
+        launched = launch_in_fork(tmp_path, ["train.py", *arguments], nproc, *options)
+        launchers.append(Launcher(tmp_path, launched))
+        return launchers[-1]
+
+    yield begin
+    for launcher in launchers:
+        launcher.clean_up()
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Callable[[str], Launcher]]:
     launchers: list[Launcher] = []
 
-    def begin(script: str, *arguments: str, nproc: int = 2, tool: list[str] | None = None) -> Launcher:
+    def begin(script: str) -> Launcher:
         (tmp_path / "train.py").write_text(script)
-        (tmp_path / "drive.py").write_text(DRIVER)
-        command = tool or [sys.executable, "drive.py", str(nproc)]
-        env = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "RANK")}
-        env["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
-        process = subprocess.Popen(
-            [*command, "train.py", *arguments],
-            cwd=tmp_path,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        launchers.append(Launcher(tmp_path, process, time.monotonic()))
+        launchers.append(Launcher(tmp_path, Torchrun(tmp_path, "train.py")))
         return launchers[-1]
 
     yield begin
@@ -161,7 +172,7 @@ raise ValueError("boom")
     launcher.assert_all_gone()
 
 
-def test_collectives_in_flight_do_not_hold_a_failing_rank(start: Start) -> None:
+def test_collectives_in_flight_do_not_hold_a_failing_rank(torchrun: Callable[[str], Launcher]) -> None:
     """An ordinary exit of rank 1 would wait in gloo's destructor for rank 0, which does something else."""
     body = """
 if rank == 1:
@@ -172,7 +183,7 @@ if rank == 1:
 dist.send(ones, 1)
 time.sleep(60)
 """
-    launcher = start(JOINED + body, tool=TORCHRUN)
+    launcher = torchrun(JOINED + body)
     launcher.wait_for("failing")
     seen = time.monotonic()
     result = launcher.finish()
@@ -198,6 +209,7 @@ def test_a_signal_ends_all_without_a_traceback(start: Start, signum: int, code: 
     launcher = start(JOINED + body)
     launcher.wait_for("ready0", "ready1")
     sent = time.monotonic()
+    assert isinstance(launcher.process, ForkedLauncher)
     launcher.process.send_signal(signum)
     result = launcher.finish()
     assert time.monotonic() - sent < ENDS_S
@@ -210,8 +222,9 @@ def test_a_signal_ends_all_without_a_traceback(start: Start, signum: int, code: 
 def test_workers_do_not_outlive_a_killed_launcher(start: Start) -> None:
     launcher = start(PREAMBLE + "Path(f'ready{rank}').touch()\ntime.sleep(60)\n")
     launcher.wait_for("ready0", "ready1")
-    launcher.process.kill()
-    launcher.process.wait()
+    assert isinstance(launcher.process, ForkedLauncher)
+    launcher.process.send_signal(signal.SIGKILL)
+    launcher.finish()
     launcher.assert_all_gone(within_s=ENDS_S)
 
 
@@ -285,21 +298,50 @@ def test_a_good_end_right_after_a_collective_does_not_abort(start: Start) -> Non
         assert result.code == 0, result.err
 
 
-def test_the_same_script_under_torchrun(start: Start) -> None:
-    good = start(
-        JOINED + "dist.all_reduce(ones)\nprint(world.rank, ones[0].item())\n", tool=TORCHRUN
-    ).finish()
+def test_the_same_script_under_torchrun(torchrun: Callable[[str], Launcher]) -> None:
+    good = torchrun(JOINED + "dist.all_reduce(ones)\nprint(f'{world.rank} {ones[0]}\\n', end='')\n").finish()
     assert good.code == 0, good.err
     assert sorted(good.out.split()) == ["0", "1", "4.0", "4.0"]
 
 
-def test_torchrun_names_the_root_cause(start: Start) -> None:
+def test_torchrun_names_the_root_cause(torchrun: Callable[[str], Launcher]) -> None:
     body = "if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(ones)\n"
-    result = start(JOINED + body, tool=TORCHRUN).finish()
+    result = torchrun(JOINED + body).finish()
     assert result.code != 0
     root = result.err.split("Root Cause")[1]
     assert "ValueError: boom" in root
     assert "rank      : 1" in root
+
+
+def test_a_failed_attempt_is_shown_and_the_next_one_may_succeed(start: Start) -> None:
+    """Elastic's restarts; rank 1 joins the second time, over the same agent."""
+    body = "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+    body += "if rank == 1 and attempt == '0':\n    raise ValueError('boom')\n"
+    join = JOINED.removeprefix(PREAMBLE) + "print('attempt', attempt, ones[0].item())\n"
+    result = start(PREAMBLE + body + join, options=["--max-restarts=2"]).finish()
+    assert result.code == 0, result.err
+    assert result.err.count("ValueError: boom") == 2, "a traceback and the RankFailed line"
+    assert result.err.strip().endswith("outsize: starting again, 2 restarts left")
+    assert sorted(result.out.splitlines()) == ["[1] attempt 1 2.0", "attempt 1 2.0"]
+
+
+def test_a_rank_that_ends_without_joining_is_named_at_once(start: Start) -> None:
+    """Rank 0 would wait for half an hour."""
+    begun = time.monotonic()
+    result = start(PREAMBLE + "if rank == 1:\n    sys.exit()\n" + JOINED.removeprefix(PREAMBLE)).finish()
+    assert time.monotonic() - begun < 3 * ENDS_S
+    assert result.code == 4
+    assert "RankFailed [E401]: rank 1 of 2 ended without joining the others" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_streams_go_to_files_as_torchrun_says(start: Start, tmp_path: Path) -> None:
+    result = start(PREAMBLE + "print('line', rank)\n", options=["--log-dir=logs", "--redirects=1"]).finish()
+    assert (result.code, result.out) == (0, "")
+    assert sorted(path.read_text() for path in tmp_path.glob("logs/*/*/*/stdout.log")) == [
+        "line 0\n",
+        "line 1\n",
+    ]
 
 
 def _alive(pid: int) -> bool:

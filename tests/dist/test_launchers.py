@@ -1,0 +1,150 @@
+"""Several agents, and launchers that are not ours: two "hosts" on one machine, mpirun, processes by hand.
+
+What is trained is small; its losses are those of one process, to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from forked_launcher import ForkedLauncher, launch_in_fork
+from torch import nn
+
+import outsize
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+ENV = {"OMP_NUM_THREADS": "1"}
+MPIRUN = ("mpirun", "-n", "2")
+# Open MPI's: containers have one user and few cores
+ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe")
+LENIENT = dict.fromkeys(ROOT, "1")
+TRAIN = """
+import sys
+import torch
+import outsize
+from outsize.run import near
+from torch import nn
+
+if "apart" in sys.argv:  # as between machines: no memory of the other rank can be opened
+    near.Shared.open = classmethod(lambda cls, pid, file: (_ for _ in ()).throw(OSError("another machine")))
+
+torch.manual_seed(0)
+model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
+x, y = torch.randn(8, 8), torch.randint(0, 8, (8,))
+engine = outsize.parallelize(
+    model, (x,), loss_fn=nn.functional.cross_entropy, target=y, optimizer=torch.optim.AdamW, stages=2,
+    microbatches=4,
+)
+losses = [float(engine.step(x, target=y).loss).hex() for _ in range(3)]
+print(f"{type(engine.crew._transport).__name__} {' '.join(losses)}\\n", end="")
+"""
+
+
+@pytest.fixture(scope="module")
+def losses() -> str:
+    """Of the same training in this process alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
+    x, y = torch.randn(8, 8), torch.randint(0, 8, (8,))
+    how = {"optimizer": torch.optim.AdamW, "stages": 2, "microbatches": 4}
+    engine = outsize.parallelize(model, (x,), loss_fn=nn.functional.cross_entropy, target=y, **how)
+    return " ".join(float(engine.step(x, target=y).loss).hex() for _ in range(3))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+@pytest.fixture
+def agents() -> Iterator[list[ForkedLauncher]]:
+    """Launchers that a failing test leaves behind are ended."""
+    started: list[ForkedLauncher] = []
+    yield started
+    for agent in started:
+        agent.clean_up()
+
+
+def _port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def _flags(port: int, node: int) -> list[str]:
+    return ["--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+
+
+def test_two_of_our_agents_on_one_machine_share_memory(
+    folder: Path, agents: list[ForkedLauncher], losses: str
+) -> None:
+    port = _port()
+    for node in (0, 1):
+        agent = launch_in_fork(folder, ["train.py"], 1, *_flags(port, node), env=ENV, name=f"node{node}")
+        agents.append(agent)
+    done = [agent.finish() for agent in agents]
+    assert [one.code for one in done] == [0, 0], done
+    assert [one.out for one in done] == [f"NearTransport {losses}\n", f"[1] NearTransport {losses}\n"]
+
+
+def test_two_torchruns_whose_hosts_share_no_memory(folder: Path, losses: str) -> None:
+    port = _port()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
+    both = [_started(folder, *torchrun, *_flags(port, node), "train.py", "apart") for node in (0, 1)]
+    assert [one.communicate(timeout=100) for one in both] == [(f"ProcessTransport {losses}\n", "")] * 2
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: apt-get install openmpi-bin")
+def test_a_script_under_mpirun(folder: Path, losses: str) -> None:
+    out, err = _started(folder, *MPIRUN, sys.executable, "train.py", **LENIENT).communicate(timeout=100)
+    assert sorted(out.splitlines()) == [f"NearTransport {losses}"] * 2, err
+
+
+def test_two_processes_by_hand_with_open_mpis_variables(folder: Path) -> None:
+    (folder / "join.py").write_text(
+        "import torch, torch.distributed as dist\nfrom outsize.train.launch import join\nworld = join()\n"
+        "sum = torch.tensor([1.0 + world.rank])\ndist.all_reduce(sum)\nimport os\n"
+        "print(world.rank, world.world_size, world.local_rank, sum.item(), os.environ['RANK'])\n"
+    )
+    both = [_started(folder, sys.executable, "join.py", **_open_mpi(rank, 2)) for rank in (0, 1)]
+    said = [one.communicate(timeout=100) for one in both]
+    assert said == [("0 2 0 3.0 0\n", ""), ("1 2 1 3.0 1\n", "")]
+
+
+def test_what_ends_one_machine_is_said_on_all(folder: Path, agents: list[ForkedLauncher]) -> None:
+    """The other one's rank waits in `join` for half an hour if nobody tells it."""
+    (folder / "train.py").write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no data on this host')\n"
+        "from outsize.train.launch import join\njoin()\n"
+    )
+    port = _port()
+    for node in (0, 1):
+        agent = launch_in_fork(folder, ["train.py"], 1, *_flags(port, node), env=ENV, name=f"node{node}")
+        agents.append(agent)
+    for done in [agent.finish() for agent in agents]:
+        assert done.code == 4
+        assert "rank 1 of 2 failed first; exit code 1, ValueError: no data on this host" in done.err
+        assert done.err.count("Traceback") == 1
+
+
+def _started(folder: Path, *command: str, **env: str) -> subprocess.Popen[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=folder, env=inherited | ENV | env, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def _open_mpi(rank: int, size: int) -> dict[str, str]:
+    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+    job = {"PMIX_NAMESPACE": f"test{os.getpid()}"}
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()} | job
