@@ -27,6 +27,7 @@ from outsize.planner.utilisation import utilisation
 from outsize.run.load import load_weights
 from outsize.run.statistics import of_one_replica
 from outsize.run.weight_files import WeightFiles
+from outsize.schedules.refine import by_blocks
 from outsize.train.batch_dims import Asked
 from outsize.train.devices import cluster_of, places_for, places_of
 from outsize.train.engine import Engine, MakeOptimizer
@@ -86,6 +87,9 @@ def parallelize(
         given = {"loss_fn": loss_fn, "target": target, "batch_dims": batch_dims}
         wishes = {"cluster": cluster, **given, **wishes}
         plan = agreed(group, lambda: make_plan(model, args, kwargs, **wishes))
+    subject = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+    if plan.shards:
+        plan = by_blocks(plan, subject.captured(plan.microbatch_size).graph)
     engine = make_engine(
         model,
         plan,
@@ -101,8 +105,7 @@ def parallelize(
         captures=captures,
         places=places_for(plan, named) if group is None else None,
     )
-    example = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims).batch
-    engine.prepare(example.resized(plan.batch_size))
+    engine.prepare(subject.batch.resized(plan.batch_size))
     return engine
 
 

@@ -67,8 +67,8 @@ def _stage(plan: Plan, stage: int, names: Sequence[str], piece: Sequence[int]) -
 def _pieces(graph: ModelGraph, of_stage: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     """Of each stage its pieces, of units."""
     size = [0] * len(graph.units)
-    for parameter in graph.parameters:
-        size[graph.owner_of[parameter.name]] += parameter.size_bytes
+    for name, unit in graph.owner_of.items():
+        size[unit] += graph.parameter_of[name].size_bytes
     block_of = blocks([unit.name for unit in graph.units])
     weight = defaultdict[str, int](int)
     for unit, block in enumerate(block_of):

@@ -226,7 +226,7 @@ class Engine:
             own = dict(self.named_parameters())
             norm = clip_by_global_norm(own, everything, self.clip_norm, self.crew, self._tensor)
         if self._scaling is not None:
-            self._scaling.step(self.optimizer)
+            self._scaling.step()
         elif self.optimizer is not None:
             self.optimizer.step()
         if self.optimizer is not None:

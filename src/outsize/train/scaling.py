@@ -10,10 +10,10 @@ rank; all of them see the same overflows, so their scales stay equal.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
@@ -32,6 +32,7 @@ class Scaling:
         self._empty = torch.zeros((), device=self._device, requires_grad=True)
         # A rank without parameters follows the others with an empty one.
         self._spare = SGD([self._empty], lr=0.0)
+        self._shown: Optimizer = self._spare
         self._unscaled = False
 
     def scale(self) -> float:
@@ -51,15 +52,32 @@ class Scaling:
         flag = self._crew.replicas.total(self._crew.sum(flag)[0])
         if bool(flag > 0) and not here and grads:
             max(map(local_of, grads), key=Tensor.numel).fill_(torch.inf)  # a shard may be empty
-        self._scaler.unscale_(chosen)
+        self._shown = _Parts(chosen) if any(g is not local_of(g) for g in grads) else chosen
+        self._scaler.unscale_(self._shown)
         self._unscaled = True
 
-    def step(self, optimizer: Optimizer | None) -> None:
-        """The optimizer's step unless a rank overflowed, then the scale's."""
-        self._scaler.step(optimizer or self._spare)
+    def step(self) -> None:
+        """Behind `unscale`: the optimizer's step unless a rank overflowed, then the scale's."""
+        self._scaler.step(self._shown)
         self._scaler.update()
         self._unscaled = False
 
     @staticmethod
     def _overflow(grads: list[Tensor]) -> bool:
         return not all(bool(torch.isfinite(local_of(g)).all()) for g in grads)
+
+
+@final
+class _Parts(Optimizer):
+    """An optimizer as a scaler may see it: sharded weights and gradients as this rank's parts."""
+
+    def __init__(self, whole: Optimizer) -> None:
+        held = [p for group in whole.param_groups for p in group["params"] if p.grad is not None]
+        parts = [nn.Parameter(local_of(p).detach(), requires_grad=p.requires_grad) for p in held]
+        for part, p in zip(parts, held, strict=True):
+            part.grad = local_of(p.grad)
+        super().__init__(parts, {})
+        self._whole = whole
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._whole.step(closure)
