@@ -61,11 +61,18 @@ def _utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Util
         bound_s = min(step_s, sum(busy_s.values()))
         found = Utilisation(step_s=step_s, bound_s=bound_s, devices=names, busy=busy, transfer=0.0)
         return found.model_copy(update={"idle": _by_modules(found)}) if idles else found
-    replay = Replay.of(timeline)
+    replay, alike = Replay.of(_one_pipeline(timeline, plan.axes.group_size)), plan.axes.group_size
     bound_s = max((critical_path_s(replay.schedule, replay.durations_s), *busy_s.values()))
-    transfer = (replay.messages_s + replay.late_s()) / (len(names) * step_s or 1.0)
+    transfer = alike * (replay.messages_s + replay.late_s()) / (len(names) * step_s or 1.0)
     found = Utilisation(step_s=step_s, bound_s=bound_s, devices=names, busy=busy, transfer=transfer)
     return found.model_copy(update={"idle": _Why(replay, plan, found).idle()}) if idles else found
+
+
+def _one_pipeline(timeline: Timeline, alike: int) -> Timeline:
+    """The first of so many that ran side by side and are alike."""
+    spans = tuple(s.model_copy(update={"rank": s.rank // alike}) for s in timeline.spans if not s.rank % alike)
+    same = {"spans": spans, "ranks": timeline.ranks // alike, "samples": ()}
+    return timeline if alike == 1 else timeline.model_copy(update=same)
 
 
 def _by_modules(found: Utilisation) -> Idle:

@@ -141,15 +141,16 @@ def _bubble(measured: Timeline, expected: Expected | None) -> str:
 
 def _run_row(plan: Plan, measured: Timeline, rank: int) -> tuple[str, ...]:
     waits_s = sum(s.duration_s for s in measured.spans if s.rank == rank and s.lane == "wait")
-    known = plan.expected is not None and rank < len(plan.expected.stages)
+    place = rank // plan.axes.group_size if measured.ranks > plan.axes.pp else rank
+    known = plan.expected is not None and place < len(plan.expected.stages)
     devices = lanes(plan)
     return (
         str(rank),
-        devices[rank] if rank < len(devices) else "",
+        devices[place] if place < len(devices) else "",
         percent_text(measured.utilisation(rank)),
         seconds_text(measured.busy_s(rank)),
         seconds_text(waits_s) if waits_s else "-",
-        percent_text(plan.expected.stages[rank].busy) if known and plan.expected else "-",
+        percent_text(plan.expected.stages[place].busy) if known and plan.expected else "-",
     )
 
 
@@ -291,7 +292,7 @@ def way_text(other: Alternative) -> str:
     parts = [other.schedule + chunks, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else ""]
     parts += [other.axes.beyond_pp, weights_text(other.weights)]
     parts += ["recompute"] if other.recompute != "none" else []
-    parts += ["WHAT-IF"] if other.what_if or other.axes.beyond_pp else []
+    parts += ["WHAT-IF"] if other.what_if else []
     return ", ".join(filter(None, parts))
 
 

@@ -37,9 +37,9 @@ from outsize.schedules.lower import lower
 from outsize.schedules.planned import planned
 from outsize.train.kept import Kept
 from outsize.train.mesh import Mesh
+from outsize.train.replicas import Alone, Piece, Replicas, Several
 from outsize.train.variant import Variant
 
-from outsize.train.replicas import Alone, Piece, Replicas, Several
 RawSpan = tuple[int, str, Lane, float, float]
 
 
@@ -73,14 +73,13 @@ class Crew(ABC):
     moves: Moves = Resident()  # of stages' weights
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
-    replicas: Replicas = Alone()
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._marks: list[tuple[int, Marks]] = []
         self._built = Kept[tuple[tuple[int, ...], bool], list[Interpreter]](_BUILT)
         self._schedules = Kept[Any, Schedule](_SCHEDULES)
-        self._early: tuple[Optimizer | None, int] = None, 0
         self._at_work: dict[tuple[int, int], Stage] = {}  # number of the variant, stage
+        self._early: tuple[Optimizer | None, int] = None, 0
 
     @property
     def global_rank(self) -> int:
@@ -175,13 +174,13 @@ class Crew(ABC):
         """A new step: forget the last one's spans. An evaluation is no step and leaves no spans."""
         if torch.is_grad_enabled():
             self._marks = []
+
     def apply_early(self, optimizer: Optimizer | None, microbatches: int) -> None:
         """A step of so many begins: where gradients land on the host, the optimizer may take them as they do.
 
         None: it may not.
         """
         self._early = optimizer, microbatches
-
 
     def keep(self, rank: int, marks: Marks) -> None:
         """What a rank did in this step, for the timeline."""
@@ -255,8 +254,8 @@ class LocalCrew(Crew):
         self.rank, self.world_size = 0, 1
         self.stages = tuple(range(len(plan.stages)))
         self._together = together or OnePlace()
-        self.landing: Landing | None = None
         self._transports = {rank: self._together.transport(rank) for rank in range(plan.axes.pp)}
+        self.landing: Landing | None = None
 
     def run(
         self,
@@ -270,10 +269,10 @@ class LocalCrew(Crew):
         for interpreter in interpreters:
             used = partial(self._used, interpreter, variants)
             own = self._together.inputs(interpreter.rank, inputs, used)
+            interpreter.begin(StepInputs(own, weights, seeds))
         if self.landing is not None:
             optimizer, microbatches = self._early
             self.landing.use(optimizer if microbatches == len(variants) else None)
-            interpreter.begin(StepInputs(own, weights, seeds))
         try:
             results = self._together.run(interpreters)
         except BaseException:
@@ -340,6 +339,7 @@ class ProcessCrew(Crew):
     def __init__(self, plan: Plan, mesh: Mesh, device: torch.device) -> None:
         super().__init__(plan)
         self.mesh, group = mesh, mesh.pipeline
+        self.replicas = Several(mesh.replicas) if mesh.replicas is not None else Alone()
         self._group, self.device = group, device
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()
@@ -359,7 +359,6 @@ class ProcessCrew(Crew):
         result = interpreter.run()
         self.keep(self.rank, result.marks)
         return _outputs(variants, interpreter.schedule, [result])
-        self.replicas = Several(mesh.replicas) if mesh.replicas is not None else Alone()
 
     def forget(self, variant: int) -> None:
         super().forget(variant)

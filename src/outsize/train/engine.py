@@ -26,6 +26,7 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.utilisation import Utilisation
 from outsize.program.modes import outside_autocast
 from outsize.program.tree import map_leaves
+from outsize.run.compiled import insist_on_backend
 from outsize.run.placed import home_of
 from outsize.run.rng import borrowed_generators
 from outsize.run.weight_files import WeightFiles
@@ -73,9 +74,11 @@ class Engine:
         scaler: GradScaler | None = None,
         explain: Explain | None = None,
         captures: int = KEPT,
+        compiled: str | None = None,
     ) -> None:
         if captures < 1:
             raise BadOption(f"captures={captures} keeps nothing", next_step=f"captures={KEPT}, the default")
+        insist_on_backend(compiled)
         self.model, self.plan, self.crew = model, plan, crew
         self._explain = explain
         self.clip_norm, self.seed = clip_norm, seed
@@ -100,6 +103,7 @@ class Engine:
                 seed=seed,
                 home=home,
                 kept=captures,
+                backend=compiled,
                 tensor=self._tensor,
             )
         )
@@ -245,7 +249,9 @@ class Engine:
 
     def _device_names(self, ranks: int) -> list[str]:
         """Of each rank; ranks that take turns in one process on the CPU share it."""
-        names = [self.plan.stages[self.plan.ranks.index(rank)].device for rank in range(ranks)]
+        alike = self.plan.axes.group_size if ranks > self.plan.axes.pp else 1
+        firsts = [self.plan.stages[self.plan.ranks.index(r // alike)].device for r in range(ranks)]
+        names = [first if alike == 1 else _beside(first, r % alike) for r, first in enumerate(firsts)]
         shared = self.crew.world_size == 1 and all(name.startswith("cpu") for name in names)
         return ["cpu"] * ranks if shared else names
 
@@ -266,6 +272,12 @@ class Engine:
         own = self._ownership.trained() if self._make_optimizer and self.optimizer is None else []
         if self._make_optimizer is not None and own:
             self.optimizer = made_optimizer(self._make_optimizer, own)
+
+
+def _beside(device: str, places: int) -> str:
+    """So many behind `cpu:2`; a plan names the first device of each stage."""
+    kind, _, number = device.rpartition(":")
+    return f"{kind}:{int(number) + places}" if number.isdigit() else f"{device}+{places}"
 
 
 def _home(model: nn.Module, crew: Crew, stages: int) -> torch.device | None:

@@ -60,7 +60,7 @@ class Ownership:
             self._load(self._files)
         move_weights(self._model, self._devices())
         self._crew.replicas.spread(tensor for _, tensor in self.used())
-        if self._plan.weights == "sharded":
+        if self._plan.weights == "sharded" and self._crew.mesh is not None:
             self._shard()
         if self._crew.device is not None and self._crew.device.type == "cpu":
             keep_freed_memory()

@@ -56,6 +56,12 @@ def make_engine(
             numbers=f"devices {', '.join(places or ())}",
             next_step=f"outsize run --nproc-per-node {plan.axes.pp} train.py, without devices=",
         )
+    if group is None and plan.axes.group_size > 1 and len(set(places or ())) > 1:
+        raise BadOption(
+            "one process has a device for each rank of the pipeline, and the plan wants several for each",
+            numbers=f"pp {plan.axes.pp}, {plan.axes.beyond_pp}; devices {', '.join(places or ())}",
+            next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py, without devices=",
+        )
     crew = (
         hosted_crew(model, plan, 1 if group is None else group.size(), places)
         if plan.streams

@@ -10,8 +10,9 @@ instructions read, so inputs and targets never travel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain, groupby
 from typing import Any, final
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from outsize.capture.ladder import LossFn
 from outsize.ir.plan import Plan
 from outsize.ir.segments import blocks, segments
+from outsize.run.compiled import compiled
 from outsize.run.cut import StageProgram
 from outsize.run.homes import placement_of_cut
 from outsize.run.placed import placed
@@ -58,11 +60,12 @@ class Pipelined(Way):
         seed: int,
         home: torch.device | None = None,
         kept: int = KEPT,
+        backend: str | None = None,
         tensor: TensorRanks | None = None,
     ) -> None:
         self._model, self._plan, self._crew, self._ownership, self._seed = model, plan, crew, ownership, seed
         self.variants = Variants(model, plan, loss_fn, counting, crew.forget, home, kept, tensor)
-        self._home = home
+        self._home, self._backend = home, backend
         self._settings, self._valued = Settings(model), 0
         self._statistics = Statistics(model) if plan.bn == "deferred" else None
 
@@ -115,7 +118,10 @@ class Pipelined(Way):
         self, found: list[Variant], pieces: list[Piece], parts: Sequence[Batch], scale: float, step: int
     ) -> list[GroupOutputs]:
         results = []
-        for _, alike in groupby(pieces, key=lambda piece: found[piece.part].wiring):
+        # One process runs what replicas would, one after the other.
+        turn = self._plan.microbatches if self._crew.replicas.count < self._plan.axes.replicas else len(pieces)
+        turns = groupby(pieces, key=lambda piece: (found[piece.part].wiring, piece.part // turn))
+        for _, alike in turns:
             members = list(alike)
             inputs = [[self._crew.here(t) for t in parts[piece.part].tensors()] for piece in members]
             weights = [piece.share * scale for piece in members]
@@ -154,14 +160,18 @@ class Pipelined(Way):
         device = self._crew.device_of(program.stage)
         if device is not None and self._home is not None:
             program = placed(program, variant.cut.tape, self._model, self._home, device)
+        program = replace(program, function=self._through(program.function))
         how, again = self._plan.recompute_of(program.stage), None
         if how == "full":
             whole = Recompute(self._model, program.written, self._statistics)
             again = partial(whole.run, program.function)
         elif how == "selective":
             runs, modes = self._segments(variant, program.stage), variant.tape.modes
-            again = InSegments(program.spec, runs, self._model, modes, self._statistics)
+            again = InSegments(program.spec, runs, self._model, modes, self._statistics, self._through)
         return Stage(program, self._model, again)
+
+    def _through(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self._backend is None else compiled(function, self._backend)
 
     def _segments(self, variant: Variant, stage: int) -> list[tuple[int, int]]:
         """Runs of instructions that the stage recomputes."""

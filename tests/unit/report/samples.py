@@ -164,7 +164,7 @@ def what_if() -> Plan:
     other = Alternative(
         schedule="zero-bubble",
         microbatches=6,
-        axes=Axes(pp=12, tp=2),
+        axes=Axes(pp=12, cp=2),
         step_s=0.7,
         samples_per_s=34.3,
         peak_bytes=40 * GIB,
@@ -176,7 +176,7 @@ def what_if() -> Plan:
     return plan().model_copy(
         update={
             "cluster": "3x8xh100-80gb",
-            "axes": Axes(pp=3, dp_shard=2, tp=4),
+            "axes": Axes(pp=3, dp_shard=2, cp=4),
             "batch_size": 48,
             "precision": "bf16-mixed",
             "weights": "sharded",
