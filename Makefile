@@ -15,8 +15,9 @@ help:  ## this list
 demo: $(STAMP)  ## plan, split, check and train real models over two processes; at most 3 minutes
 	$(BIN)/outsize demo
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest
+# A file stays in one process, which shares its fixtures and captures; one thread each, for libgomp's would spin.
+test: $(STAMP)  ## all tests, a process per core; at most 15 minutes on two
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 parity: $(STAMP)  ## all models, cuts, schedules, microbatches; 20 minutes, writes docs/parity.md, coverage.md
 	$(BIN)/python -m pytest tests/parity/test_one_process.py tests/parity/test_coverage.py --all --update-golden
