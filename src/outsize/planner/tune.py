@@ -12,8 +12,8 @@ A profile's error depends on the size more than on the cut, since units are time
 that has not run as much less is hoped for as such predictions were off (at first DOUBT), and the point with
 the least hope runs next. Tuning ends when that is no MARGIN below the best that has run.
 
-Backwards split in two (SPLIT) are tried as well, where the search by itself leaves them out: here a real step
-says whether it pays.
+Schedules with more stages than devices, or with backwards split in two, are tried as well (WAYS): what twice
+as many messages cost between processes, and what a split costs, a real step says.
 
 Source: sequential choice by a model that is refitted, as in Jones, Schonlau and Welch 1998 (EGO,
 doi 10.1023/A:1008306431147), with the lower confidence bound of Cox and John 1992. Deviation: one doubt for
@@ -36,7 +36,7 @@ from typing import Final, final
 from outsize.errors import PlanError
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Plan
+from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.text import percent_text, seconds_text
 from outsize.ir.timeline import Timeline
@@ -48,7 +48,8 @@ from outsize.planner.search import Request, search
 MARGIN: Final = 0.02
 DOUBT: Final = 0.1
 TRIALS: Final = 5
-SPLIT: Final = "zero-bubble"
+# None: what the search takes by itself. It leaves out the others where it could not see what they cost.
+WAYS: Final[tuple[ScheduleName | None, ...]] = (None, "interleaved", "zero-bubble", "zero-bubble-v")
 
 Factors = dict[int, tuple[float, float]]  # unit -> of its forward, of its backward
 
@@ -85,10 +86,10 @@ class Tuner:
         return plan
 
     def _bests(self) -> list[Plan]:
-        """For each number of microbatches the plan that is predicted to be fastest, and the best one split."""
+        """For each number of microbatches and each of WAYS the plan that is predicted to be fastest."""
         found = []
-        schedules = (None, SPLIT) if self._request.schedule is None else (self._request.schedule,)
-        for count, schedule in product(self._given, schedules):
+        ways = WAYS if self._request.schedule is None else (self._request.schedule,)
+        for count, schedule in product(self._given, ways):
             with suppress(PlanError):
                 request = self._request.model_copy(update={"microbatches": count, "schedule": schedule})
                 found.append(search(request, {count: self._corrected(count)}, self._cluster))
@@ -185,7 +186,7 @@ def steady_s(replay: Replay) -> float:
 
 def _same(a: Plan, b: Plan) -> bool:
     """Under gpipe and 1f1b, which differ in memory alone, a step takes the same time."""
-    alike = a.schedule == b.schedule or SPLIT not in (a.schedule, b.schedule)
+    alike = a.schedule == b.schedule or {a.schedule, b.schedule} <= {"gpipe", "1f1b", "naive"}
     return alike and (a.stages, a.microbatches, a.actions) == (b.stages, b.microbatches, b.actions)
 
 

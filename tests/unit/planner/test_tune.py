@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from itertools import product
+from collections.abc import Iterator
+from itertools import combinations, pairwise, product
 
 import pytest
 from measured_steps import lowered, measured
@@ -63,11 +64,16 @@ class Machine:
     def best_s(self) -> float:
         """Of every cut, count and schedule."""
 
-        def step_s(cut: int, count: int, name: str) -> float:
-            times = [sum(self.seconds(i, count) for i in r) for r in (range(cut), range(cut, UNITS))]
+        def step_s(cuts: tuple[int, ...], count: int, name: str) -> float:
+            runs = (range(*ends) for ends in pairwise((0, *cuts, UNITS)))
+            times = [sum(self.seconds(i, count) for i in run) for run in runs]
             return self._play(name, count, [StageCost(t, 2 * t, t) for t in times]).duration_s
 
-        return min(step_s(*p) for p in product(range(1, UNITS), COUNTS, ("1f1b", "zero-bubble")))
+        def points() -> Iterator[tuple[tuple[int, ...], int, str]]:
+            for stages, names in ((2, ("1f1b", "zero-bubble")), (4, ("interleaved", "zero-bubble-v"))):
+                yield from product(combinations(range(1, UNITS, stages // 2), stages - 1), COUNTS, names)
+
+        return min(step_s(*p) for p in points())
 
     def _play(self, name: str, count: int, costs: list[StageCost], ranks: int = 2) -> Timeline:
         return measured(lowered(name, len(costs), count, ranks), costs, 0.02)
