@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from outsize.capture.cluster import find_cluster
 from outsize.capture.graph import Captured
 from outsize.capture.measure import Progress
+from outsize.capture.tensor import with_styles
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
@@ -56,8 +57,28 @@ def ask(
     for count in measured.counts(counts, size) if isinstance(measured, ProfileSet) else counts:
         captured = found.taken(-(-size // count), size // (request.count or 1))
         if captured is not None:
-            candidates[count] = captured.graph, profile_of(found, captured, cluster, measured, progress)
+            graph = styled(found, captured, request.tp, request.what_if)
+            candidates[count] = graph, profile_of(found, captured, cluster, measured, progress)
     return Question(request, cluster, candidates)
+
+
+def styled(found: Subject, captured: Captured, tp: int, asked: bool = False) -> ModelGraph:
+    """The graph, with what tensor parallelism divides where that is `asked` or the plan has some.
+
+    Raises BadOption where so many ranks cannot divide the model.
+    """
+    if tp == 1 and not asked:
+        return captured.graph
+    graph = with_styles(captured, found.module)
+    if graph.tensor is not None:
+        graph.tensor.insist_on_degree(tp)
+    elif tp > 1:
+        raise BadOption(
+            f"{graph.model} runs by modules, in its own Python, which has the sizes of one device in it",
+            numbers=f"tp={tp}",
+            next_step="tp=1; `why` of such a plan says which line is not captured",
+        )
+    return graph
 
 
 def request_of(**fields: Any) -> Request:

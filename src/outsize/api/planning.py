@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from outsize.api.asking import ask, checked, cluster_of, profile_of
+from outsize.api.asking import ask, checked, cluster_of, profile_of, styled
 from outsize.capture.by_modules import capture_model
 from outsize.capture.ladder import LossFn
 from outsize.capture.measure import How, Progress
@@ -242,5 +242,6 @@ def price(
 def _priced(chosen: Plan, found: Subject, measured: bool | ProfileSet) -> Outlook:
     found, cluster = found.under(chosen.precision), cluster_of(chosen.cluster)
     captured = found.captured(chosen.microbatch_size)
-    graph, profile = captured.graph, profile_of(found, captured, cluster, measured, None)
+    graph = styled(found, captured, chosen.axes.tp)
+    profile = profile_of(found, captured, cluster, measured, None)
     return outlooking.outlook(pricing.price(chosen, graph, profile, cluster), graph, profile, cluster)

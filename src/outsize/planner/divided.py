@@ -12,6 +12,8 @@ Oracle: tests/unit/planner/test_divided.py, against the parts that a rank of a r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
 from outsize.ir.profile import Profile, UnitCost
 
@@ -26,6 +28,30 @@ def of_rank(model: tuple[ModelGraph, Profile], ways: int) -> tuple[ModelGraph, P
         return model
     costs = tuple(_cost(c, u, ways) for c, u in zip(profile.units, graph.units, strict=True))
     return _graph(graph, ways), profile.model_copy(update={"units": costs})
+
+
+def divides(graph: ModelGraph, ways: int) -> bool:
+    """May so many ranks divide it? True where nobody has asked."""
+    return ways == 1 or graph.tensor is None or ways in graph.tensor.degrees
+
+
+def tensor_reasons(graph: ModelGraph, ways: int) -> Iterator[str]:
+    """Sentences for `Plan.why`; `graph` is of one microbatch."""
+    if ways == 1 or graph.tensor is None:
+        return
+    modules, each = graph.tensor.modules, [unit.divided for unit in graph.units]
+    divided = sum(module.style != "whole" for module in modules)
+    held = _graph(graph, ways).parameter_bytes / graph.parameter_bytes
+    sums = sum(unit.forward_sum + unit.backward_sum for unit in each)
+    gathers = sum(unit.forward_gather + unit.backward_gather for unit in each)
+    more = f" and gathers {gathers / 1e6:,.1f} MB" if gathers else ""
+    yield (
+        f"tp {ways}: {divided} of {len(modules)} modules with weights are divided, each rank has {held:.0%} "
+        f"of the weights; a microbatch adds up {sums / 1e6:,.1f} MB{more} between the ranks"
+    )
+    if graph.tensor.hints:
+        said = "; ".join(graph.tensor.hints[:2])
+        yield f"the model's own tp plan is compared, and not followed: {said}"
 
 
 def _graph(graph: ModelGraph, ways: int) -> ModelGraph:

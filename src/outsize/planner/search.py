@@ -50,6 +50,7 @@ from outsize.planner.best_first import Found, Hunt
 from outsize.planner.beyond import beyond_reasons, costly
 from outsize.planner.branched import branched
 from outsize.planner.context import context
+from outsize.planner.divided import divides, tensor_reasons
 from outsize.planner.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.given import with_schedule
 from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
@@ -206,7 +207,9 @@ def _layouts(
     if request.what_if:
         wanted = (request.schedule,) if request.schedule else ("1f1b",)
         contexts = context(candidates[max(candidates)][0]).ways(len(cluster.devices))
+        graph = candidates[max(candidates)][0]
         found = everything(cluster, candidates, wanted, units, contexts)
+        found = (layout for layout in found if divides(graph, layout.axes.tp))
         yield from filter(partial(_as_wished, request), found)
         return
     ranks = _ranks(request, units, cluster)
@@ -321,6 +324,7 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
             *kind_reasons(graph, bounds, best.devices, cluster, layout.group),
             *costly(request.bn, best),
             *selective_reasons(best, anew, bounds),
+            *tensor_reasons(graph, layout.axes.tp),
             *(
                 beyond_reasons(graph, layout, cluster, request.optimizer)
                 if request.what_if or layout.weights == "host"
