@@ -88,7 +88,7 @@ def parallelize(
         wishes = {"cluster": cluster, **given, **wishes}
         plan = agreed(group, lambda: make_plan(model, args, kwargs, **wishes))
     subject = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
-    if plan.shards:
+    if plan.shards and group is not None:
         plan = by_blocks(plan, subject.captured(plan.microbatch_size).graph)
     engine = make_engine(
         model,

@@ -17,6 +17,7 @@ from outsize.errors import BadOption, UnknownDevice, WorldMismatch
 from outsize.ir.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.run.device_transport import Places
+from outsize.run.sharded import Sharded
 from outsize.run.streams import TorchStreams
 from outsize.run.together import OnePlace, Together
 from outsize.train.crew import Crew
@@ -72,7 +73,15 @@ def together_on(places: tuple[str, ...] | None) -> Together:
 
 
 def insist_on_one_device(crew: Crew, stages: int) -> None:
-    """Raise BadOption where one process has stages on several devices, and a model's own Python is to run."""
+    """Raise BadOption where a model's own Python cannot run: one process has stages on several devices, or
+    replicas share the weights.
+    """
+    if isinstance(crew.moves, Sharded):
+        raise BadOption(
+            "generate runs the model's own Python, which wants whole weights, and replicas share them here",
+            numbers=f"of each weight this rank has a part; {len(crew.stages)} of {stages} stages",
+            next_step="full_state_dict(to=...), and load the folder with from_pretrained",
+        )
     found = dict.fromkeys(str(crew.device_of(stage)) for stage in range(stages))
     if crew.world_size == 1 and len(found) > 1:
         raise BadOption(
