@@ -1,4 +1,4 @@
-"""`run_script` in a fork of this process, which has torch already: a new interpreter costs a second of CPU."""
+"""`run_script` in a fork of this process, which has torch already; a new interpreter costs a second."""
 
 from __future__ import annotations
 

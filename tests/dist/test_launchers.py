@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,6 +136,24 @@ def test_what_ends_one_machine_is_said_on_all(folder: Path, agents: list[ForkedL
         assert done.code == 4
         assert "rank 1 of 2 failed first; exit code 1, ValueError: no data on this host" in done.err
         assert done.err.count("Traceback") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_while_the_machines_meet(folder: Path, agents: list[ForkedLauncher]) -> None:
+    """torch waits for machine 0 in C++, for a quarter of an hour, and would look at the signal then."""
+    agents.append(launch_in_fork(folder, ["train.py"], 1, *_flags(_port(), 1), env=ENV))
+    deadline = time.monotonic() + 20
+    while signal.SIGINT in _caught(agents[0].pid):
+        assert time.monotonic() < deadline, agents[0].err.read_text()
+    agents[0].send_signal(signal.SIGINT)
+    assert agents[0].finish(10).code == -signal.SIGINT
+
+
+def _caught(pid: int) -> set[int]:
+    """Signals for which the process has a handler."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = int(next(line.split()[1] for line in status if line.startswith("SigCgt")), 16)
+    return {number for number in range(1, 32) if mask >> (number - 1) & 1}
 
 
 def _started(folder: Path, *command: str, **env: str) -> subprocess.Popen[str]:

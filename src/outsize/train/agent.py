@@ -232,13 +232,18 @@ def lifeline(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_kept() -> Iterator[str]:
-    """Names of the signals that the agent may catch: a nohup stays one. Afterwards they are as before."""
+def signals_kept(*, meets: bool) -> Iterator[str]:
+    """Names of the signals that the agent may catch: a nohup stays one. Afterwards they are as before.
+
+    While machines meet, in C++ that looks at no signal for minutes, a Ctrl-C ends the process at once.
+    """
     usual = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     before = {one: signal.getsignal(one) for one in usual}
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and meets and before[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield ",".join(one.name for one, handler in before.items() if handler is not signal.SIG_IGN)
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for one, handler in before.items():
-                signal.signal(one, handler)
+        for one, handler in before.items() if in_main else ():
+            signal.signal(one, handler)

@@ -125,7 +125,7 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     logs = Logs(args.log_dir, args, more, config.log_line_prefix_template or "[${rank}] ")
     codes: list[int] = []
     with contextlib.ExitStack() as stack:
-        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stack.enter_context(signals_kept())
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stack.enter_context(signals_kept(meets=not loopback))
         stack.enter_context(lifeline(lifeline_in(folder)))
         try:
             worker = _worker(spec, folder, args, config, loopback=loopback)
@@ -138,9 +138,10 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
             _say(f"outsize: stopped by {signal_name(signum)}, {spec.processes} ended")
             return 128 + signum
         except (RendezvousError, DistError) as error:
+            how = f"{config.rdzv_backend} at {config.rdzv_endpoint}"
             raise RankFailed(
                 "the machines of the run have not met",
-                numbers=f"{config.rdzv_backend} at {config.rdzv_endpoint}, {type(error).__name__}: {error}",
+                numbers=f"{how}, {type(error).__name__}: {str(error).rstrip('.')}",
                 next_step="start the same command on every machine, --node-rank 0, 1, ...",
             ) from error
 
