@@ -21,7 +21,8 @@ class Hosted(Together):
 
     def __init__(self, inner: Together, residency: Residency) -> None:
         self._inner, self.residency = inner, residency
-        self.landing = Landing(threaded=inner.device(0) is not None)
+        device = inner.device(0)
+        self.landing = Landing(threaded=device is not None and device.type != "cpu")
         residency.landed = self.landing
 
     def transport(self, rank: int) -> Transport:

@@ -4,8 +4,8 @@
     twin      a parameter on the device, a view of a place there that stages share in turn
     LOAD s    one copy of the block into its place; twins stand in the modules instead of the masters
     F, B      wait for the copy, compute with the twins; gradients add up on the device
-    UNLOAD s  gradients leave for the masters' `.grad`; stand-ins on meta are in the modules, so that
-              whatever computes with a stage that is not there fails
+    UNLOAD s  gradients leave for the masters' `.grad`; stand-ins are in the modules, so that whatever
+              computes with a stage that is not there fails
 
 Between steps the masters are in the modules, so optimizers, schedulers, state dicts, clipping see an ordinary
 model on the host. A gradient that is there before a step (accumulation) comes to the device first, so sums
@@ -30,7 +30,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import BadOption
+from outsize.errors import BadOption, InvalidSchedule
 from outsize.program.tree import map_leaves
 from outsize.run.flat import Block
 from outsize.run.layout import Layout, packed_bytes
@@ -54,6 +54,19 @@ class Place:
         if size_bytes > self.data.untyped_storage().nbytes():
             self.data.untyped_storage().resize_(size_bytes)
             self.data = self.data.as_strided((size_bytes,), (1,))
+
+
+@final
+class Absent(nn.Parameter):
+    """Stands in a module for a weight that is not on the device: it refuses every operation."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise InvalidSchedule(
+            "a weight is used that is not on the device",
+            numbers=f"by {getattr(func, '__name__', func)}",
+            next_step="load its stage before; outsize.schedules.offload.check_loads names the cell",
+        )
 
 
 @final
@@ -150,9 +163,8 @@ class Residency:
     def _hide(self, names: Iterable[str]) -> None:
         """Whatever computes with these weights now fails."""
         for name in names:
-            master, known = self._block_of[name].masters[name], self._absent.get(name)
-            if known is None or known.requires_grad != master.requires_grad:
-                self._absent[name] = _stand_in(master)
+            if name not in self._absent:
+                self._absent[name] = Absent(torch.empty(0), requires_grad=False)
         self._modules.put({name: self._absent[name] for name in names})
 
     def _land(self, guests: Sequence[Guest]) -> list[nn.Parameter]:
@@ -295,8 +307,3 @@ def _twin(guest: Guest, name: str, master: nn.Parameter) -> nn.Parameter:
     twin = like(master, view)
     assert isinstance(twin, nn.Parameter)
     return twin
-
-
-def _stand_in(master: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty_strided(master.shape, master.stride(), dtype=master.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=master.requires_grad)

@@ -1,0 +1,110 @@
+"""Loads and unloads: the pictures, what moves, places of stages, and schedules that must be refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from inspect import getdoc
+from textwrap import indent
+
+import pytest
+
+from outsize.errors import BadOption, InvalidSchedule
+from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.schedules import offload
+from outsize.schedules.builders import build
+from outsize.schedules.check import check_compute
+from outsize.schedules.grid import draw, listing
+from outsize.schedules.offload import ROOM, check_loads, places, with_loads
+
+SIZES = [(1, 1), (1, 4), (2, 3), (3, 1), (3, 2), (6, 4), (9, 2)]
+Golden = Callable[[str, str], None]
+
+
+def loaded(stages: int, microbatches: int, name: str = "gpipe") -> Schedule:
+    return with_loads(build(name, stages, microbatches, ranks=1))
+
+
+def test_docstring_pictures_are_the_schedule() -> None:
+    told = getdoc(offload) or ""
+    assert indent(draw(build("gpipe", 3, 2, ranks=1)), "    ") in told
+    assert indent(listing(loaded(3, 1)), "    ") in told
+
+
+@pytest.mark.parametrize("name", ["gpipe", "naive"])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_every_stage_is_there_when_it_computes(name: str, stages: int, microbatches: int) -> None:
+    schedule = loaded(stages, microbatches, name)
+    check_loads(schedule)
+    check_compute(schedule)
+    assert schedule.compute() == build(name, stages, microbatches, ranks=1)
+    assert set(places(schedule.actions[0]).values()) == set(range(min(stages, ROOM)))
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_layer_by_layer_weights_move_once_a_pass(stages: int, microbatches: int) -> None:
+    """Those of the two stages at which the pass turns once in all."""
+    counts = Counter(a.stage for a in loaded(stages, microbatches).actions[0] if a.kind is Kind.LOAD)
+    assert counts == {stage: 1 if stage >= stages - ROOM else 2 for stage in range(stages)}
+
+
+def test_the_next_stage_is_loaded_before_this_one_computes() -> None:
+    row = loaded(5, 2).actions[0]
+    for stage in range(4):
+        assert row.index(Action(stage + 1, Kind.LOAD)) < row.index(Action(stage, Kind.F, 0))
+    last = max(at for at, a in enumerate(row) if a == Action(0, Kind.LOAD))
+    assert last < row.index(Action(1, Kind.B, 0))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "naive"])
+def test_as_it_is_written(name: str, golden: Golden) -> None:
+    golden(f"schedules/{name}-p1-v4-m2-loads.csv", loaded(4, 2, name).to_csv())
+
+
+def test_stages_that_are_there_together_have_other_places() -> None:
+    """A row that nobody built: stages 0, 2, 1, 2, 0."""
+    row = tuple(Action(stage, Kind.F, mb) for mb, stage in enumerate((0, 2, 1, 2, 0)))
+    schedule = with_loads(Schedule("custom", 5, (row,)))
+    check_loads(schedule)
+    found = places(schedule.actions[0])
+    assert found[0] != found[2] != found[1]
+
+
+def moved(schedule: Schedule, action: Action, before: Action | None) -> Schedule:
+    """With the first such action in front of another one, or without it."""
+    row = list(schedule.actions[0])
+    row.remove(action)
+    if before is not None:
+        row.insert(row.index(before), action)
+    return Schedule(schedule.name, schedule.microbatches, (tuple(row),))
+
+
+FAULTS = [
+    (Action(1, Kind.LOAD), Action(1, Kind.F, 1), "1F0 runs while stage 1 is not loaded"),
+    (Action(1, Kind.UNLOAD), Action(2, Kind.B, 1), "2LOAD finds no place|1B0 runs while|2UNLOAD|1UNLOAD"),
+    (Action(0, Kind.UNLOAD), Action(0, Kind.F, 1), "0F1 runs while stage 0 is not loaded"),
+    (Action(0, Kind.UNLOAD), None, "2LOAD finds no place"),
+    (Action(2, Kind.LOAD), None, "2F0 runs while stage 2 is not loaded"),
+    (Action(2, Kind.UNLOAD), None, "finds no place"),
+]
+
+
+@pytest.mark.parametrize(("action", "before", "fault"), FAULTS)
+def test_what_is_refused(action: Action, before: Action | None, fault: str) -> None:
+    with pytest.raises(InvalidSchedule, match=fault) as refused:
+        check_loads(moved(loaded(3, 2), action, before))
+    assert "<-- HERE" in (refused.value.picture or "")
+
+
+def test_a_stage_that_stays_and_one_that_comes_twice() -> None:
+    schedule = loaded(1, 1)
+    with pytest.raises(InvalidSchedule, match="stage 0 is not unloaded"):
+        check_loads(moved(schedule, Action(0, Kind.UNLOAD), None))
+    twice = Schedule("gpipe", 1, ((Action(0, Kind.LOAD), *schedule.actions[0]),))
+    with pytest.raises(InvalidSchedule, match="0LOAD loads what is there"):
+        check_loads(twice)
+
+
+def test_other_schedules_have_no_several_stages_on_one_rank() -> None:
+    with pytest.raises(BadOption, match="3 stages cannot be put on 1 ranks under 1f1b"):
+        build("1f1b", 3, 2, ranks=1)
