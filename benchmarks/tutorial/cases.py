@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -11,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outsize.capture.providers import import_torchvision, import_transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "prediction"))
+from models import UNet  # the same U-Net as the other questions'
 
 
 @final
@@ -85,42 +90,6 @@ def gpt2(samples: int, length: int, **sizes: int) -> Case:
 
 def _next_token(output: Any, target: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
-
-
-@final
-class UNet(nn.Module):
-    """Ronneberger et al., arXiv 1505.04597, with padding and BatchNorm; skips cross the whole network."""
-
-    def __init__(self, width: int, depth: int, classes: int) -> None:
-        super().__init__()
-        widths = [width * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList(_double(a, b) for a, b in zip([3, *widths], widths, strict=False))
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, 2) for w in reversed(widths[:-1]))
-        self.join = nn.ModuleList(_double(2 * w, w) for w in reversed(widths[:-1]))
-        self.head = nn.Conv2d(width, classes, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images [batch, 3, height, width] in, logits [batch, classes, height, width] out."""
-        skips = []
-        for block in self.down[:-1]:
-            x = block(x)
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.down[-1](x)
-        for up, join in zip(self.up, self.join, strict=True):
-            x = join(torch.cat([skips.pop(), up(x)], 1))
-        return self.head(x)
-
-
-def _double(inputs: int, outputs: int) -> nn.Module:
-    pairs = ((inputs, outputs), (outputs, outputs))
-    return nn.Sequential(
-        *(
-            layer
-            for a, b in pairs
-            for layer in (nn.Conv2d(a, b, 3, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
-        )
-    )
 
 
 ENDS = {"bos_token_id": 0, "eos_token_id": 0}
