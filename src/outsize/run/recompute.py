@@ -71,8 +71,11 @@ class InSegments:
         model: nn.Module,
         ambient: Modes,
         statistics: Statistics | None,
+        through: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
-        """`runs` of instructions: (first origin, end) each, in order; between them autograd saves as ever."""
+        """`runs` of instructions: (first origin, end) each, in order; between them autograd saves as ever. The
+        function of a run goes `through` something, such as a compiler.
+        """
         self._seed: Seed | None = None
         left = list(spec.instructions)
         for first, end in runs:
@@ -80,7 +83,7 @@ class InSegments:
             if own:
                 part = _part_of(spec, own)
                 again = Recompute(model, {w.name for i in own for w in i.written_weights}, statistics)
-                segment = self._segment(compile_slice(part, model, ambient), again)
+                segment = self._segment(through(compile_slice(part, model, ambient)), again)
                 place = left.index(own[0])
                 left[place : place + len(own)] = [_call(segment, part, ambient)]
         self._function = compile_slice(replace(spec, instructions=left), model, ambient)
