@@ -54,6 +54,7 @@ def parallelize(
     scaler: GradScaler | None = None,
     devices: Sequence[str | torch.device] | None = None,
     captures: int = KEPT,
+    compiled: str | None = None,
     **wishes: Any,
 ) -> Engine:
     """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
@@ -61,7 +62,8 @@ def parallelize(
     `devices=["cuda:0", "cuda:1"]`: here, in one process, a rank on each of them (or all on one, named as
     often). A plan that was made for such devices needs no `devices`. Batches may be anywhere.
 
-    Each shape of a microbatch is captured when first met; the `captures` used last are kept.
+    Each shape of a microbatch is captured when first met; the `captures` used last are kept. `compiled` is a
+    backend of torch.compile for the stages' functions: "inductor" fuses kernels, "aot_eager" keeps every bit.
 
     Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
     freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
@@ -103,6 +105,7 @@ def parallelize(
         scaler=scaler,
         explain=utilisation,
         captures=captures,
+        compiled=compiled,
         places=places_for(plan, named) if group is None else None,
     )
     engine.prepare(subject.batch.resized(plan.batch_size))

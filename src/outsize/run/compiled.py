@@ -24,7 +24,7 @@ from outsize.run.rng import Seed
 
 Function = Callable[..., Any]
 # Dropout draws what it draws uncompiled.
-_SAME_NUMBERS: Final = {"fallback_random": True}
+_SAME_NUMBERS: Final[dict[str, Any]] = {"fallback_random": True}
 
 
 def compiled(function: Function, backend: str) -> Function:
