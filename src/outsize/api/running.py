@@ -55,6 +55,7 @@ def parallelize(
     devices: Sequence[str | torch.device] | None = None,
     captures: int = KEPT,
     compiled: str | None = None,
+    backend: str | None = None,
     **wishes: Any,
 ) -> Engine:
     """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
@@ -69,14 +70,15 @@ def parallelize(
     freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
     (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
     `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
-    reads its own tensors only.
+    reads its own tensors only. `backend` is torch's name of what joins the processes ("mpi", "nccl"), when
+    it shall not be gloo for CPUs and the device's own; a group that is there already is taken as it is.
     Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice.
     """
     _insist_on_plan(plan, wishes)
     named = None if devices is None else places_of(devices)
     files = WeightFiles(weights) if weights is not None else None
     cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
-    world = join("cuda" if cuda else "cpu")
+    world = join("cuda" if cuda else "cpu", backend=backend)
     group = world.group
     if world.world_size == 1 and (named or (plan is not None and places_in(plan.cluster))):
         group = None  # one process, started by a launcher
