@@ -31,6 +31,7 @@ from outsize.schedules.refine import by_blocks
 from outsize.train.batch_dims import Asked
 from outsize.train.devices import cluster_of, places_for, places_of
 from outsize.train.engine import Engine, MakeOptimizer
+from outsize.train.handshake import shake_hands
 from outsize.train.launch import World, join
 from outsize.train.parallel import agreed, make_engine
 from outsize.train.subject import Subject, as_batch
@@ -54,6 +55,7 @@ def parallelize(
     scaler: GradScaler | None = None,
     devices: Sequence[str | torch.device] | None = None,
     captures: int = KEPT,
+    own_batches: bool = False,
     compiled: str | None = None,
     backend: str | None = None,
     **wishes: Any,
@@ -66,9 +68,10 @@ def parallelize(
     Each shape of a microbatch is captured when first met; the `captures` used last are kept. `compiled` is a
     backend of torch.compile for the stages' functions: "inductor" fuses kernels, "aot_eager" keeps every bit.
 
-    Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
-    freed. `optimizer` gets this rank's parameters and returns an ordinary torch optimizer
-    (`engine.optimizer`). Without a plan one is made on rank 0; `wishes` are keyword arguments of `plan`.
+    Every rank builds the same model (same seed) and passes the same batches, or under `own_batches` its own
+    replica's samples alone (`engine.batch_sampler`); weights of other stages are freed. `optimizer` gets
+    this rank's parameters and returns an ordinary torch optimizer (`engine.optimizer`). Without a plan one is
+    made on rank 0; `wishes` are keyword arguments of `plan`.
     `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
     reads its own tensors only. `backend` is torch's name of what joins the processes ("mpi", "nccl"), when
     it shall not be gloo for CPUs and the device's own; a group that is there already is taken as it is.
@@ -85,6 +88,7 @@ def parallelize(
     if group is not None:
         _insist_on_no_devices(named, world)
         of_one_replica(model)
+        shake_hands(group, plan, model)
     if plan is None:
         cluster = "local" if cuda else f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
         cluster = cluster if named is None else _cluster_of(named, wishes)
@@ -109,8 +113,10 @@ def parallelize(
         captures=captures,
         compiled=compiled,
         places=places_for(plan, named) if group is None else None,
+        own_batches=own_batches,
     )
-    engine.prepare(subject.batch.resized(plan.batch_size))
+    times = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
+    engine.prepare(subject.batch.resized(max(1, plan.batch_size // times)))
     return engine
 
 

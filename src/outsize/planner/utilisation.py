@@ -70,7 +70,8 @@ def _utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Util
 
 def _one_pipeline(timeline: Timeline, alike: int) -> Timeline:
     """The first of so many that ran side by side and are alike."""
-    spans = tuple(s.model_copy(update={"rank": s.rank // alike}) for s in timeline.spans if not s.rank % alike)
+    first = [span for span in timeline.spans if not span.rank % alike]
+    spans = tuple(span.model_copy(update={"rank": span.rank // alike}) for span in first)
     same = {"spans": spans, "ranks": timeline.ranks // alike, "samples": ()}
     return timeline if alike == 1 else timeline.model_copy(update=same)
 

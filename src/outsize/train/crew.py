@@ -336,10 +336,11 @@ def make_groups(group: dist.ProcessGroup, device: torch.device) -> Groups:
 class ProcessCrew(Crew):
     """One rank of the mesh's pipeline that this process is in."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, device: torch.device, *, own_batches: bool = False) -> None:
         super().__init__(plan)
         self.mesh, group = mesh, mesh.pipeline
-        self.replicas = Several(mesh.replicas) if mesh.replicas is not None else Alone()
+        others = mesh.replicas
+        self.replicas = Alone() if others is None else Several(others, own_batches=own_batches)
         self._group, self.device = group, device
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()

@@ -10,7 +10,7 @@ loop; how they run is the affair of a Way (way.py), whose weights are whose that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -43,6 +43,7 @@ from outsize.train.own_module import own_module
 from outsize.train.ownership import Ownership
 from outsize.train.pipelined import Pipelined
 from outsize.train.results import EvalResult, StepResult, evaluating
+from outsize.train.sampling import ReplicaBatches
 from outsize.train.scaling import Scaling
 from outsize.train.state import gathered, save
 from outsize.train.tensor_ranks import insist_on_whole, tensor_ranks
@@ -168,6 +169,18 @@ class Engine:
         with evaluating(self.model), borrowed_generators():
             return generate(self.model, run, *given)
 
+    def batch_sampler(
+        self, dataset: Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> ReplicaBatches:
+        """Which samples this rank passes to each step: for `DataLoader(dataset, batch_sampler=...)`.
+
+        Whole batches of the plan's size, or under `own_batches` this replica's part of them.
+        """
+        replicas = self.crew.replicas
+        place = (replicas.index, replicas.count) if replicas.own_batches else (0, 1)
+        how = {"shuffle": shuffle, "drop_last": drop_last}
+        return ReplicaBatches(dataset, self.plan.batch_size, *place, seed=seed, **how)
+
     @property
     def rank(self) -> int:
         """This process's rank in the run; 0 when all stages are in one process."""
@@ -265,7 +278,8 @@ class Engine:
     def _parts(self, batch: Batch) -> list[Batch]:
         """The plan's microbatches; of a short batch as many as keep their size."""
         found = self._dims.of(batch)
-        return found.split(self.plan.microbatches_of(found.size))
+        times = self.crew.replicas.count if self.crew.replicas.own_batches else 1
+        return found.split(self.plan.microbatches_of(found.size * times) // times)
 
     def _equip(self) -> None:
         """The optimizer over this rank's parameters, once it is known which these are."""

@@ -9,8 +9,8 @@ that some have is there on all; gradients are summed and not averaged, since eac
 weighted by its share of the whole batch. Gradients from steps before (`update=False`) are the same on all
 replicas and are counted on the first alone. Stages begin in descending order on every rank, since collectives
 of a group must have one order. Sparse gradients travel as they are.
-Complexity: two copies of the gradients, 2 (R - 1) / R of their bytes sent. Oracle: tests/dist/test_replicas.py,
-the plain loop and DDP itself.
+Complexity: two copies of the gradients, 2 (R - 1) / R of their bytes sent. Oracle: the plain loop, and DDP
+itself, in tests/dist/test_replicas.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ByStage = Mapping[int, Sequence[tuple[nn.Parameter, bool]]]
 
 @final
 class GradientSum:
-    """`begin` before the step's first backward, `start(stage)` after a stage's last one, `finish` at the end."""
+    """`begin` before the first backward, `start(stage)` after a stage's last one, `finish` at the end."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._first = group, group.rank() == 0

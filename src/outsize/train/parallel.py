@@ -25,6 +25,8 @@ def make_crew(
     group: dist.ProcessGroup | None,
     device: torch.device,
     places: tuple[str, ...] | None = None,
+    *,
+    own_batches: bool = False,
 ) -> Crew:
     """LocalCrew without a group, its ranks on `places`; ProcessCrew with one, that of the whole run.
 
@@ -32,7 +34,7 @@ def make_crew(
     """
     if group is None:
         return LocalCrew(plan, together_on(places))
-    return ProcessCrew(plan, Mesh(plan.axes, group, device), device)
+    return ProcessCrew(plan, Mesh(plan.axes, group, device), device, own_batches=own_batches)
 
 
 def make_engine(
@@ -43,6 +45,7 @@ def make_engine(
     loss_fn: LossFn | None = None,
     optimizer: MakeOptimizer | None = None,
     places: tuple[str, ...] | None = None,
+    own_batches: bool = False,
     **options: Any,
 ) -> Engine:
     """An engine of the plan, without a group with its ranks on `places`; options are those of Engine.
@@ -65,7 +68,7 @@ def make_engine(
     crew = (
         hosted_crew(model, plan, 1 if group is None else group.size(), places)
         if plan.streams
-        else make_crew(plan, group, device_of(plan), places)
+        else make_crew(plan, group, device_of(plan), places, own_batches=own_batches)
     )
     if group is not None:
         of_one_replica(model)

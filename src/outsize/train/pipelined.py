@@ -119,7 +119,8 @@ class Pipelined(Way):
     ) -> list[GroupOutputs]:
         results = []
         # One process runs what replicas would, one after the other.
-        turn = self._plan.microbatches if self._crew.replicas.count < self._plan.axes.replicas else len(pieces)
+        in_turns = self._crew.replicas.count < self._plan.axes.replicas
+        turn = self._plan.microbatches if in_turns else len(pieces)
         turns = groupby(pieces, key=lambda piece: (found[piece.part].wiring, piece.part // turn))
         for _, alike in turns:
             members = list(alike)

@@ -35,16 +35,20 @@ class Piece(NamedTuple):
 
 
 class Replicas(ABC):
-    """The ranks that hold one stage for different parts of the batch; this one is `index` of `count`."""
+    """The ranks that hold one stage for different parts of the batch; this one is `index` of `count`.
+
+    `own_batches`: every replica is given its own samples alone, not the whole batch.
+    """
 
     index: int
     count: int
+    own_batches: bool = False
 
     @abstractmethod
     def pieces(
         self, counted: Sequence[Counted], written: frozenset[str]
     ) -> tuple[list[Piece], frozenset[str]]:
-        """What this replica runs of the parts that were counted; which buffers any replica's programs write."""
+        """What this replica runs of the counted parts; which buffers any replica's programs write."""
 
     @abstractmethod
     def total(self, value: Tensor) -> Tensor:
@@ -89,19 +93,16 @@ class Alone(Replicas):
 
 @final
 class Several(Replicas):
-    """A process group of them.
-
-    `own_batches`: every replica is given its own samples alone, not the whole batch.
-    """
+    """A process group of them."""
 
     def __init__(self, group: dist.ProcessGroup, *, own_batches: bool = False) -> None:
         self.group, self.index, self.count = group, group.rank(), group.size()
-        self._own_batches, self.gradients = own_batches, GradientSum(group)
+        self.own_batches, self.gradients = own_batches, GradientSum(group)
 
     def pieces(
         self, counted: Sequence[Counted], written: frozenset[str]
     ) -> tuple[list[Piece], frozenset[str]]:
-        if not self._own_batches:
+        if not self.own_batches:
             return pieces_of(self.index, self.count, counted), written
         found: list[Any] = [None] * self.count
         dist.all_gather_object(found, (list(counted), written), group=self.group)
