@@ -1,7 +1,7 @@
 """Peak bytes that Megatron-LM's functional tests record (allocated, of the last rank), by formula.
 
 A row says its options in `parallelism`, `notes` and, where a flag is written nowhere else, in the name of
-its test. The formulas are outsize.planner.transformer_bytes; what stands here is how Megatron-LM and its
+its test. The formulas are transformer_bytes; what stands here is how Megatron-LM and its
 libraries use memory beside them, each with its reason.
 """
 
@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from outsize.planner.transformer import (
+from transformer import (
     Recompute,
     Sharding,
     Transformer,
@@ -21,7 +21,7 @@ from outsize.planner.transformer import (
     head_parameters,
     layer_saved_bytes,
 )
-from outsize.planner.transformer_bytes import (
+from transformer_bytes import (
     StateBytes,
     activation_bytes,
     head_bytes,

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from transformer import Recompute, Sharding, Transformer
+from transformer_step import Job
+
 from outsize.errors import OutsizeError
 from outsize.ir.cluster import Cluster, parse_cluster
-from outsize.planner.transformer import Recompute, Sharding, Transformer
-from outsize.planner.transformer_step import Job
 
 NODE = 8
 NEEDED = (

@@ -16,8 +16,7 @@ from pathlib import Path
 import runs
 import steptime
 import tune
-
-from outsize.planner.transformer_step import Multipliers
+from transformer_step import Multipliers
 
 CALIBRATE = 10
 

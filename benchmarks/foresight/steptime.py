@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from calibrate import Vector
+from kriging import covariance, krige
 from runs import Run
-
-from outsize.planner.calibrate import Vector
-from outsize.planner.kriging import covariance, krige
-from outsize.planner.transformer_step import Multipliers, step_s
+from transformer_step import Multipliers, step_s
 
 NAMES = tuple(Multipliers.model_fields)
 ONE_NODE = "deepspeed, one node"

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import runs
 import steptime
-
-from outsize.planner.calibrate import Fit, fit
-from outsize.planner.transformer_step import Multipliers
+from calibrate import Fit, fit
+from transformer_step import Multipliers
 
 TUNED_HALF = 0
 NEUTRAL = Multipliers(kernel_s=1e-5, host_s=5e-5, inner=1.1, skew_s=1e-5, exposed=0.1, fixed_s=0.005)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from outsize.planner.calibrate import Vector, fit
+from calibrate import Vector, fit
 
 PARTS = np.array([[1.0, 0.1], [0.2, 1.0], [0.7, 0.7], [2.0, 0.3], [0.1, 3.0], [1.5, 1.0]])
 TRUE = np.array([1.4, 0.6])

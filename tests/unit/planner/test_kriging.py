@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kriging import covariance, expected_loss, krige
 from numpy.typing import NDArray
-
-from outsize.planner.kriging import covariance, expected_loss, krige
 
 NOISE = 0.01
 POINTS = np.random.default_rng(7).uniform(0, 3, (12, 2))

@@ -9,10 +9,7 @@ import pytest
 import torch
 from tiny_transformers import transformers
 from torch import nn
-
-import outsize
-from outsize.ir.graph import Work
-from outsize.planner.transformer import (
+from transformer import (
     Passes,
     Sharding,
     Transformer,
@@ -26,6 +23,9 @@ from outsize.planner.transformer import (
     parameters,
     passes,
 )
+
+import outsize
+from outsize.ir.graph import Work
 
 GPT = Transformer(layers=2, hidden=1024, heads=16, seq_len=2048, vocabulary=51200)
 STATISTICS = 2 * 8 * 2048  # of two norms, in float32, which the paper leaves out

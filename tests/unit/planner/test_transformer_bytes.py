@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-
-from outsize.ir.schedule import Kind, Schedule
-from outsize.planner.transformer import Sharding, Transformer, layer_saved_bytes
-from outsize.planner.transformer_bytes import (
+from transformer import Sharding, Transformer, layer_saved_bytes
+from transformer_bytes import (
     StateBytes,
     activation_bytes,
     head_bytes,
     in_flight,
     workspace_bytes,
 )
+
+from outsize.ir.schedule import Kind, Schedule
 from outsize.schedules.builders import build
 
 MIXED = StateBytes(gradient=2)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transformer import Sharding, Transformer, parameters
+from transformer_step import Job, Multipliers, closed_form_s, stage_costs, step_s
 
 from outsize.ir.cluster import Cluster, Link, parse_cluster
 from outsize.planner.comm import collective_s
-from outsize.planner.transformer import Sharding, Transformer, parameters
-from outsize.planner.transformer_step import Job, Multipliers, closed_form_s, stage_costs, step_s
 
 GPT = Transformer(layers=16, hidden=512, heads=8, seq_len=256, vocabulary=4096)
 BY = Multipliers(host_s=0.0, skew_s=0.0, fixed_s=0.0, optimizer=0.0)
@@ -61,7 +61,7 @@ def test_beyond_what_is_simulated_each_microbatch_adds_the_same(
 ) -> None:
     asked = job(4, 24, chunks=chunks)
     short = step_s(asked, cluster(), BY)
-    monkeypatch.setattr("outsize.planner.transformer_step.KNOWN", 99)
+    monkeypatch.setattr("transformer_step.KNOWN", 99)
     assert short == pytest.approx(step_s(asked, cluster(), BY), rel=1e-9)
 
 

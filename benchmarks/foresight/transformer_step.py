@@ -24,15 +24,7 @@ from functools import lru_cache
 from typing import final
 
 from pydantic import Field
-
-from outsize.ir.base import Record
-from outsize.ir.cluster import Cluster, Device
-from outsize.ir.graph import Work
-from outsize.ir.schedule import Schedule
-from outsize.planner.comm import collective_s
-from outsize.planner.roofline import seconds
-from outsize.planner.simulate import StageCost, simulate
-from outsize.planner.transformer import (
+from transformer import (
     SIZES,
     Op,
     Passes,
@@ -47,6 +39,14 @@ from outsize.planner.transformer import (
     layer_passes,
     passes,
 )
+
+from outsize.ir.base import Record
+from outsize.ir.cluster import Cluster, Device
+from outsize.ir.graph import Work
+from outsize.ir.schedule import Schedule
+from outsize.planner.comm import collective_s
+from outsize.planner.roofline import seconds
+from outsize.planner.simulate import StageCost, simulate
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import final
 
 from pydantic import Field
+from transformer import Sharding, Transformer, layer_saved_bytes
 
 from outsize.ir.base import Record
-from outsize.planner.transformer import Sharding, Transformer, layer_saved_bytes
 
 FLOAT32 = 4
 
