@@ -1,4 +1,4 @@
-"""Question: is the planner ever wrong where all answers can be tried?
+"""Question: are the exact searches over DAGs ever wrong where all answers can be tried?
 
 Every convex split into at most 4 stages x every way to run each stage, of random DAGs of at most 9 units
 (by hypothesis, the same ones every time): the step (memory by position, transfers) and the bottleneck.

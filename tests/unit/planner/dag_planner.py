@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from convex import Convex
 from dag_problems import Problem, brute_force_bottleneck, brute_force_step, checked_step
+from options import Choice, fastest
 
-from outsize.planner.convex import Convex
 from outsize.planner.dag import Dag
 from outsize.planner.downsets import split_dag
-from outsize.planner.options import Choice, fastest
 
 
 def planned(problem: Problem) -> tuple[Convex, Choice | None]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from convex import Convex
 from dag_planner import compare_step, planned, step_of
 from dag_problems import Manner, Problem, brute_force_step, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outsize.errors import BadOption
-from outsize.planner.convex import Convex
 from outsize.planner.dag import Dag
 
 few = settings(max_examples=30, derandomize=True, deadline=None)

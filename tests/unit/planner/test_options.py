@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from outsize.planner.options import Choice, Way, fastest, frontier
+from options import Choice, Way, fastest, frontier
 
 Chain = tuple[int, int, list[Way], list[int]]
 

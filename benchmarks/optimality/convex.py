@@ -21,11 +21,11 @@ from typing import Self, final
 
 import numpy as np
 from numpy.typing import NDArray
+from options import Choice, Way
 
 from outsize.errors import BadOption
 from outsize.planner.dag import Dag, Units, members
 from outsize.planner.lattice import between
-from outsize.planner.options import Choice, Way
 
 MOST_DOWNSETS = 3000
 NEVER = np.iinfo(np.int64).max // 4
