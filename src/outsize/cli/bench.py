@@ -102,7 +102,7 @@ def _deliver(screen: Screen, found: TutorialOutcome, out: Path) -> None:
 
         job = found.job
         heading = f"{job.model}, {job.batch} images of {job.input} on {', '.join(found.devices)}"
-        yield tutorial_table(heading, found.bars, found.pipelined_s)
+        yield tutorial_table(heading, found.bars, found.pipelined_s, found.plan)
 
     screen.result(document, tables)
     screen.note(f"{out}: bars.png, splits.png, tutorial.json")

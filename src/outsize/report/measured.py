@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from outsize.ir.cluster import Link
+from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
 from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.ir.tuned import Tuned
@@ -100,16 +101,21 @@ def tuned_table(found: Tuned) -> Group:
     return Group(Text.assemble((found.plan.model, "bold"), ": tuned"), *pieces.spaced(made, ended))
 
 
-def tutorial_table(heading: str, bars: Mapping[str, Laps], splits: Mapping[int, Laps]) -> Group:
-    """Seconds of a step: the bars against the first, then the pipelined one by split size."""
+def tutorial_table(heading: str, bars: Mapping[str, Laps], splits: Mapping[int, Laps], plan: Plan) -> Group:
+    """Seconds of a step: the bars against the first, then the pipelined one by split size; our plan."""
     base = fmean(next(iter(bars.values())))
-    shown = pieces.table(("system", "left"), *pieces.rights("step", "against"))
+    shown = pieces.table(("system", "left"), *pieces.rights("step", "speed-up"))
     for name, laps in bars.items():
         shown.add_row(name, _laps_text(laps), f"{base / fmean(laps):.2f}x")
     by_size = pieces.table(("split size", "right"), *pieces.rights("step"))
     for size, laps in splits.items():
         by_size.add_row(str(size), _laps_text(laps))
-    note = Text("Means and standard deviations. Pipelined: the best split size of the tutorial's cut.")
+    best = min(splits, key=lambda size: fmean(splits[size]))
+    starts = ", ".join(stage.units[0] for stage in plan.stages[1:])
+    note = Text(
+        f"Means and standard deviations. pipelined: the tutorial's cut at its best split size, {best}. "
+        f"outsize: {plan.schedule}, microbatches: {plan.microbatches}, stages begin with {starts}."
+    )
     return Group(Text(heading, "bold"), *pieces.spaced(shown, by_size, note))
 
 

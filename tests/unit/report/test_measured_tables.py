@@ -82,10 +82,11 @@ def test_links_at_80_columns_with_what_a_backend_lacks_left_out() -> None:
 
 def test_the_tutorials_bars_against_the_single_device() -> None:
     bars = {"single device": (2.0, 2.0), "pipelined": (1.6, 1.6), "outsize": (0.9, 1.1)}
-    text = lines(tutorial_table("ResNet", bars, {1: (3.0,), 6: (1.6, 1.6)}))
+    text = lines(tutorial_table("ResNet", bars, {1: (3.0,), 6: (1.6, 1.6)}, samples.plan()))
     assert text[0] == "ResNet"
     assert any(line.split() == ["outsize", "1.00", "s", "±", "141", "ms", "2.00x"] for line in text)
     assert any(line.split() == ["1", "3.00", "s", "±", "-"] for line in text)
+    assert "at its best split size, 6. outsize: 1f1b, microbatches: " in " ".join(text)
     assert max(map(len, text)) <= 80
 
 
