@@ -77,26 +77,28 @@ def reference() -> Snapshot:
     return reference_snapshot(built(), captured().tape, BATCH, COUNT, LOSS, steps=STEPS, seed=SEED)
 
 
-def actions(name: str, stages: int) -> tuple[str, ...]:
+def actions(name: str, stages: int, ranks: int) -> tuple[str, ...]:
     """Rows of the two schedules that have no other source."""
     if name == "custom":
         return tuple(CUSTOM.split())
     draw, chain = random.Random(name), range(stages)
     costs = tuple(StageCost(draw.random(), 1 + draw.random(), draw.random()) for _ in chain)
     down, up = ({(s, s + d): 0.1 for s in chain if s + d in chain} for d in (1, -1))
-    job = Job(placed("interleaved", stages, RANKS), COUNT, costs, down, up, (1,) * stages, (9,) * RANKS)
+    job = Job(placed("interleaved", stages, ranks), COUNT, costs, down, up, (1,) * stages, (9,) * ranks)
     found = next(c for c in compose(job) if any(a.kind == "I" for row in c.schedule.actions for a in row))
     return written(found.schedule)
 
 
-def plan_of(name: ScheduleName, recompute: Literal["none", "selective", "full"]) -> Plan:
-    """Two stages, or two on each of two ranks; selective: every other unit again."""
+def plan_of(
+    name: ScheduleName, recompute: Literal["none", "selective", "full"] = "none", ranks: int = RANKS
+) -> Plan:
+    """A stage on each rank, or two; selective: every other unit again."""
     graph, several = captured().graph, name in ("interleaved", "zero-bubble-v", "auto", "custom")
-    stages = 2 * RANKS if several else RANKS
+    stages = 2 * ranks if several else ranks
     names, units = [u.name for u in graph.units], len(graph.units)
     bounds = tuple(units * s // stages for s in range(stages + 1))
-    ranks = placed(name, stages, RANKS)
-    cut = stages_from_bounds(graph, bounds, tuple(f"cpu:{rank}" for rank in ranks))
+    places = tuple(f"cpu:{rank}" for rank in placed(name, stages, ranks))
+    cut = stages_from_bounds(graph, bounds, places)
     if recompute == "selective":
         some = [compress_units(names, range(first, bounds[s + 1], 2)) for s, first in enumerate(bounds[:-1])]
         cut = tuple(
@@ -106,12 +108,12 @@ def plan_of(name: ScheduleName, recompute: Literal["none", "selective", "full"])
     return Plan(
         model=graph.model,
         fingerprint=graph.fingerprint,
-        cluster=f"{RANKS}xcpu",
-        axes=Axes(pp=RANKS),
+        cluster=f"{ranks}xcpu",
+        axes=Axes(pp=ranks),
         batch_size=BATCH.size,
         microbatches=COUNT,
         schedule=name,
-        actions=actions(name, stages) if name in ("auto", "custom") else (),
+        actions=actions(name, stages, ranks) if name in ("auto", "custom") else (),
         recompute="full" if recompute == "full" else "none",
         stages=cut,
     )
