@@ -63,11 +63,14 @@ def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
     return model.to(dtype), Batch(tuple(args), kwargs)
 
 
-def plan_of(model: nn.Module, batch: Batch, world: World, tp: int, recompute: str) -> Plan:
-    pp = world.world_size // tp
-    wishes: dict[str, Any] = {"microbatches": 2, "stages": pp, "recompute": recompute}
-    plan = outsize.plan(model, batch.args, batch.kwargs, cluster=f"{pp}xcpu", **loss(batch), **wishes)
-    return plan.model_copy(update={"axes": plan.axes.model_copy(update={"tp": tp})})
+def plan_of(model: nn.Module, batch: Batch, world: World, replicas: int, recompute: str) -> Plan:
+    """Two ranks share a stage, so many pipelines the batch's two microbatches, and stages the rest."""
+    stages = world.world_size // (2 * replicas)
+    wishes: dict[str, Any] = {"stages": stages, "recompute": recompute, "tp": 2, "dp_replicate": replicas}
+    wishes["microbatches"] = 2 // replicas
+    return outsize.plan(
+        model, batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", **loss(batch), **wishes
+    )
 
 
 def loss(batch: Batch) -> dict[str, Any]:
@@ -90,6 +93,7 @@ def plain(model: nn.Module, batch: Batch, parts: list[Batch]) -> tuple[list[floa
         shares = [share / 2 for share in counter.of(parts)]
         with borrowed_generators():
             found = reference_step(model, tape_of, parts, shares, seeds, loss_of)
+        assert found.loss is not None
         losses.append(found.loss.item() * 2)
         if step == 0:
             grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -127,7 +131,7 @@ def tensor_of(engine: Engine) -> TensorRanks:
     return found
 
 
-def features(folder: Path, world: World, tp: int) -> dict[str, Any]:
+def features(folder: Path, world: World) -> dict[str, Any]:
     """What a training loop does besides steps, on a Llama."""
     model, batch = made("llama", torch.float32)
     alone = copy.deepcopy(model).eval()
@@ -137,7 +141,7 @@ def features(folder: Path, world: World, tp: int) -> dict[str, Any]:
     dist.barrier()
     with torch.device("meta"):
         empty = type(model)(model.config)
-    plan = plan_of(model, batch, world, tp, "none")
+    plan = plan_of(model, batch, world, 1, "none")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     engine = make_engine(
         empty.train(), plan, world.group, optimizer=adamw, scaler=scaler, clip_norm=CLIP,
@@ -157,8 +161,9 @@ def features(folder: Path, world: World, tp: int) -> dict[str, Any]:
         again.read(name, into)
     before = {n: p.detach().clone() for n, p in engine.named_parameters()}
     engine.step(**batch.kwargs, update=False)
+    grads = [p.grad for _, p in engine.named_parameters() if p.grad is not None]
     if world.rank == 1:
-        next(p for _, p in engine.named_parameters() if p.grad is not None).grad.fill_(torch.inf)
+        grads[0].fill_(torch.inf)
     engine.update()
     kept = all(torch.equal(p, before[n]) for n, p in engine.named_parameters())
     engine.step(**batch.kwargs)
@@ -178,10 +183,10 @@ def features(folder: Path, world: World, tp: int) -> dict[str, Any]:
     }
 
 
-def compared(name: str, dtype: torch.dtype, world: World, tp: int, recompute: str) -> dict[str, Any]:
+def compared(name: str, dtype: torch.dtype, world: World, replicas: int, recompute: str) -> dict[str, Any]:
     model, batch = made(name, dtype)
     alone = copy.deepcopy(model)
-    plan = plan_of(model, batch, world, tp, recompute)
+    plan = plan_of(model, batch, world, replicas, recompute)
     engine = make_engine(model, plan, world.group, optimizer=adamw, clip_norm=CLIP, seed=SEED, **loss(batch))
     engine.prepare(batch)
     held = sum(p.numel() for _, p in engine.named_parameters())
@@ -201,19 +206,22 @@ def compared(name: str, dtype: torch.dtype, world: World, tp: int, recompute: st
     }
 
 
-def main(folder: Path, tp: int, names: list[str]) -> None:
+def main(folder: Path, cases: list[str]) -> None:
+    """`llama` with all ranks in a pipeline of pairs, `llama:2` with so many replicas of it."""
     torch.set_num_threads(1)
     world = join()
     found: dict[str, Any] = {}
-    for number, name in enumerate(names or CASES):
-        recompute = ("none", "full", "selective")[number % 3 if tp < world.world_size else 0]
-        dtype = torch.float64 if tp < world.world_size and name not in NO_DOUBLE else torch.float32
+    for number, case in enumerate(cases):
+        name, _, replicas = case.partition(":")
+        many = world.world_size > 2
+        recompute = ("none", "full", "selective")[number % 3 if many else 0]
+        dtype = torch.float64 if many and name not in NO_DOUBLE else torch.float32
         with all_in(dtype):
-            found[name] = compared(name, dtype, world, tp, recompute)
-    found["features"] = features(folder, world, tp)
+            found[case] = compared(name, dtype, world, int(replicas or 1), recompute)
+    found["features"] = features(folder, world)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
     leave(world)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])
