@@ -321,7 +321,7 @@ def test_a_failed_attempt_is_shown_and_the_next_one_may_succeed(start: Start) ->
     result = start(PREAMBLE + body + join, options=["--max-restarts=2"]).finish()
     assert result.code == 0, result.err
     assert result.err.count("ValueError: boom") == 2, "a traceback and the RankFailed line"
-    assert result.err.strip().endswith("outsize: starting again, 2 restarts left")
+    assert result.err.strip().endswith("outsize: restart 1 of 2")
     assert sorted(result.out.splitlines()) == ["[1] attempt 1 2.0", "attempt 1 2.0"]
 
 

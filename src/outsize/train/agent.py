@@ -70,7 +70,9 @@ class Agent(LocalElasticAgent):
         told = self._told(worker_group)
         if told is None and not self._failures(worker_group):
             self._tell_ended(worker_group)
-            return cast("Any", super())._monitor_workers(worker_group)
+            result: RunResult = cast("Any", super())._monitor_workers(worker_group)
+            if not result.is_failed():  # else one has failed between the two looks
+                return result
         self._tell(worker_group)
         self._wait(SETTLE_S)  # the other ranks' failures arrive, so that the first can be told from them
         found = [*self._failures(worker_group), *filter(None, [told or self._told(worker_group)])]
@@ -120,7 +122,8 @@ class Agent(LocalElasticAgent):
         for local_rank, one in self._context.subprocess_handlers.items():
             if local_rank not in self._said_ended and one.proc.poll() == 0:
                 self._said_ended.add(local_rank)
-                cast("Store", group.store).set(f"{ENDED}/{group.workers[local_rank].global_rank}", "")
+                with contextlib.suppress(DistError):
+                    cast("Store", group.store).set(f"{ENDED}/{group.workers[local_rank].global_rank}", "")
 
     def _told(self, group: WorkerGroup) -> Failure | None:
         """What another machine has let us know; a store that is gone went with the machine of rank 0."""

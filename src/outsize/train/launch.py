@@ -129,10 +129,13 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
         stack.enter_context(lifeline(lifeline_in(folder)))
         try:
             worker = _worker(spec, folder, args, config, loopback=loopback)
-            agent = Agent(worker, logs, config.shutdown_timeout or 0, _reporter(spec, codes))
+            show = _reporter(spec, config.max_restarts, codes)
+            agent = Agent(worker, logs, config.shutdown_timeout or 0, show)
             stack.callback(agent.kill)  # whatever happens below, nothing is left running
-            agent.run()
-            return codes[-1] if agent.failure else 0
+            result: Any = agent.run()
+            if agent.failure is not None:
+                return codes[-1]
+            return RankFailed.exit_code if result is not None and result.is_failed() else 0
         except (SignalException, KeyboardInterrupt) as stop:
             signum = stop.sigval if isinstance(stop, SignalException) else SIGINT
             _say(f"outsize: stopped by {signal_name(signum)}, {spec.processes} ended")
@@ -217,13 +220,13 @@ def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, 
     )
 
 
-def _reporter(spec: LaunchSpec, codes: list[int]) -> Any:
+def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Any:
     """Shows what ended an attempt, and notes its exit code."""
 
     def show(failure: Failure, world_size: int, restarts_left: int) -> None:
         codes.append(_report(spec, failure, world_size))
         if restarts_left:
-            _say(f"outsize: starting again, {restarts_left} restarts left")
+            _say(f"outsize: restart {restarts - restarts_left + 1} of {restarts}")
 
     return show
 
