@@ -129,13 +129,20 @@ def work(cases: list[tuple[str, torch.dtype, Plan, Numbers]], group: dist.Proces
     return said
 
 
-@pytest.mark.parametrize(("pp", "replicate"), [(1, 1), (2, 1), (1, 2)])
-def test_sharded_plans_give_the_numbers_of_one_process(tmp_path: Path, pp: int, replicate: int) -> None:
-    cases = []
-    for name in MODELS:
-        for dtype in (SINGLE, DOUBLE):
-            if pp * replicate == 1 or dtype == SINGLE or name in ("gpt2", "unet"):
-                with all_in(dtype):
-                    cases.append((name, dtype, plan_of(name, pp, replicate=replicate), plain(name, dtype)))
-    found = on_ranks(tmp_path, 2 * pp * replicate, lambda group: work(cases, group))
+@pytest.mark.parametrize(
+    ("pp", "replicate", "cases"),
+    [
+        (1, 1, [(name, DOUBLE) for name in MODELS]),
+        (2, 1, [(name, SINGLE) for name in MODELS]),
+        (1, 2, [*((name, SINGLE) for name in MODELS if name != "resnet18"), ("t5", DOUBLE)]),
+    ],
+)
+def test_sharded_plans_give_the_numbers_of_one_process(
+    tmp_path: Path, pp: int, replicate: int, cases: list[tuple[str, torch.dtype]]
+) -> None:
+    asked = []
+    for name, dtype in cases:
+        with all_in(dtype):
+            asked.append((name, dtype, plan_of(name, pp, replicate=replicate), plain(name, dtype)))
+    found = on_ranks(tmp_path, 2 * pp * replicate, lambda group: work(asked, group))
     assert found == [[]] * (2 * pp * replicate)
