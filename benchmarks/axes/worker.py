@@ -1,0 +1,141 @@
+"""One pinned rank of two: the same model trained along each axis, memory of each alone, then time in turns.
+
+Rank 0 writes one JSON: seconds of every step, bytes that each rank had in use at the peak, losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import outsize
+from outsize.capture.providers import import_transformers
+from outsize.train.launch import World, join, leave
+from outsize.train.memory_watch import MemoryWatch, reader
+
+BATCH, TOKENS, WORDS, MICROBATCHES = 16, 64, 2048, 8
+CPU = torch.device("cpu")
+# What is asked of the planner; microbatches are those of each replica, of two samples everywhere.
+AXES: dict[str, dict[str, int]] = {
+    "pp 2": {"stages": 2, "microbatches": MICROBATCHES},
+    "dp_replicate 2": {"dp_replicate": 2, "stages": 1, "microbatches": MICROBATCHES // 2},
+    "dp_shard 2": {"dp_shard": 2, "stages": 1, "microbatches": MICROBATCHES // 2},
+    "tp 2": {"tp": 2, "stages": 1, "microbatches": MICROBATCHES},
+}
+Step = Callable[[], Tensor]
+Build = Callable[[], Step]
+
+
+def model() -> nn.Module:
+    """A Llama of 6.4 million parameters."""
+    hf = import_transformers()
+    config = hf.LlamaConfig(
+        num_hidden_layers=8, hidden_size=256, intermediate_size=704, num_attention_heads=8,
+        num_key_value_heads=4, vocab_size=WORDS, tie_word_embeddings=True, attn_implementation="sdpa",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return hf.LlamaForCausalLM(config).train()
+
+
+def batch() -> dict[str, Tensor]:
+    """Token ids as inputs and labels, [BATCH, TOKENS]."""
+    ids = torch.randint(0, WORDS, (BATCH, TOKENS), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    """Two states for each parameter."""
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+
+def plain(world: World) -> Step:
+    """One process: the loop that everything is compared with; the other rank rests."""
+    if world.rank:
+        return lambda: torch.zeros(())
+    alone, inputs = model(), batch()
+    steps = optimizer(alone.parameters())
+
+    def step() -> Tensor:
+        total = torch.zeros(())
+        for part in range(MICROBATCHES):
+            rows = slice(part * BATCH // MICROBATCHES, (part + 1) * BATCH // MICROBATCHES)
+            loss = alone(**{name: tensor[rows] for name, tensor in inputs.items()}).loss / MICROBATCHES
+            loss.backward()
+            total += loss.detach()
+        steps.step()
+        steps.zero_grad()
+        return total
+
+    return step
+
+
+def along(axes: dict[str, int]) -> Step:
+    """outsize's engine, every rank with the whole batch."""
+    whole, inputs = model(), batch()
+    plan = outsize.plan(whole, (), inputs, cluster="2xcpu", batch_size=BATCH, schedule="1f1b", **axes)
+    engine = outsize.parallelize(whole, (), inputs, plan=plan, optimizer=optimizer)
+    return lambda: engine.step(**inputs).loss
+
+
+def peak_bytes(build: Build, counted: Callable[[], int]) -> int:
+    """More than before, at the peak of a step after the first two, which make states and buffers."""
+    gc.collect()
+    before = counted()
+    step = build()
+    for _ in range(2):
+        step()
+    gc.collect()
+    with MemoryWatch(CPU) as watch:
+        step()
+    return max(taken for _, taken in watch.readings) - before
+
+
+def laps(builds: dict[str, Build], rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """All of them alive, a step of each in turn."""
+    steps = {name: build() for name, build in builds.items()}
+    losses = {name: step().item() for name, step in steps.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 1):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            times[name].append(time.perf_counter() - start)
+    return {name: found[1:] for name, found in times.items()}, losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=9)
+    asked = parser.parse_args()
+    world = join()
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
+    torch.set_num_threads(1)
+    builds: dict[str, Build] = {"one process": partial(plain, world)}
+    builds |= {name: partial(along, axes) for name, axes in AXES.items()}
+    counted = reader(CPU)
+    own = {name: peak_bytes(build, counted) for name, build in builds.items()}
+    of_ranks: list[Any] = [None] * world.world_size
+    dist.all_gather_object(of_ranks, own)
+    times_s, losses = laps(builds, asked.rounds)
+    if world.rank == 0:
+        peaks = {name: [found[name] for found in of_ranks] for name in builds}
+        asked.out.write_text(json.dumps({"times_s": times_s, "peak_bytes": peaks, "losses": losses}))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main()
