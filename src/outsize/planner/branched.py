@@ -63,9 +63,9 @@ ALTERNATIVES: Final = 3
 MOST_FORWARDS: Final = 1024
 MOST_UNITS: Final = 1500
 # A stage between microbatches, and at work on one with none or one more in flight.
-REST: Final = Alive(0, 0, 0, 0, Phase.WAIT)
-ONE: Final = Alive(1, 1, 1, 1, Phase.BACKWARD)
-TWO: Final = Alive(2, 1, 1, 1, Phase.BACKWARD)
+REST: Final = Alive(0, 0, 0, 0, Phase.WAIT, batch=0)
+ONE: Final = Alive(1, 1, 1, 1, Phase.BACKWARD, batch=0)
+TWO: Final = Alive(2, 1, 1, 1, Phase.BACKWARD, batch=0)
 
 
 def branched(plan: Plan, candidates: Candidates, cluster: Cluster, *, anyhow: bool = False) -> Plan:
@@ -320,5 +320,6 @@ class _Composer:
             own = [s for s, at in enumerate(pipeline.ranks) if at == rank]
             resting = [held_bytes(here[s], REST) for s in own]
             working = max(held_bytes(here[s], ONE) - held[s] - r for s, r in zip(own, resting, strict=True))
-            found.append(pipeline.room.devices[rank].memory_bytes - sum(resting) - working)
+            whole = self._count * int(here[0].inputs)
+            found.append(pipeline.room.devices[rank].memory_bytes - sum(resting) - working - whole)
         return tuple(found)

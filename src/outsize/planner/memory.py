@@ -141,16 +141,20 @@ def account_ranges(
 
 
 def joint_moments(schedule: Schedule, rank: int) -> tuple[tuple[Alive, ...], ...]:
-    """What the stages of a rank hold at once, in ascending order, at each different moment; one acts."""
-    row, batch = schedule.actions[rank], schedule.microbatches
+    """What the stages of a rank hold at once, in ascending order, at each different moment; one acts.
+
+    The first of them has the batch, which is there once.
+    """
+    row = schedule.actions[rank]
     held = {stage: _Held() for stage in sorted({action.stage for action in row})}
+    batch = dict.fromkeys(held, 0) | dict.fromkeys([min(held)], schedule.microbatches)
     found: dict[tuple[Alive, ...], None] = {}
     for action in row:
         held[action.stage].begin(action)
-        now = (h.alive(action if s == action.stage else None, batch) for s, h in held.items())
+        now = (h.alive(action if s == action.stage else None, batch[s]) for s, h in held.items())
         found[tuple(now)] = None
         held[action.stage].end(action)
-    found[tuple(h.counts(Phase.UPDATE, batch) for h in held.values())] = None
+    found[tuple(h.counts(Phase.UPDATE, batch[s]) for s, h in held.items())] = None
     return tuple(found)
 
 

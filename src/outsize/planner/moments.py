@@ -55,7 +55,9 @@ def moments_by_rank(
 ) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
     """For each rank the joint moments of its stages in a chain."""
     found = _by_rank(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
-    return tuple(tuple(_of_batch(moment, microbatches) for moment in rank) for rank in found)
+    return tuple(
+        tuple((*_of_batch(moment[:1], microbatches), *moment[1:]) for moment in rank) for rank in found
+    )
 
 
 @lru_cache(maxsize=64)
