@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from outsize.ir.graph import ModelGraph, Unit, Value
 from outsize.ir.profile import Profile
 from outsize.ir.segments import Run, blocks, segments
-from outsize.planner.walk import UnitBytes, held_backward, memories_of
+from outsize.planner.walk import UnitBytes, by_storage, held_backward, memories_of, own_bytes
 
 # Bytes of a moment that does not occur.
 NOTHING: Final = -(1 << 62)
@@ -98,24 +98,23 @@ class StageBytes:
         first, end = run
         n, units = end - first, graph.units[first:end]
         values = [moved for v in graph.values if (moved := _within(v, first, end)) is not None]
-        stores = {key: _store(views, n) for key, views in _by_storage(values).items()}
-        costs = profile.units[first:end]
-        own = [c.saved_bytes - u.saved_input_bytes for c, u in zip(costs, units, strict=True)]
-        for key, views in _by_storage(values).items():
+        memories, costs = by_storage(values), profile.units[first:end]
+        stores, own = [_store(views, n) for views in memories], own_bytes(units, costs)
+        for views, store in zip(memories, stores, strict=True):
             if 1 <= views[0].saved_by <= n:
-                own[views[0].saved_by - 1] -= stores[key].size_bytes
+                own[views[0].saved_by - 1] -= store.size_bytes
         held, crossing = _gradients(values, units, gradients)
         here = np.array(gradients, np.int64)
         behind = np.append(here[::-1].cumsum()[::-1], 0)
         return cls(
             block=tuple(blocks([u.name for u in graph.units])[first:end]),
-            own=tuple(max(0, size) for size in own),
+            own=tuple(np.maximum(own, 0).tolist()),
             workspace=tuple(c.workspace_bytes for c in costs),
             backward=tuple((held + here.sum()).tolist()),
             first_backward=tuple((held + behind[1:]).tolist()),
             past=tuple((crossing + here.sum()).tolist()),
             first_past=tuple((crossing + behind).tolist()),
-            stores=tuple(stores.values()),
+            stores=tuple(stores),
         )
 
     @property
@@ -214,13 +213,6 @@ def _within(value: Value, first: int, end: int) -> Value | None:
             "also_saved_by": tuple(keepers),
         }
     )
-
-
-def _by_storage(values: Iterable[Value]) -> dict[int, list[Value]]:
-    groups: dict[int, list[Value]] = {}
-    for value in values:
-        groups.setdefault(value.storage if value.storage >= 0 else -1 - value.id, []).append(value)
-    return groups
 
 
 def _store(views: Sequence[Value], n: int) -> Store:

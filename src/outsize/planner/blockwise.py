@@ -28,11 +28,11 @@ from typing import Final, final
 
 import numpy as np
 
-from outsize.ir.graph import ModelGraph, Value
+from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
 from outsize.ir.segments import Run, blocks, segments
 from outsize.planner.ranges import Bytes, Ranges
-from outsize.planner.walk import Memory, add, filled, memories_of, memory_of
+from outsize.planner.walk import Memory, add, by_storage, filled, memories_of, memory_of, own_bytes
 
 LEAST: Final = -(1 << 60)
 
@@ -77,8 +77,7 @@ class _Tables:
         self._parts = segments(blocks([u.name for u in graph.units]), range(self._n))
         self._stores = _stores(graph, self._parts)
         self._workspace = np.array([c.workspace_bytes for c in profile.units], np.int64)
-        costs = zip(profile.units, graph.units, strict=True)
-        own = np.array([c.saved_bytes - u.saved_input_bytes for c, u in costs], np.int64)
+        own = own_bytes(graph.units, profile.units)
         for store in (s for s in self._stores if s.saved_by >= 0):
             own[store.saved_by] -= store.size_bytes
         self._own: list[int] = np.maximum(own, 0).tolist()
@@ -191,11 +190,8 @@ def _stores(graph: ModelGraph, parts: Sequence[Run]) -> list[_Store]:
     """In the order of their makers."""
     n = len(graph.units)
     start_of = np.repeat([a for a, _ in parts], [b - a for a, b in parts]).tolist()
-    groups: dict[int, list[Value]] = {}
-    for value in (v for v in graph.values if v.consumers):
-        groups.setdefault(value.storage if value.storage >= 0 else -1 - value.id, []).append(value)
     found: list[_Store] = []
-    for views in groups.values():
+    for views in by_storage(v for v in graph.values if v.consumers):
         memory, kept = memory_of(views), views[0]
         keepers = (kept.saved_by, *kept.also_saved_by) if kept.saved_by >= 0 else ()
         read = (start_of[unit] for unit in memory.used if start_of[unit] > memory.made)

@@ -30,7 +30,8 @@ from typing import Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.ir.graph import ModelGraph, Value
+from outsize.ir.graph import ModelGraph, Unit, Value
+from outsize.ir.profile import UnitCost
 
 Bytes = NDArray[np.int64]
 
@@ -110,10 +111,21 @@ class Walk:
 
 def memories_of(values: Iterable[Value]) -> list[Memory]:
     """One for all values that are views of one memory."""
+    return [memory_of(views) for views in by_storage(v for v in values if v.consumers)]
+
+
+def by_storage(values: Iterable[Value]) -> list[list[Value]]:
+    """The views of each memory."""
     groups: dict[int, list[Value]] = {}
-    for value in (v for v in values if v.consumers):
+    for value in values:
         groups.setdefault(value.storage if value.storage >= 0 else -1 - value.id, []).append(value)
-    return [memory_of(group) for group in groups.values()]
+    return list(groups.values())
+
+
+def own_bytes(units: Sequence[Unit], costs: Sequence[UnitCost]) -> Bytes:
+    """What autograd keeps of each unit, beside what others have made."""
+    kept = (c.saved_bytes - u.saved_input_bytes for c, u in zip(costs, units, strict=True))
+    return np.array([*kept], np.int64)
 
 
 def memory_of(views: Sequence[Value]) -> Memory:
