@@ -168,7 +168,8 @@ WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Also look at what this version only plans: tp, cp, replicas, FSDP, weights on the host.",
+        help="Search every axis: replicas, FSDP and tp, which run, and what this version only plans: cp, "
+        "sharded states alone, weights of several devices on the host.",
     ),
 ]
 PlanFile = Annotated[

@@ -109,7 +109,7 @@ def _replicas(view: _View) -> Iterator[Advice]:
         sentence=f"the model fits on one device: {devices} replicas would do {rate_text(there)} samples/s, "
         f"{ratio:.2f} x this pipeline's {rate_text(here)}",
         numbers={"replicas": devices, "samples_per_s": there, "pipeline_samples_per_s": here, "ratio": ratio},
-        next_step="DistributedDataParallel around the model; outsize runs pipelines",
+        next_step=f"outsize plan MODEL --cluster {plan.cluster} --dp-replicate {devices}",
     )
 
 
