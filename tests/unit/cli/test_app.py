@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -87,10 +87,10 @@ def test_what_the_model_prints_does_not_spoil_the_json(outsize: Outsize) -> None
 def test_help_loads_neither_torch_nor_the_planner_and_answers_at_once() -> None:
     code = "import sys; from outsize.cli.app import run; run(['plan', '--help']); "
     code += "print([m for m in ('torch', 'outsize.api', 'outsize.planner', 'numpy') if m in sys.modules])"
-    start = time.perf_counter()
+    before = os.times()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    taken_s = time.perf_counter() - start
+    taken_s = os.times().children_user - before.children_user
     assert done.stdout.splitlines()[-1] == "[]"
     assert "--cluster" in done.stdout
-    # 1 s is the promise on a quiet machine (benchmarks); the bound here only has to notice a torch import.
-    assert taken_s < 5
+    # Of the processor, whoever else is at work; 1 s on the clock of a quiet machine is benchmarks/ to show.
+    assert taken_s < 1
