@@ -114,12 +114,16 @@ def test_a_script_under_mpirun(folder: Path, losses: str) -> None:
 def test_two_processes_by_hand_with_open_mpis_variables(folder: Path) -> None:
     (folder / "join.py").write_text(
         "import torch, torch.distributed as dist\nfrom outsize.train.launch import join\nworld = join()\n"
+        "from outsize.errors import BadPlan\n"
         "sum = torch.tensor([1.0 + world.rank])\ndist.all_reduce(sum)\nimport os\n"
         "print(world.rank, world.world_size, world.local_rank, sum.item(), os.environ['RANK'])\n"
+        "raise BadPlan('no stage 2', next_step='edit plan.json')\n"
     )
     both = [_started(folder, sys.executable, "join.py", **_open_mpi(rank, 2)) for rank in (0, 1)]
     said = [one.communicate(timeout=100) for one in both]
-    assert said == [("0 2 0 3.0 0\n", ""), ("1 2 1 3.0 1\n", "")]
+    one_line = "join.py:9: BadPlan [E205]: no stage 2. Next: edit plan.json\n"
+    assert said == [("0 2 0 3.0 0\n", one_line), ("1 2 1 3.0 1\n", one_line)]
+    assert [one.returncode for one in both] == [3, 3]
 
 
 def test_what_ends_one_machine_is_said_on_all(folder: Path, agents: list[ForkedLauncher]) -> None:

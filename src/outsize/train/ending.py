@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 
 from outsize.errors import OutsizeError
-from outsize.train.failure import write_failure
+from outsize.train.failure import shown, write_failure
 
 INTERRUPTED = 128 + int(signal.SIGINT)
 GLOO_THREADS_S = 0.05
@@ -32,14 +32,18 @@ GLOO_THREADS_S = 0.05
 def end_well_outside_workers(error_file: Path | None) -> None:
     """For a process that plain python or torchrun has started, once it has joined a group.
 
-    An uncaught exception prints as before, goes to `error_file` (torch elastic's), and ends the process at
-    once; any other end destroys the default group before the interpreter goes down.
+    An uncaught exception prints as before, an error of outsize as one line; it goes to `error_file` (torch
+    elastic's), and ends the process at once. Any other end destroys the default group before the interpreter
+    goes down.
     """
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        show(kind, error, tb)
         status = exit_code(error)
+        if isinstance(error, OutsizeError):
+            os.write(2, f"{shown(error)}\n".encode(errors="backslashreplace"))
+        else:
+            show(kind, error, tb)
         if error_file is not None and status != INTERRUPTED:
             write_failure(error_file, error, status)
         end_now(status)

@@ -92,7 +92,7 @@ def write_failure(path: Path, error: BaseException, exit_code: int) -> None:
         # torchrun compares whole seconds: a later one keeps it from naming a consequence as the cause
         "timestamp": str(int(time.time()) + _is_lost_connection(call_stack)),
         "time_ns": time.time_ns(),
-        "shown": _shown(error, call_stack),
+        "shown": shown(error, call_stack),
         "exit_code": exit_code,
         "ours": ours,
     }
@@ -130,6 +130,18 @@ def fault_file(record: Path) -> Path:
     return record.with_suffix(".fault")
 
 
+def shown(error: BaseException, call_stack: str = "") -> str:
+    """One line with its place for our own errors, the exit text for sys.exit, else the traceback."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, str) else ""
+    if not isinstance(error, OutsizeError):
+        return call_stack
+    frames = traceback.extract_tb(_user_frames(error.__traceback__))
+    theirs = [frame for frame in frames if "/outsize/" not in frame.filename.replace("\\", "/")]
+    place = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
+    return f"{place}{error}"
+
+
 def signal_name(number: int) -> str:
     """`SIGKILL` for 9."""
     try:
@@ -147,18 +159,6 @@ def _message(record: Path) -> dict[str, Any]:
 
 def _last_words(fault: Path) -> str:
     return fault.read_text(encoding="utf-8", errors="replace") if fault.exists() else ""
-
-
-def _shown(error: BaseException, call_stack: str) -> str:
-    """One line with its place for our own errors, the exit text for sys.exit, else the traceback."""
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, str) else ""
-    if not isinstance(error, OutsizeError):
-        return call_stack
-    frames = traceback.extract_tb(_user_frames(error.__traceback__))
-    theirs = [frame for frame in frames if "/outsize/" not in frame.filename.replace("\\", "/")]
-    place = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
-    return f"{place}{error}"
 
 
 def _summary(error: BaseException) -> str:
