@@ -74,7 +74,7 @@ def train(job: Job, world: World) -> Outcome:
         subject = make_subject(job.model, job.input, job.batch, meta=job.weights is not None, seed=job.seed)
     plan, graph, predicted = _agree(world, job, subject, screen)
     engine = _engine(job, subject, plan)
-    watch = MemoryWatch(engine.crew.device)
+    watch = MemoryWatch(engine.crew.device or engine.crew.device_of(0))
     with watch if job.watch_memory else contextlib.nullcontext():
         losses, steps_s, timelines = _steps(engine, subject, job.steps, screen)
     origin_s, middle = sorted(timelines, key=lambda t: t[1].duration_s)[len(timelines) // 2]
@@ -137,7 +137,7 @@ def _make_plan(world: World, job: Job, subject: Subject, screen: Screen) -> Plan
 
 def _engine(job: Job, subject: Subject, plan: Plan) -> Engine:
     def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=job.lr)
+        return torch.optim.AdamW(parameters, lr=job.lr, fused=plan.streams or None)
 
     how: dict[str, Any] = {"plan": plan, "optimizer": adamw, "seed": job.seed, "weights": job.weights}
     how |= {"devices": job.devices} if job.devices else {}

@@ -7,6 +7,7 @@ mapping of the system is registered with CUDA, and unregistered before it is unm
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -23,7 +24,8 @@ class _Locked(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address is not None:
-            _cudart().cudaHostUnregister(self.address)
+            with suppress(Exception):  # CUDA may be gone when Python ends
+                _cudart().cudaHostUnregister(self.address)
 
 
 def page_locked(size_bytes: int) -> Tensor:

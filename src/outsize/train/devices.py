@@ -20,7 +20,7 @@ from outsize.run.device_transport import Places
 from outsize.run.sharded import Sharded
 from outsize.run.streams import TorchStreams
 from outsize.run.together import OnePlace, Together
-from outsize.train.crew import Crew
+from outsize.train.crew import Crew, LocalCrew
 
 
 def places_of(devices: Sequence[str | torch.device]) -> tuple[str, ...]:
@@ -83,6 +83,12 @@ def insist_on_one_device(crew: Crew, stages: int) -> None:
             next_step="full_state_dict(to=...), and load the folder with from_pretrained",
         )
     found = dict.fromkeys(str(crew.device_of(stage)) for stage in range(stages))
+    if isinstance(crew, LocalCrew) and crew.landing is not None and set(found) - {"None", "cpu"}:
+        raise BadOption(
+            "generate runs the model's own Python, whose weights are on the host and buffers on the device",
+            numbers=f"{', '.join(found)}",
+            next_step="save with full_state_dict(to=...) and load where there is room for them",
+        )
     if crew.world_size == 1 and len(found) > 1:
         raise BadOption(
             "generate runs the model's own Python, whose modules are on several devices of this process",

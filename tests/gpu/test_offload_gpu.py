@@ -1,0 +1,100 @@
+"""Weights on the host and a GPU that has room for two stages: same gradients, same memory as was promised.
+
+    pytest tests/gpu                      # skips, with the reason, where torch sees no CUDA device
+
+The same tests run on the CPU with a counted budget in tests/parity/test_offload.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import outsize
+from outsize.ir.plan import Plan
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+WIDTH, LAYERS, SAMPLES = 1024, 24, 64
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+
+
+def batch(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    found = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(SAMPLES, WIDTH, generator=found).to(device) for _ in range(2))  # pyright: ignore[reportReturnType]
+
+
+def planned() -> Plan:
+    x, y = batch()
+    return outsize.plan(
+        build(), (x,), loss_fn=F.mse_loss, target=y, cluster="1x12GB", weights="host", microbatches=4
+    )
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def test_the_plan_and_the_helpers_here() -> None:
+    """On any machine: the plan runs, on the CPU where there is no GPU."""
+    x, y = batch()
+    plan = planned()
+    assert plan.streams
+    engine = outsize.parallelize(build(), (x,), plan=plan, loss_fn=F.mse_loss, target=y, optimizer=adamw)
+    first = float(engine.step(x, target=y).loss)
+    assert float(engine.step(x, target=y).loss) < first
+
+
+@pytest.mark.gpu
+@CUDA
+def test_gradients_are_those_of_the_model_on_the_gpu() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    x, y = batch("cuda")
+    plain = build().cuda()
+    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+        (F.mse_loss(plain(a), b) / 4).backward()
+    engine = outsize.parallelize(build(), (x,), plan=planned(), loss_fn=F.mse_loss, target=y)
+    engine.step(x, target=y, update=False)
+    pairs = zip(engine.model.named_parameters(), plain.parameters(), strict=True)
+    wrong = [n for (n, ours), p in pairs if not torch.equal(ours.grad.cuda(), p.grad)]  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
+    torch.use_deterministic_algorithms(False)
+    assert wrong == []
+
+
+@pytest.mark.gpu
+@CUDA
+def test_steps_in_a_thread_are_those_at_the_end() -> None:
+    """The optimizer on the host steps while the GPU works, or after an update=False: the same bits."""
+    x, y = batch("cuda")
+    engines = [
+        outsize.parallelize(build(), (x,), plan=planned(), loss_fn=F.mse_loss, target=y, optimizer=adamw)
+        for _ in range(2)
+    ]
+    for _ in range(3):
+        engines[0].step(x, target=y)
+        engines[1].step(x, target=y, update=False)
+        engines[1].update()
+    pairs = zip(*(engine.model.parameters() for engine in engines), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.gpu
+@CUDA
+def test_a_model_larger_than_what_is_allowed() -> None:
+    """16 bytes a parameter are 400 MB; the GPU holds less than a quarter."""
+    x, y = batch("cuda")
+    engine = outsize.parallelize(build(), (x,), plan=planned(), loss_fn=F.mse_loss, target=y, optimizer=adamw)
+    engine.step(x, target=y)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    engine.step(x, target=y)
+    size = sum(p.nbytes for p in engine.model.parameters())
+    assert all(p.device.type == "cpu" and p.is_pinned() for p in engine.model.parameters())
+    assert torch.cuda.max_memory_allocated() < size
