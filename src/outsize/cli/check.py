@@ -44,7 +44,8 @@ def check(
 ) -> None:
     """Train MODEL split and plain, and compare loss, gradients, buffers and parameters bit by bit.
 
-    Exits with 0 when all bits are equal and with 1 when any differs.
+    Exits with 0 when all bits are equal and with 1 when any differs. Replicas in processes add up gradients
+    in another order: then loss and gradients count, within 1e-6 of a tensor's largest element.
 
     Without --plan: 2 stages, 4 microbatches (1 with --bn sync), 1f1b.
     """
@@ -59,7 +60,7 @@ def check(
     wishes |= {"steps": steps, "processes": processes, "seed": seed}
     verdict = _verdict(screen, subject, chosen, weights=weights, **wishes)
     _deliver(screen, verdict)
-    if not verdict.bit_equal:
+    if not verdict.holds:
         raise typer.Exit(DIFFERENT)
 
 

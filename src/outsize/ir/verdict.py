@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 from outsize.ir.base import Record
+
+# Of a tensor's largest element: what adding in another order may change in single precision.
+WITHIN: Final = 1e-6
 
 
 @final
@@ -13,6 +16,8 @@ class Verdict(Record):
 
     `first_divergence` names the first unit whose numbers differ, with `forward` or `backward`. `stages`
     are the unit patterns of each stage; `processes` is 0 when all stages ran in one process.
+    `relative_diff`: of loss and gradients, to each tensor's largest element, where replicas add them up in
+    another order; None where bits are compared.
     """
 
     model: str
@@ -29,3 +34,9 @@ class Verdict(Record):
     capture_s: float
     run_s: float
     notes: tuple[str, ...] = ()
+    relative_diff: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Are the numbers those of one process, as nearly as they can be?"""
+        return self.bit_equal or (self.relative_diff is not None and self.relative_diff <= WITHIN)

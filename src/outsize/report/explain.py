@@ -204,14 +204,18 @@ What to do
 """
 _E204 = """
 WorldMismatch [E204]: the plan wants another number of processes than were
-started.
+started, or they were not started alike.
 
-One process runs one stage. A plan with three stages needs --nproc-per-node 3
-on one machine, or as many processes on all machines together.
+One process runs one stage, for each replica and tensor parallel part: a plan
+with pp 3 and dp_replicate 2 needs --nproc-per-node 6 on one machine, or as many
+processes on all machines together. Before they begin, all ranks compare plan,
+model and the versions of outsize and torch; the message names a rank that has
+another.
 
 What to do
   Start as many processes as the message says, or plan for the devices you
-  have: outsize plan MODEL --stages 2 --out plan.json
+  have: outsize plan MODEL --stages 2 --out plan.json. Give every rank the
+  same plan file, and install the same versions on all machines.
 """
 _E205 = """
 BadPlan [E205]: the plan file cannot be read, or it contradicts itself.

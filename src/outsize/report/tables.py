@@ -27,7 +27,7 @@ from outsize.ir.text import (
 )
 from outsize.ir.timeline import Timeline
 from outsize.ir.utilisation import Utilisation
-from outsize.ir.verdict import Verdict
+from outsize.ir.verdict import WITHIN, Verdict
 from outsize.report import pieces
 from outsize.report.placement import device_text, holdings, lanes, recompute_text, recompute_varies
 from outsize.report.units import MOST_SHOWN, short_units
@@ -61,7 +61,9 @@ def is_rejection(why: str) -> bool:
 
 def check_table(verdict: Verdict) -> Group:
     """What was compared, the largest differences, and the first unit that differs."""
-    word = Text("bit-equal", "bold green") if verdict.bit_equal else Text("NOT bit-equal", "bold red")
+    bits = verdict.relative_diff is None or verdict.bit_equal
+    equal = "bit-equal" if bits else f"equal within {WITHIN:.0e}"
+    word = Text(equal, "bold green") if verdict.holds else Text(f"NOT {equal}", "bold red")
     heading = Text.assemble((verdict.model, "bold"), ": ", word, " to the plain loop in one process")
     notes = [Text(f"Note: {note}") for note in verdict.notes]
     setting = Text(_check_setting(verdict))
@@ -322,7 +324,8 @@ def difference_text(number: float) -> str:
 def _differences(verdict: Verdict) -> RenderableType:
     table = pieces.table(("compared", "left"), ("largest difference", "right"), ("", "left"))
     for name, number in differences(verdict):
-        same = Text("equal", "green") if number == 0 else Text("differs", "bold red")
+        other = Text("rounding", "yellow") if verdict.holds else Text("differs", "bold red")
+        same = other if number else Text("equal", "green")
         table.add_row(name, difference_text(number), same)
     if verdict.first_divergence is None:
         return table

@@ -160,6 +160,16 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
     return float(torch.nan_to_num(gap, nan=math.inf).max()) or 5e-324
 
 
+def relative_difference(reference: Snapshot, found: Snapshot) -> float:
+    """Of loss and gradients, to the largest element of each tensor."""
+    pairs = [(reference.loss, found.loss)]
+    pairs += [(tensor, found.grads.get(name)) for name, tensor in reference.grads.items()]
+    if found.grads.keys() - reference.grads.keys():
+        return math.inf
+    gaps = ((difference(a, b), float(a.to_dense().abs().max()) if a.numel() else 0.0) for a, b in pairs)
+    return max(gap / largest if largest else gap for gap, largest in gaps)
+
+
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:
     """One snapshot from those of all ranks, each of which holds its own tensors."""
     found = list(snapshots)

@@ -23,7 +23,7 @@ from outsize.capture.graph import Captured
 from outsize.capture.ladder import LossFn, user_place
 from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed
 from outsize.ir.plan import Plan
-from outsize.ir.verdict import Verdict
+from outsize.ir.verdict import WITHIN, Verdict
 from outsize.run.rng import seeder
 from outsize.run.statistics import Statistics
 from outsize.train.batch import Batch
@@ -42,6 +42,7 @@ from outsize.train.parity import (
     engine_snapshot,
     merge,
     reference_snapshot,
+    relative_difference,
 )
 from outsize.train.reference import TapeOf
 from outsize.train.variant import Variants
@@ -65,6 +66,12 @@ class Question:
 def verify(question: Question, *, processes: bool) -> Verdict:
     """The verdict. Raises BadOption when the model or loss cannot be handed to processes, or is on meta."""
     plan = question.plan
+    if processes and max(plan.axes.tp, plan.axes.dp_shard) > 1:
+        raise BadOption(
+            "a check compares whole tensors, and ranks of tp and dp_shard have parts of them",
+            numbers=f"pp {plan.axes.pp}, {plan.axes.beyond_pp}",
+            next_step="outsize plan MODEL --dp-replicate 2 --out plan.json checks pipelines and replicas",
+        )
     if plan.form == "tape":
         insist_on_loss(question.captured.tape)
     insist_on_values(question.model.named_parameters(), question.batch)
@@ -73,6 +80,9 @@ def verify(question: Question, *, processes: bool) -> Verdict:
     found = _over_processes(question) if processes else _in_one_process(question)
     run_s = time.perf_counter() - start
     differences = compare(reference, found)
+    meshed = processes and plan.axes.group_size > 1
+    relative = relative_difference(reference, found) if meshed else None
+    holds = differences.bit_equal or (relative is not None and relative <= WITHIN)
     return Verdict(
         model=plan.model,
         bit_equal=differences.bit_equal,
@@ -80,7 +90,7 @@ def verify(question: Question, *, processes: bool) -> Verdict:
         grad_diff=differences.grads,
         buffer_diff=differences.buffers,
         parameter_diff=differences.parameters,
-        first_divergence=None if differences.bit_equal else _locate(question, differences),
+        first_divergence=None if holds else _locate(question, differences),
         stages=tuple(stage.units for stage in plan.stages),
         schedule=plan.schedule,
         microbatches=plan.microbatches,
@@ -88,6 +98,7 @@ def verify(question: Question, *, processes: bool) -> Verdict:
         capture_s=question.capture_s,
         run_s=run_s,
         notes=(*question.captured.tape.opaque, *_by_design(question, reference)),
+        relative_diff=relative,
     )
 
 
@@ -97,6 +108,8 @@ def _by_design(question: Question, reference: Snapshot) -> Iterator[str]:
     if plan.microbatches * plan.axes.replicas > 1 and Statistics(question.model).training:
         whole = compare(_uncounted(_reference(question, microbatches=1)), _uncounted(reference))
         yield batchnorm_note(plan, question.batch.size, whole)
+        if plan.axes.replicas > 1:
+            yield "over processes running statistics are those of replica 0's microbatches, as under DDP"
     if plan.form == "tape":
         yield from autocast_note(question.captured, plan)
 
