@@ -53,6 +53,8 @@ def selective(best: Estimate, menu: Menu, optimizer: str) -> tuple[Estimate, dic
     layout, chosen = best.layout, dict[int, Units]()
     if layout.group > 1 or layout.weights == "host" or len(best.pipeline.ways[0]) == 1:
         return best, chosen
+    if layout.schedule.startswith("zero-bubble"):  # a stage that recomputes some units splits no backward
+        return best, chosen
     if layout.chunks > 1:
         return _one_by_one(best, menu, optimizer)
     whole = any(case.recompute != "none" for case in best.cases)
