@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,13 +29,15 @@ from zoo import case
 
 import outsize
 from outsize import microbatch
+from outsize.errors import WorldMismatch
 from outsize.ir.plan import Axes
 from outsize.run.rng import seeder
+from outsize.train import handshake
 from outsize.train.batch import Batch
 from outsize.train.engine import Engine, MakeOptimizer
 from outsize.train.launch import World, join, leave
 from outsize.train.loss import LossShares
-from outsize.train.parallel import make_engine
+from outsize.train.parallel import agreed, make_engine
 from outsize.train.reference import reference_step
 
 MICROBATCHES, REPLICAS = 4, 2
@@ -80,7 +83,8 @@ class Pair:
         found = case(name)
         self.world, self.loss_fn, self.dtype = world, found.loss, dtype
         self.name, self.dropout, self.make, self.clip = name, dropout, optimizer, options.get("clip_norm")
-        plan = planned(Combination(name, MICROBATCHES, pp, "1f1b"), dropout)
+        wanted = Combination(name, MICROBATCHES, pp, "1f1b")
+        plan = agreed(world.group, lambda: planned(wanted, dropout))
         axes = Axes(pp=pp, dp_replicate=REPLICAS)
         update = {"axes": axes, "microbatches": MICROBATCHES // REPLICAS, **(changes or {})}
         self.plan = plan.model_copy(update=update)
@@ -183,8 +187,8 @@ def check_every_model_in_single_precision(world: World, pp: int) -> None:
             raise AssertionError(f"{name}: {str(error)[:1500]}") from None
 
 
-def check_every_model_in_double_precision(world: World, pp: int) -> None:
-    for name in MODELS:
+def check_every_kind_in_double_precision(world: World, pp: int) -> None:
+    for name in ("gpt2", "t5", "resnet18"):
         pair = Pair(world, pp, name, optimizer=adamw, dtype=torch.float64)
         try:
             pair.insist(pair.run(3), pair.expected(3), 1e-10)
@@ -300,6 +304,29 @@ def check_the_numbers_are_those_of_ddp(world: World, pp: int) -> None:
     theirs = {n: p.grad for n, p in ddp.module.named_parameters()}
     wrong = {n: d for n, g in found.items() if (d := distance(g, theirs[n])) > 1e-5}
     assert not wrong, wrong
+
+
+def check_ranks_that_disagree_all_hear_of_it(world: World, pp: int) -> None:
+    assert world.group is not None
+    pair, other = Pair(world, pp, "mlp"), world.rank == 1
+    plan, model = pair.plan, nn.Linear(2, 2)
+    changed = plan.model_copy(update={"microbatches": 9})
+    cases = (
+        ("plan", changed if other else plan, model, "2.0"),
+        ("plan", None if other else plan, model, "2.0"),
+        ("model; rank 0 has Linear of 6", plan, nn.Linear(3, 2) if other else model, "2.0"),
+        ("outsize; rank 0 has 2.0, rank 1 has 2.1", plan, model, "2.1" if other else "2.0"),
+    )
+    for words, its_plan, its_model, version in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(handshake, "version", lambda name, version=version: version)
+            with pytest.raises(WorldMismatch, match=f"not started with the same {words}"):
+                handshake.shake_hands(world.group, its_plan, its_model)
+    larger = plan.model_copy(update={"axes": Axes(pp=pp, dp_replicate=3)})
+    with pytest.raises(
+        WorldMismatch, match=rf"wants {3 * pp} processes, this run has {2 * pp}; pp {pp}, dp_rep"
+    ):
+        make_engine(fresh("mlp"), larger, world.group)
 
 
 @final

@@ -35,6 +35,7 @@ from outsize.run.transport import CHANNELS, Groups, Transport
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.schedules.planned import planned
+from outsize.train.gradient_sum import Early
 from outsize.train.kept import Kept
 from outsize.train.mesh import Mesh
 from outsize.train.replicas import Alone, Piece, Replicas, Several
@@ -340,7 +341,9 @@ class ProcessCrew(Crew):
         super().__init__(plan)
         self.mesh, group = mesh, mesh.pipeline
         others = mesh.replicas
-        self.replicas = Alone() if others is None else Several(others, own_batches=own_batches)
+        if others is not None:
+            self.replicas = Several(others, own_batches=own_batches)
+            self.moves = Early(self.replicas.gradients)
         self._group, self.device = group, device
         self.group = group
         self.rank, self.world_size = group.rank(), group.size()

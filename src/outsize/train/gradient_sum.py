@@ -1,7 +1,7 @@
 """Problem: the gradients of replicas, added up once per step, while the last backward is still running.
 
-    stage 1   B B B | bucket, bucket ...     as soon as the stage's last backward has ended
-    stage 0   . B B B | bucket ...           and the rest at the end of the step
+    1B1 1REDUCE_GRAD 0B1 0REDUCE_GRAD        begun as soon as a stage's last backward has ended,
+        |--- buckets of stage 1 ---|         waited for at the end of the step
 
 Flat buckets of 25 MB and one all-reduce each, as in PyTorch DDP (Li et al., arXiv:2006.15704). Deviations: a
 bucket carries for each parameter whether there is a gradient, so one that no replica has stays None and one
@@ -15,13 +15,17 @@ itself, in tests/dist/test_replicas.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.run.cut import Cut
+from outsize.run.moves import Moves
 
 BUCKET_BYTES: Final = 25_000_000  # as DDP's
 ByStage = Mapping[int, Sequence[tuple[nn.Parameter, bool]]]
@@ -39,10 +43,11 @@ class GradientSum:
         self._ended: set[int] = set()
         self._travelling: list[_Bucket | _Sparse] = []
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self.ending = False  # is the run of microbatches that goes on the step's last?
 
     def begin(self, weights: ByStage) -> None:
         """`weights` are the same on all replicas."""
-        self._weights, self._left = weights, sorted(weights)
+        self._weights, self._left, self.ending = weights, sorted(weights), False
         self._ended.clear()
         if not self._first:
             trained = [p for stage in weights.values() for p, _ in stage]
@@ -73,6 +78,45 @@ class GradientSum:
             parameter.grad = grad if parameter.grad is None else parameter.grad
         self._kept.clear()
         self._travelling.clear()
+
+
+@final
+class Early(Moves):
+    """REDUCE_GRAD behind the last backward of each stage."""
+
+    def __init__(self, sums: GradientSum) -> None:
+        self._sums = sums
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        rows = tuple(tuple(with_reductions(row)) for row in schedule.actions)
+        return Schedule(schedule.name, schedule.microbatches, rows)
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        stage, sums = row[at].stage, self._sums
+
+        def run() -> None:
+            if sums.ending:
+                sums.start(stage)
+
+        return run
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        return None
+
+
+def with_reductions(row: Sequence[Action]) -> list[Action]:
+    """A row with REDUCE_GRAD behind the last backward of each of its stages, and what that sends."""
+    last = {a.stage: at for at, a in enumerate(row) if a.kind in COMPUTE and a.kind is not Kind.F}
+    found: list[Action] = []
+    waiting: list[Action] = []
+    for at, action in enumerate(row):
+        if action.kind is not Kind.SEND_B:  # another rank waits for that
+            found += waiting
+            waiting = []
+        found.append(action)
+        if last.get(action.stage) == at:
+            waiting.append(Action(action.stage, Kind.REDUCE_GRAD))
+    return found + waiting
 
 
 @final

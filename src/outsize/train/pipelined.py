@@ -87,7 +87,7 @@ class Pipelined(Way):
         found = self._find(parts, outputs=True)
         self._ready(found, parts)
         results = self._run(found, parts, 1.0, step)
-        loss, outputs = self._total(results), self._outputs(results)
+        loss, outputs = self._total(results), self._outputs(found, results)
         return EvalResult(loss, outputs)
 
     def _find(self, parts: Sequence[Batch], *, outputs: bool) -> list[Variant]:
@@ -121,9 +121,11 @@ class Pipelined(Way):
         # One process runs what replicas would, one after the other.
         in_turns = self._crew.replicas.count < self._plan.axes.replicas
         turn = self._plan.microbatches if in_turns else len(pieces)
-        turns = groupby(pieces, key=lambda piece: (found[piece.part].wiring, piece.part // turn))
-        for _, alike in turns:
-            members = list(alike)
+        turns = [
+            list(alike) for _, alike in groupby(pieces, key=lambda p: (found[p.part].wiring, p.part // turn))
+        ]
+        for members in turns:
+            self._crew.replicas.run(last=members is turns[-1])
             inputs = [[self._crew.here(t) for t in parts[piece.part].tensors()] for piece in members]
             weights = [piece.share * scale for piece in members]
             seeds = [seeder(self._seed, step, piece.number) for piece in members]
@@ -132,16 +134,22 @@ class Pipelined(Way):
             results[-1].pieces = members
         return results
 
-    def _outputs(self, results: list[GroupOutputs]) -> tuple[Any, ...] | None:
+    def _outputs(self, found: list[Variant], results: list[GroupOutputs]) -> tuple[Any, ...] | None:
         """Of each microbatch in order, on the last stage of the first replica."""
+        replicas = self._crew.replicas
         here = [
-            rebuilt(variant, values)
+            (piece.part, tuple(t.cpu() for t in values) if replicas.count > 1 else values)
             for r in results
-            for variant, values, piece in zip(r.variants, r.outputs, r.pieces, strict=bool(r.outputs))
+            for values, piece in zip(r.outputs, r.pieces, strict=bool(r.outputs))
             if piece.counts
         ]
-        last = any(r.outputs for r in results)
-        return tuple(self._crew.replicas.on_first(here) or ()) or None if last else None
+        everyones = replicas.on_first(here) if any(r.outputs for r in results) else None
+        return (
+            tuple(
+                rebuilt(found[part], tuple(map(self._crew.here, values))) for part, values in everyones or ()
+            )
+            or None
+        )
 
     def _adopt(self, found: Sequence[Variant]) -> None:
         for variant in {v.number: v for v in found}.values():

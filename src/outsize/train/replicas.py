@@ -56,11 +56,15 @@ class Replicas(ABC):
 
     @abstractmethod
     def on_first(self, values: Sequence[Any]) -> list[Any] | None:
-        """All replicas' values, in order, on the first; None on the others."""
+        """All replicas' values, in order, on the first; None on the others. Under `own_batches` its own."""
 
     @abstractmethod
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """The first replica's values to all, in place."""
+
+    @abstractmethod
+    def run(self, *, last: bool) -> None:
+        """Microbatches of one wiring are about to run; the last ones of the step?"""
 
     @abstractmethod
     def summing(self, weights: Callable[[], ByStage]) -> AbstractContextManager[object]:
@@ -86,6 +90,9 @@ class Alone(Replicas):
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Nobody else has them."""
+
+    def run(self, *, last: bool) -> None:
+        """Nobody waits for the end."""
 
     def summing(self, weights: Callable[[], ByStage]) -> AbstractContextManager[object]:
         return nullcontext()
@@ -115,6 +122,8 @@ class Several(Replicas):
         return wire[0].to(value.dtype)
 
     def on_first(self, values: Sequence[Any]) -> list[Any] | None:
+        if self.own_batches:
+            return list(values)
         found: list[Any] | None = [None] * self.count if self.index == 0 else None
         dist.gather_object(list(values), found, group=self.group, group_dst=0)
         return None if found is None else [value for theirs in found for value in theirs]
@@ -123,6 +132,9 @@ class Several(Replicas):
         held = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]
         if held:
             dist._broadcast_coalesced(self.group, held, BUCKET_BYTES, 0)  # pyright: ignore[reportPrivateImportUsage]
+
+    def run(self, *, last: bool) -> None:
+        self.gradients.ending = last
 
     @contextmanager
     def summing(self, weights: Callable[[], ByStage]) -> Iterator[None]:

@@ -1,0 +1,84 @@
+"""Replicas over real processes: two of one stage, and two pipelines of two; all models in one launch each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+HERE = Path(__file__).parent
+DRIVER = "import sys; from outsize.train.launch import run_script; "
+DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
+CHECKS = [
+    "every_kind_in_double_precision",
+    "accumulated_gradients_are_sums_after_every_step",
+    "an_overflow_on_one_replica_skips_the_step_on_all",
+    "batches_of_any_size_and_lists_of_microbatches",
+    "evaluate_has_all_outputs_on_the_first_replica",
+    "statistics_are_those_of_the_first_replica",
+    "own_batches_are_the_samplers_and_give_the_same_numbers",
+    "the_numbers_are_those_of_ddp",
+    "ranks_that_disagree_all_hear_of_it",
+    "sparse_frozen_unused_and_tied",
+    "a_model_that_runs_by_modules",
+]
+OVER_PIPELINES = ["every_model_in_single_precision", "evaluate_has_all_outputs_on_the_first_replica"]
+Said = list[dict[str, str]]
+
+
+def launched(script: str, ranks: int, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", DRIVER, str(ranks), str(HERE / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
+
+
+def said(folder: Path, pp: int, only: str) -> Said:
+    """What each rank says to each check of replicas_worker.py."""
+    done = launched("replicas_worker.py", 2 * pp, str(folder), str(pp), only, timeout_s=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2 * pp)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """Two replicas of the whole model."""
+    return said(tmp_path_factory.mktemp("dp2"), 1, "|".join(CHECKS))
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """Two pipelines of two stages."""
+    return said(tmp_path_factory.mktemp("pp2-dp2"), 2, "|".join(OVER_PIPELINES))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_replicas(alone: Said, name: str) -> None:
+    for rank in alone:
+        assert rank[name] == "ok", rank[name]
+
+
+@pytest.mark.parametrize("name", OVER_PIPELINES)
+def test_two_pipelines(pipelines: Said, name: str) -> None:
+    for rank in pipelines:
+        assert rank[name] == "ok", rank[name]
+
+
+def test_every_check_is_asked_for() -> None:
+    written = re.findall(r"^def check_(\w+)", (HERE / "replicas_worker.py").read_text(), re.MULTILINE)
+    assert set(written) == {*CHECKS, *OVER_PIPELINES}
+
+
+def test_ranks_that_disagree_end_with_one_line() -> None:
+    done = launched("handshake_worker.py", 2, timeout_s=60)
+    lines = [line for line in done.stderr.splitlines() if "[E" in line]
+    assert done.returncode == 3, done.stderr
+    assert len(lines) == 1, done.stderr
+    assert "WorldMismatch [E204]: the ranks of this run were not started with the same plan" in lines[0]
+    assert "Traceback" not in done.stderr
