@@ -38,9 +38,9 @@ def seconds(work: Sequence[Work], device: Device, efficiency: Efficiency | None 
     return sum(_work_s(each, device, curves) for each in work)
 
 
-def roofline(graph: ModelGraph, device: Device, efficiency: Efficiency | None = None) -> Profile:
+def roofline(graph: ModelGraph, device: Device) -> Profile:
     """The profile of a graph, at its own batch size, on one kind of device."""
-    curves, dtype = efficiency or default_of(device), _dtype(graph)
+    curves, dtype = default_of(device), _dtype(graph)
     busy = [_busy(unit, device, dtype, curves) for unit in graph.units]
     host = [_host(unit, curves.host_s) for unit in graph.units]
     waiting = _waiting(busy, host)
