@@ -261,8 +261,9 @@ def table(found: dict[str, Any]) -> str:
     size = found["weights_bytes"]
     rows = [
         f"{size / 1e6:.0f} MB of weights, {4 * size / 1e6:.0f} MB with gradients and states",
-        f"{found['stages']} stages, {found['schedule']}; places on the device {found['places_bytes'] / 1e6:.0f}"
-        f" MB; host {found['host_bytes_per_parameter']:.2f} bytes a parameter",
+        f"{found['stages']} stages, {found['schedule']}",
+        f"places on the device {found['places_bytes'] / 1e6:.0f} MB",
+        f"host {found['host_bytes_per_parameter']:.2f} bytes a parameter",
         "way                        step ms (quartiles)      tokens/s   peak MB",
     ]
     for name, (low, middle, high) in found["step_s"].items():
