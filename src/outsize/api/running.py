@@ -35,6 +35,7 @@ from outsize.train.handshake import shake_hands
 from outsize.train.launch import World, join
 from outsize.train.parallel import agreed, make_engine
 from outsize.train.subject import Subject, as_batch
+from outsize.train.tensor_ranks import insist_on_bits
 from outsize.train.variant import KEPT
 from outsize.train.verify import Question, verify
 
@@ -147,6 +148,7 @@ def check(
     """
     if plan is not None:
         plan.check_runs()
+        insist_on_bits(plan)
     model = model if weights is None else _loaded(model, weights)
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     batch = found.batch

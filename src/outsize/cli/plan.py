@@ -36,6 +36,9 @@ Profile = Annotated[
     typer.Option("--profile", metavar="FILE", help="Unit times of outsize measure --out FILE."),
 ]
 Units = Annotated[bool, typer.Option("--units", help="List the model's units, the names a plan is made of.")]
+Styles = Annotated[
+    bool, typer.Option("--styles", help="List how --tp divides each module with weights, and why.")
+]
 Meta = Annotated[
     bool,
     typer.Option(
@@ -71,6 +74,7 @@ def plan(
     out: Out = None,
     check: Check = None,
     units: Units = False,
+    styles: Styles = False,
     report: Report = None,
     meta: Meta = False,
     seed: options.Seed = 0,
@@ -87,6 +91,9 @@ def plan(
     with screen.working(f"building {model}"):
         size = batch_size(batch, edited)
         subject = make_subject(model, input, size, meta=meta or not measure, seed=seed)
+    if styles:
+        _list_styles(screen, subject, tp or 1)
+        return
     if units:
         _list_units(screen, subject, cluster, bool(measure))
         return
@@ -109,6 +116,20 @@ def _seen(screen: Screen, subject: Subject, **wishes: object) -> Outlook:
 
     with screen.working("planning"):
         return api.outlook(*subject.call, **subject.loss, **wishes)  # pyright: ignore[reportArgumentType]
+
+
+def _list_styles(screen: Screen, subject: Subject, tp: int) -> None:
+    from outsize.train.tensor_parallel import tensor_styles
+
+    with screen.working("capturing"):
+        found = tensor_styles(*subject.call, **subject.loss, ways=tp)
+
+    def tables() -> Iterable[RenderableType]:
+        from outsize.report import tables
+
+        yield tables.styles_table(found)
+
+    screen.result(found.model_dump(mode="json"), tables)
 
 
 def _list_units(screen: Screen, subject: Subject, cluster: str, measured: bool) -> None:

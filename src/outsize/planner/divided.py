@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
 from outsize.ir.profile import Profile, UnitCost
+from outsize.ir.text import bytes_text, percent_text
 
 
 def of_rank(model: tuple[ModelGraph, Profile], ways: int) -> tuple[ModelGraph, Profile]:
@@ -41,13 +42,13 @@ def tensor_reasons(graph: ModelGraph, ways: int) -> Iterator[str]:
         return
     modules, each = graph.tensor.modules, [unit.divided for unit in graph.units]
     divided = sum(module.style != "whole" for module in modules)
-    held = _graph(graph, ways).parameter_bytes / graph.parameter_bytes
+    held = percent_text(_graph(graph, ways).parameter_bytes / graph.parameter_bytes)
     sums = sum(unit.forward_sum + unit.backward_sum for unit in each)
     gathers = sum(unit.forward_gather + unit.backward_gather for unit in each)
-    more = f" and gathers {gathers / 1e6:,.1f} MB" if gathers else ""
+    more = f" and gathers {bytes_text(gathers)}" if gathers else ""
     yield (
-        f"tp {ways}: {divided} of {len(modules)} modules with weights are divided, each rank has {held:.0%} "
-        f"of the weights; a microbatch adds up {sums / 1e6:,.1f} MB{more} between the ranks"
+        f"tp {ways}: {divided} of {len(modules)} modules with weights are divided, a rank has {held} of the "
+        f"weights; a microbatch adds up {bytes_text(sums)}{more} between the ranks"
     )
     if graph.tensor.hints:
         said = "; ".join(graph.tensor.hints[:2])

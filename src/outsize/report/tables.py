@@ -6,9 +6,12 @@ All functions return renderables of rich; `Console.print` leaves out colour off 
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +19,7 @@ from outsize.ir.advice import Advice
 from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.plan import Alternative, Expected, Plan, StageFigures, weights_text
 from outsize.ir.profile import Profile, UnitCost
+from outsize.ir.tensor_styles import TensorStyles
 from outsize.ir.text import (
     byte_unit,
     bytes_text,
@@ -35,6 +39,7 @@ from outsize.report.units import MOST_SHOWN, short_units
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 # Characters of a stage's units, which have a third of a line: with more, fewer are named.
 NAMED = 72
+_NUMBER = re.compile(r"\.\d+(?=\.|,|$)")
 SOURCES = {"measured": "from measured unit times", "roofline": "from estimated unit times (roofline)"}
 
 
@@ -110,6 +115,19 @@ def units_table(graph: ModelGraph, profile: Profile | None = None) -> Group:
     legend = ["~ estimated (roofline), not measured"] if estimated else []
     notes = [Text(note) for note in (*legend, *graph.notes)]
     return Group(Text.assemble((graph.model, "bold"), f": {total}"), *pieces.spaced(table, *notes))
+
+
+def styles_table(styles: TensorStyles) -> Group:
+    """Each kind of module with its reason: those that differ in numbers alone, `layers.*`, are one kind."""
+    kinds = Counter(
+        (m.style, _NUMBER.sub(".*", m.module), _NUMBER.sub(".*", m.why)) for m in styles.modules
+    )
+    lines: list[RenderableType] = []
+    for (style, module, why), times in kinds.items():
+        lines.append(Text(f"{style:<10}  {module}{f' ({times})' if times > 1 else ''}"))
+        lines.append(Padding(Text(why, "dim"), (0, 0, 0, 12)))
+    degrees = ", ".join(map(str, styles.degrees)) or "none"
+    return Group(*lines, Text(f"--tp that divides every size: {degrees}"), *map(Text, styles.hints))
 
 
 def run_facts(
