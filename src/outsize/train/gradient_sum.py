@@ -1,14 +1,16 @@
 """Problem: the gradients of replicas, added up once per step, while the last backward is still running.
 
-    1B1 1REDUCE_GRAD 0B1 0REDUCE_GRAD        begun as soon as a stage's last backward has ended,
-        |--- buckets of stage 1 ---|         waited for at the end of the step
+    1B1 1REDUCE_GRAD 0B1 0REDUCE_GRAD        begun within a stage's last backward, bucket by bucket,
+      |--- buckets of stage 1 ---|           waited for at the end of the step
 
 Flat buckets of 25 MB and one all-reduce each, as in PyTorch DDP (Li et al., arXiv:2006.15704). Deviations: a
 bucket carries for each parameter whether there is a gradient, so one that no replica has stays None and one
 that some have is there on all; gradients are summed and not averaged, since each microbatch's loss was
 weighted by its share of the whole batch. Gradients from steps before (`update=False`) are the same on all
-replicas and are counted on the first alone. Stages begin in descending order on every rank, since collectives
-of a group must have one order. Sparse gradients travel as they are.
+replicas and are counted on the first alone. Stages begin in descending order on every rank, and their buckets
+in one order, since collectives of a group must have one. A bucket leaves before the backward has ended when
+each of its gradients has come, and came once when these programs first ran (a checkpoint of the older form
+brings them several times); otherwise behind it. Sparse gradients travel as they are.
 Complexity: two copies of the gradients, 2 (R - 1) / R of their bytes sent. Oracle: the plain loop, and DDP
 itself, in tests/dist/test_replicas.py.
 """
@@ -16,18 +18,20 @@ itself, in tests/dist/test_replicas.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.run.cut import Cut
 from outsize.run.moves import Moves
 
 BUCKET_BYTES: Final = 25_000_000  # as DDP's
+_BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 ByStage = Mapping[int, Sequence[tuple[nn.Parameter, bool]]]
 """Trained parameters of each stage of this rank; has it sparse gradients?"""
 
@@ -42,6 +46,8 @@ class GradientSum:
         self._left: list[int] = []  # stages that have not started, the next one last
         self._ended: set[int] = set()
         self._travelling: list[_Bucket | _Sparse] = []
+        self._queues: dict[int, list[_Bucket | _Sparse]] = {}  # of stages in their last backward
+        self._hooks: list[RemovableHandle] = []
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         self.ending = False  # is the run of microbatches that goes on the step's last?
 
@@ -58,10 +64,44 @@ class GradientSum:
     def start(self, stage: int) -> None:
         """The gradients of this stage are complete here."""
         self._ended.add(stage)
+        while self._hooks:
+            self._hooks.pop().remove()
         while self._left and self._left[-1] in self._ended:
-            for bucket in _buckets(self._weights[self._left.pop()]):
-                bucket.send(self._group)
-                self._travelling.append(bucket)
+            following = self._left.pop()
+            queue = self._queues.pop(following, None)
+            for bucket in _buckets(self._weights[following]) if queue is None else queue:
+                self._send(bucket)
+
+    def watch(self, stage: int, once: dict[int, int]) -> None:
+        """The last backward of this stage begins. `once`: how often each gradient came when these programs
+        first ran, by parameter; filled in where it is empty.
+        """
+        self._queues[stage] = _buckets(self._weights[stage])
+        learning = not once
+        for bucket in self._queues[stage]:
+            for parameter in bucket.parameters:
+                arrived = partial(self._arrived, stage, bucket, once, learning)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
+
+    def _arrived(
+        self,
+        stage: int,
+        bucket: _Bucket | _Sparse,
+        once: dict[int, int],
+        learning: bool,
+        parameter: Tensor,
+    ) -> None:
+        if learning:
+            once[id(parameter)] = once.get(id(parameter), 0) + 1
+            return
+        bucket.arrived.add(id(parameter))
+        queue = self._queues[stage]
+        while self._left[-1:] == [stage] and queue and queue[0].complete(once):
+            self._send(queue.pop(0))
+
+    def _send(self, bucket: _Bucket | _Sparse) -> None:
+        bucket.send(self._group)
+        self._travelling.append(bucket)
 
     def finish(self) -> None:
         """Wait until the sums are in `.grad`, on every replica."""
@@ -78,14 +118,21 @@ class GradientSum:
             parameter.grad = grad if parameter.grad is None else parameter.grad
         self._kept.clear()
         self._travelling.clear()
+        self._queues.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 @final
 class Early(Moves):
-    """REDUCE_GRAD behind the last backward of each stage."""
+    """REDUCE_GRAD behind the last backward of each stage, whose gradients are watched as they come."""
 
     def __init__(self, sums: GradientSum) -> None:
         self._sums = sums
+        self._once: dict[int, dict[int, int]] = {}  # by stage
+
+    def of(self, cuts: Sequence[Cut]) -> Moves:
+        return Early(self._sums)
 
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
         rows = tuple(tuple(with_reductions(row)) for row in schedule.actions)
@@ -101,12 +148,22 @@ class Early(Moves):
         return run
 
     def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
-        return None
+        action, sums = row[at], self._sums
+        later = any(a.stage == action.stage and a.kind in _BACKWARD for a in row[at + 1 :])
+        if action.kind is not Kind.B or later:
+            return None
+        once = self._once.setdefault(action.stage, {})
+
+        def run() -> None:
+            if sums.ending:
+                sums.watch(action.stage, once)
+
+        return run
 
 
 def with_reductions(row: Sequence[Action]) -> list[Action]:
     """A row with REDUCE_GRAD behind the last backward of each of its stages, and what that sends."""
-    last = {a.stage: at for at, a in enumerate(row) if a.kind in COMPUTE and a.kind is not Kind.F}
+    last = {a.stage: at for at, a in enumerate(row) if a.kind in _BACKWARD}
     found: list[Action] = []
     waiting: list[Action] = []
     for at, action in enumerate(row):
@@ -124,17 +181,22 @@ class _Bucket:
     """Gradients of one dtype on one device in a row, then a 1 for each that is there."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+        self.parameters, self.arrived = parameters, set[int]()
         self._work: Any = None
         self._flat = torch.empty(0)
 
+    def complete(self, once: Mapping[int, int]) -> bool:
+        """Have all gradients come that will?"""
+        here = len(self.arrived) == len(self.parameters)
+        return here and all(once.get(id(parameter)) == 1 for parameter in self.parameters)
+
     def send(self, group: dist.ProcessGroup) -> None:
         """Begin to add up."""
-        first = self._parameters[0]
-        sizes = [p.numel() for p in self._parameters]
+        first = self.parameters[0]
+        sizes = [p.numel() for p in self.parameters]
         self._flat = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         *places, there = self._flat.split([*sizes, len(sizes)])
-        for number, (place, parameter) in enumerate(zip(places, self._parameters, strict=True)):
+        for number, (place, parameter) in enumerate(zip(places, self.parameters, strict=True)):
             if parameter.grad is not None:
                 grad = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
                 place.view(parameter.shape).copy_(grad)
@@ -144,8 +206,8 @@ class _Bucket:
     def receive(self) -> None:
         """Wait, and put the sums where the optimizer looks for them."""
         self._work.wait()
-        *places, there = self._flat.split([*(p.numel() for p in self._parameters), len(self._parameters)])
-        for place, parameter, held in zip(places, self._parameters, there.tolist(), strict=True):
+        *places, there = self._flat.split([*(p.numel() for p in self.parameters), len(self.parameters)])
+        for place, parameter, held in zip(places, self.parameters, there.tolist(), strict=True):
             if held:
                 if parameter.grad is None or parameter.grad.layout is not torch.strided:
                     parameter.grad = torch.empty_like(parameter)
@@ -159,7 +221,12 @@ class _Sparse:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
+        self.parameters, self.arrived = (), set[int]()
         self._parts: list[Any] = []
+
+    def complete(self, once: Mapping[int, int]) -> bool:
+        """It travels at the end."""
+        return False
 
     def send(self, group: dist.ProcessGroup) -> None:
         """Of how many rows it is nobody knows before, so they travel as objects, at once."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from outsize.ir.schedule import Kind, parse_row
 from outsize.train.gradient_sum import GradientSum, with_reductions
@@ -46,6 +47,32 @@ def test_what_no_replica_has_stays_none_and_the_rest_keeps_its_layout(group: dis
         if wanted is not None and parameter.grad is not None:
             assert torch.equal(parameter.grad, wanted)
             assert parameter.grad.stride() == wanted.stride()
+
+
+def test_buckets_leave_within_the_last_backward(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second step on, and what came twice in the first waits for the end."""
+    monkeypatch.setattr("outsize.train.gradient_sum.BUCKET_BYTES", 1)
+    twice, first, last = (nn.Parameter(torch.randn(3)) for _ in range(3))
+    sums, once = GradientSum(group), dict[int, int]()
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda v: v * twice, x, use_reentrant=True)
+
+    for step in range(2):
+        sums.begin({0: [(parameter, False) for parameter in (twice, first, last)]})
+        sums.watch(0, once)
+        (again(again(first * 2)) * last).sum().backward()
+        left = [bucket.parameters for bucket in sums._travelling]
+        assert left == ([] if step == 0 else [[last], [first]])
+        sums.start(0)
+        assert len(sums._travelling) == 3
+        sums.finish()
+        assert first.grad is not None
+        assert torch.allclose(first.grad, (step + 1) * 2 * twice.detach() ** 2 * last.detach())
+    assert once[id(twice)] == 2
+    assert not first._post_accumulate_grad_hooks
 
 
 def test_a_step_that_fails_leaves_gradients_as_they_were(group: dist.ProcessGroup) -> None:
