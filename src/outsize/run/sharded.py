@@ -34,17 +34,23 @@ from outsize.run.cut import Cut
 from outsize.run.moves import Moves
 from outsize.schedules.sharded import with_gathers
 
+Fill = Callable[[Collection[str]], None]
+
 
 @final
 class Sharded(Moves):
     """The sharded weights of this rank's stages."""
 
-    def __init__(self, model: nn.Module, home: Mapping[str, int], mesh: DeviceMesh) -> None:
-        """Divide in place what `home` gives a stage, over the last dim of `mesh`; a first one replicates."""
+    def __init__(self, model: nn.Module, home: Mapping[str, int], mesh: DeviceMesh, fill: Fill) -> None:
+        """Divide in place what `home` gives a stage, over the last dim of `mesh`; a first one replicates.
+
+        `fill(names)`: each time before some are divided, so that they have their values.
+        """
         self._home, self._mesh = dict(home), mesh
         self._root = nn.Module()
         self._stages: dict[int, list[_Group]] = {}
         for (stage, _), names in _alike(model, home).items():
+            fill(names)
             holder = _holder(model, names)
             self._root.add_module(str(len(self._root._modules)), holder)
             fully_shard(holder, mesh=mesh, ignored_params=_others(model, names))

@@ -56,24 +56,41 @@ class Ownership:
         self._place(find())
         if self._tensor is not None:
             self._tensor.divide()
-        if self._files is not None:
-            self._load(self._files)
-        move_weights(self._model, self._devices())
-        self._crew.replicas.spread(tensor for _, tensor in self.used())
-        if self._plan.weights == "sharded" and self._crew.mesh is not None:
-            self._shard()
+        sharded, notes = self._to_shard(), dict[str, None]()
+        self._fill(lambda name: name not in sharded, notes)
+        if sharded:
+            self._shard(sharded, notes)
+        for note in notes if self._crew.global_rank == 0 else ():
+            warnings.warn(note, stacklevel=2)
         if self._crew.device is not None and self._crew.device.type == "cpu":
             keep_freed_memory()
 
-    def _shard(self) -> None:
-        """What this rank owns and somebody uses; the rest stays whole."""
-        home, unused, mesh = self.placement.home, self.placement.unused, self._crew.mesh
-        assert mesh is not None
-        assert mesh.device_mesh is not None
-        own = {n: home[n] for n, t in self.used() if self.is_own(n) and n not in unused and may_be_sharded(t)}
+    def _fill(self, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
+        """These weights get their values, where they belong."""
+        if self._files is not None:
+            self._load(self._files, wanted, notes)
+        move_weights(self._model, {n: d for n, d in self._devices().items() if wanted(n)})
+        self._crew.replicas.spread(tensor for name, tensor in self.used() if wanted(name))
+
+    def _to_shard(self) -> dict[str, int]:
+        """Weight -> stage: what this rank owns and somebody uses; the rest stays whole."""
+        if not self._plan.shards or self._crew.mesh is None:
+            return {}
+        home, unused = self.placement.home, self.placement.unused
+        own = ((n, t) for n, t in self.used() if self.is_own(n) and n not in unused)
+        return {name: home[name] for name, tensor in own if may_be_sharded(tensor)}
+
+    def _shard(self, home: dict[str, int], notes: dict[str, None]) -> None:
+        """Block by block, so that no more than a block is whole."""
         axes = ("dp_replicate", "dp_shard") if self._plan.axes.dp_replicate > 1 else "dp_shard"
-        self._crew.moves = Sharded(self._model, own, mesh.device_mesh[axes])
-        self._sharded = frozenset(own)
+        mesh = self._crew.mesh.device_mesh if self._crew.mesh is not None else None
+        assert mesh is not None
+
+        def fill(names: Collection[str]) -> None:
+            self._fill(set(names).__contains__, notes)
+
+        self._crew.moves = Sharded(self._model, home, mesh[axes], fill)
+        self._sharded = frozenset(home)
 
     def adopt(self, find: Callable[[], Placement]) -> None:
         """Another program may be the first to use a weight: from now on its stage owns it."""
@@ -179,12 +196,10 @@ class Ownership:
         if self._crew.world_size > 1:
             free_foreign(self._model, self._foreign)
 
-    def _load(self, files: WeightFiles) -> None:
-        spare, notes = self._crew.device or device_of(self._plan), dict[str, None]()
+    def _load(self, files: WeightFiles, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
+        spare = self._crew.device or device_of(self._plan)
         where = {n: self._device_of(n) or spare for n in self.placement.home}
         for device in dict.fromkeys(where.values()) or [spare]:
-            others = {name for name, found in where.items() if found != device}
+            others = {name for name, found in where.items() if found != device or not wanted(name)}
             foreign = self._foreign | others
             notes.update(dict.fromkeys(load_weights(self._model, files, device, foreign, self._part)))
-        for note in notes if self._crew.global_rank == 0 else ():
-            warnings.warn(note, stacklevel=2)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import on_ranks
+from safetensors.torch import save_file
 from splits import captured
 from torch import Tensor, nn
 
@@ -20,8 +21,11 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Axes, Plan
 from outsize.planner.comm import collective_bytes
 from outsize.run.sharded import Sharded
+from outsize.run.weight_files import WeightFiles
 from outsize.schedules.refine import by_blocks
+from outsize.train.batch import Batch
 from outsize.train.engine import Engine
+from outsize.train.ownership import Ownership
 from outsize.train.parallel import make_engine
 
 RANKS, MICROBATCHES, STEPS = 2, 4, 3
@@ -79,7 +83,8 @@ def shared(model: nn.Module, x: Tensor, target: Tensor, **wishes: Any) -> Plan:
 
 
 def engine_of(model: nn.Module, plan: Plan, group: dist.ProcessGroup, **options: Any) -> Engine:
-    return make_engine(copy.deepcopy(model), plan, group, loss_fn=mean_square, optimizer=sgd, **options)
+    model = model if next(model.parameters()).is_meta else copy.deepcopy(model)
+    return make_engine(model, plan, group, loss_fn=mean_square, optimizer=sgd, **options)
 
 
 def trained_alone(model: nn.Module, x: Tensor, target: Tensor, clip: float | None = None) -> dict[str, Any]:
@@ -210,3 +215,32 @@ def test_an_overflow_on_one_replica_is_everyones(tmp_path: Path) -> None:
     plan = shared(model, *batch)
     found = on_ranks(tmp_path, RANKS, lambda group: scaled(model, plan, batch, group))
     assert found == [[8.0, 4.0, 4.0]] * RANKS
+
+
+def loaded(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], folder: Path, group: Any) -> Any:
+    with torch.device("meta"):
+        empty = blocks()
+    peaks, filled = [0], Ownership._fill
+
+    def fill(self: Ownership, wanted: Any, notes: Any) -> None:
+        filled(self, wanted, notes)
+        tables = [p for module in empty.modules() for p in module._parameters.values()]
+        held = (p.to_local() if hasattr(p, "to_local") else p for p in tables if p is not None)  # pyright: ignore
+        peaks.append(sum(p.untyped_storage().size() for p in held if not p.is_meta))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ownership, "_fill", fill)
+        engine = engine_of(empty, plan, group, weights=WeightFiles(folder / "model.safetensors"))
+        engine.prepare(Batch((batch[0],), {}, (batch[1],)))
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in engine.full_state_dict().items())
+    return max(peaks)
+
+
+def test_weights_are_read_block_by_block(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = blocks(), (torch.randn(8, 16), torch.randn(8, 16))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    plan = shared(model, *batch)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    found = on_ranks(tmp_path, RANKS, lambda group: loaded(model, plan, batch, tmp_path, group))
+    assert found == [7 * whole // 16 + whole // 8] * RANKS
