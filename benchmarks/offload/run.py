@@ -196,7 +196,7 @@ def timed(case: Case, step: Callable[[], float]) -> float:
 
 
 def peak_bytes(case: Case, step: Callable[[], float]) -> int:
-    """What a GPU holds at most; the CPU's budget is counted in tests/parity/test_offload.py."""
+    """What a GPU holds at most; the CPU's budget is counted in tests/parity/test_offload_parity.py."""
     if case.device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(case.device)

@@ -2,7 +2,7 @@
 
     pytest tests/gpu                      # skips, with the reason, where torch sees no CUDA device
 
-The same tests run on the CPU with a counted budget in tests/parity/test_offload.py.
+The same tests run on the CPU with a counted budget in tests/parity/test_offload_parity.py.
 """
 
 from __future__ import annotations

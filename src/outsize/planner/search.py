@@ -62,7 +62,7 @@ from outsize.planner.polish import polish
 from outsize.planner.reasons import kind_reasons, microbatches_text
 from outsize.planner.rivals import alternative, choose, compared_with, rivals, shown
 from outsize.planner.selective import by_blocks, counted, selective_reasons, written
-from outsize.planner.streamed import in_blocks
+from outsize.planner.streamed import check_hosted, in_blocks
 from outsize.planner.tight import selective
 
 # zero-bubble only where it is asked for, or on CPUs from measured times: what splitting costs is known there.
@@ -136,12 +136,8 @@ def _by_runs(
     request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
 ) -> Plan:
     """The fastest plan whose stages are runs of the model's own order."""
-    if request.weights == "host" and len(cluster.devices) > 1 and not request.what_if:
-        raise BadOption(
-            "weights on the host come to one device",
-            numbers=f"cluster {cluster.name!r} has {len(cluster.devices)}",
-            next_step=f"--cluster 1x{device_part(cluster)}, or --what-if to price it",
-        )
+    if request.weights == "host":
+        check_hosted([graph for graph, _ in candidates.values()], cluster, request.what_if)
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:
         check_enough(request.batch_size, count)

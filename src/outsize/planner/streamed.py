@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, final
 
-from outsize.errors import UnknownDevice
+from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import Cluster
+from outsize.ir.devices import host_link
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, Plan, StageFigures, stages_from_bounds
 from outsize.ir.profile import Profile
@@ -67,6 +68,28 @@ class Bound:
         }
         each = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
         return f"no step is shorter than its longest part, {max(parts, key=lambda n: parts[n])}: {each}"
+
+
+def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, what_if: bool) -> None:
+    """Raise BadOption where weights on the host make no sense, or nothing but a what-if has them."""
+    if any(host_link(device) is None for device in cluster.devices):
+        raise BadOption(
+            "weights on the host want a device with a memory of its own",
+            numbers=f"cluster {cluster.name!r} computes in the host's",
+            next_step="--cluster 1x12GB, which runs on a CPU as well",
+        )
+    modules = next((graph.model for graph in graphs if graph.form == "modules"), None)
+    if modules is not None:
+        raise BadOption(
+            f"{modules} runs by modules, in its own Python, and its weights stay where they are",
+            next_step="leave out weights='host'",
+        )
+    if len(cluster.devices) > 1 and not what_if:
+        raise BadOption(
+            "weights on the host come to one device",
+            numbers=f"cluster {cluster.name!r} has {len(cluster.devices)}",
+            next_step="a cluster of one device, or what_if=True (--what-if) to price it",
+        )
 
 
 def in_blocks(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:

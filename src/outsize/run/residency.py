@@ -15,7 +15,7 @@ from the first of them to the last. Buffers live on the device.
 Orders, on CUDA by events (links.py has the same): no copy into a place before the last use of what was
 there, no use before the copy, no reading of a gradient by the host before it has landed, no freeing of one
 before it has left. Oracle: tests/unit/run/test_residency.py on fake streams, each order left out and found;
-tests/parity/test_offload.py against the plain loop. ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity
+tests/parity/test_offload_parity.py against the plain loop. ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity
 (arXiv 2104.07857).
 """
 

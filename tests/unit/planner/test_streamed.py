@@ -63,6 +63,16 @@ def test_several_devices_are_told_so() -> None:
         search(Request(batch_size=2, weights="host"), model(), two)  # pyright: ignore[reportArgumentType]
 
 
+def test_what_has_no_memory_of_its_own_or_no_stages_is_told_so() -> None:
+    cpu = parse_cluster("1xcpu")
+    with pytest.raises(BadOption, match="'1xcpu' computes in the host's"):
+        search(Request(batch_size=2, weights="host"), model(), cpu)  # pyright: ignore[reportArgumentType]
+    ((graph, profile),) = model().values()  # pyright: ignore[reportGeneralTypeIssues]
+    whole = {2: (graph.model_copy(update={"form": "modules"}), profile)}
+    with pytest.raises(BadOption, match="runs by modules"):
+        search(Request(batch_size=2, weights="host"), whole, one(1400))
+
+
 def test_stages_add_up_to_what_the_device_holds() -> None:
     """Weights of two places; no states."""
     plan = asked(1400)
