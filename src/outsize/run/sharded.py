@@ -52,8 +52,11 @@ class Sharded(Moves):
         for (stage, _), names in _alike(model, home).items():
             fill(names)
             holder = _holder(model, names)
+            marks = {name: dict(vars(model.get_parameter(name))) for name in names}
             self._root.add_module(str(len(self._root._modules)), holder)
             fully_shard(holder, mesh=mesh, ignored_params=_others(model, names))
+            for name, known in marks.items():  # what the user has put on his parameters
+                vars(model.get_parameter(name)).update(known)
             self._stages.setdefault(stage, []).append(_Group(holder))
         fully_shard(self._root, mesh=mesh)
         _state(self._root)._lazy_init()

@@ -64,6 +64,7 @@ class Odd(nn.Module):
         self.frozen, self.head, self.spare = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(3, 3)
         self.narrow = nn.Linear(8, 8).bfloat16()
         self.frozen.requires_grad_(False)
+        self.head.weight.no_decay = True
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.frozen(self.lstm(x)[0].mean(1)) * self.scale
@@ -169,7 +170,9 @@ def odd_work(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: 
         said = str(error)
     # Another signature, and evaluation, are recorded while the weights are in parts.
     loss = engine.evaluate(batch[0][:3], target=batch[1][:3]).loss
-    return {"state": engine.full_state_dict(), "whole": plain, "generate": said, "loss": loss}
+    marked = [n for n, p in engine.named_parameters() if getattr(p, "no_decay", False)]
+    found = {"whole": plain, "generate": said, "loss": loss, "marked": marked}
+    return {"state": engine.full_state_dict(), **found}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -186,6 +189,7 @@ def test_odd_models_get_the_numbers_of_one_process(tmp_path: Path, recompute: st
         close = {"rtol": 1e-2, "atol": 1e-4} if value.dtype == torch.bfloat16 else {"rtol": 0, "atol": 1e-5}
         torch.testing.assert_close(first["state"][name], value, **close)
     assert "scale" in first["whole"]
+    assert first["marked"] == ["head.weight"]
     assert "lstm.weight_ih_l0" not in first["whole"]
     assert "full_state_dict" in first["generate"]
     assert torch.equal(first["loss"], second["loss"])
