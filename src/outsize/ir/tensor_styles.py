@@ -54,7 +54,7 @@ class TensorStyles(Record):
         """Raise BadOption where so many ranks do not divide a size, with the nearest number that does, and
         where there is nothing to divide.
         """
-        if ways > 1 and all(module.style == "whole" for module in self.modules):
+        if ways > 1 and not self.divided and all(module.style == "whole" for module in self.modules):
             raise BadOption(
                 f"tensor parallelism finds nothing to divide, tp={ways}",
                 numbers=f"{len(self.modules)} modules with weights, no product of a pair among them",
