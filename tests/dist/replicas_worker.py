@@ -32,6 +32,7 @@ from outsize import microbatch
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Axes
 from outsize.run.rng import seeder
+from outsize.run.statistics import Statistics
 from outsize.train import handshake
 from outsize.train.batch import Batch
 from outsize.train.engine import Engine, MakeOptimizer
@@ -277,6 +278,19 @@ def check_statistics_are_those_of_the_first_replica(world: World, pp: int) -> No
     expected = dict(plain.named_buffers())
     assert found.buffers
     assert all(torch.equal(buffer, expected[name]) for name, buffer in found.buffers.items())
+
+
+def check_deferred_statistics_are_those_of_the_whole_batch(world: World, pp: int) -> None:
+    """Also of a batch whose microbatches do not divide."""
+    pair, plain = Pair(world, pp, "unet", changes={"bn": "deferred"}), fresh("unet")
+    for size in (12, 3):
+        batch = batch_of(case("unet"), size)
+        pair.engine.step(*batch.args, target=batch.target, update=False)
+        with Statistics(plain).collecting():
+            for part in batch.split(pair.plan.microbatches_of(size)):
+                plain(*part.args)
+    expected, found = dict(plain.named_buffers()), dict(pair.engine.model.named_buffers())
+    assert all(torch.equal(b, expected[n]) for n, b in found.items() if not b.is_meta)
 
 
 def check_own_batches_are_the_samplers_and_give_the_same_numbers(world: World, pp: int) -> None:

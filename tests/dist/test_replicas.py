@@ -23,6 +23,7 @@ CHECKS = [
     "batches_of_any_size_and_lists_of_microbatches",
     "evaluate_has_all_outputs_on_the_first_replica",
     "statistics_are_those_of_the_first_replica",
+    "deferred_statistics_are_those_of_the_whole_batch",
     "own_batches_are_the_samplers_and_give_the_same_numbers",
     "the_numbers_are_those_of_ddp",
     "ranks_that_disagree_all_hear_of_it",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, reduce
 from types import MethodType
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 Moments = tuple[int, Tensor, Tensor]  # n, mean, m2
+Calls = list[list[Moments]]  # of each module, in order
 
 
 @final
@@ -30,7 +31,7 @@ class Statistics:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        self._moments: dict[nn.Module, Moments] = {}
+        self._moments: dict[nn.Module, list[Moments]] = {}
         self._paused = False
 
     @property
@@ -39,16 +40,18 @@ class Statistics:
         return any(m.training for m in self._modules)
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Around all microbatches of a batch; the update is at the end, unless they fail."""
+    def collecting(self, whole: Callable[[Calls], Calls] = list) -> Iterator[None]:
+        """Around all microbatches of a batch; the update is at the end, unless they fail. `whole` makes what
+        was noted here that of the whole batch, where others have parts of it.
+        """
         self._moments = {}
         with ExitStack() as stack:
             for module in self._modules:
                 if module.training:
                     stack.enter_context(_forward_is(module, partial(self._forward, module, module.forward)))
             yield
-        for module, moments in self._moments.items():
-            _update(module, moments)
+        for module, calls in zip(self._moments, whole(list(self._moments.values())), strict=True):
+            _update(module, reduce(_merged, calls))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -61,8 +64,7 @@ class Statistics:
 
     def _forward(self, module: Any, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if not self._paused:
-            known, new = self._moments.get(module), _moments(x.detach())
-            self._moments[module] = new if known is None else _merged(known, new)
+            self._moments.setdefault(module, []).append(_moments(x.detach()))
         module.track_running_stats = False
         try:
             return forward(x)
@@ -111,4 +113,4 @@ def _update(module: Any, moments: Moments) -> None:
     # As in torch: no momentum means the cumulative average.
     share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
     for running, new in ((module.running_mean, mean), (module.running_var, m2 / max(n - 1, 1))):
-        running.mul_(1 - share).add_(new.to(running.dtype), alpha=share)
+        running.mul_(1 - share).add_(new.to(running), alpha=share)

@@ -30,7 +30,7 @@ from outsize.run.placed import placed
 from outsize.run.recompute import InSegments, Recompute
 from outsize.run.rng import seeder
 from outsize.run.stage import Stage
-from outsize.run.statistics import Statistics
+from outsize.run.statistics import Calls, Statistics
 from outsize.train.batch import Batch
 from outsize.train.crew import Crew, GroupOutputs
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values
@@ -68,6 +68,7 @@ class Pipelined(Way):
         self._home, self._backend = home, backend
         self._settings, self._valued = Settings(model), 0
         self._statistics = Statistics(model) if plan.bn == "deferred" else None
+        self._counting: list[bool] = []  # of the last step's pieces
 
     def prepare(self, parts: Sequence[Batch]) -> None:
         found = self._find(parts, outputs=False)
@@ -102,6 +103,7 @@ class Pipelined(Way):
         counted = [variant.shares.counted(part) for variant, part in zip(found, parts, strict=True)]
         replicas, grad = self._crew.replicas, torch.is_grad_enabled()
         pieces, written = replicas.pieces(counted, _written(found) if replicas.count > 1 else frozenset())
+        self._counting = [piece.counts for piece in pieces]
         self._crew.start_step()
         if not grad:
             results = self._run_pieces(found, pieces, parts, scale, step)
@@ -189,7 +191,16 @@ class Pipelined(Way):
         return [(starts[a], starts[b]) for a, b in segments(blocks(names), chosen)]
 
     def _collecting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._statistics is None else self._statistics.collecting()
+        return nullcontext() if self._statistics is None else self._statistics.collecting(self._of_all)
+
+    def _of_all(self, calls: Calls) -> Calls:
+        """Moments of all replicas' microbatches, in order; a module has as many in each of them."""
+        counting, replicas = self._counting, self._crew.replicas
+        if replicas.count == 1:
+            return calls
+        own = [part[: len(part) * sum(counting) // len(counting)] for part in calls]
+        on_host = [[(n, mean.cpu(), m2.cpu()) for n, mean, m2 in part] for part in own]
+        return [list(chain(*parts)) for parts in zip(*replicas.of_all(on_host), strict=True)]
 
     def _total(self, results: list[GroupOutputs]) -> Tensor | None:
         """Sum of the microbatches' losses by their shares, in order, on every rank."""

@@ -59,6 +59,10 @@ class Replicas(ABC):
         """All replicas' values, in order, on the first; None on the others. Under `own_batches` its own."""
 
     @abstractmethod
+    def of_all(self, values: Any) -> list[Any]:
+        """The values of each replica, on all of them."""
+
+    @abstractmethod
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """The first replica's values to all, in place."""
 
@@ -88,6 +92,9 @@ class Alone(Replicas):
     def on_first(self, values: Sequence[Any]) -> list[Any] | None:
         return list(values)
 
+    def of_all(self, values: Any) -> list[Any]:
+        return [values]
+
     def spread(self, tensors: Iterable[Tensor]) -> None:
         """Nobody else has them."""
 
@@ -111,8 +118,7 @@ class Several(Replicas):
     ) -> tuple[list[Piece], frozenset[str]]:
         if not self.own_batches:
             return pieces_of(self.index, self.count, counted), written
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, (list(counted), written), group=self.group)
+        found = self.of_all((list(counted), written))
         everyones = [theirs for theirs, _ in found]
         return own_pieces(self.index, everyones), frozenset().union(*(names for _, names in found))
 
@@ -127,6 +133,11 @@ class Several(Replicas):
         found: list[Any] | None = [None] * self.count if self.index == 0 else None
         dist.gather_object(list(values), found, group=self.group, group_dst=0)
         return None if found is None else [value for theirs in found for value in theirs]
+
+    def of_all(self, values: Any) -> list[Any]:
+        found: list[Any] = [None] * self.count
+        dist.all_gather_object(found, values, group=self.group)
+        return found
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         held = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]
