@@ -159,6 +159,32 @@ def unfrozen(engine: Engine) -> None:
     engine.step(ids(2))
 
 
+def cast(engine: Engine) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        plain_steps(engine)
+
+
+def replaced(engine: Engine) -> None:
+    """Values from elsewhere, and a parameter in the place of another."""
+    engine.step(ids(0))
+    torch.manual_seed(1)
+    engine.model.load_state_dict(Odd().state_dict())
+    engine.step(ids(1), update=False)
+    engine.model.scale.data = torch.tensor(0.5)
+    engine.step(ids(2))
+
+
+def failing(engine: Engine) -> None:
+    """A step whose last microbatch raises, and one after it."""
+    engine.step(ids(0))
+    bad = ids(1)
+    bad[-1, 0] = 99
+    with pytest.raises(IndexError):
+        engine.step(bad)
+    assert all(p.device.type == "cpu" and p.numel() for p in engine.model.parameters()), "masters are back"
+    engine.step(ids(2))
+
+
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
@@ -175,6 +201,10 @@ LOOPS: dict[str, tuple[Callable[[Engine], None], dict[str, Any]]] = {
     "evaluated": (evaluated, {}),
     "with a schedule of rates": (scheduled, {}),
     "unfrozen": (unfrozen, {}),
+    "under autocast": (cast, {}),
+    "without recompute under autocast": (cast, {"recompute": "none"}),
+    "replaced": (replaced, {}),
+    "after a failure": (failing, {}),
 }
 
 
