@@ -23,6 +23,7 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.program.tape import Tape
 from outsize.run.rng import borrowed_generators, seeder
+from outsize.run.spmd import full_of
 from outsize.run.weight_files import WeightFiles
 from outsize.train.batch import Batch
 from outsize.train.engine import Engine
@@ -121,7 +122,7 @@ def split(engine: Engine, batch: Batch) -> tuple[list[float], Numbers, int, Numb
         if step == 0:
             sent = tensor.group.sent["all_reduce"]
             own = [(n, p.grad.clone()) for n, p in engine.named_parameters() if p.grad is not None]
-            grads = {n: tensor.gathered(n, grad) for n, grad in own}
+            grads = {n: tensor.gathered(n, full_of(grad)) for n, grad in own}
     return losses, grads, sent, engine.full_state_dict()
 
 
