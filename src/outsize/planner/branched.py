@@ -199,10 +199,9 @@ class _Composer:
         return best
 
     def _ways(self) -> Iterator[Placed]:
-        for ranks in dict.fromkeys(self._on_ranks()):
-            way = stages_of(self._graph, ranks)
-            if way is not None:
-                yield way
+        ranks = dict.fromkeys(self._on_ranks())
+        found = (stages_of(self._graph, each, apart=apart) for each in ranks for apart in (False, True))
+        yield from dict.fromkeys(way for way in found if way is not None)
         yield from self._chunked()
 
     def _chunked(self) -> Iterator[Placed]:

@@ -12,7 +12,8 @@ for it, are another stage than what the rank can do before:
 As one stage with the head, tower b would wait for tower a in the forward, and tower a for tower b in the
 backward. Levels ascend along values, so the stages form a DAG; in a chain they are runs. Who shares a rank
 with whom is tried: the runs of a plan, the balanced stages of branches.py, and whole branches: units that
-hang on the same beginnings and the same ends of the graph. Complexity: O(units + edges). Oracle:
+hang on the same beginnings and the same ends of the graph; of these one may be cut in two, so that three
+equal towers keep two ranks busy. Complexity: O(units + edges). Oracle:
 tests/unit/planner/test_branched.py.
 """
 
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Final, final
 
+import numpy as np
+
 from outsize.errors import BadPlan
 from outsize.ir.graph import ModelGraph
 from outsize.ir.quotient import check_quotient, summed
@@ -32,6 +35,7 @@ from outsize.planner.seconds import Seconds
 SMALL: Final = 0.02
 MOST_BRANCHES: Final = 8
 MOST_WAYS: Final = 512
+MOST_CUTS: Final = 64
 
 
 @final
@@ -51,8 +55,11 @@ class Placed:
         return found
 
 
-def stages_of(graph: ModelGraph, ranks: Sequence[int]) -> Placed | None:
-    """The stages of units on these ranks, or None where sums of gradients forbid them (ir/quotient.py)."""
+def stages_of(graph: ModelGraph, ranks: Sequence[int], *, apart: bool = False) -> Placed | None:
+    """The stages of units on these ranks, or None where sums of gradients forbid them (ir/quotient.py).
+
+    `apart`: what is on one rank and level and does not hang together is more than one stage.
+    """
     before, first_users = _needed(graph), [list[int]() for _ in ranks]
     for _, users in summed(graph):
         for earlier, later in pairwise(users):
@@ -61,17 +68,36 @@ def stages_of(graph: ModelGraph, ranks: Sequence[int]) -> Placed | None:
     for unit, rank in enumerate(ranks):
         needed = (levels[v] + (ranks[v] != rank) for v in before[unit])
         levels[unit] = max((*needed, *(levels[v] for v in first_users[unit])), default=0)
-    first: dict[tuple[int, int], int] = {}
-    for unit, place in enumerate(zip(levels, ranks, strict=True)):
+    pieces = _pieces(before, list(zip(levels, ranks, strict=True))) if apart else [0] * len(ranks)
+    places = list(zip(levels, ranks, pieces, strict=True))
+    first: dict[tuple[int, int, int], int] = {}
+    for unit, place in enumerate(places):
         first.setdefault(place, unit)
     order = sorted(first, key=lambda place: (place[0], first[place]))
     number = {place: stage for stage, place in enumerate(order)}
-    owners = tuple(number[place] for place in zip(levels, ranks, strict=True))
+    owners = tuple(number[place] for place in places)
     try:
         check_quotient(graph, owners)
     except BadPlan:
         return None
-    return Placed(owners, tuple(rank for _, rank in order))
+    return Placed(owners, tuple(rank for _, rank, _ in order))
+
+
+def _pieces(before: Sequence[Sequence[int]], places: Sequence[tuple[int, int]]) -> list[int]:
+    """Of each unit the first one that hangs together with it in its place."""
+    found = list(range(len(places)))
+
+    def piece(unit: int) -> int:
+        while found[unit] != unit:
+            found[unit] = unit = found[found[unit]]
+        return unit
+
+    for unit, needed in enumerate(before):
+        for v in needed:
+            if places[v] == places[unit]:
+                low, high = sorted((piece(v), piece(unit)))
+                found[high] = low
+    return list(map(piece, range(len(places))))
 
 
 def by_branches(graph: ModelGraph, seconds: Seconds, ranks: int) -> Iterator[tuple[int, ...]]:
@@ -82,6 +108,27 @@ def by_branches(graph: ModelGraph, seconds: Seconds, ranks: int) -> Iterator[tup
         return
     for rest in product(range(ranks), repeat=count - 1):
         yield tuple((0, *rest)[branch] for branch in of)
+    if ranks > 1 and 2 * count * ranks ** (count - 1) <= MOST_CUTS:
+        yield from _one_in_two(of, seconds, ranks)
+
+
+def _one_in_two(of: Sequence[int], seconds: Seconds, ranks: int) -> Iterator[tuple[int, ...]]:
+    """Whole branches but one, whose halves are on the two ranks with least to do, for as much on both."""
+    count = max(of) + 1
+    units = [[unit for unit, branch in enumerate(of) if branch == own] for own in range(count)]
+    work = [float(seconds[own].sum()) for own in units]
+    for cut, rest in product(range(count), product(range(ranks), repeat=count - 1)):
+        places = [*rest[:cut], -1, *rest[cut:]]
+        loads = [sum(w for w, at in zip(work, places, strict=True) if at == rank) for rank in range(ranks)]
+        least = sorted(range(ranks), key=loads.__getitem__)[:2]
+        for first, second in (least, least[::-1]):
+            share_s = (loads[second] - loads[first] + work[cut]) / 2
+            done_s = np.cumsum(seconds[units[cut]]) - seconds[units[cut]] / 2
+            early = {unit for unit, at_s in zip(units[cut], done_s, strict=True) if at_s < share_s}
+            yield tuple(
+                (first if unit in early else second) if branch == cut else places[branch]
+                for unit, branch in enumerate(of)
+            )
 
 
 def _needed(graph: ModelGraph) -> list[list[int]]:
