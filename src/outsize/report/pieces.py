@@ -14,7 +14,7 @@ from rich.text import Text
 from outsize.ir.advice import Advice
 
 Column = tuple[str, Literal["left", "right"]]
-FLUID = {"unit", "units", "instead", "what it costs"}
+FLUID = {"unit", "units", "instead", "what it costs", "stages begin with"}
 
 
 def table(*columns: Column) -> Table:

@@ -100,3 +100,18 @@ def test_the_points_of_a_tuning_and_how_it_ended() -> None:
     assert any("1.50 s" in line and "2.00 s" in line for line in text)
     assert text[-1] == "tuned: 1.00 s by a real step; no other point is faster."
     assert max(map(len, text)) <= 80
+
+
+def test_points_with_many_stages_keep_their_numbers_at_80_columns() -> None:
+    plan = samples.plan()
+    many = tuple(
+        plan.stages[0].model_copy(update={"units": (f"encoder.layers.{n}.attention.output",)})
+        for n in range(8)
+    )
+    plan = plan.model_copy(update={"stages": many, "schedule": "zero-bubble-v", "why": ("a", "b")})
+    text = lines(
+        tuned_table(Tuned(plan=plan, trials=(Trial(plan=plan, predicted_s=1.5, step_s=2.0, wall_s=2.5),)))
+    )
+    assert any(line.startswith("zero-bubble-v ") and line.endswith("1.50 s  2.00 s") for line in text)
+    assert "encoder.layers.7.attention" in "".join(text)
+    assert max(map(len, text)) <= 80
