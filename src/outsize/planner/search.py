@@ -123,6 +123,12 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
         plain = _by_runs(request.model_copy(update={"schedule": "1f1b"}), candidates, cluster)
         taken = candidates[plain.microbatches * plain.axes.replicas]
         return with_schedule(plain, request.actions, *taken, cluster)
+    if request.schedule == "auto" and request.meshed:
+        raise BadOption(
+            "the schedule 'auto' is built for a pipeline alone",
+            numbers=request.axes(1).beyond_pp,
+            next_step="leave the schedule out: the best one by name is chosen",
+        )
     if request.schedule not in (None, "auto") or request.what_if or request.meshed:
         return _by_runs(request, candidates, cluster)
     plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)

@@ -1,0 +1,63 @@
+"""Axes beside pp that are asked for: every layout has them, microbatches are those of a replica."""
+
+from __future__ import annotations
+
+import pytest
+from planner_graphs import chain
+
+from outsize.errors import BadOption
+from outsize.ir.cluster import parse_cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Axes, Plan
+from outsize.ir.profile import Profile
+from outsize.planner.search import Request, search
+
+FOUR = parse_cluster("4xcpu")
+ROWS = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")
+
+
+def candidates(*counts: int) -> dict[int, tuple[ModelGraph, Profile]]:
+    return {m: chain([0.1 / m] * 6, value_bytes=8, saved_bytes=4096 // m, batch_size=8 // m) for m in counts}
+
+
+def asked(**wishes: object) -> Plan:
+    return search(Request(batch_size=8, **wishes), candidates(1, 2, 4, 8), FOUR)  # pyright: ignore[reportArgumentType]
+
+
+def test_every_stage_gets_as_many_devices_as_the_axes_want() -> None:
+    plan = asked(dp_replicate=2)
+    assert (plan.axes, plan.beyond, plan.what_if) == (Axes(pp=2, dp_replicate=2), "", False)
+    assert [stage.device for stage in plan.stages] == ["cpu:0", "cpu:2"]
+    assert all(other.axes == plan.axes for other in plan.alternatives)
+    assert asked(dp_replicate=4).axes == Axes(dp_replicate=4)
+    assert asked(dp_shard=2).weights == "sharded"
+    assert asked(dp_replicate=2, stages=1).axes == Axes(dp_replicate=2)
+
+
+def test_microbatches_are_those_of_a_replica() -> None:
+    plan = asked(dp_replicate=2, microbatches=2)
+    assert (plan.microbatches, plan.microbatch_size, plan.microbatches_of(8)) == (2, 2, 4)
+    assert [plan.microbatches_of(size) for size in (1, 3, 5, 100)] == [2, 2, 4, 4]
+
+
+def test_a_what_if_keeps_the_axes_that_were_asked_for() -> None:
+    plan = asked(dp_replicate=2, what_if=True)
+    assert plan.axes.dp_replicate == 2
+    assert (plan.axes.tp, plan.axes.dp_shard) == (1, 1)
+
+
+def test_a_schedule_of_somebodys_own_runs_on_every_replica() -> None:
+    plan = asked(dp_replicate=2, schedule="custom", actions=ROWS, microbatches=2)
+    assert (plan.axes, plan.actions) == (Axes(pp=2, dp_replicate=2), ROWS)
+    assert plan.expected is not None
+
+
+def test_axes_that_the_devices_do_not_have() -> None:
+    with pytest.raises(
+        BadOption, match=r"want 3 devices each; dp_replicate 3; cluster .4xcpu. has 4 devices"
+    ):
+        asked(dp_replicate=3)
+    with pytest.raises(BadOption, match=r"2 stages want 4 devices each.*Next: --cluster 8xcpu"):
+        asked(dp_replicate=4, stages=2)
+    with pytest.raises(BadOption, match="'auto' is built for a pipeline alone; dp_replicate 2"):
+        asked(dp_replicate=2, schedule="auto")
