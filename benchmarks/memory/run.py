@@ -39,7 +39,7 @@ from outsize.planner.selective import recomputing
 from outsize.planner.split import Case as Tables
 from outsize.schedules.builders import build
 
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
 How = Literal["none", "selective", "blocks", "full"]
 PLANS: tuple[tuple[int, Schedule, int], ...] = ((1, "1f1b", 4), (2, "1f1b", 4), (3, "gpipe", 4))
 OPTIMIZERS: dict[str, Any] = {

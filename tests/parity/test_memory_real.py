@@ -47,3 +47,11 @@ def test_stages_that_recompute_some_units(benchmark: Any) -> None:
     assert [(r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []
     plain = list(benchmark.compare("gpt2", benchmark.PLANS[1], "adamw"))
     assert rows[0].real_bytes < plain[0].real_bytes
+
+
+@pytest.mark.parametrize("model", ["resnet18", "gpt2"])
+def test_gradients_that_wait_between_the_halves_of_a_backward(benchmark: Any, model: str) -> None:
+    """From 2 % too little to 7 % too much: what has come in and waits as it is counts twice."""
+    rows = list(benchmark.compare(model, (3, "zero-bubble", 4), "adamw"))
+    assert [(r.stage, r.error) for r in rows if not -0.02 <= r.error <= 0.07] == []
+    assert any("I" in r.when or "W" in r.when for r in rows)
