@@ -32,7 +32,7 @@ class Replay:
     schedule: Schedule
     computes: dict[Action, Span]
     waits: dict[Action, Span]
-    messages_s: float  # sends and posted receives, over all ranks
+    messages_s: float  # sends, posted receives, weights that come and go, over all ranks
 
     @classmethod
     def of(cls, timeline: Timeline) -> Replay:
@@ -41,7 +41,7 @@ class Replay:
         ran = [tuple(a for a, span in row if span.lane != "wait") for row in rows]
         count = 1 + max((a.microbatch for row in ran for a in row), default=-1)
         spans = {lane: _by_action(rows, lane) for lane in ("compute", "wait")}
-        moved = sum(s.duration_s for s in timeline.spans if s.lane in ("send", "recv"))
+        moved = sum(s.duration_s for s in timeline.spans if s.lane in ("send", "recv", "load"))
         return cls(Schedule("ran", count, tuple(ran)), spans["compute"], spans["wait"], moved)
 
     @cached_property
