@@ -73,10 +73,8 @@ def _of(instruction: Instruction, tape: Tape, weights: Mapping[str, Tensor]) -> 
     if name == "gather":
         return Counter[Sent]({"forward_gather": out})
     if name == "cross_entropy" and isinstance(first, Ref):
-        meta = tape.metas[first.slot]
-        return Counter[Sent](
-            {"forward_sum": 3 * _bytes(meta.shape[:1], meta.dtype)}
-        )  # 3 numbers for each row
+        rows, dtype = tape.metas[first.slot].shape[:1], tape.metas[slot].dtype
+        return Counter[Sent]({"forward_sum": 3 * _bytes(rows, dtype)})  # 3 numbers for each row
     given = weights[first.name] if isinstance(first, Weight) and first.name in weights else None
     if isinstance(first, Ref):
         meta = tape.metas[first.slot]

@@ -132,6 +132,8 @@ class Group(Collectives):
         self, logits: Tensor, target: Tensor, share: Share, ignore_index: int = -100, reduction: str = "mean"
     ) -> Tensor:
         counted = target != ignore_index
+        if torch.is_autocast_enabled(logits.device.type):
+            logits = logits.float()  # as torch's own does
         rows = _CrossEntropy.apply(logits, target, share, self).masked_fill(~counted, 0)
         if reduction == "none":
             return rows

@@ -87,7 +87,7 @@ class Engine:
         self.optimizer: Optimizer | None = None
         self._make_optimizer = optimizer
         home = _home(model, crew, len(plan.stages))
-        self._tensor = tensor_ranks(model, plan, crew.mesh)
+        self._tensor = tensor_ranks(model, plan, crew.mesh, compiled=compiled is not None)
         self._ownership = Ownership(model, plan, crew, weights, self._tensor)
         accepts = acceptance(model, loss_fn, home)
         accepts = accepts if self._tensor is None else self._tensor.whole()(accepts)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.program.explain_styles import explain
-from outsize.program.local import local_tape
+from outsize.program.local import Collectives, local_tape
 from outsize.program.share import Share
 from outsize.program.tape import Tape
 from outsize.program.tensor_styles import Role, derive
@@ -33,8 +33,11 @@ from outsize.train.mesh import Mesh
 class TensorRanks:
     """The ranks of a mesh of one dim, that share every stage of a pipeline."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, compiled: bool = False) -> None:
+        """`compiled`: stages are, and their graphs end where ranks do something together."""
         self.group = Group(mesh)
+        for name in Collectives.__abstractmethods__ if compiled else ():
+            setattr(self.group, name, torch.compiler.disable(getattr(self.group, name)))
         self._model = model
         self._roles: Mapping[str, Role] | None = None
         self._twins: list[tuple[dict[str, Any], str, nn.Parameter]] = []
@@ -138,7 +141,7 @@ def insist_on_whole(ranks: TensorRanks | None) -> None:
         )
 
 
-def tensor_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None) -> TensorRanks | None:
+def tensor_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: bool) -> TensorRanks | None:
     """What the plan wants; None for tp 1. Raises BadOption and WorldMismatch."""
     ways = plan.axes.tp
     if ways == 1:
@@ -155,4 +158,4 @@ def tensor_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None) -> TensorRanks
             numbers=f"the plan wants {plan.axes.world_size}, tp={ways}",
             next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py",
         )
-    return TensorRanks(model, mesh.device_mesh["tp"])
+    return TensorRanks(model, mesh.device_mesh["tp"], compiled=compiled)
