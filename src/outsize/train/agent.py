@@ -249,4 +249,4 @@ def signals_kept(*, meets: bool) -> Iterator[str]:
         yield ",".join(one.name for one, handler in before.items() if handler is not signal.SIG_IGN)
     finally:
         for one, handler in before.items() if in_main else ():
-            signal.signal(one, handler)
+            signal.signal(one, handler or signal.SIG_DFL)  # None: installed by C, not to be had back

@@ -158,7 +158,8 @@ def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
     try:
         args = parser.parse_args([*spec.options, "--nproc-per-node", "1", spec.argv[0]])
         _check_meeting(args)
-        args.master_port = args.master_port or (0 if args.nnodes in ("1", "1:1") else 29500)
+        any_port = args.nnodes in ("1", "1:1") and args.master_addr in LOOPBACK_NAMES
+        args.master_port = args.master_port or (0 if any_port else 29500)
         args.log_dir = args.log_dir or str(folder)
         args.shutdown_timeout = args.shutdown_timeout or spec.grace_s
         config, _, _ = config_from_args(args)
