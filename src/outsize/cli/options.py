@@ -160,7 +160,7 @@ Where = Annotated[
     WhereOption | None,
     typer.Option(
         "--weights",
-        help="host: in the host's memory, stage after stage comes to one device (default: only where one device "
+        help="host: in the host's memory, stage after stage comes to one device (default: where one device "
         "is too small for all else).",
     ),
 ]

@@ -58,7 +58,7 @@ def test_the_next_stage_is_loaded_before_this_one_computes() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "naive"])
 def test_as_it_is_written(name: str, golden: Golden) -> None:
-    golden(f"schedules/{name}-p1-v4-m2-loads.csv", loaded(4, 2, name).to_csv())
+    golden(f"loads/{name}-p1-v4-m2.csv", loaded(4, 2, name).to_csv())
 
 
 def test_stages_that_are_there_together_have_other_places() -> None:
