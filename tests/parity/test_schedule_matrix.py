@@ -158,4 +158,6 @@ def test_every_schedule_of_compiled_stages(name: str, recompute: Any, backend: s
 
 def test_a_backend_that_torch_lacks_is_refused() -> None:
     with pytest.raises(BadOption, match="no backend 'inducter'"):
-        run(plan_of("1f1b", "none"), "inducter")
+        run(plan_of("1f1b"), "inducter")
+    with pytest.raises(BadOption, match="runs by modules"):
+        run(plan_of("1f1b").model_copy(update={"form": "modules"}), "eager")

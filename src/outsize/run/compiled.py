@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from outsize.errors import BadOption
+from outsize.ir.graph import Form
 from outsize.run.rng import Seed
 
 Function = Callable[..., Any]
@@ -46,8 +47,13 @@ def compiled(function: Function, backend: str) -> Function:
     return run
 
 
-def insist_on_backend(backend: str | None) -> None:
-    """Raise BadOption for one that torch does not have."""
+def insist_on_backend(backend: str | None, form: Form) -> None:
+    """Raise BadOption for one that torch does not have, or where there is no stage function to compile."""
+    if backend is not None and form == "modules":
+        raise BadOption(
+            f"compiled={backend!r} is for stages, and this model runs by modules, in its own Python",
+            next_step="module.compile() on the modules that are worth it",
+        )
     known = () if backend is None else torch.compiler.list_backends(exclude_tags=())
     if backend is not None and backend not in known:
         raise BadOption(

@@ -79,7 +79,7 @@ class Engine:
     ) -> None:
         if captures < 1:
             raise BadOption(f"captures={captures} keeps nothing", next_step=f"captures={KEPT}, the default")
-        insist_on_backend(compiled)
+        insist_on_backend(compiled, plan.form)
         self.model, self.plan, self.crew = model, plan, crew
         self._explain = explain
         self.clip_norm, self.seed = clip_norm, seed
