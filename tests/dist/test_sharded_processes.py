@@ -146,3 +146,22 @@ def test_sharded_plans_give_the_numbers_of_one_process(
             asked.append((name, dtype, plan_of(name, pp, replicate=replicate), plain(name, dtype)))
     found = on_ranks(tmp_path, 2 * pp * replicate, lambda group: work(asked, group))
     assert found == [[]] * (2 * pp * replicate)
+
+
+def parts_of_parts(name: str, plan: Plan, expected: Numbers, group: dist.ProcessGroup) -> dict[str, float]:
+    """Distances of all losses and norms, and on rank 0 of the trained weights."""
+    engine, batch = engine_of(name, SINGLE, plan, group)
+    steps = [engine.step(*batch.args, target=batch.target or None, **batch.kwargs) for _ in range(STEPS)]
+    pairs = {f"loss {at}": (s.loss, expected["losses"][at]) for at, s in enumerate(steps)}
+    pairs |= {f"norm {at}": (s.grad_norm, expected["norms"][at]) for at, s in enumerate(steps)}
+    trained = engine.full_state_dict()
+    pairs |= {n: (trained[n], p) for n, p in expected["parameters"].items() if trained}
+    return {n: distance(*pair) for n, pair in pairs.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_what_tensor_parallelism_divides_is_sharded_once_more(tmp_path: Path, name: str) -> None:
+    axes = Axes(dp_shard=2, tp=2)
+    plan, expected = plan_of(name, 1, axes=axes), plain(name, SINGLE)
+    for found in on_ranks(tmp_path, 4, lambda group: parts_of_parts(name, plan, expected, group)):
+        assert max(found.values()) <= 1e-6, {n: d for n, d in found.items() if d > 1e-6}
