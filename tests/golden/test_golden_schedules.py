@@ -12,6 +12,8 @@ import pytest
 from outsize.ir.schedule import Schedule
 from outsize.schedules.builders import NAMES, build
 from outsize.schedules.check import check, check_compute
+from outsize.schedules.compose import compose
+from outsize.schedules.job import Job, StageCost
 from outsize.schedules.lower import lower
 
 SIZES = [(2, 4), (4, 4), (3, 6)]
@@ -64,6 +66,16 @@ def test_a_v(ranks: int, microbatches: int, golden: Golden) -> None:
     schedule = lower(build("zero-bubble-v", stages, microbatches, ranks), *pairs)
     check(schedule, *pairs)
     golden(f"schedules/zero-bubble-v-p{ranks}-v2-m{microbatches}-chain.csv", schedule.to_csv())
+
+
+def test_composed(golden: Golden) -> None:
+    """Three uneven stages, the last one twice as long, with room for three microbatches each."""
+    costs = (StageCost(1.0, 2.0, 1.0), StageCost(1.0, 2.0, 1.0), StageCost(2.0, 4.0, 2.0))
+    down, up = (dict.fromkeys(sorted(edges), 0.0) for edges in (chain(3), flipped(chain(3))))
+    best = compose(Job((0, 1, 2), 4, costs, down, up, (1,) * 3, (3,) * 3))[0]
+    schedule = lower(best.schedule, chain(3), flipped(chain(3)))
+    check(schedule, chain(3), flipped(chain(3)))
+    golden("schedules/auto-p3-m4-uneven-chain.csv", schedule.to_csv())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -65,7 +65,12 @@ def compose(job: Job, name: str = "auto", rivals: Iterable[Schedule] = ()) -> tu
     """Schedules by every rule, the shortest first, and `rivals` as they are.
 
     Those by the best rules with and without split backwards are improved; all keep to the room, if any does.
-    Of schedules as short as each other those whose backwards are whole come first.
+    Of schedules as short as each other those with whole backwards come first. Two ranks, F, I and W of one
+    and of two seconds, room for two microbatches each: 25 seconds, by position and not by time:
+
+    cell   1   2   3   4   5   6   7   8   9   10  11  12
+    rank 0 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
+    rank 1 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
     """
     found: dict[tuple[tuple[Action, ...], ...], Composed] = {}
     forced: dict[tuple[tuple[Action, ...], ...], Composed] = {}

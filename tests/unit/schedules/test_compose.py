@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -13,6 +14,7 @@ from outsize.schedules.builders import build
 from outsize.schedules.check import check, check_compute
 from outsize.schedules.compose import compose
 from outsize.schedules.exchange import Composed, played_s
+from outsize.schedules.grid import listing
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.lower import lower
 
@@ -31,6 +33,12 @@ def job(
     backward = {(b, a): seconds for (a, b), seconds in forward.items()}
     held, rooms = (1,) * len(ranks), (room,) * (max(ranks) + 1)
     return Job(tuple(ranks), microbatches, tuple(costs), forward, backward, held, rooms)
+
+
+def test_docstring_picture() -> None:
+    found = compose(job((0, 1), 4, (StageCost(1, 2, 1), StageCost(2, 4, 2)), room=2))[0]
+    assert found.step_s == 25
+    assert listing(found.schedule) in (inspect.getdoc(compose) or "")
 
 
 def random_costs(draw: random.Random, stages: int) -> list[StageCost]:
