@@ -102,7 +102,9 @@ def test_two_torchruns_whose_hosts_share_no_memory(folder: Path, losses: str) ->
     port = _port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"]
     both = [_started(folder, *torchrun, *_flags(port, node), "train.py", "apart") for node in (0, 1)]
-    assert [one.communicate(timeout=100) for one in both] == [(f"ProcessTransport {losses}\n", "")] * 2
+    out, err = zip(*(one.communicate(timeout=100) for one in both), strict=True)
+    # on stderr torch may say that the store of the agent that ended first is gone
+    assert ([*out], [one.returncode for one in both]) == ([f"ProcessTransport {losses}\n"] * 2, [0, 0]), err
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: apt-get install openmpi-bin")
