@@ -15,9 +15,9 @@ Sources: ZeRO, arXiv 1910.02054, sec. 5 (4 + 12 / N and 16 / N bytes per paramet
 torch.distributed.fsdp.fully_shard, a group for each unit, reshard_after_forward; tensor and sequence
 parallelism, arXiv 2205.05198, sec. 4.2. Deviations: a unit's padding to whole rows and the copy out of the
 flat buffer of a gather are not counted; under tensor parallelism norms and biases count as divided, too,
-where nobody has asked what is (divided.py). Sharded, the first backward of a step is bounded from above by a later
-one. Under context parallelism the weights' gradients of the largest unit count as being made at the worst
-moment. Complexity: O(n^2). Oracle: tests/unit/planner/test_sharding.py goes through every run, unit by unit.
+where nobody has asked what is (divided.py). Sharded, the first backward of a step is bounded from above by a
+later one. Under context parallelism the weights' gradients of the largest unit count as being made at the
+worst moment. Complexity: O(n^2). Oracle: tests/unit/planner/test_sharding.py goes through every run.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class InSegments:
         statistics: Statistics | None,
         through: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> None:
-        """`runs` of instructions: (first origin, end) each, in order; between them autograd saves as ever. The
-        function of a run goes `through` something, such as a compiler.
+        """`runs` of instructions: (first origin, end) each, in order; between them autograd saves as ever.
+        The function of a run goes `through` something, such as a compiler.
         """
         self._seed: Seed | None = None
         left = list(spec.instructions)
