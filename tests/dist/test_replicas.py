@@ -40,23 +40,24 @@ def launched(script: str, ranks: int, *arguments: str, timeout_s: float) -> subp
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
 
 
-def said(folder: Path, pp: int, only: str) -> Said:
+def said(folder: Path, pp: int, only: str, request: pytest.FixtureRequest) -> Said:
     """What each rank says to each check of replicas_worker.py."""
-    done = launched("replicas_worker.py", 2 * pp, str(folder), str(pp), only, timeout_s=280)
+    extent = "all" if request.config.getoption("--all") else "slice"
+    done = launched("replicas_worker.py", 2 * pp, str(folder), str(pp), only, extent, timeout_s=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2 * pp)]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Two replicas of the whole model."""
-    return said(tmp_path_factory.mktemp("dp2"), 1, "|".join(CHECKS))
+    return said(tmp_path_factory.mktemp("dp2"), 1, "|".join(CHECKS), request)
 
 
 @pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Said:
+def pipelines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Said:
     """Two pipelines of two stages."""
-    return said(tmp_path_factory.mktemp("pp2-dp2"), 2, "|".join(OVER_PIPELINES))
+    return said(tmp_path_factory.mktemp("pp2-dp2"), 2, "|".join(OVER_PIPELINES), request)
 
 
 @pytest.mark.parametrize("name", CHECKS)
