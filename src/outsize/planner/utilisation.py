@@ -42,8 +42,8 @@ LAUNCHES: Final = "spans are the host's launches; what a GPU computes comes behi
 def utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utilisation:
     """Of one measured step of the plan; `devices` has a name for each rank, and ranks may share one.
 
-    A model that runs by modules on GPUs has spans of the host's launches, which say nothing about idle devices;
-    a note says that.
+    A model that runs by modules on GPUs has spans of the host's launches, which say nothing about idle
+    devices; a note says that.
     """
     found = _utilisation(timeline, plan, devices)
     if plan.form == "modules" and any(name.startswith("cuda") for name in found.devices):
