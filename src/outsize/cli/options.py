@@ -153,9 +153,7 @@ Replicas = Annotated[
 Shards = Annotated[
     int | None, typer.Option("--dp-shard", min=1, help="Replicas that share the weights, as FSDP does.")
 ]
-Tensor = Annotated[
-    int | None, typer.Option("--tp", min=1, help="Devices that share the work of each layer.")
-]
+Tensor = Annotated[int | None, typer.Option("--tp", min=1, help="Devices that share the work of each layer.")]
 Where = Annotated[
     WhereOption | None,
     typer.Option(

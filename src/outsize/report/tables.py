@@ -119,9 +119,7 @@ def units_table(graph: ModelGraph, profile: Profile | None = None) -> Group:
 
 def styles_table(styles: TensorStyles) -> Group:
     """Each kind of module with its reason: those that differ in numbers alone, `layers.*`, are one kind."""
-    kinds = Counter(
-        (m.style, _NUMBER.sub(".*", m.module), _NUMBER.sub(".*", m.why)) for m in styles.modules
-    )
+    kinds = Counter((m.style, _NUMBER.sub(".*", m.module), _NUMBER.sub(".*", m.why)) for m in styles.modules)
     lines: list[RenderableType] = []
     for (style, module, why), times in kinds.items():
         lines.append(Text(f"{style:<10}  {module}{f' ({times})' if times > 1 else ''}"))
