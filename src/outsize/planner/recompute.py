@@ -13,7 +13,8 @@ largest that never does.
 Bound: at a price of p seconds for a byte kept, the cheapest way from a state to the end is a shortest path;
 what it costs beyond p x the bytes that may still be kept, the rest costs at least (a Lagrangian relaxation,
 Fisher, Management Science 27(1), 1981). p is bisected; its shortest paths are also the first whole choices
-known. A choice whose bound reaches the best one known is dropped.
+known, and where what is at work is too much beside them, p is raised until they fit. A choice whose bound
+reaches the best one known is dropped.
 
 Exact among segments of at most LONGEST units, unless there were more states or choices than MOST: then the
 bound says by how much (`least_s`). Complexity: states x segments x choices; exponential at worst, as the
@@ -22,7 +23,7 @@ problem is. Oracle: tests/unit/planner/test_recompute_choice.py, all subsets.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Final, final
@@ -240,7 +241,7 @@ class _Search:
                 if hope_s < self._known_s():
                     looked_at += 1
                     for arc in self._paths.arcs[k][state]:
-                        longer = self._extended(partial, k, arc)
+                        longer = self._longer(partial, k, arc)
                         if longer is not None:
                             fronts[arc.end].setdefault(arc.state, []).append(longer)
             fronts[k] = {}
@@ -258,27 +259,31 @@ class _Search:
         return inf if self._best is None else self._best.seconds * (1 - 1e-12)
 
     def _bisect(self) -> None:
-        """The price at which the cheapest way keeps about as much as it may."""
+        """The price at which the cheapest way keeps about as much as it may; and one at which it fits."""
+        self._price = self._least_price(lambda way: way.kept <= self._most_kept)
+        self._rest = self._paths.priced(self._price)
+        if not self._fits(self._way(self._price)):  # what is at work is too much beside so much that is kept
+            self._least_price(self._fits)
+
+    def _least_price(self, enough: Callable[[_Partial], bool]) -> float:
+        """About the least whose way is enough; each way that fits is a whole choice."""
         low, high = 0.0, 1.0
-        while self._kept_at(high) > self._most_kept and high < HIGHEST:
+        while not enough(self._way(high)) and high < HIGHEST:
             low, high = high, high * 16
         for _ in range(HALVINGS):
             middle = (low + high) / 2 if low else high / 16
-            low, high = (low, middle) if self._kept_at(middle) <= self._most_kept else (middle, high)
-        self._price = high
-        self._rest = self._paths.priced(high)
+            low, high = (low, middle) if enough(self._way(middle)) else (middle, high)
+        return high
 
-    def _kept_at(self, price: float) -> int:
-        """By the cheapest way at this price, which is a whole choice."""
-        rest, here, state = self._paths.priced(price), self._first, START
-        partial: _Partial | None = here
-        k, kept = 0, 0
+    def _way(self, price: float) -> _Partial:
+        """The cheapest way at this price, which is considered."""
+        rest, partial, k, state = self._paths.priced(price), self._first, 0, START
         while (arc := rest[k][state][1]) is not None:
-            kept += arc.kept
-            partial = None if partial is None else self._extended(partial, k, arc)
+            partial = _extended(partial, k, arc)
             k, state = arc.end, arc.state
-        self._consider([partial] if partial is not None and k == self._n else [])
-        return kept
+        if k == self._n and self._fits(partial):
+            self._consider([partial])
+        return partial
 
     def _hope_s(self, seconds: float, kept: int, k: int, state: State) -> float:
         """The least seconds of a whole choice that begins with these seconds and bytes."""
@@ -287,17 +292,17 @@ class _Search:
             return inf
         return seconds + max(0.0, self._rest[k][state][0] - self._price * left)
 
-    def _extended(self, partial: _Partial, k: int, arc: _Arc) -> _Partial | None:
+    def _longer(self, partial: _Partial, k: int, arc: _Arc) -> _Partial | None:
+        """None where it fits no more, or cannot become better than what is known."""
         kept, seconds = partial.kept + arc.kept, partial.seconds + arc.extra_s
         if self._hope_s(seconds, kept, arc.end, arc.state) >= self._known_s():
             return None
-        (a, b, c), (x, y, z) = partial.worst, arc.worst
-        worst = max(a, kept + x), max(b, kept + y), max(c, kept + z)
-        acting = (*worst, 0)
-        for room, waiting, at in self._limits:
-            if waiting * kept + acting[at] > room:
-                return None
-        return _Partial(seconds, kept, worst, k, arc.segment, partial)
+        longer = _extended(partial, k, arc)
+        return longer if self._fits(longer) else None
+
+    def _fits(self, partial: _Partial) -> bool:
+        acting = (*partial.worst, 0)
+        return all(waiting * partial.kept + acting[at] <= room for room, waiting, at in self._limits)
 
     def _kept_at_most(self, room: int, waiting: int, phase: int) -> int:
         """Of one microbatch, by one limit: the last unit's moment comes on top of all that is kept."""
@@ -310,6 +315,12 @@ class _Search:
     def _never_matters(self, phase: int) -> int:
         """A worst moment of so many bytes fits whatever is kept."""
         return min((room - w * self._most_kept for room, w, p in self._limits if p == phase), default=1 << 62)
+
+
+def _extended(partial: _Partial, k: int, arc: _Arc) -> _Partial:
+    kept, (a, b, c), (x, y, z) = partial.kept + arc.kept, partial.worst, arc.worst
+    worst = max(a, kept + x), max(b, kept + y), max(c, kept + z)
+    return _Partial(partial.seconds + arc.extra_s, kept, worst, k, arc.segment, partial)
 
 
 def _undominated(found: Sequence[_Partial]) -> list[_Partial]:
