@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def _text(lines: list[str]) -> str:
 def _coverage(reports: list[Any]) -> str:
     """The summary, and a row per model."""
     lines = [dict(r.user_properties).get("coverage") for r in reports]
-    found = sorted((line for line in lines if line is not None), key=lambda line: line.model)
+    found = sorted((SimpleNamespace(**line) for line in lines if line), key=lambda line: line.model)
     cuts, equal = sum(line.cuts for line in found), sum(line.equal for line in found)
     told = Counter(line.verdict for line in found)
     coarse = sum(bool(line.notes) and line.verdict == "equal" for line in found)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def cells() -> list[Any]:
 @pytest.mark.parametrize("known", cells())
 def test_the_zoo(known: Case, record_property: Callable[[str, Any], None]) -> None:
     line = cover(known)
-    record_property("coverage", line)
+    record_property("coverage", asdict(line))  # plain data, which a worker of pytest-xdist can send
     assert line.verdict != "different", line.notes
     if line.verdict == "refused":
         assert _is_complete(line), line.notes
