@@ -37,16 +37,20 @@ from typing import ClassVar, final
 
 
 class OutsizeError(Exception, ABC):
-    """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
+    """Base of all errors raised on purpose; `exit_code` is what the command line returns.
+
+    `shared`: every rank of the run raises it alike, so rank 0 alone says it.
+    """
 
     code: ClassVar[str] = "E000"
     exit_code: ClassVar[int] = 2
+    shared: bool = False
 
     def __init__(self, what: str, *, numbers: str = "", next_step: str = "", picture: str = "") -> None:
         self.what, self.numbers, self.next_step, self.picture = what, numbers, next_step, picture
-        super().__init__(self._text())
+        super().__init__(what)  # the rest travels as attributes when it is pickled
 
-    def _text(self) -> str:
+    def __str__(self) -> str:
         head = f"{type(self).__name__} [{self.code}]: {self.what}"
         head = f"{head}; {self.numbers}" if self.numbers else head
         line = f"{head}. Next: {self.next_step}" if self.next_step else f"{head}."
@@ -156,6 +160,7 @@ class WorldMismatch(PlanError):
     """The plan wants another number of processes than there are, or they were not started alike."""
 
     code = "E204"
+    shared = True
 
 
 @final

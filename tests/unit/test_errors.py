@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from collections import Counter
 
@@ -36,3 +37,10 @@ def test_a_message_says_what_numbers_and_next_step(kind: type[OutsizeError]) -> 
     text = str(kind("it is too large", numbers="31 against 24", next_step="--stages 4"))
     assert text == f"{kind.__name__} [{kind.code}]: it is too large; 31 against 24. Next: --stages 4"
     assert kind.exit_code != 0
+
+
+def test_an_error_travels_to_another_process() -> None:
+    error = errors.BadOption("it is too large", numbers="31 against 24", next_step="--stages 4")
+    error.shared = True
+    found = pickle.loads(pickle.dumps(error))
+    assert (str(found), found.shared, found.next_step) == (str(error), True, "--stages 4")

@@ -27,19 +27,23 @@ from outsize.train.failure import shown, write_failure
 
 INTERRUPTED = 128 + int(signal.SIGINT)
 GLOO_THREADS_S = 0.05
+RANK_0_SAYS_S = 1.0
 
 
-def end_well_outside_workers(error_file: Path | None) -> None:
+def end_well_outside_workers(error_file: Path | None, rank: int) -> None:
     """For a process that plain python or torchrun has started, once it has joined a group.
 
     An uncaught exception prints as before, an error of outsize as one line; it goes to `error_file` (torch
-    elastic's), and ends the process at once. Any other end destroys the default group before the interpreter
-    goes down.
+    elastic's), and ends the process at once. What every rank raises alike only rank 0 says. Any other end
+    destroys the default group before the interpreter goes down.
     """
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         status = exit_code(error)
+        if isinstance(error, OutsizeError) and error.shared and rank > 0:
+            time.sleep(RANK_0_SAYS_S)  # launchers end all ranks as soon as one has ended
+            end_now(status)
         if isinstance(error, OutsizeError):
             os.write(2, f"{shown(error)}\n".encode(errors="backslashreplace"))
         else:

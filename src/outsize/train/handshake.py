@@ -14,13 +14,18 @@ from torch import nn
 
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Plan
+from outsize.train.mesh import insist_on_size
 
 
 def shake_hands(group: dist.ProcessGroup, plan: Plan | None, model: nn.Module) -> None:
-    """A collective. Raises WorldMismatch on every rank where one has another plan, model or version."""
+    """A collective. Raises WorldMismatch on every rank where one has another plan, model or version, or the
+    plan wants another number of processes.
+    """
     cards: list[Any] = [None] * group.size()
     dist.all_gather_object(cards, card(plan, model), group=group)
     insist_on_one(cards)
+    if plan is not None:
+        insist_on_size(plan.axes, group.size())
 
 
 def card(plan: Plan | None, model: nn.Module) -> dict[str, str]:

@@ -99,7 +99,7 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
             env.setdefault(name, loopback_interface())
     world = join_world(env, device_type, timeout_s, backend)
     if world.owned:
-        end_well_outside_workers(error_file())
+        end_well_outside_workers(error_file(), world.rank)
     return world
 
 

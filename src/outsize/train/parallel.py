@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from outsize.capture.ladder import LossFn
-from outsize.errors import BadOption
+from outsize.errors import BadOption, OutsizeError
 from outsize.ir.plan import Plan
 from outsize.run.statistics import of_one_replica
 from outsize.train.crew import Crew, LocalCrew, ProcessCrew, device_of
@@ -76,9 +76,22 @@ def make_engine(
 
 
 def agreed(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
-    """Made on rank 0 and sent to all, so that ranks cannot disagree (measured times differ)."""
+    """Made on rank 0 and sent to all, so that ranks cannot disagree (measured times differ).
+
+    An error of outsize is raised on all of them, too.
+    """
     if group is None:
         return make()
-    box: list[Any] = [make() if group.rank() == 0 else None]
+    box: list[Any] = [_made(make) if group.rank() == 0 else None]
     dist.broadcast_object_list(box, group=group, group_src=0)
+    if isinstance(box[0], OutsizeError):
+        raise box[0]
     return box[0]
+
+
+def _made(make: Callable[[], Plan]) -> Plan | OutsizeError:
+    try:
+        return make()
+    except OutsizeError as error:
+        error.shared = True
+        return error

@@ -1,0 +1,29 @@
+"""One rank of a run that cannot be: `mismatch_worker.py CASE`, in a folder with plan files."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import outsize
+
+case, rank = sys.argv[1], os.environ["RANK"]
+Path(f"pid{rank}").write_text(str(os.getpid()))
+model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), torch.zeros(16, 4)
+if case in ("outsize", "torch") and rank != "0":  # what another machine has installed
+    installed = Path(f"{case}-0.0.7.dist-info")
+    installed.mkdir(exist_ok=True)
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {case}\nVersion: 0.0.7\n")
+    sys.path.insert(0, str(Path.cwd()))
+how: dict[str, Any] = {"stages": 3, "dp_replicate": 2}
+if case != "wishes":
+    name = {"mesh": "mesh", "eight": "eight", "plans": f"rank{rank}"}.get(case, "rank0")
+    how = {"plan": outsize.Plan.load(f"{name}.json")}
+parallelize = outsize.parallelize  # the first use of this name imports what it needs
+Path(f"called{rank}").touch()
+parallelize(model, (x,), loss_fn=nn.MSELoss(), target=x, **how)

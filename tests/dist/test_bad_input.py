@@ -1,0 +1,141 @@
+"""Runs that cannot be: one clear error from rank 0, all processes end, at once, under each launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from forked_launcher import launch_in_fork
+from test_launchers import _port as free_port
+from torch import nn
+
+import outsize
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+WORKER = str(Path(__file__).with_name("mismatch_worker.py"))
+WITHIN_S = 10.0
+NOT_ALIKE = "WorldMismatch [E204]: the ranks of this run were not started with the same"
+# case: ranks, what the error says
+CASES = {
+    "mesh": (3, "the plan wants 4 processes, this run has 3; pp 2, dp_replicate 2; world size 3"),
+    "eight": (4, "the plan wants 8 processes, this run has 4; pp 8; world size 4"),
+    "plans": (2, f"{NOT_ALIKE} plan; rank 0 has "),
+    "outsize": (2, f"{NOT_ALIKE} outsize; rank 0 has {outsize.__version__}, rank 1 has 0.0.7"),
+    "torch": (2, f"{NOT_ALIKE} torch; rank 0 has 2."),
+    "wishes": (2, "BadOption [E106]: 3 stages want 2 devices each"),
+}
+
+
+class Ended(NamedTuple):
+    codes: list[int]
+    err: str
+    seconds: float  # since the last rank called `parallelize`
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With the plans that the ranks are given."""
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), torch.zeros(16, 4)
+    wishes: dict[str, dict[str, Any]] = {
+        "rank0": {"cluster": "2xcpu", "microbatches": 2},
+        "rank1": {"cluster": "2xcpu", "microbatches": 4},
+        "mesh": {"cluster": "4xcpu", "stages": 2, "dp_replicate": 2, "microbatches": 2},
+        "eight": {"cluster": "8xcpu", "stages": 8, "microbatches": 2},
+    }
+    for name, how in wishes.items():
+        plan = outsize.plan(model, (x,), loss_fn=nn.MSELoss(), target=x, **how)
+        plan.save(tmp_path / f"{name}.json")
+    return tmp_path
+
+
+def outsize_run(folder: Path, case: str, ranks: int) -> tuple[list[int], str]:
+    launched = launch_in_fork(folder, [WORKER, case], ranks, env={"OMP_NUM_THREADS": "1"})
+    try:
+        done = launched.finish()
+    finally:
+        launched.clean_up()
+    return [done.code], done.err
+
+
+def torchrun(folder: Path, case: str, ranks: int) -> tuple[list[int], str]:
+    nproc = f"--nproc-per-node={ranks}"
+    (one,) = started(folder, [[sys.executable, "-m", "torch.distributed.run", nproc, WORKER, case]], [{}])
+    _, err = one.communicate(timeout=60)
+    return [one.returncode], err
+
+
+def by_hand(folder: Path, case: str, ranks: int) -> tuple[list[int], str]:
+    port = str(free_port())
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    places = [{**meet, "RANK": str(rank)} for rank in range(ranks)]
+    both = started(folder, [[sys.executable, WORKER, case]] * ranks, places)
+    said = [one.communicate(timeout=60)[1] for one in both]
+    assert said[1:] == [""] * (ranks - 1), "rank 0 has said it"
+    return [one.returncode for one in both], said[0]
+
+
+def started(
+    folder: Path, commands: list[list[str]], envs: list[dict[str, str]]
+) -> list[subprocess.Popen[str]]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    pipe, more = subprocess.PIPE, {"OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(command, cwd=folder, env=inherited | more | env, stderr=pipe, text=True)
+        for command, env in zip(commands, envs, strict=True)
+    ]
+
+
+def ended(launch: Callable[[Path, str, int], tuple[list[int], str]], folder: Path, case: str) -> Ended:
+    ranks = CASES[case][0]
+    codes, err = launch(folder, case, ranks)
+    at = time.time()
+    called = [(folder / f"called{rank}").stat().st_mtime for rank in range(ranks)]
+    alive = [rank for rank in range(ranks) if _alive(int((folder / f"pid{rank}").read_text()))]
+    assert not alive, f"ranks {alive} live on"
+    return Ended(codes, err, at - max(called))
+
+
+@pytest.mark.parametrize("case", ["mesh", "eight", "plans", "outsize"])
+@pytest.mark.parametrize("launch", [outsize_run, torchrun], ids=lambda launch: launch.__name__)
+def test_one_error_from_rank_0_and_all_have_ended(
+    folder: Path, launch: Callable[[Path, str, int], tuple[list[int], str]], case: str
+) -> None:
+    found = ended(launch, folder, case)
+    print(case, launch.__name__, f"{found.seconds:.1f} s", found.err)
+    lines = [line for line in found.err.splitlines() if line.startswith("mismatch_worker.py:")]
+    assert len(lines) == 1, found.err
+    assert CASES[case][1] in lines[0]
+    assert "Next: " in lines[0]
+    torchruns = int(launch is torchrun)  # its own traceback, and below it the one that rank 0 has recorded
+    assert len(re.findall("^Traceback", found.err, re.MULTILINE)) == torchruns, found.err
+    assert found.err.count(f'File "{WORKER}"') == torchruns, found.err
+    assert 0 not in found.codes
+    assert found.seconds < WITHIN_S
+
+
+@pytest.mark.parametrize("case", ["torch", "wishes"])
+def test_every_process_has_a_code_of_its_own(folder: Path, case: str) -> None:
+    """Without a launcher that would end them."""
+    found = ended(by_hand, folder, case)
+    assert CASES[case][1] in found.err
+    assert len(found.err.splitlines()) == 1, found.err
+    assert len(set(found.codes)) == 1
+    assert 0 not in found.codes
+    assert found.seconds < WITHIN_S
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
