@@ -35,6 +35,7 @@ from outsize.train.tensor_ranks import TensorRanks
 
 CLIP, SEED, STEPS = 0.5, 5, 3
 Numbers = dict[str, Tensor]
+Sent = dict[str, int]
 
 
 def convolutional() -> Made:
@@ -64,14 +65,17 @@ def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
     return model.to(dtype), Batch(tuple(args), kwargs)
 
 
-def plan_of(model: nn.Module, batch: Batch, world: World, replicas: int, recompute: str) -> Plan:
+def plan_of(
+    model: nn.Module, batch: Batch, world: World, replicas: int, recompute: str, sequence: bool = False
+) -> Plan:
     """Two ranks share a stage, so many pipelines the batch's two microbatches, and stages the rest."""
     stages = world.world_size // (2 * replicas)
     wishes: dict[str, Any] = {"stages": stages, "recompute": recompute, "tp": 2, "dp_replicate": replicas}
     wishes["microbatches"] = 2 // replicas
-    return outsize.plan(
+    made = outsize.plan(
         model, batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", **loss(batch), **wishes
     )
+    return made.model_copy(update={"sequence_parallel": sequence})
 
 
 def loss(batch: Batch) -> dict[str, Any]:
@@ -105,22 +109,28 @@ def plain(model: nn.Module, batch: Batch, parts: list[Batch]) -> tuple[list[floa
     return losses, grads, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def counted(model: nn.Module, parts: list[Batch]) -> int:
-    """Bytes of a step's all-reduces in the planner's account, over all stages."""
+def counted(model: nn.Module, parts: list[Batch], sequence: bool) -> Sent:
+    """Bytes of a step's all-reduces, and of its gathers and reduce-scatters, in the planner's account."""
     tapes = [record(model, part.args, part.kwargs, loss_of, ()) for part in parts]
     graphs = [with_styles(build_graph(tape, model), model) for tape in tapes]
-    return sum(u.divided.forward_sum + u.divided.backward_sum for graph in graphs for u in graph.units)
+    each = [u.in_sequence if sequence else u.divided for graph in graphs for u in graph.units]
+    gathered = sum(of.forward_gather + of.backward_gather for of in each)
+    return {"summed": sum(of.forward_sum + of.backward_sum for of in each), "gathered": gathered}
 
 
-def split(engine: Engine, batch: Batch) -> tuple[list[float], Numbers, int, Numbers]:
+def split(engine: Engine, batch: Batch) -> tuple[list[float], Numbers, Sent, Numbers]:
     """The same with the engine; every rank has the gradients of whole weights, and what it sent for them."""
-    losses, grads, sent = list[float](), Numbers(), 0
+    losses, grads, sent = list[float](), Numbers(), Sent()
     tensor = tensor_of(engine)
     for step in range(2 * STEPS):
         found = engine.step(*batch.args, update=bool(step % 2), loss_scale=0.5, **batch.kwargs)
         losses.append(found.loss.item())
         if step == 0:
-            sent = tensor.group.sent["all_reduce"]
+            kinds = tensor.group.sent
+            sent = {
+                "summed": kinds["all_reduce"],
+                "gathered": kinds["all_gather"] + kinds["reduce_scatter"],
+            }
             own = [(n, p.grad.clone()) for n, p in engine.named_parameters() if p.grad is not None]
             grads = {n: tensor.gathered(n, full_of(grad)) for n, grad in own}
     return losses, grads, sent, engine.full_state_dict()
@@ -184,10 +194,12 @@ def features(folder: Path, world: World) -> dict[str, Any]:
     }
 
 
-def compared(name: str, dtype: torch.dtype, world: World, replicas: int, recompute: str) -> dict[str, Any]:
+def compared(
+    name: str, dtype: torch.dtype, world: World, replicas: int, recompute: str, sequence: bool
+) -> dict[str, Any]:
     model, batch = made(name, dtype)
     alone = copy.deepcopy(model)
-    plan = plan_of(model, batch, world, replicas, recompute)
+    plan = plan_of(model, batch, world, replicas, recompute, sequence)
     engine = make_engine(model, plan, world.group, optimizer=adamw, clip_norm=CLIP, seed=SEED, **loss(batch))
     engine.prepare(batch)
     held = sum(p.numel() for _, p in engine.named_parameters())
@@ -203,23 +215,29 @@ def compared(name: str, dtype: torch.dtype, world: World, replicas: int, recompu
         "names": list(trained) == (list(alone.state_dict()) if world.rank == 0 else []),
         "share": held / sum(p.numel() for p in alone.parameters()),
         "sent": sent,
-        "counted": counted(made(name, dtype)[0], engine._parts(batch)),  # pyright: ignore
+        "counted": counted(made(name, dtype)[0], engine._parts(batch), plan.sequence_parallel),  # pyright: ignore
     }
 
 
 def main(folder: Path, cases: list[str]) -> None:
-    """`llama` with all ranks in a pipeline of pairs, `llama:2` with so many replicas of it."""
+    """`llama` with all ranks in a pipeline of pairs, `llama:2` with so many replicas of it.
+
+    `llama:sequence` also divides what lies between layers, `llama:double` is in float64 in any case.
+    """
     torch.set_num_threads(1)
     world = join()
     found: dict[str, Any] = {}
     for number, case in enumerate(cases):
-        name, _, replicas = case.partition(":")
+        name, *marks = case.split(":")
+        replicas = next((int(mark) for mark in marks if mark.isdigit()), 1)
         many = world.world_size > 2
         recompute = ("none", "full", "selective")[number % 3 if many else 0]
-        dtype = torch.float64 if many and name not in NO_DOUBLE else torch.float32
+        double = (many or "double" in marks) and name not in NO_DOUBLE
+        dtype = torch.float64 if double else torch.float32
         with all_in(dtype):
-            found[case] = compared(name, dtype, world, int(replicas or 1), recompute)
-    found["features"] = features(folder, world)
+            found[case] = compared(name, dtype, world, replicas, recompute, "sequence" in marks)
+    if not any("sequence" in case for case in cases):
+        found["features"] = features(folder, world)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
     leave(world)
 

@@ -66,7 +66,8 @@ def test_a_step_of_two_ranks_is_that_of_one_process(tp2: Found, name: str) -> No
 @pytest.mark.parametrize("name", ALONE)
 def test_what_is_sent_is_what_the_planner_counts(tp2: Found, name: str) -> None:
     for rank in tp2:
-        assert rank[name]["sent"] == rank[name]["counted"] > 0
+        assert rank[name]["sent"] == rank[name]["counted"]
+        assert rank[name]["sent"]["summed"] > 0
 
 
 @pytest.mark.parametrize("name", PIPED)

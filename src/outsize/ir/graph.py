@@ -62,7 +62,7 @@ class Parameter(Record):
 class Divided(Record):
     """What tensor parallelism divides of a unit: the share of its work, of its saved bytes, which weights.
 
-    Sums (all-reduces) and gathers of its passes are in bytes of whole tensors.
+    Sums (all-reduces) and gathers (reduce-scatters, too) of its passes are in bytes of whole tensors.
     """
 
     work: float = 0.0
@@ -80,7 +80,8 @@ class Value(Record):
 
     Values with the same `storage` are views of one memory of `storage_bytes`; -1: nobody looked. `saved_by`
     is the unit among whose `saved_bytes` this memory is; -1 where autograd does not keep it. `also_saved_by`
-    are later units that would keep it as well. `divided`: tensor parallel ranks have parts of it.
+    are later units that would keep it as well. `divided`: tensor parallel ranks have parts of it;
+    `in_sequence`: they do under sequence parallelism.
     """
 
     id: int
@@ -95,6 +96,7 @@ class Value(Record):
     saved_by: int = -1
     also_saved_by: tuple[int, ...] = ()
     divided: bool = False
+    in_sequence: bool = False
 
 
 @final
@@ -107,7 +109,8 @@ class Unit(Record):
     that are inputs of the model, there anyway; `backward_workspace_bytes` the most that gradients inside a
     unit of several ops hold beside what it has saved; `waiting_bytes` the gradients that a backward in two
     halves keeps for its weights. The three tuples say the same by family of ops and pass; they are empty
-    where nobody looked inside. `divided` where the graph has `tensor`.
+    where nobody looked inside. `divided` where the graph has `tensor`; `in_sequence` instead of it under
+    sequence parallelism.
     """
 
     index: int
@@ -126,6 +129,7 @@ class Unit(Record):
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()
     divided: Divided = Divided()
+    in_sequence: Divided = Divided()
 
 
 @final

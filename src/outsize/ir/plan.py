@@ -180,6 +180,7 @@ class Plan(Record):
     precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
     weights     "sharded" over dp_shard, as FSDP does; "resident": dp_shard has the optimizer's states alone;
                 "host": with gradients and states in the memory of the host, fetched block by block
+    sequence_parallel   what lies between layers that tp divides is divided, too, along the tokens
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
@@ -203,6 +204,7 @@ class Plan(Record):
     optimizer: str = "adamw"
     precision: Precision = "fp32"
     weights: Weights = "resident"
+    sequence_parallel: bool = False
     recompute: Recompute = "none"
     bn: BatchNormMode = "micro"
     what_if: bool = False

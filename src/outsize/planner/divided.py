@@ -2,10 +2,11 @@
 
     weights, values, saved bytes     the divided ones 1 / ways (rounded up), all others whole
     work, workspace                  of a unit whose work is divided 1 / ways
+    sequence parallelism             the same; what lies between layers is divided, too (program/sequence.py)
 
 The graph says what is divided (`ModelGraph.tensor`, derived from the program: program/tensor_styles.py). All
 that a planner counts for a stage it then counts on this graph; what ranks send each other is spread.py's.
-Source: Megatron-LM, arXiv 1909.08053, sec. 3, without sequence parallelism: what is between layers is whole.
+Sources: Megatron-LM, arXiv 1909.08053, sec. 3; sequence parallelism, arXiv 2205.05198, sec. 4.2.2.
 Deviation: a unit's workspace is divided as its work is. Symbols: t -> ways. Complexity: O(units + values).
 Oracle: tests/unit/planner/test_divided.py, against the parts that a rank of a real model has.
 """
@@ -19,14 +20,27 @@ from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.text import bytes_text, percent_text
 
 
-def of_rank(model: tuple[ModelGraph, Profile], ways: int) -> tuple[ModelGraph, Profile]:
-    """The model of one rank, in bytes: seconds stay those of one device.
+def styled(graph: ModelGraph, sequence: bool) -> ModelGraph:
+    """The graph, of which under sequence parallelism more is divided."""
+    if not sequence:
+        return graph
+    fields = {name: getattr(graph, name) for name in type(graph).model_fields}
+    fields["units"] = tuple(u.model_copy(update={"divided": u.in_sequence}) for u in graph.units)
+    fields["values"] = tuple(v.model_copy(update={"divided": v.in_sequence}) for v in graph.values)
+    return ModelGraph(**fields)
+
+
+def of_rank(
+    model: tuple[ModelGraph, Profile], ways: int, sequence: bool = False
+) -> tuple[ModelGraph, Profile]:
+    """The model of one rank, in bytes: seconds stay those of one device. `sequence`: under that parallelism.
 
     The same where there is one rank, or where nobody has asked what is divided.
     """
     graph, profile = model
     if ways == 1 or graph.tensor is None:
         return model
+    graph = styled(graph, sequence)
     costs = tuple(_cost(c, u, ways) for c, u in zip(profile.units, graph.units, strict=True))
     return _graph(graph, ways), profile.model_copy(update={"units": costs})
 
@@ -36,10 +50,16 @@ def divides(graph: ModelGraph, ways: int) -> bool:
     return ways == 1 or graph.tensor is None or ways in graph.tensor.degrees
 
 
-def tensor_reasons(graph: ModelGraph, ways: int) -> Iterator[str]:
+def tensor_reasons(graph: ModelGraph, ways: int, sequence: bool = False) -> Iterator[str]:
     """Sentences for `Plan.why`; `graph` is of one microbatch."""
     if ways == 1 or graph.tensor is None:
         return
+    if sequence:
+        whole, graph = graph, styled(graph, sequence)
+        kept = [sum(unit.saved_bytes for unit in _graph(of, ways).units) for of in (graph, whole)]
+        less, before = map(bytes_text, kept)
+        yield f"sequence parallel: a rank keeps {less} of a microbatch for its backward, not {before}"
+    assert graph.tensor is not None
     modules, each = graph.tensor.modules, [unit.divided for unit in graph.units]
     divided = sum(module.style != "whole" for module in modules)
     held = percent_text(_graph(graph, ways).parameter_bytes / graph.parameter_bytes)

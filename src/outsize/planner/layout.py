@@ -46,6 +46,7 @@ class Layout:
     """Everything but the cuts; `stages` in all, `microbatches` of each replica.
 
     `captured`: under how many microbatches of the whole batch the model was captured at this size.
+    `sequence`: tp divides what lies between layers as well.
     """
 
     axes: Axes
@@ -55,6 +56,7 @@ class Layout:
     captured: int
     weights: Weights = "resident"
     actions: tuple[str, ...] = ()
+    sequence: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -103,7 +105,8 @@ class Layout:
     def of_plan(cls, plan: Plan) -> Layout:
         """What the plan says."""
         m = plan.microbatches
-        return cls(plan.axes, len(plan.stages), plan.schedule, m, m, plan.weights, plan.actions)
+        found = cls(plan.axes, len(plan.stages), plan.schedule, m, m, plan.weights, plan.actions)
+        return replace(found, sequence=plan.sequence_parallel)
 
 
 def pipelines(

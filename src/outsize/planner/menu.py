@@ -23,7 +23,7 @@ from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.blockwise import block_ranges
 from outsize.planner.coarse import around, coarse_graph, coarse_profile, pieces
-from outsize.planner.divided import of_rank
+from outsize.planner.divided import of_rank, styled
 from outsize.planner.fleet import Crossing, Fleet, Groups
 from outsize.planner.floor import Work, made_for
 from outsize.planner.kinds import on_kind
@@ -75,7 +75,7 @@ class Menu:
         self._ends = dict(ends)
         self._costs: dict[Key, UnitSeconds] = {}
         self._made: dict[int, NDArray[np.int64]] = {}
-        self._shares: dict[int, Sharing] = {}
+        self._shares: dict[tuple[int, bool], Sharing] = {}
         self._works: dict[Key, Work] = {}
         self._cases: dict[Key, Case] = {}
         self._alike: dict[Key, Cluster] = {}
@@ -332,10 +332,11 @@ class Menu:
 
     def _whole(self, layout: Layout, device: Device) -> Case:
         """Of the model as one tensor parallel rank runs it: bytes are shared out from here."""
-        key = "whole", layout.captured, layout.axes.tp, style_of(device.kind), self._cuts.get(layout)
+        key = "whole", layout.captured, layout.axes.tp, layout.sequence, style_of(device.kind)
+        key = (*key, self._cuts.get(layout))
         if key not in self._cases:
             ends = self.ends(layout)
-            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp)
+            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
             there = profile.model_copy(update={"device": device.kind})
             costs = coarse_profile(there, ends)
             case = Case.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
@@ -344,10 +345,10 @@ class Menu:
 
     def _in_blocks(self, layout: Layout, device: Device) -> Case:
         """The same when all is recomputed block by block."""
-        key = "blocks", layout.captured, layout.axes.tp, device.kind, self._cuts.get(layout)
+        key = "blocks", layout.captured, layout.axes.tp, layout.sequence, device.kind, self._cuts.get(layout)
         if key not in self._cases:
             whole = self._whole(layout, device)
-            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp)
+            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
             gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
             ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))
             self._cases[key] = replace(whole, ranges=ranges, recompute="selective")
@@ -386,13 +387,15 @@ class Menu:
         return self._made[captured]
 
     def _sharing(self, layout: Layout) -> Sharing:
-        if layout.captured not in self._shares:
-            self._shares[layout.captured] = Sharing.of(self.graph(layout))
-        return self._shares[layout.captured]
+        key = layout.captured, layout.sequence
+        if key not in self._shares:
+            self._shares[key] = Sharing.of(styled(self.graph(layout), layout.sequence))
+        return self._shares[key]
 
 
 def _spread_key(layout: Layout) -> Key:
     """What changes the seconds of a unit."""
     sharded_ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
     where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.weights == "host" else ()
-    return layout.captured, layout.axes.tp, layout.axes.cp, layout.weights, sharded_ways, *where
+    axes = layout.axes.tp, layout.axes.cp, layout.sequence
+    return layout.captured, *axes, layout.weights, sharded_ways, *where

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
+from outsize.program.alike import works_by_vector
 from outsize.program.follow_views import VIEWS
 from outsize.program.share import Share
 from outsize.program.step import Call, Lost, Operand, Shape, Step, op_name
@@ -147,6 +148,20 @@ def einsum(call: Call) -> Step:
     return call.same(share.at(result.index(letter)), cut=cut)
 
 
+def _by_vector(call: Call, module: nn.Module) -> Step:
+    """A module with weights, such as a norm, that treats each vector alike."""
+    share, shape = call.alone(), call.shape(call.args[0])
+    if call.results() != [shape] or not works_by_vector(module, shape, share.dim):
+        raise Lost(f"there is no rule for {type(module).__name__}")
+    return call.same(share)
+
+
+def entering(call: Call, step: Step) -> list[str]:
+    """Parameters of which a rank gets a part of the gradient: whole ones that meet what is divided."""
+    cut = {leaf.name for leaf in step.cut if isinstance(leaf, Weight)}
+    return [name for name in call.instruction.parameters() if name not in cut]
+
+
 # -- which rule ----------------------------------------------------------------------------------------
 
 _ELEMENTWISE = """
@@ -182,6 +197,8 @@ _ACTIVATIONS = (
 
 def follow(call: Call, module: nn.Module | None) -> Step:
     """The step of an instruction some of whose operands are divided. Raises Lost and Parted."""
+    if module is not None and call.instruction.parameters():
+        return _by_vector(call, module)
     if module is None:
         rule = RULES.get(op_name(call.instruction))
     else:

@@ -48,11 +48,23 @@ class Collectives(ABC):
         """The whole of which each rank has a part."""
 
     @abstractmethod
-    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-        """A product of which each rank has some of the summands, added up."""
+    def scatter(self, x: Tensor, share: Share) -> Tensor:
+        """This rank's part of the sum of all ranks' x."""
 
     @abstractmethod
-    def lookup(self, index: Tensor, weight: Tensor, share: Share, padding: int | None) -> Tensor:
+    def collect(self, x: Tensor, share: Share) -> Tensor:
+        """The whole, whose gradient is the sum of all ranks' gradients."""
+
+    @abstractmethod
+    def row(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, scatter: Share | None = None
+    ) -> Tensor:
+        """A product of which each rank has some of the summands, added up; with `scatter` a part of that."""
+
+    @abstractmethod
+    def lookup(
+        self, index: Tensor, weight: Tensor, share: Share, padding: int | None, scatter: Share | None = None
+    ) -> Tensor:
         """An embedding of which each rank has some rows."""
 
     @abstractmethod
@@ -62,6 +74,7 @@ class Collectives(ABC):
         inputs: tuple[Tensor, ...],
         masks: tuple[Any, ...],
         weights: tuple[Any, ...],
+        scatter: Share | None = None,
     ) -> tuple[Tensor, None]:
         """An nn.MultiheadAttention of which each rank has some heads."""
 
@@ -116,9 +129,10 @@ class _Writer:
             return
         swap = self._operands(instruction, act)
         if act.kind == "summands":
-            self._add_up(instruction, swap)
+            self._add_up(instruction, act, swap)
             return
         target, args, kwargs = self._call(instruction, act)
+        kwargs = kwargs if act.scatter is None else {**kwargs, "scatter": act.scatter}
         args, kwargs = map_leaves(swap, args), map_leaves(swap, kwargs)
         if (
             act.kind is None
@@ -130,16 +144,17 @@ class _Writer:
             return
         self._emit(replace(instruction, target=target, args=args, kwargs=kwargs, cost=Cost()))
 
-    def _add_up(self, instruction: Instruction, swap: Callable[[Any], Any]) -> None:
+    def _add_up(self, instruction: Instruction, act: Act, swap: Callable[[Any], Any]) -> None:
         (slot,) = instruction.defines()
         part = Ref(len(self._metas))
-        self._metas.append(self._metas[slot])
+        self._metas.append(self._tape.metas[slot])
         self._emit(replace(instruction, args=map_leaves(swap, instruction.args), out=part))
-        total = replace(
-            instruction, target=self._together.reduce, args=(part,), kwargs={}, weights=(), random=False,
-            cost=Cost(),
-        )  # fmt: skip
-        self._emit(total)
+        if act.scatter is None:
+            adding, args = self._together.reduce, (part,)
+        else:
+            adding, args = self._together.scatter, (part, act.scatter)
+        bare = replace(instruction, kwargs={}, weights=(), random=False, cost=Cost())
+        self._emit(replace(bare, target=adding, args=args))
 
     def finish(self, gather: bool) -> Tape:
         output = self._tape.output
@@ -159,18 +174,18 @@ class _Writer:
 
     def _operands(self, instruction: Instruction, act: Act) -> Callable[[Any], Any]:
         """What stands for each tensor among its arguments."""
-        parts = act.kind in (None, "column", "heads", "summands") and not (act.gather and act.kind is None)
 
         def swap(leaf: Any) -> Any:
             if not isinstance(leaf, Ref | Weight):
                 return leaf
-            if leaf in act.gather:
-                whole = self._whole(leaf, act.gather[leaf], instruction)
-                return self._entered(whole, instruction) if act.kind == "column" else whole
-            if leaf in act.step.cut:
-                return self._cut(leaf, act.step.cut[leaf], instruction)
+            share, cut = act.gather.get(leaf), act.step.cut.get(leaf)
+            if cut is not None:
+                whole = leaf if share is None else self._whole(leaf, share, instruction)
+                return self._cut(whole, cut, instruction)
+            if share is not None:
+                return self._whole(leaf, share, instruction, adding=act.parts)
             whole = isinstance(leaf, Ref) and leaf.slot not in self._derived.shares
-            return self._entered(leaf, instruction) if parts and whole else leaf
+            return self._entered(leaf, instruction) if act.parts and whole else leaf
 
         return swap
 
@@ -179,12 +194,16 @@ class _Writer:
             return leaf
         return self._insert(("enter", leaf), self._together.enter, (leaf,), self._metas[leaf.slot], before)
 
-    def _whole(self, leaf: Any, share: Share, before: Instruction) -> Ref:
+    def _whole(self, leaf: Any, share: Share, before: Instruction, adding: bool = False) -> Ref:
+        """`adding`: each rank has a part of the gradient of the whole."""
         meta = _resized(self._metas[leaf.slot], share.dim, share.size)
-        return self._insert(("gather", leaf), self._together.gather, (leaf, share), meta, before)
+        adding = adding and meta.requires_grad
+        target = self._together.collect if adding else self._together.gather
+        return self._insert(("whole", leaf, adding), target, (leaf, share), meta, before)
 
     def _cut(self, leaf: Ref | Weight, share: Share, before: Instruction) -> Ref:
-        like = self._tape.metas[leaf.slot if isinstance(leaf, Ref) else next(iter(before.defines()))]
+        result = next(iter(before.defines()))
+        like = self._metas[leaf.slot] if isinstance(leaf, Ref) else self._tape.metas[result]
         meta = _resized(like, min(share.dim, len(like.shape) - 1), self._together.place.size(share))
         # A weight is cut anew for each user: it may be used in several stages, and travels as a weight.
         key = ("cut", leaf, share.dim, share.parts, before.index if isinstance(leaf, Weight) else None)

@@ -1,6 +1,7 @@
 """What ranks send each other on a rank's tape: bytes of whole tensors by instruction of the whole tape.
 
-Counted as planner/comm.py does: what an all-reduce takes, what an all-gather returns. Deviation: a backward
+Counted as planner/comm.py does: what an all-reduce takes, what an all-gather returns and a reduce-scatter,
+which is one backwards and counts among gathers, takes. Deviation: a backward
 inside the forward (`torch.autograd.grad`) sends as well, and is not counted. Complexity: O(instructions).
 Oracle: the bytes that were sent, tests/dist/test_tensor_parallel.py.
 """
@@ -38,6 +39,7 @@ class _Counted(Collectives):
 
     place = Place(0, 1)
     enter, reduce, cut, gather = map(_named, ("enter", "reduce", "cut", "gather"))
+    scatter, collect = map(_named, ("scatter", "collect"))
     row, lookup, attend = map(_named, ("row", "lookup", "attend"))
     cross_entropy, dropout, attention = map(_named, ("cross_entropy", "dropout", "attention"))
 
@@ -68,6 +70,9 @@ def _of(instruction: Instruction, tape: Tape, weights: Mapping[str, Tensor]) -> 
         return Counter()
     first = instruction.args[0] if instruction.args else None
     out = _bytes(tape.metas[slot].shape, tape.metas[slot].dtype)
+    back = out if tape.metas[slot].requires_grad else 0
+    if name in ("scatter", "collect") or instruction.kwargs.get("scatter") is not None:
+        return Counter[Sent]({"forward_gather": out, "backward_gather": back})
     if name in ("reduce", "row", "lookup", "attend"):
         return Counter[Sent]({"forward_sum": out})
     if name == "gather":

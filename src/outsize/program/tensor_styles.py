@@ -26,12 +26,12 @@ from typing import Literal, final
 from torch import nn
 
 from outsize.errors import NotCapturable
-from outsize.program.alike import adds_up, works_by_vector
-from outsize.program.follow import follow
+from outsize.program.alike import adds_up
+from outsize.program.follow import entering, follow
 from outsize.program.products import Heads, Lookup, Product, heads_of, lookup_of, product_of
 from outsize.program.share import Share
 from outsize.program.step import Call, Lost, Operand, Parted, Shape, Step, op_name
-from outsize.program.tape import Instruction, Meta, Ref, Tape, Weight
+from outsize.program.tape import Instruction, Meta, Ref, Tape
 
 Kind = Literal["column", "row", "vocabulary", "heads", "summands"]
 
@@ -48,12 +48,22 @@ class Role:
 @final
 @dataclass(frozen=True)
 class Act:
-    """What becomes of an instruction on a rank; `gather`: divided operands that it needs whole."""
+    """What becomes of an instruction on a rank; `gather`: divided operands that it needs whole.
+
+    `scatter`: of what ranks add up, each gets a part only.
+    """
 
     step: Step
     kind: Kind | Literal["loss"] | None = None
     of: Product | Lookup | Heads | None = None
     gather: Mapping[Operand, Share] = field(default_factory=dict)
+    scatter: Share | None = None
+
+    @property
+    def parts(self) -> bool:
+        """Does a rank make a part of what whole operands give? Then it has a part of their gradients."""
+        followed = self.kind is None and any(share is not None for share in self.step.out)
+        return followed or self.kind in ("column", "heads", "summands")
 
 
 @final
@@ -216,17 +226,8 @@ class _Walk:
         return self._followed(call, module)
 
     def _followed(self, call: Call, module: nn.Module | None) -> Act:
-        names = call.instruction.parameters()
-        if module is not None and names:
-            share = call.alone()
-            shape = call.shape(call.args[0])
-            if call.results() != [shape] or not works_by_vector(module, shape, share.dim):
-                raise Lost(f"there is no rule for {type(module).__name__}")
-            step = call.same(share)
-        else:
-            step = follow(call, module)
-        cut = {leaf.name for leaf in step.cut if isinstance(leaf, Weight)}
-        self._enter([name for name in names if name not in cut], call)
+        step = follow(call, module)
+        self._enter(entering(call, step), call)
         return Act(step)
 
     def _enter(self, names: list[str], call: Call) -> None:

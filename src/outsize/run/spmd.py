@@ -4,6 +4,8 @@
     reduce  forward: all-reduce       backward: the gradient     (Megatron's g)
     gather  forward: all-gather       backward: this rank's part
     cut     forward: this rank's part backward: all-gather       (so gradients of gradients are right as well)
+    scatter forward: reduce-scatter   backward: all-gather       (sequence parallelism, arXiv 2205.05198)
+    collect forward: all-gather       backward: reduce-scatter
 
 Weights stay parameters under their names, as DTensors: state dicts, torch.distributed.checkpoint,
 clip_grad_norm_ and optimizers know them. The cross entropy of logits whose classes are divided sends three
@@ -38,7 +40,7 @@ from outsize.program.share import Place, Share
 class Group(Collectives):
     """The ranks of one dim of a mesh. `sent` counts, by the kind of collective, bytes of the whole tensors.
 
-    As in planner/comm.py: what an all_reduce takes, what an all_gather returns.
+    As in planner/comm.py: what an all_reduce and a reduce_scatter take, what an all_gather returns.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -79,6 +81,21 @@ class Group(Collectives):
         self.sent["all_gather"] += found.numel() * found.element_size()
         return found
 
+    def total_part(self, x: Tensor, share: Share) -> Tensor:
+        """This rank's part of the sum of all ranks' x; without gradients. Parts are sent in equal blocks."""
+        places = [Place(rank, self.place.ways) for rank in range(self.place.ways)]
+        shape = [len(places), *x.shape]
+        shape[share.dim + 1] = max(place.size(share) for place in places)
+        parts = x.new_zeros(shape)
+        for place, into in zip(places, parts, strict=True):
+            into.narrow(share.dim, 0, place.size(share)).copy_(_part(x.detach(), share, place))
+        self.sent["reduce_scatter"] += x.numel() * x.element_size()
+        mine = torch.empty_like(parts[0])
+        # torch 2.13's name, and the one before.
+        send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        send(mine, parts.flatten(0, 1), group=self._group)
+        return mine.narrow(share.dim, 0, self.place.size(share)).contiguous()
+
     # -- with gradients ------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
@@ -93,18 +110,31 @@ class Group(Collectives):
     def gather(self, x: Tensor, share: Share) -> Tensor:
         return _Gather.apply(x, share, self)
 
-    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-        out = self.reduce(functional.linear(x, weight.t() if turned else weight))
+    def scatter(self, x: Tensor, share: Share) -> Tensor:
+        return _Scatter.apply(x, share, self)
+
+    def collect(self, x: Tensor, share: Share) -> Tensor:
+        return _Collect.apply(x, share, self)
+
+    def _added(self, x: Tensor, scatter: Share | None) -> Tensor:
+        return self.reduce(x) if scatter is None else self.scatter(x, scatter)
+
+    def row(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, scatter: Share | None = None
+    ) -> Tensor:
+        out = self._added(functional.linear(x, weight.t() if turned else weight), scatter)
         return out if bias is None else out + bias.to(out.dtype)
 
-    def lookup(self, index: Tensor, weight: Tensor, share: Share, padding: int | None) -> Tensor:
+    def lookup(
+        self, index: Tensor, weight: Tensor, share: Share, padding: int | None, scatter: Share | None = None
+    ) -> Tensor:
         ((start, stop),) = self.place.ranges(share)
         elsewhere = (index < start) | (index >= stop)
         if start == stop:
-            return self.reduce(_nothing(index, weight))
+            return self._added(_nothing(index, weight), scatter)
         own = None if padding is None or not start <= padding < stop else padding - start
         found = functional.embedding((index - start).masked_fill(elsewhere, 0), weight, own)
-        return self.reduce(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+        return self._added(found.masked_fill(elsewhere.unsqueeze(-1), 0), scatter)
 
     def attend(
         self,
@@ -112,6 +142,7 @@ class Group(Collectives):
         inputs: tuple[Tensor, ...],
         masks: tuple[Any, ...],
         weights: tuple[Any, ...],
+        scatter: Share | None = None,
     ) -> tuple[Tensor, None]:
         in_weight, in_bias, out_weight, out_bias = weights
         biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
@@ -126,7 +157,7 @@ class Group(Collectives):
         out = out.transpose(1, 2).flatten(2)
         out = out if module.batch_first or inputs[0].ndim == 2 else out.transpose(0, 1)
         out = out.squeeze(0) if inputs[0].ndim == 2 else out
-        return self.row(out, out_weight, out_bias, False), None
+        return self.row(out, out_weight, out_bias, False, scatter), None
 
     def cross_entropy(
         self, logits: Tensor, target: Tensor, share: Share, ignore_index: int = -100, reduction: str = "mean"
@@ -322,6 +353,30 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return _Cut.apply(grads[0], ctx.share, ctx.group), None, None
+
+
+@final
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
+        ctx.share, ctx.group = share, group
+        return group.total_part(x, share)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Collect.apply(grads[0], ctx.share, ctx.group), None, None
+
+
+@final
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
+        ctx.share, ctx.group = share, group
+        return group.whole(x, share)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Scatter.apply(grads[0], ctx.share, ctx.group), None, None
 
 
 @final

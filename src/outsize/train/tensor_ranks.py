@@ -21,6 +21,7 @@ from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.program.explain_styles import explain
 from outsize.program.local import Collectives, local_tape
+from outsize.program.sequence import in_sequence
 from outsize.program.share import Share
 from outsize.program.tape import Tape
 from outsize.program.tensor_styles import Role, derive
@@ -33,9 +34,14 @@ from outsize.train.mesh import Mesh
 class TensorRanks:
     """The ranks of a mesh of one dim, that share every stage of a pipeline."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, compiled: bool = False) -> None:
-        """`compiled`: stages are, and their graphs end where ranks do something together."""
-        self.group = Group(mesh)
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False, compiled: bool = False
+    ) -> None:
+        """`sequence`: what lies between divided layers is divided along it.
+
+        `compiled`: stages are, and their graphs end where ranks do something together.
+        """
+        self.group, self._sequence = Group(mesh), sequence
         for name in Collectives.__abstractmethods__ if compiled else ():
             setattr(self.group, name, torch.compiler.disable(getattr(self.group, name)))
         self._model = model
@@ -54,6 +60,7 @@ class TensorRanks:
             styles = explain(tape, self._model, derived)
             styles.insist_on_degree(self.group.place.ways)
             self._roles = derived.roles
+        derived = in_sequence(tape, derived, self._model) if self._sequence else derived
         return local_tape(tape, derived, dict(self._model.named_modules()), self.group)
 
     def share(self, name: str) -> Share | None:
@@ -158,4 +165,4 @@ def tensor_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: b
             numbers=f"the plan wants {plan.axes.world_size}, tp={ways}",
             next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py",
         )
-    return TensorRanks(model, mesh.device_mesh["tp"], compiled=compiled)
+    return TensorRanks(model, mesh.device_mesh["tp"], sequence=plan.sequence_parallel, compiled=compiled)

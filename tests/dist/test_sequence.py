@@ -1,0 +1,52 @@
+"""Sequence parallelism: norms, dropout and sums of parts of the tokens give the numbers of one process."""
+
+from __future__ import annotations
+
+import pytest
+from test_tensor_plans import Found, launched
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+ALONE = ("llama", "gpt2", "bert", "t5", "vit", "mixtral", "encoder")
+PIPED = ("llama", "gpt2", "t5")
+REPLICATED = "bert:2:sequence"
+
+
+@pytest.fixture(scope="module")
+def tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Each in float32 and in float64, with dropout where the model has some; odd numbers of tokens."""
+    cases = [f"{name}:sequence{double}" for name in ALONE for double in ("", ":double")]
+    return launched(tmp_path_factory.mktemp("sequence2"), 2, *cases)
+
+
+@pytest.fixture(scope="module")
+def pp2_tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """In float64, with no, full and selective recompute in turns."""
+    cases = [*(f"{name}:sequence" for name in PIPED), REPLICATED]
+    return launched(tmp_path_factory.mktemp("sequence4"), 4, *cases)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_two_ranks_train_as_one_process(tp2: Found, name: str) -> None:
+    """Gradients, and in float64 parameters after three clipped steps of AdamW."""
+    for rank in tp2:
+        single, double = rank[f"{name}:sequence"], rank[f"{name}:sequence:double"]
+        assert max(single["loss"], single["gradients"]) < 2e-6
+        if name != "mixtral":  # torch's grouped matmul has no float64
+            assert max(double["loss"], double["gradients"]) < 1e-13
+            assert double["trained"] < 1e-10
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_is_sent_in_parts_is_what_the_planner_counts(tp2: Found, name: str) -> None:
+    for rank in tp2:
+        found = rank[f"{name}:sequence"]
+        assert found["sent"] == found["counted"]
+        assert found["sent"]["gathered"] > found["sent"]["summed"]
+
+
+@pytest.mark.parametrize("case", [*(f"{name}:sequence" for name in PIPED), REPLICATED])
+def test_stages_and_replicas_of_such_pairs_train_as_one_process(pp2_tp2: Found, case: str) -> None:
+    for rank in pp2_tp2:
+        assert max(rank[case]["loss"], rank[case]["gradients"]) < 1e-13
+        assert rank[case]["trained"] < 1e-10
