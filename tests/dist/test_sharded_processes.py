@@ -20,7 +20,7 @@ from parity_runs import SEED, Combination, batch_of, captured, fresh, planned
 from tensor_worker import all_in
 from zoo import case
 
-from outsize.ir.plan import Axes, Plan
+from outsize.ir.plan import Axes, Plan, Weights
 from outsize.run.rng import seeder
 from outsize.run.spmd import full_of
 from outsize.schedules.refine import by_blocks
@@ -130,20 +130,24 @@ def work(cases: list[tuple[str, torch.dtype, Plan, Numbers]], group: dist.Proces
 
 
 @pytest.mark.parametrize(
-    ("pp", "replicate", "cases"),
+    ("weights", "pp", "replicate", "cases"),
     [
-        (1, 1, [(name, DOUBLE) for name in MODELS]),
-        (2, 1, [(name, SINGLE) for name in MODELS]),
-        (1, 2, [*((name, SINGLE) for name in MODELS if name != "resnet18"), ("t5", DOUBLE)]),
+        ("sharded", 1, 1, [(name, DOUBLE) for name in MODELS]),
+        ("sharded", 2, 1, [(name, SINGLE) for name in MODELS]),
+        ("sharded", 1, 2, [*((name, SINGLE) for name in MODELS if name != "resnet18"), ("t5", DOUBLE)]),
+        ("resident", 1, 1, [(name, DOUBLE) for name in ("llama", "gpt2", "resnet18")]),
+        ("resident", 2, 1, [(name, DOUBLE) for name in ("llama", "gpt2", "resnet18", "unet")]),
+        ("resident", 1, 2, [("gpt2", SINGLE)]),
     ],
 )
-def test_sharded_plans_give_the_numbers_of_one_process(
-    tmp_path: Path, pp: int, replicate: int, cases: list[tuple[str, torch.dtype]]
+def test_plans_over_shards_give_the_numbers_of_one_process(
+    tmp_path: Path, weights: Weights, pp: int, replicate: int, cases: list[tuple[str, torch.dtype]]
 ) -> None:
     asked = []
     for name, dtype in cases:
         with all_in(dtype):
-            asked.append((name, dtype, plan_of(name, pp, replicate=replicate), plain(name, dtype)))
+            plan = plan_of(name, pp, replicate=replicate, weights=weights)
+            asked.append((name, dtype, plan, plain(name, dtype)))
     found = on_ranks(tmp_path, 2 * pp * replicate, lambda group: work(asked, group))
     assert found == [[]] * (2 * pp * replicate)
 

@@ -86,6 +86,8 @@ def request_of(**fields: Any) -> Request:
     if fields.get("bn") == "sync":
         _insist_on_one_replica(fields)
         fields["microbatches"] = _the_whole_batch(fields.get("microbatches"))
+    if fields.get("weights") == "sharded" and not fields.get("what_if"):
+        _insist_on_shards(fields.get("dp_shard") or 1)
     if isinstance(fields.get("schedule"), Schedule):
         fields |= _as_scheduled(fields, fields["schedule"])
     return checked(Request, **fields)
@@ -126,6 +128,15 @@ def _insist_on_one_replica(fields: dict[str, Any]) -> None:
             "bn='sync' takes the statistics of the whole batch, which replicas tear apart",
             numbers=", ".join(f"{name} {size}" for name, size in sizes.items()),
             next_step="bn='deferred'",
+        )
+
+
+def _insist_on_shards(dp_shard: int) -> None:
+    if dp_shard == 1:
+        raise BadOption(
+            "weights='sharded' divides them among replicas, and none are asked for",
+            numbers="dp_shard 1",
+            next_step="dp_shard=2 (--dp-shard 2), or leave out weights",
         )
 
 

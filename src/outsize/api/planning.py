@@ -118,6 +118,7 @@ def plan(
     follows from the shapes, and where these leave it open from a trial with one sample more.
     `weights="host"` keeps weights, gradients and states in the host's memory and brings stage after stage to
     one device; not given, it is for a model that is too large for its one device in every other way.
+    `weights="resident"` beside `dp_shard` has weights and gradients whole during a step, and sends less.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)

@@ -151,15 +151,15 @@ Replicas = Annotated[
     int | None, typer.Option("--dp-replicate", min=1, help="Replicas, each with its part of the batch.")
 ]
 Shards = Annotated[
-    int | None, typer.Option("--dp-shard", min=1, help="Replicas that share the weights, as FSDP does.")
+    int | None, typer.Option("--dp-shard", min=1, help="Replicas that share weights and states (FSDP).")
 ]
 Tensor = Annotated[int | None, typer.Option("--tp", min=1, help="Devices that share the work of each layer.")]
 Where = Annotated[
     WhereOption | None,
     typer.Option(
         "--weights",
-        help="host: in the host's memory, stage after stage comes to one device (default: where one device "
-        "is too small for all else).",
+        help="With --dp-shard: sharded, whole block by block (default), or resident, whole during a step. "
+        "host: in the host's memory, stage after stage comes to one device (default: where it is too small).",
     ),
 ]
 WhatIf = Annotated[
@@ -167,7 +167,7 @@ WhatIf = Annotated[
     typer.Option(
         "--what-if",
         help="Search every axis: replicas, FSDP and tp, which run, and what this version only plans: cp, "
-        "sharded states alone, weights of several devices on the host.",
+        "weights of several devices on the host.",
     ),
 ]
 PlanFile = Annotated[

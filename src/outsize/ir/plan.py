@@ -75,7 +75,7 @@ class Axes(Record):
 
 
 def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
-    return weights == "sharded" and axes.dp_shard > 1 and form == "tape"
+    return weights != "host" and axes.dp_shard > 1 and form == "tape"
 
 
 def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
@@ -178,8 +178,9 @@ class Plan(Record):
 
     microbatches of each replica of the batch, where the axes have several
     precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
-    weights     "sharded" over dp_shard, as FSDP does; "resident": dp_shard has the optimizer's states alone;
-                "host": with gradients and states in the memory of the host, fetched block by block
+    weights     "sharded" over dp_shard: a block is whole while it computes (ZeRO-3); "resident": on its
+                device, over dp_shard from a block's first use in a step to its last (ZeRO-1); "host": with
+                gradients and states in the memory of the host, fetched block by block
     sequence_parallel   what lies between layers that tp divides is divided, too, along the tokens
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`
@@ -287,7 +288,7 @@ class Plan(Record):
 
     @property
     def shards(self) -> bool:
-        """Do replicas share weights, gradients and states, block by block?"""
+        """Do replicas share states, and between steps weights and gradients, block by block?"""
         return _shards(self.axes, self.weights, self.form)
 
     @property

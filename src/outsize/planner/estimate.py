@@ -52,7 +52,7 @@ FILLED: Final = 3
 class Estimate:
     """One way to run a model, with what it is expected to cost.
 
-    `pipeline_s` of all microbatches; `sync_s`: replicas wait for each other's gradients. `floor_s`: no cut of
+    `pipeline_s` of all microbatches; `sync_s`: replicas wait for each other. `floor_s`: no cut of
     this layout that fits makes a shorter step; 0 where nobody knows.
     """
 
@@ -289,7 +289,9 @@ def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCos
         return float(case.after_s[run])
     if layout.replicas * layout.axes.cp == 1:
         return 0.0
-    return sync_s(int(case.ranges.gradients[run]), cost.backward_s, layout, alike)
+    ranges = case.ranges
+    held = int(ranges.weights[run] - ranges.buffers[run]), int(ranges.gradients[run])
+    return sync_s(held, (cost.forward_s, cost.backward_s), layout, alike)
 
 
 def stage_cost(case: Case, first: int, end: int) -> StageCost:

@@ -9,7 +9,7 @@ number: order.py and fleet.py decide which of them work.
 
     by itself     pp alone, all devices, one rank each; other axes where they are asked for
     what-if       every factorisation N = pp x dp_replicate x dp_shard x cp x tp, tp within a node, dp_shard
-                  all of the replicas or those of a node, as ZeRO-1 (states) or as FSDP (weights too)
+                  all of the replicas or those of a node, as ZeRO-1 (resident) or as FSDP (weights too)
     cp            of the sizes that context.py allows, and with the smallest microbatches alone: fewer
                   samples at a time save as many bytes as fewer tokens of each, and send nothing
     host          where nothing else fits: all devices as one pipeline, or as replicas (offload.py)

@@ -292,7 +292,7 @@ class Menu:
         if layout.weights == "host":
             return 0.0
         size = int(self._least.bytes_of(layout)[1]) // layout.stages
-        return min(sync_s(size, 0.0, layout, like) for like in self._groups_like(layout))
+        return min(sync_s((0, size), (0.0, 0.0), layout, like) for like in self._groups_like(layout))
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
         """Tables of the layout's units on such a device; `selective`: all of them, block by block."""

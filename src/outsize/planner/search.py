@@ -79,7 +79,8 @@ class Request(Record):
     """What is asked for; None leaves the choice to the search (stages: one per device, or group of devices).
 
     `dp_replicate`, `dp_shard`, `tp`: the sizes of these axes; microbatches are those of each replica.
-    `weights`: where they are; left open they are on the host where one device is too small for all else.
+    `weights`: where they are; left open they are sharded over dp_shard, and on the host where one device is
+    too small for all else.
     `what_if`: also layouts that nothing runs yet. `actions` are those of the schedule "custom".
     """
 
@@ -220,7 +221,8 @@ def _layouts(
         schedules = tuple(name for name in schedules if name != "interleaved")
         timed = all(u.source == "measured" for _, found in candidates.values() for u in found.units[:1])
         schedules = (*schedules, "zero-bubble") if timed else schedules
-    axes, weights = request.axes(ranks), "sharded" if request.dp_shard > 1 else "resident"
+    whole = request.dp_shard == 1 or request.weights == "resident"
+    axes, weights = request.axes(ranks), "resident" if whole else "sharded"
     for layout in pipelines(axes, counts_for(candidates, axes), schedules, units):
         yield replace(layout, weights=weights)
 
@@ -238,6 +240,7 @@ def _as_wished(request: Request, layout: Layout) -> bool:
     """What was fixed stays fixed: stages are ranks of the pipeline, microbatches those of a replica."""
     stages, count, meshed = request.stages, request.microbatches, not request.meshed
     meshed = meshed or request.axes(layout.axes.pp) == layout.axes
+    meshed = meshed and request.weights in (None, layout.weights)
     return meshed and stages in (None, layout.axes.pp) and count in (None, layout.microbatches)
 
 

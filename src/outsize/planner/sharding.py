@@ -1,6 +1,8 @@
 """Problem: what does one device of a stage hold when `ways` devices share it, for all runs of units at once?
 
-    states   (ZeRO-1)  optimizer states, master copies and the temporaries of the optimizer's step: 1 / ways
+    states   (ZeRO-1)  optimizer states, master copies and the temporaries of the optimizer's step: 1 / ways.
+                       Weights and gradients are whole during a step; its part of the weights, which the
+                       optimizer steps and gathers are made of, counts as a master copy
     all      (ZeRO-3)  weights and gradients too. A forward or backward gathers the weights of the unit at
                        work and of the next one (prefetched); the gradient of a unit is whole until its
                        reduce-scatter is over, while the unit before it makes its own
@@ -16,7 +18,8 @@ torch.distributed.fsdp.fully_shard, a group for each unit, reshard_after_forward
 parallelism, arXiv 2205.05198, sec. 4.2. Deviations: a unit's padding to whole rows and the copy out of the
 flat buffer of a gather are not counted; under tensor parallelism norms and biases count as divided, too,
 where nobody has asked what is (divided.py). Sharded, the first backward of a step is bounded from above by a
-later one. Under context parallelism the weights' gradients of the largest unit count as being made at the
+later one; if only states are, weights and gradients count as whole in the optimizer's step, where their parts
+are left. Under context parallelism the weights' gradients of the largest unit count as being made at the
 worst moment. Complexity: O(n^2). Oracle: tests/unit/planner/test_sharding.py goes through every run.
 """
 
@@ -48,7 +51,7 @@ def shared(
 
 
 def sharded(ranges: Ranges, ways: int, level: Level, whole: Whole | None = None) -> Ranges:
-    """Tables of one of `ways` >= 1 replicas that share the optimizer's states, or all they hold for good.
+    """Tables of one of `ways` >= 1 replicas that share what lasts beyond a step, or all they hold for good.
 
     `whole` where the tables are of pieces: what a gather makes whole is a unit's, not a piece's.
     """
@@ -60,7 +63,7 @@ def sharded(ranges: Ranges, ways: int, level: Level, whole: Whole | None = None)
         master=_share(ranges.master, ways),
         update=_share(ranges.update, ways),
     )
-    return shared if level == "states" else _fully(shared, ways, whole)
+    return _stepped(shared, ways) if level == "states" else _fully(shared, ways, whole)
 
 
 @final
@@ -71,6 +74,12 @@ class Whole:
     weights: Bytes
     gradients: Bytes
     ends: tuple[int, ...]
+
+
+def _stepped(ranges: Ranges, ways: int) -> Ranges:
+    """With a part of the weights beside them."""
+    part = _share(ranges.weights - ranges.buffers, ways)
+    return replace(ranges, optimizer=ranges.optimizer + part, master=ranges.master + part)
 
 
 def _fully(ranges: Ranges, ways: int, whole: Whole | None) -> Ranges:

@@ -8,9 +8,10 @@
     sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters
                 its gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of
                 compute and links, taken in the mean over the model (arXiv 2304.11277, sec. 3.3)
-    replicas    one all-reduce of a stage's gradients for a step (or its two halves around a sharded
-                optimizer's step) among all that have the same weights, cp too; the last backward hides as
-                much of it as it lasts (arXiv 2006.15704, sec. 3.2)
+    replicas    one all-reduce of a stage's gradients for a step among all that have the same weights, cp
+                too; the last backward hides as much of it as it lasts (arXiv 2006.15704, sec. 3.2)
+    resident    over dp_shard its two halves: gradients are scattered beside the last backward, weights
+                gathered beside the next step's first forward (arXiv 1910.02054, sec. 7.2.1)
 
 Deviations: the collectives of tp are not overlapped with compute; of weights that cp reads whole a share of
 the bytes is counted; a replica's stages synchronise one after the other. Complexity: O(units + users of all
@@ -88,12 +89,20 @@ def spread(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluste
     return alone
 
 
-def sync_s(gradient_bytes: int, backward_s: float, layout: Layout, cluster: Cluster) -> float:
-    """Seconds for which replicas wait for each other's gradients of a stage, at the end of a step.
+def sync_s(held: tuple[int, int], passes: tuple[float, float], layout: Layout, cluster: Cluster) -> float:
+    """Seconds of a step for which replicas wait for each other's weights and gradients of a stage.
 
-    `gradient_bytes` that one device holds of the stage; `backward_s` of its last microbatch runs beside it.
+    `held`: bytes of both on one device; `passes`: forward and backward of a microbatch, which run beside.
     """
-    return max(0.0, collective_s("all_reduce", gradient_bytes, _alike(layout), cluster) - backward_s)
+    (weights, gradients), (forward_s, backward_s), shard = held, passes, layout.axes.dp_shard
+    gather_s = scatter_s = 0.0
+    if layout.weights == "resident" and shard > 1:
+        group = _along(layout.ways, shard * layout.ways)
+        gather_s = collective_s("all_gather", weights, group, cluster)
+        scatter_s = collective_s("reduce_scatter", gradients, group, cluster)
+        gradients = -(-gradients // shard)
+    added_s = collective_s("all_reduce", gradients, _alike(layout), cluster)
+    return max(0.0, gather_s - forward_s) + max(0.0, scatter_s + added_s - backward_s)
 
 
 def _split(sharing: Sharing, alone: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
@@ -156,10 +165,9 @@ def _beside(links_s: float, compute_s: float) -> float:
 
 
 def _alike(layout: Layout) -> list[int]:
-    """Ranks of the first group that hold the same weights."""
+    """Ranks of the first group that hold the same part of the weights."""
     axes, shard = layout.axes, layout.axes.dp_shard * layout.ways
-    within = shard if layout.weights != "sharded" else layout.ways
-    return [r + c for r in range(0, layout.group, shard) for c in range(0, within, axes.tp)]
+    return [r + c for r in range(0, layout.group, shard) for c in range(0, layout.ways, axes.tp)]
 
 
 def _along(step: int, size: int) -> range:

@@ -235,11 +235,10 @@ _E206 = """
 WhatIfPlan [E206]: the plan is one to read, not to run.
 
 outsize plan --what-if  also looks at ways that this version of outsize does
-not run yet: sequences shared by devices (cp), optimizer states alone sharded
-(ZeRO-1), weights in the memory of the host beside other axes. Such a plan is
-marked what_if, and says what the devices could do, not what they will. The
-axes and the weights tell as well: to take the mark out of the file changes
-nothing.
+not run yet: sequences shared by devices (cp), weights in the memory of the
+host beside other axes. Such a plan is marked what_if, and says what the
+devices could do, not what they will. The axes and the weights tell as well:
+to take the mark out of the file changes nothing.
 
 What to do
   Plan without --what-if: what comes out always runs. To see what a what-if

@@ -1,4 +1,5 @@
-"""Weights that replicas share (ZeRO-3): a rank keeps its part, and has a stage whole while it computes.
+"""Weights that replicas share: a rank keeps its part, and has a stage whole while it computes (ZeRO-3) or
+from its first action in a step to its last (ZeRO-1).
 
     UNSHARD      begins the all-gather; the compute action behind it waits
     RESHARD      frees the whole weights; the modules have their parts again, DTensors under the user's names
@@ -41,12 +42,15 @@ Fill = Callable[[Collection[str]], None]
 class Sharded(Moves):
     """The sharded weights of this rank's stages."""
 
-    def __init__(self, model: nn.Module, home: Mapping[str, int], mesh: DeviceMesh, fill: Fill) -> None:
+    def __init__(
+        self, model: nn.Module, home: Mapping[str, int], mesh: DeviceMesh, fill: Fill, *, once: bool = False
+    ) -> None:
         """Divide in place what `home` gives a stage, over the last dim of `mesh`; a first one replicates.
 
-        `fill(names)`: each time before some are divided, so that they have their values.
+        `fill(names)`: each time before some are divided, so that they have their values. `once` a step they
+        are gathered, and their gradients scattered.
         """
-        self._home, self._mesh = dict(home), mesh
+        self._home, self._mesh, self._once = dict(home), mesh, once
         self._root = nn.Module()
         self._stages: dict[int, list[_Group]] = {}
         for (stage, _), names in _alike(model, home).items():
@@ -63,7 +67,8 @@ class Sharded(Moves):
 
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
         used = ((name, p.stage) for p in cut.programs for name in (*p.weights, *p.spec.foreign))
-        return with_gathers(schedule, {(self._home[name], user) for name, user in used if name in self._home})
+        edges = {(self._home[name], user) for name, user in used if name in self._home}
+        return with_gathers(schedule, edges, once=self._once)
 
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
         groups, kind = self._stages.get(row[at].stage, []), row[at].kind

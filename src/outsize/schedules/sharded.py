@@ -1,24 +1,31 @@
-"""Problem: when are a stage's weights whole, if replicas share them (ZeRO-3, FSDP)?
+"""Problem: when are a stage's weights whole, if replicas share them (FSDP)?
 
 `with_gathers` takes a lowered schedule. A stage's weights are gathered (UNSHARD) while the rank computes with
 those before them, and given up (RESHARD) where its next compute action needs others; each backward's
 gradients are scattered (REDUCE_GRAD) before that. So two stages are whole at a time, the one at work and the
-next. Three stages of one rank, one microbatch:
+next (ZeRO-3). Three stages of one rank, one microbatch:
 
-    0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 2F0 2B0 2REDUCE_GRAD 2RESHARD 0UNSHARD 1B0 ..
+    0UNSHARD 1UNSHARD 0F0 0RESHARD 2UNSHARD 1F0 1RESHARD 2F0 1UNSHARD 2B0 2REDUCE_GRAD 2RESHARD ..
+
+Or `once` a step (ZeRO-1): given up when no later action needs them, and the sum of all microbatches'
+gradients is scattered before that. More is whole, less is sent. Two stages, two microbatches:
+
+    0UNSHARD 1UNSHARD 0F0 1F0 1B0 0B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B1 0REDUCE_GRAD 0RESHARD
 
 Sends go first: another rank waits for them. A stage that uses a tied weight needs its owner's, too, where
 that is on the same rank (from another one it gets a copy).
 
-Sources: FSDP2's unshard and reshard, arXiv 2304.11277, sec. 3.3; `_add_unshard_reshard` of
-torch.distributed.pipelining, which looks ahead over three stages and reduces once a step: with blocks for
-stages, one ahead hides as much, and gradients that are reduced at once are never whole for more than a block.
-Complexity: O(actions). Oracle: tests/unit/schedules/test_gathers.py plays every row.
+Sources: FSDP2's unshard and reshard, arXiv 2304.11277, sec. 3.3 (`once`: reshard_after_forward=False, and
+set_requires_gradient_sync for the last microbatch alone); `_add_unshard_reshard` of
+torch.distributed.pipelining, which looks ahead over three stages: with blocks for stages, one ahead hides as
+much. Complexity: O(actions). Oracle: tests/unit/schedules/test_gathers.py plays every row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from operator import or_
 
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.schedules.message import SENDS, Edges
@@ -26,8 +33,8 @@ from outsize.schedules.message import SENDS, Edges
 Needs = Mapping[int, frozenset[int]]
 
 
-def with_gathers(schedule: Schedule, uses: Edges) -> Schedule:
-    """The lowered schedule with UNSHARD, RESHARD and REDUCE_GRAD.
+def with_gathers(schedule: Schedule, uses: Edges, *, once: bool = False) -> Schedule:
+    """The lowered schedule with UNSHARD, RESHARD and REDUCE_GRAD, one of each for a stage if `once`.
 
     `uses`: (owner, user), where a stage uses sharded weights of its own or of another one.
     """
@@ -35,25 +42,33 @@ def with_gathers(schedule: Schedule, uses: Edges) -> Schedule:
     for owner, user in uses:
         if rank_of[owner] == rank_of[user]:
             needs[user] |= {owner}
-    rows = tuple(tuple(_row(row, needs)) for row in schedule.actions)
+    rows = tuple(tuple(_row(row, needs, once)) for row in schedule.actions)
     return Schedule(schedule.name, schedule.microbatches, rows)
 
 
-def _row(row: Sequence[Action], needs: Needs) -> Iterable[Action]:
-    later = [needs[a.stage] for a in row if a.kind in COMPUTE and needs[a.stage]][1:]
+def _row(row: Sequence[Action], needs: Needs, once: bool) -> Iterable[Action]:
+    coming = _coming([needs[a.stage] for a in row if a.kind in COMPUTE and needs[a.stage]], once)
     whole, ending = frozenset[int](), list[Action]()
     for action in row:
         if action.kind not in SENDS:
             yield from ending
             ending = []
         if action.kind in COMPUTE and needs[action.stage]:
-            now, then = needs[action.stage], later.pop(0) if later else frozenset[int]()
+            now, (then, kept) = needs[action.stage], next(coming)
             yield from (
                 Action(stage, Kind.UNSHARD) for stage in (*sorted(now - whole), *sorted(then - now - whole))
             )
-            ending = [Action(stage, Kind.RESHARD) for stage in sorted((whole | now) - then)]
-            if action.kind in (Kind.B, Kind.W) and action.stage in now:
+            ending = [Action(stage, Kind.RESHARD) for stage in sorted((whole | now) - kept)]
+            last = not once or action.stage not in kept
+            if action.kind in (Kind.B, Kind.W) and action.stage in now and last:
                 ending.insert(0, Action(action.stage, Kind.REDUCE_GRAD))
-            whole = then
+            whole = (whole | now | then) & kept
         yield action
     yield from ending
+
+
+def _coming(uses: Sequence[frozenset[int]], once: bool) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
+    """Behind each use: what the next one needs, and what stays whole."""
+    following = [*uses[1:], frozenset[int]()]
+    later = list(accumulate(reversed(following), or_))[::-1]
+    return iter(zip(following, later if once else following, strict=True))

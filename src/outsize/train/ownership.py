@@ -89,7 +89,8 @@ class Ownership:
         def fill(names: Collection[str]) -> None:
             self._fill(set(names).__contains__, notes)
 
-        self._crew.moves = Sharded(self._model, home, mesh[axes], fill)
+        once = self._plan.weights == "resident"
+        self._crew.moves = Sharded(self._model, home, mesh[axes], fill, once=once)
         self._sharded = frozenset(home)
 
     def adopt(self, find: Callable[[], Placement]) -> None:

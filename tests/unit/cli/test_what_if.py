@@ -71,7 +71,7 @@ def edit(folder: Path) -> Edit:
     ("fields", "numbers"),
     [
         ({"what_if": True}, "pp 2, marked what_if"),
-        ({"axes": AXES}, "dp_shard 4, cp 2"),
+        ({"axes": AXES}, "pp 2, cp 2"),
         ({"weights": "host"}, "pp 2, weights on the host"),
     ],
 )
@@ -88,7 +88,7 @@ def test_it_is_refused_before_the_model_is_built(
 
 def test_as_functions(edit: Edit) -> None:
     plan, model = edit(axes=AXES), nn.Linear(3, 3)
-    with pytest.raises(WhatIfPlan, match="dp_shard 4, cp 2"):
+    with pytest.raises(WhatIfPlan, match="pp 2, cp 2"):
         make_engine(model, plan, None)
     with pytest.raises(WhatIfPlan):
         package.parallelize(model, (torch.zeros(2, 3),), plan=plan)
@@ -96,16 +96,14 @@ def test_as_functions(edit: Edit) -> None:
         package.check(model, (torch.zeros(2, 3),), plan=plan)
 
 
-@pytest.mark.parametrize("axis", ["dp_replicate", "tp"])
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp"])
 def test_axes_beside_pp_that_run(edit: Edit, axis: str) -> None:
     edit(axes={"pp": 2, axis: 2}).check_runs()
 
 
-@pytest.mark.parametrize("axis", ["dp_shard", "cp"])
-def test_axes_beside_pp(edit: Edit, axis: str) -> None:
-    """dp_shard of the optimizer's states alone."""
-    with pytest.raises(WhatIfPlan, match=f"pp 2, {axis} 2"):
-        edit(axes={"pp": 2, axis: 2}).check_runs()
+def test_axes_beside_pp(edit: Edit) -> None:
+    with pytest.raises(WhatIfPlan, match="pp 2, cp 2"):
+        edit(axes={"pp": 2, "cp": 2}).check_runs()
 
 
 def test_sharded_weights(edit: Edit) -> None:
@@ -118,7 +116,7 @@ def test_it_is_explained_from_its_file_alone(edit: Edit, outsize: Outsize) -> No
     edit(axes=AXES, stages=stages, expected=EXPECTED.model_dump(), what_if=True)
     answer = outsize("explain-plan", "plan.json")
     assert (answer.code, answer.err) == (0, "")
-    for words in ("WHAT-IF, to read and not to run: pp 2, dp_shard 4, cp 2", "cuda:8-15", "within 1.3 % of"):
+    for words in ("WHAT-IF, to read and not to run: pp 2, cp 2", "cuda:8-15", "within 1.3 % of"):
         assert words in answer.out
     assert "limited by  the loss on stage 1" in answer.out
     assert max(map(len, answer.out.splitlines())) <= 80

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from planner_graphs import chain
 
+from outsize.api.asking import request_of
 from outsize.errors import BadOption
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import ModelGraph
@@ -31,6 +32,8 @@ def test_every_stage_gets_as_many_devices_as_the_axes_want() -> None:
     assert all(other.axes == plan.axes for other in plan.alternatives)
     assert asked(dp_replicate=4).axes == Axes(dp_replicate=4)
     assert asked(dp_shard=2).weights == "sharded"
+    resident = asked(dp_shard=2, weights="resident")
+    assert (resident.weights, resident.axes, resident.beyond) == ("resident", Axes(pp=2, dp_shard=2), "")
     assert asked(dp_replicate=2, stages=1).axes == Axes(dp_replicate=2)
 
 
@@ -46,10 +49,23 @@ def test_a_what_if_keeps_the_axes_that_were_asked_for() -> None:
     assert (plan.axes.tp, plan.axes.dp_shard) == (1, 1)
 
 
+def test_a_what_if_keeps_the_weights_that_were_asked_for() -> None:
+    plan = asked(dp_shard=2, weights="resident", what_if=True)
+    assert (plan.axes.dp_shard, plan.weights, plan.what_if) == (2, "resident", False)
+    assert {other.weights for other in plan.alternatives} == {"resident"}
+
+
 def test_a_schedule_of_somebodys_own_runs_on_every_replica() -> None:
     plan = asked(dp_replicate=2, schedule="custom", actions=ROWS, microbatches=2)
     assert (plan.axes, plan.actions) == (Axes(pp=2, dp_replicate=2), ROWS)
     assert plan.expected is not None
+
+
+def test_weights_are_sharded_over_replicas_that_are_asked_for() -> None:
+    with pytest.raises(BadOption, match=r"none are asked for; dp_shard 1. Next: dp_shard=2"):
+        request_of(batch_size=8, weights="sharded")
+    assert request_of(batch_size=8, weights="sharded", dp_shard=2).weights == "sharded"
+    assert request_of(batch_size=8, weights="sharded", what_if=True).weights == "sharded"
 
 
 def test_axes_that_the_devices_do_not_have() -> None:

@@ -122,7 +122,8 @@ def test_chunks_need_ranks_that_are_busy_and_units() -> None:
     assert not list(pipelines(Axes(pp=1), counts, names, 64))
     layout = Layout(Axes(pp=2, tp=2, dp_shard=3), 4, "interleaved", 8, 24)
     assert (layout.ranks, layout.chunks, layout.group, layout.replicas) == ((0, 1, 0, 1), 2, 6, 3)
-    assert layout.what_if
+    assert not layout.what_if
+    assert Layout(Axes(pp=2, cp=2), 4, "interleaved", 8, 8).what_if
     assert not Layout(Axes(pp=2), 2, "1f1b", 8, 8).what_if
 
 

@@ -203,7 +203,8 @@ def test_tensor_parallel_shards_gather_their_own_part() -> None:
         (Axes(dp_replicate=2, dp_shard=2), "sharded", 10.5),
         (Axes(cp=4), "resident", 16.5),
         (Axes(cp=2, dp_replicate=2), "resident", 16.5),
-        (Axes(cp=2, dp_shard=2), "resident", 16.5),
+        (Axes(cp=2, dp_shard=2), "resident", 16.0),
+        (Axes(dp_replicate=2, dp_shard=2), "resident", 16.0),
         (Axes(cp=2, dp_shard=2), "sharded", 10.5),
         (Axes(cp=2, tp=2), "resident", 10.5),
     ],
@@ -211,19 +212,30 @@ def test_tensor_parallel_shards_gather_their_own_part() -> None:
 def test_replicas_add_up_gradients_beside_the_last_backward(
     axes: Axes, weights: Weights, seconds: float
 ) -> None:
-    """1,000 bytes at 100 B/s: a ring of two takes 2 x (0.25 + 5), one of four 2 x (0.75 + 7.5)."""
-    layout = Layout(axes, 1, "1f1b", 1, axes.replicas, weights)
-    assert sync_s(1000, 0.0, layout, cluster()) == pytest.approx(seconds)
-    assert sync_s(1000, 4.0, layout, cluster()) == pytest.approx(max(0.0, seconds - 4))
-    assert sync_s(1000, 99.0, layout, cluster()) == 0.0
+    """1,000 bytes at 100 B/s: a ring of two takes 2 x (0.25 + 5), one of four 2 x (0.75 + 7.5). Shards add
+    their halves among two 2 x (0.25 + 2.5).
+    """
+    layout, held = Layout(axes, 1, "1f1b", 1, axes.replicas, weights), (1000, 1000)
+    assert sync_s(held, (0.0, 0.0), layout, cluster()) == pytest.approx(seconds)
+    assert sync_s(held, (0.0, 4.0), layout, cluster()) == pytest.approx(max(0.0, seconds - 4))
+    assert sync_s(held, (99.0, 99.0), layout, cluster()) == 0.0
+
+
+def test_whole_weights_are_gathered_beside_the_first_forward() -> None:
+    """Two of 1,000 bytes: 5.25 s for each half; of frozen ones no gradients are scattered."""
+    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2)
+    assert sync_s((1000, 1000), (4.0, 5.0), layout, cluster()) == pytest.approx(1.25 + 0.25)
+    assert sync_s((1000, 0), (0.0, 0.0), layout, cluster()) == pytest.approx(5.25)
 
 
 def test_groups_across_nodes_wait_for_the_network() -> None:
     """Two ranks of a pipeline on one node each: their replicas are within it, whatever the network is."""
     nodes = cluster("2x2xh100-80gb")
     inside = Layout(Axes(pp=2, dp_replicate=2), 2, "1f1b", 1, 2)
-    assert sync_s(1000, 0.0, inside, nodes) == pytest.approx(10.5)
+    assert sync_s((0, 1000), (0.0, 0.0), inside, nodes) == pytest.approx(10.5)
     across = Layout(Axes(dp_replicate=4), 1, "1f1b", 1, 4)
     slow = nodes.model_copy(update={"outer": nodes.inner.model_copy(update={"bytes_per_s": 1.0})})
-    assert sync_s(1000, 0.0, inside, slow) == pytest.approx(10.5)
-    assert sync_s(1000, 0.0, across, slow) > 2 * 1000 / 4, "half of a quarter at 1 B/s, there and back"
+    assert sync_s((0, 1000), (0.0, 0.0), inside, slow) == pytest.approx(10.5)
+    assert sync_s((0, 1000), (0.0, 0.0), across, slow) > 2 * 1000 / 4, (
+        "half of a quarter at 1 B/s, there and back"
+    )

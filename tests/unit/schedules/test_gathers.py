@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Kind, Schedule, parse_row
+from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule, parse_row
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 from outsize.schedules.sharded import with_gathers
 
 BACKWARD = {Kind.B, Kind.W}
+LOADS = {Kind.LOAD, Kind.UNLOAD}
 
 
 def in_a_row(stages: int, microbatches: int) -> Schedule:
@@ -30,6 +33,21 @@ def test_one_stage_ahead_is_gathered_and_what_is_not_next_is_given_up() -> None:
     )
 
 
+def test_once_a_step_what_is_gathered_stays_until_its_last_backward() -> None:
+    row = parse_row("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1")
+    found = with_gathers(Schedule("custom", 2, (row,)), {(s, s) for s in range(2)}, once=True)
+    assert ",".join(map(str, found.actions[0])) == (
+        "0UNSHARD,1UNSHARD,0F0,1F0,1B0,0B0,0F1,1F1,1B1,1REDUCE_GRAD,1RESHARD,0B1,0REDUCE_GRAD,0RESHARD"
+    )
+
+
+def test_once_a_step_forwards_alone_reduce_nothing() -> None:
+    row = parse_row("0F0,1F0,0F1,1F1")
+    found = with_gathers(Schedule("custom", 2, (row,)), {(s, s) for s in range(2)}, once=True)
+    text = ",".join(map(str, found.actions[0]))
+    assert text == "0UNSHARD,1UNSHARD,0F0,1F0,0F1,0RESHARD,1F1,1RESHARD"
+
+
 def test_stages_without_weights_of_their_own_move_none() -> None:
     found = with_gathers(Schedule("custom", 1, (parse_row("0F0,1F0,1B0,0B0"),)), {(1, 1)})
     assert [str(a) for a in found.actions[0] if a.kind in NO_MICROBATCH] == [
@@ -41,24 +59,31 @@ def test_stages_without_weights_of_their_own_move_none() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "in a row"])
 @pytest.mark.parametrize("ties", [(), ((0, 3),)])
-def test_every_action_has_the_weights_that_it_uses(name: str, ties: tuple[tuple[int, int], ...]) -> None:
+@pytest.mark.parametrize("once", [False, True])
+def test_every_action_has_the_weights_that_it_uses(
+    name: str, ties: tuple[tuple[int, int], ...], once: bool
+) -> None:
     ranks = {"interleaved": 2, "zero-bubble-v": 2, "in a row": 1}.get(name, 4)
     plain = in_a_row(4, 3) if name == "in a row" else build(name, 4, 4, ranks)
     edges = frozenset((s, s + 1) for s in range(3))
     lowered = lower(plain, edges, frozenset((b, a) for a, b in edges))
     uses = {(s, s) for s in range(4)} | set(ties)
-    found = with_gathers(lowered, uses)
+    found = with_gathers(lowered, uses, once=once)
     assert [[a for a in row if a.kind not in NO_MICROBATCH] for row in found.actions] == [
         list(row) for row in lowered.actions
     ]
     for row in found.actions:
-        insist(row, {(o, u) for o, u in uses if plain.rank_of[o] == plain.rank_of[u]})
+        insist(row, {(o, u) for o, u in uses if plain.rank_of[o] == plain.rank_of[u]}, once)
+        if once:
+            own = {a.stage for a in row}
+            moves = Counter(a for a in row if a.kind in NO_MICROBATCH)
+            assert moves == Counter(Action(s, kind) for s in own for kind in NO_MICROBATCH - LOADS)
 
 
-def insist(row: tuple[object, ...], uses: set[tuple[int, int]]) -> None:
+def insist(row: tuple[Action, ...], uses: set[tuple[int, int]], once: bool) -> None:
     whole, dirty = set[int](), set[int]()
     for action in row:
-        stage, kind = action.stage, action.kind  # pyright: ignore[reportAttributeAccessIssue]
+        stage, kind = action.stage, action.kind
         if kind is Kind.UNSHARD:
             assert stage not in whole
             whole.add(stage)
@@ -69,7 +94,7 @@ def insist(row: tuple[object, ...], uses: set[tuple[int, int]]) -> None:
             whole.remove(stage)
         elif kind in COMPUTE:
             assert {o for o, u in uses if u == stage} <= whole
-            assert len(whole) <= (2 if len(uses) <= 4 else 4)
+            assert once or len(whole) <= (2 if len(uses) <= 4 else 4)
             dirty |= {stage} if kind in BACKWARD else set()
     assert not whole
     assert not dirty

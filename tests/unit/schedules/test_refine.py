@@ -92,6 +92,6 @@ def test_pieces_recompute_what_their_stage_recomputes(recompute: str) -> None:
 
 
 def test_other_plans_stay_as_they_are() -> None:
-    for changes in ({"weights": "resident"}, {"axes": Axes(pp=1, dp_replicate=2)}):
+    for changes in ({"weights": "host"}, {"axes": Axes(pp=1, dp_replicate=2)}):
         whole = plan((0, len(graph().units)), **changes)
         assert by_blocks(whole, graph()) is whole
