@@ -91,7 +91,7 @@ def test_devices_are_the_cluster() -> None:
 
 def test_devices_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = object()
-    monkeypatch.setattr(running, "join", lambda kind: World(1, 2, 1, group))
+    monkeypatch.setattr(running, "join", lambda kind, backend: World(1, 2, 1, group))
     with pytest.raises(BadOption, match="rank 1 of 2; devices cpu, cpu"):
         split(devices=["cpu", "cpu"])
 
@@ -160,7 +160,7 @@ def test_generate_wants_one_device() -> None:
 
 def test_a_launcher_of_one_process_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = object()
-    monkeypatch.setattr(running, "join", lambda kind: World(0, 1, 0, group))
+    monkeypatch.setattr(running, "join", lambda kind, backend: World(0, 1, 0, group))
     assert split(devices=["cpu", "cpu"]).crew.group is None
 
 
