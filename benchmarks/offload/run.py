@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from outsize.planner.streamed import Bound
+from outsize.ir.offload import Bound
 
 HERE = Path(__file__).parent
 VOCABULARY, HEADS = 8192, 8
@@ -219,7 +219,9 @@ def bound(case: Case, engine: outsize.Engine, compute_s: float) -> Bound:
     engine.optimizer.step()
     optimizer_s = time.perf_counter() - start
     engine.optimizer.zero_grad()
-    return Bound(compute_s, 2 * to_device_s, to_host_s, optimizer_s)
+    return Bound(
+        compute_s=compute_s, to_device_s=2 * to_device_s, to_host_s=to_host_s, optimizer_s=optimizer_s
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

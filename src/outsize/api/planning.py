@@ -16,7 +16,8 @@ from outsize.capture.precision import check_precision
 from outsize.ir.cluster import Cluster
 from outsize.ir.fit import Fit
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import BatchNormMode, Plan, Precision, Recompute, ScheduleName, Weights
+from outsize.ir.offload import Weights
+from outsize.ir.plan import BatchNormMode, Plan, Precision, Recompute, ScheduleName
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.ir.schedule import Schedule
 from outsize.ir.timeline import Timeline
@@ -116,8 +117,9 @@ def plan(
     this version only plans; a plan that has one says so (`Plan.beyond`). `batch_dims` maps an argument's name
     or position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
     follows from the shapes, and where these leave it open from a trial with one sample more.
-    `weights="host"` keeps weights, gradients and states in the host's memory and brings stage after stage to
-    one device; not given, it is for a model that is too large for its one device in every other way.
+    `weights="host-optimizer"` keeps the optimizer and its states on the host, `weights="host"` weights and
+    gradients as well and brings stage after stage to one device; not given, the faster of the two is for a
+    model that is too large for its one device in every other way.
     `weights="resident"` beside `dp_shard` has weights and gradients whole during a step, and sends less.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """

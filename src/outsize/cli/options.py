@@ -57,6 +57,7 @@ class WhereOption(StrEnum):
 
     resident = "resident"
     sharded = "sharded"
+    host_optimizer = "host-optimizer"
     host = "host"
 
 
@@ -159,7 +160,8 @@ Where = Annotated[
     typer.Option(
         "--weights",
         help="With --dp-shard: sharded, whole block by block (default), or resident, whole during a step. "
-        "host: in the host's memory, stage after stage comes to one device (default: where it is too small).",
+        "One device: host-optimizer, the optimizer's states are in the host's memory; host, all is, "
+        "and stage after stage comes (default: the faster of the two where it is too small).",
     ),
 ]
 WhatIf = Annotated[

@@ -18,6 +18,7 @@ from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
 from outsize.ir.base import Record
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.names import compress_units, expand, prefixes, unroll
+from outsize.ir.offload import HOSTED, Degree, Weights, weights_text
 from outsize.ir.quotient import check_quotient, in_stages
 from outsize.ir.schedule import parse_row, placed
 
@@ -27,15 +28,9 @@ ScheduleName = Literal[
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
-Weights = Literal["resident", "sharded", "host"]
 # The axes that this version of outsize runs.
 RUN: Final = frozenset({"pp", "dp_replicate", "tp"})
 Count = Annotated[int, Field(ge=1)]
-
-
-def weights_text(weights: Weights) -> str:
-    """Where they are, in words; empty where a stage's devices have them."""
-    return {"resident": "", "sharded": "weights sharded", "host": "weights on the host"}[weights]
 
 
 @final
@@ -79,7 +74,7 @@ def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
 
 
 def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
-    return weights == "host" and axes.world_size == 1 and form == "tape"
+    return weights in HOSTED and axes.world_size == 1 and form == "tape"
 
 
 def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
@@ -140,7 +135,8 @@ class Expected(Record):
     """The planner's prediction for one step.
 
     `gap`: no plan of the space that was searched is faster by more than this share; 0 is optimal, None says
-    nothing. `limited_by` names what sets the pace, `margins` what P95 adds to what is counted.
+    nothing. `limited_by` names what sets the pace, `margins` what P95 adds to what is counted. `degrees`:
+    what each degree of offload costs, where the plan has one.
     """
 
     step_s: float
@@ -151,6 +147,7 @@ class Expected(Record):
     gap: float | None = None
     limited_by: str = ""
     margins: tuple[str, ...] = ()
+    degrees: tuple[Degree, ...] = ()
 
 
 @final
@@ -180,7 +177,8 @@ class Plan(Record):
     precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
     weights     "sharded" over dp_shard: a block is whole while it computes (ZeRO-3); "resident": on its
                 device, over dp_shard from a block's first use in a step to its last (ZeRO-1); "host": with
-                gradients and states in the memory of the host, fetched block by block
+                gradients and states in the memory of the host, fetched block by block; "host-optimizer":
+                states alone are there, gradients go there, updated weights come back
     sequence_parallel   what lies between layers that tp divides is divided, too, along the tokens
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`
@@ -293,7 +291,7 @@ class Plan(Record):
 
     @property
     def streams(self) -> bool:
-        """Do weights on the host come to one device, stage by stage?"""
+        """Do weights on the host come to one device, stage by stage or once a step?"""
         return _streams(self.axes, self.weights, self.form)
 
     def check_runs(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final, Literal, final
 
 from outsize.ir.base import Record
+from outsize.ir.offload import Bound
 from outsize.ir.text import percent_text, seconds_text
 
 Cause = Literal["sequential", "few-microbatches", "uneven-stages", "transfers"]
@@ -50,6 +51,8 @@ class Utilisation(Record):
     transfer    of all devices: they send, post receives, or wait for a message that has been sent
     bound_s     of the step if each action lasts as long as it did and nothing else takes time: no run of this
                 schedule with these stage times is faster
+    roofline    what the plan expects of compute, copies and the host's optimizer each, where the host keeps
+                something
     """
 
     step_s: float
@@ -58,6 +61,7 @@ class Utilisation(Record):
     busy: tuple[float, ...]
     transfer: float
     idle: Idle | None = None
+    roofline: Bound | None = None
     note: str = ""
 
     @property
@@ -76,7 +80,14 @@ class Utilisation(Record):
             f"{seconds_text(self.bound_s)}, this schedule without waits: {percent_text(self.reached)} reached"
         )
         found = [("transfers", f"{percent_text(self.transfer)} of all device time"), ("bound", bound)]
+        found += [("roofline", self._against(self.roofline))] if self.roofline is not None else []
         return [*found, ("note", self.note)] if self.note else found
+
+    def _against(self, roofline: Bound) -> str:
+        """`2.41 s measured / 1.20 s (compute) = 2.01`."""
+        times = f" = {self.step_s / roofline.step_s:.2f}" if roofline.step_s else ""
+        least = f"{seconds_text(roofline.step_s)} expected at least ({roofline.longest})"
+        return f"{seconds_text(self.step_s)} measured / {least}{times}"
 
     def __str__(self) -> str:
         """Lines for a terminal."""

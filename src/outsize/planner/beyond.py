@@ -17,7 +17,7 @@ from outsize.planner.reasons import stages_text
 def beyond_reasons(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: str) -> Iterator[str]:
     """Sentences for `Plan.why`; `graph` is of one microbatch, unit by unit."""
     cp, found = layout.axes.cp, context(graph)
-    if layout.weights == "host":
+    if layout.hosted:
         yield host_reason(graph, layout, cluster, optimizer)
     elif cp > 1:
         tokens = f"{found.tokens // cp:,} of a sequence's {found.tokens:,} tokens"
@@ -30,7 +30,7 @@ def costly(bn: BatchNormMode, best: Estimate) -> Iterator[str]:
     """What was asked for or had to be, and what it takes."""
     again = [stage for stage, case in enumerate(best.cases) if case.recompute == "full"]
     if len(again) == len(best.cases):
-        kept = "blocks" if best.layout.weights == "host" else "stages"
+        kept = "blocks" if best.layout.hosted else "stages"
         yield f"everything is recomputed: a backward takes a forward more, and {kept} keep what they receive"
     elif again:
         yield f"recomputed for want of memory: {stages_text(again)}; a backward takes a forward more there"

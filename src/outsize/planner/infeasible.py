@@ -10,7 +10,8 @@ from typing import Final, final
 
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import Cluster
-from outsize.ir.plan import Recompute, ScheduleName, weights_text
+from outsize.ir.offload import weights_text
+from outsize.ir.plan import Recompute, ScheduleName
 from outsize.ir.text import bytes_text
 from outsize.planner.edges import edges_between
 from outsize.planner.estimate import lower_along

@@ -29,7 +29,8 @@ from typing import Final, final
 
 from outsize.ir.cluster import Cluster, Part
 from outsize.ir.devices import Device, host_link
-from outsize.ir.plan import Axes, Plan, ScheduleName, Weights, beyond
+from outsize.ir.offload import HOSTED, Weights
+from outsize.ir.plan import Axes, Plan, ScheduleName, beyond
 from outsize.ir.schedule import ZERO_BUBBLE_V, placed
 from outsize.schedules.builders import SEVERAL
 
@@ -93,6 +94,11 @@ class Layout:
         return self.axes.tp * self.axes.cp
 
     @property
+    def hosted(self) -> bool:
+        """Whether the host keeps some of what a step needs."""
+        return self.weights in HOSTED
+
+    @property
     def what_if(self) -> bool:
         """Whether nothing runs it yet."""
         return bool(beyond(self.axes, self.weights))
@@ -141,7 +147,9 @@ def everything(
 def hosted(
     cluster: Cluster, captured: Iterable[int], schedules: Sequence[ScheduleName], units: int
 ) -> Iterator[Layout]:
-    """Weights in host memory: a pipeline of all devices, or replicas of one stage; not on CPUs."""
+    """Weights in host memory: a pipeline of all devices, or replicas of one stage; not on CPUs. One device
+    alone may have its weights, with their optimizer on the host.
+    """
     devices, given = len(cluster.devices), sorted(captured)
     if any(host_link(device) is None for device in cluster.devices):
         return
@@ -150,7 +158,7 @@ def hosted(
         if axes.pp > 1:
             names = names[:1]  # weights come for every microbatch, whatever the schedule
         for layout in pipelines(axes, counts_for(given, axes), names, units):
-            yield replace(layout, weights="host")
+            yield from (replace(layout, weights=w) for w in (HOSTED if devices == 1 else ("host",)))
 
 
 def grouped(cluster: Cluster, group: int) -> Cluster | None:

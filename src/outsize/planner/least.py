@@ -47,7 +47,7 @@ class Least:
         """Whether all devices together hold weights, gradients, states, and what one microbatch keeps in the
         stage that acts, unless that may go block by block.
         """
-        if layout.weights == "host":
+        if layout.hosted:
             return True
         *fixed, saved = self.bytes_of(layout)
         acting = 0.0 if "selective" in recompute else saved / layout.chunks
@@ -63,7 +63,7 @@ class Least:
 
     def twice_s(self, layout: Layout, work: Work, rooms: Sequence[int]) -> float:
         """Seconds of a microbatch's forward that memory wants computed twice, at least."""
-        if layout.weights == "host":
+        if layout.hosted:
             return 0.0  # a second forward may hide behind the weights that come
         weights, _, states, saved = self.bytes_of(layout, EACH)
         held = held_bytes(layout, rooms, int(weights[-1] + states[-1]))

@@ -32,7 +32,7 @@ def limited_by(found: Estimate, work: Work, graph: ModelGraph, bounds: Sequence[
     first, layout = bounds[slowest], found.layout
     if layout.stages > 1 and bounds[slowest + 1] - first == 1:
         return f"{graph.units[first].name}, one unit, alone on stage {slowest}"
-    if layout.weights == "host":
+    if layout.hosted:
         return _of_host(found)
     less_s = _less(work, found)
     if less_s > SEEN * found.step_s:

@@ -186,7 +186,7 @@ class Menu:
 
     def by_blocks(self, layout: Layout) -> bool:
         """Whether stages may be recomputed block by block beside as a whole: hosted ones are in any case."""
-        return layout.weights != "host" and not self.unequal
+        return not layout.hosted and not self.unequal
 
     def exact(self, layout: Layout) -> bool:
         """Whether every cut of the model is looked at."""
@@ -240,7 +240,7 @@ class Menu:
 
     def _fleet(self, layout: Layout, recompute: Sequence[Recompute] = ("none",)) -> Fleet | None:
         """Unequal groups as they are; None where all are alike, or seconds depend on where a stage is."""
-        if not self.unequal or layout.weights == "host":
+        if not self.unequal or layout.hosted:
             return None
         recompute = tuple(again for again in recompute if again != "selective")
         key = layout, *recompute
@@ -279,7 +279,7 @@ class Menu:
 
     def _room(self, layout: Layout, recompute: Sequence[Recompute]) -> Room | None:
         """What each stage may hold; None where weights or seconds depend on which device it is."""
-        if layout.weights == "host" or len(self._kinds) > 1:
+        if layout.hosted or len(self._kinds) > 1:
             return None
         return self._least.room(layout, recompute, self._room_bytes(layout.group)[0])
 
@@ -289,7 +289,7 @@ class Menu:
 
     def together_s(self, layout: Layout) -> float:
         """Seconds that replicas take to add up the gradients of an average stage."""
-        if layout.weights == "host":
+        if layout.hosted:
             return 0.0
         size = int(self._least.bytes_of(layout)[1]) // layout.stages
         return min(sync_s((0, size), (0.0, 0.0), layout, like) for like in self._groups_like(layout))
@@ -299,7 +299,7 @@ class Menu:
         key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
         key = (*key, self._cuts.get(layout))
         if key not in self._cases:
-            if layout.weights == "host":
+            if layout.hosted:
                 whole, alone = self._whole(layout, device), self._alone(layout.captured, device)
                 blocks, where = self._blocks_of(layout, device), (self.ends(layout), layout, self._cluster)
                 self._cases[key] = hosted(whole, blocks, alone, *where, recompute)
@@ -360,7 +360,7 @@ class Menu:
             alone = self._alone(layout.captured, device)
             if layout.ways > 1 or layout.weights == "sharded":
                 alone = spread(self._sharing(layout), alone, layout, self._like(device))
-            elif layout.weights == "host":
+            elif layout.hosted:
                 # Recomputed, a unit works for longer and waits for less: a floor has the less of the two.
                 where = self._blocks_of(layout, device), alone, layout, self._cluster
                 alone = fastest([fetching(*where, again) for again in (False, True)])
@@ -396,6 +396,6 @@ class Menu:
 def _spread_key(layout: Layout) -> Key:
     """What changes the seconds of a unit."""
     sharded_ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
-    where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.weights == "host" else ()
+    where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.hosted else ()
     axes = layout.axes.tp, layout.axes.cp, layout.sequence
     return layout.captured, *axes, layout.weights, sharded_ways, *where

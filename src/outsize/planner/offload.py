@@ -10,12 +10,19 @@ crosses (coarse.py). With W_b, G_b the weights and gradients of block b, F_b, B_
     optimizer   after the last backward, on the CPU, at the speed of the host's memory: gradients read,
                 weights and states read and written. Replicas add up their gradients before
 
+Where only the optimizer is on the host ("host-optimizer", ZeRO-Offload), weights come once, one block behind
+the other from the beginning of the step, and stay; gradients go with the last microbatch of their block:
+
+    forward     a block begins when the one before has ended and its weights are there
+    backward    sum over b of max(B_b, move(G_b+1 out)),  and move(G_0) behind
+
 With one stage under gpipe a block does all m microbatches before the next one (layer by layer): F_b and B_b
 are those of m, and weights move once for each pass. Otherwise they move for every microbatch, and the host
 adds up gradients: 4 G_b instead of G_b through its memory. A device holds
 
-    weights     of the two largest neighbouring blocks, and buffers
-    gradients   of two: the sum over microbatches of one block, and of the one on its way out
+    weights     of the two largest neighbouring blocks, or all of them, and buffers
+    gradients   of two: the sum over microbatches of one block, and of the one on its way out; all of them
+                where weights stay and microbatches come one by one
     activations as a resident stage; layer by layer also what m microbatches have at the end of the block
     recomputed  what blocks receive instead of what they save, and one block at work, whose weights are there
 
@@ -151,7 +158,8 @@ def fetching(
 ) -> UnitSeconds:
     """Seconds of units with the weights that they wait for; `again`: a backward begins with a forward."""
     compute = alone.recomputed() if again else alone
-    return streamed(compute, blocks.cut, blocks.taken, blocks.given, layout, Host.of(cluster))
+    how = streamed if layout.weights == "host" else staying
+    return how(compute, blocks.cut, blocks.taken, blocks.given, layout, Host.of(cluster))
 
 
 def streamed(
@@ -180,15 +188,39 @@ def streamed(
     return compute.plus(forward, backward)
 
 
+def staying(
+    compute: UnitSeconds,
+    cut: Sequence[int],
+    taken: Sequence[int],
+    given: Sequence[int],
+    layout: Layout,
+    host: Host,
+) -> UnitSeconds:
+    """As `streamed`, of weights that come once a step, and of which gradients alone go."""
+    m = layout.microbatches
+    together = m if layerwise(layout) else 1
+    blocks, first = compute.merged(cut), np.array(cut[:-1])
+    begun = together * (np.cumsum(blocks.forward) - blocks.forward)
+    late = np.maximum.accumulate(np.cumsum([host.move_s(size) for size in taken]) - begun)
+    go = np.array([host.move_s(0, size) for size in (*given[1:], 0)])
+    forward, backward = np.zeros(cut[-1]), np.zeros(cut[-1])
+    forward[first] = np.diff(late, prepend=0.0) / m
+    backward[first] = np.maximum(0.0, go - together * blocks.backward) / m
+    backward[0] += host.move_s(0, given[0]) / m
+    return compute.plus(forward, backward)
+
+
 def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: str) -> str:
     """What lives on the host, and which figures of it were assumed."""
     held = [optimizer_bytes(optimizer).held(p) for p in graph.parameters]
     host, times = Host.of(cluster), 1 if layerwise(layout) else layout.microbatches
-    moved = sum(h.weight for h in held) * times
+    weights = sum(h.weight for h in held)
+    moves = f"{bytes_text(weights * times)} of weights come for the forwards and again for the backwards"
+    if layout.weights == "host-optimizer":
+        moves = f"{bytes_text(weights)} of weights come once a step and stay on the device"
     return (
         f"weights, gradients and states live on the host: {bytes_text(sum(h.total_bytes for h in held))}, "
-        f"and nobody says whether it has as much. {bytes_text(moved)} of weights come for the forwards and "
-        f"again for the backwards, over {host.link.source}; of the host's memory, "
+        f"and nobody says whether it has as much. {moves}, over {host.link.source}; of the host's memory, "
         f"{host.bytes_per_s / 1e9:.0f} GB/s for each device are assumed"
     )
 
@@ -214,10 +246,16 @@ def _kept(blocks: Ranges, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
 
 
 def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, again: bool) -> Ranges:
-    """Bytes of the device for all runs: two blocks, and activations."""
-    nothing = np.zeros_like(kept)
-    weights = _places(each(blocks.weights - blocks.buffers + blocks.replicas), layout)
-    gradients = np.minimum(whole.gradients, neighbours(each(blocks.gradients + blocks.replicas))[0, -1])
+    """Bytes of the device for all runs: two blocks, or all weights, and activations."""
+    nothing, stay = np.zeros_like(kept), layout.weights != "host"
+    weights = whole.weights - whole.buffers + whole.replicas
+    if not stay:
+        weights = np.minimum(
+            weights, _places(each(blocks.weights - blocks.buffers + blocks.replicas), layout)
+        )
+    gradients = whole.gradients
+    if layerwise(layout) or not stay:
+        gradients = np.minimum(gradients, neighbours(each(blocks.gradients + blocks.replicas))[0, -1])
     ended = int(each(blocks.sent).max()) * layerwise(layout)
     saved, forward, backward = whole.saved, whole.forward, whole.backward - whole.gradients
     if again:
@@ -226,7 +264,7 @@ def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, again
         saved, forward, backward = kept, kept + each(blocks.forward + blocks.sent).max(), kept + alone
     return replace(
         whole,
-        weights=np.minimum(whole.weights - whole.buffers + whole.replicas, weights) + whole.buffers,
+        weights=weights + whole.buffers,
         gradients=gradients,
         saved=saved + ended,
         twice=nothing if again else whole.twice,

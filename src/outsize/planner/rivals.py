@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from outsize.ir.plan import Alternative, Recompute, ScheduleName, weights_text
+from outsize.ir.offload import weights_text
+from outsize.ir.plan import Alternative, Recompute, ScheduleName
 from outsize.ir.text import bytes_text, percent_text, seconds_text
 from outsize.planner.estimate import Estimate
 from outsize.planner.layout import Layout

@@ -33,6 +33,7 @@ from outsize.errors import BadOption, TooManyStages
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
+from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import (
     Axes,
     BatchNormMode,
@@ -42,7 +43,6 @@ from outsize.ir.plan import (
     Precision,
     Recompute,
     ScheduleName,
-    Weights,
     stages_from_bounds,
 )
 from outsize.ir.profile import Profile
@@ -62,7 +62,7 @@ from outsize.planner.polish import polish
 from outsize.planner.reasons import kind_reasons, microbatches_text
 from outsize.planner.rivals import alternative, choose, compared_with, rivals, shown
 from outsize.planner.selective import by_blocks, counted, selective_reasons, written
-from outsize.planner.streamed import check_hosted, in_blocks
+from outsize.planner.streamed import check_hosted, fastest, in_blocks
 from outsize.planner.tight import selective
 
 # zero-bubble only where it is asked for, or on CPUs from measured times: what splitting costs is known there.
@@ -133,7 +133,7 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     if request.schedule not in (None, "auto") or request.what_if or request.meshed:
         return _by_runs(request, candidates, cluster)
     plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
-    if plan.weights == "host":
+    if plan.weights in HOSTED:
         return plan
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     return branched(plan, asked, cluster, anyhow=request.schedule == "auto")
@@ -143,27 +143,39 @@ def _by_runs(
     request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
 ) -> Plan:
     """The fastest plan whose stages are runs of the model's own order."""
-    if request.weights == "host":
-        check_hosted([graph for graph, _ in candidates.values()], cluster, request.what_if)
+    if request.weights in HOSTED:
+        graphs = [graph for graph, _ in candidates.values()]
+        check_hosted(graphs, cluster, request.weights, request.what_if)
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:
         check_enough(request.batch_size, count)
     layouts = tuple(_layouts(request, asked, cluster))
     menu = Menu(candidates, cluster, request.optimizer, idle=request.what_if and request.stages is None)
     hunt = Hunt(menu, _recompute(request))
-    found = hunt.run(() if request.weights == "host" else layouts)
+    found = hunt.run(() if request.weights in HOSTED else layouts)
     if request.what_if and request.schedule is None:
         found = hunt.run(tuple(_interleaved(found, menu)))
-    if not found.estimates:
-        on_host = _on_host(request, tuple(_layouts(request, asked, cluster, True)), menu)
-        runs = request.what_if or len(cluster.devices) == 1
-        if not (runs and on_host.estimates) or request.weights not in (None, "host"):
-            elsewhere = bool(on_host.estimates) and len(cluster.devices) > 1
-            raise _nothing_fits(request, candidates, layouts, menu, cluster, elsewhere)
-        found = replace(on_host, rejected=found.rejected)
-    plan = _plan(request, found, menu, cluster)
-    asked_for = candidates[plan.microbatches * plan.axes.replicas]
-    return in_blocks(plan, *asked_for, cluster) if plan.streams else plan
+    if found.estimates:
+        return _plan(request, found, menu, cluster)
+    on_host = _degrees(request, tuple(_layouts(request, asked, cluster, True)), menu)
+    runs = request.what_if or len(cluster.devices) == 1
+    if not (runs and on_host) or request.weights not in (None, *HOSTED):
+        elsewhere = bool(on_host) and len(cluster.devices) > 1
+        raise _nothing_fits(request, candidates, layouts, menu, cluster, elsewhere)
+    made = [
+        _plan(request, replace(each, rejected=found.rejected), menu, cluster) for each in on_host.values()
+    ]
+    plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made if plan.streams]
+    return fastest(plans, candidates, cluster) if plans else made[-1]
+
+
+def _degrees(request: Request, layouts: Sequence[Layout], menu: Menu) -> dict[Weights, Found]:
+    """What fits of each degree of offload, the least first."""
+    found = dict[Weights, Found]()
+    for weights in HOSTED:
+        if request.weights == weights or request.weights not in HOSTED:
+            found[weights] = _on_host(request, [each for each in layouts if each.weights == weights], menu)
+    return {weights: each for weights, each in found.items() if each.estimates}
 
 
 def _on_host(request: Request, layouts: Sequence[Layout], menu: Menu) -> Found:
@@ -332,7 +344,7 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
             *tensor_reasons(graph, layout.axes.tp),
             *(
                 beyond_reasons(graph, layout, cluster, request.optimizer)
-                if request.what_if or layout.weights == "host"
+                if request.what_if or layout.hosted
                 else ()
             ),
             *compared_with(best, others),

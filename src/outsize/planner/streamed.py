@@ -1,29 +1,31 @@
 """Problem: weights come to one device stage by stage. Which stages, and what does such a plan cost?
 
+    degree    of ir/offload.py, from least to most; the fastest that fits, by the predicted step
     stages    the blocks of offload.py: neighbouring units of about equal work, 64 at most
     schedule  gpipe, layer by layer; naive where boundaries of all microbatches do not fit beside two stages
     seconds   those of offload.py, which the device's timeline has stage by stage
     bytes     of the device, shared out evenly to its stages, so that they add up to what it holds
     bound     max(compute, weights to the device, gradients to the host, the optimizer on the host)
 
-The bound is what no order of these four can beat; the plan says all four. Complexity: that of offload.py.
+The bound is what no order of these four can beat; the plan says all four, of each degree. Gradients out are
+no degree of their own: layer by layer they leave anyway when their stage's last backward ends, and one
+microbatch at a time they stay until the last one. Complexity: that of offload.py.
 Oracle: tests/unit/planner/test_streamed.py adds the four up by hand, and a plan is priced as it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Final, final
+from typing import Final
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import Cluster
 from outsize.ir.devices import host_link
 from outsize.ir.graph import ModelGraph
+from outsize.ir.offload import HOSTED, Bound, Degree, Weights
 from outsize.ir.plan import Expected, Plan, StageFigures, stages_from_bounds
 from outsize.ir.profile import Profile
-from outsize.ir.text import seconds_text
 from outsize.ir.timeline import Timeline
 from outsize.planner.coarse import coarse_graph, coarse_profile
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, stage_cost
@@ -44,34 +46,8 @@ NEAR: Final = 1.02
 _BYTES: Final = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """Seconds of a step that each of four takes, which may all be at work at the same time."""
-
-    compute_s: float
-    to_device_s: float
-    to_host_s: float
-    optimizer_s: float
-
-    @property
-    def step_s(self) -> float:
-        """No step is shorter."""
-        return max(self.compute_s, self.to_device_s, self.to_host_s, self.optimizer_s)
-
-    def __str__(self) -> str:
-        parts = {
-            "compute": self.compute_s,
-            "weights to the device": self.to_device_s,
-            "gradients to the host": self.to_host_s,
-            "the optimizer on the host": self.optimizer_s,
-        }
-        each = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
-        return f"no step is shorter than its longest part, {max(parts, key=lambda n: parts[n])}: {each}"
-
-
-def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, what_if: bool) -> None:
-    """Raise BadOption where weights on the host make no sense, or nothing but a what-if has them."""
+def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, weights: Weights, what_if: bool) -> None:
+    """Raise BadOption where this degree makes no sense, or nothing but a what-if has it."""
     if any(host_link(device) is None for device in cluster.devices):
         raise BadOption(
             "weights on the host want a device with a memory of its own",
@@ -82,13 +58,13 @@ def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, what_if: bool) 
     if modules is not None:
         raise BadOption(
             f"{modules} runs by modules, in its own Python, and its weights stay where they are",
-            next_step="leave out weights='host'",
+            next_step=f"leave out weights={weights!r}",
         )
-    if len(cluster.devices) > 1 and not what_if:
+    if len(cluster.devices) > 1 and not (what_if and weights == "host"):
         raise BadOption(
             "weights on the host come to one device",
             numbers=f"cluster {cluster.name!r} has {len(cluster.devices)}",
-            next_step="a cluster of one device, or what_if=True (--what-if) to price it",
+            next_step="a cluster of one device, or what_if=True (--what-if) to price weights='host'",
         )
 
 
@@ -103,6 +79,42 @@ def in_blocks(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster)
     least_s = min(costs[at][0].step_s for at in fitting)
     chosen = next(at for at in fitting if costs[at][0].step_s <= NEAR * least_s)
     return _shown(made[chosen], plan, graph, *costs[chosen])
+
+
+def fastest(
+    plans: Sequence[Plan], candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
+) -> Plan:
+    """Of plans of several degrees, the least first, the fastest that fits, with what each degree costs."""
+    rows = [_degree(plan, *candidates[plan.microbatches], cluster) for plan in plans]
+    at = min(range(len(plans)), key=lambda at: (not rows[at].fits, rows[at].step_s))
+    return _with_degrees(plans[at], rows, *candidates[plans[at].microbatches], cluster)
+
+
+def _with_degrees(
+    plan: Plan, known: Sequence[Degree], graph: ModelGraph, profile: Profile, cluster: Cluster
+) -> Plan:
+    """What each degree costs: as it is known, or else if all but the degree is as in this plan."""
+    assert plan.expected is not None
+    rows = {degree.weights: degree for degree in known}
+    for weights in ("resident", *HOSTED):
+        if weights not in rows:
+            other = plan.model_copy(update={"weights": weights})
+            rows[weights] = _degree(other, graph, profile, cluster)
+    degrees = tuple(rows[weights] for weights in ("resident", *HOSTED))
+    return plan.model_copy(update={"expected": plan.expected.model_copy(update={"degrees": degrees})})
+
+
+def _degree(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Degree:
+    found, bound = _found(plan, graph, profile, cluster)
+    return Degree(
+        weights=plan.weights,
+        microbatches=plan.microbatches,
+        recompute=found.cases[0].recompute != "none",
+        bound=bound,
+        step_s=found.step_s,
+        peak_bytes=found.peak_bytes,
+        fits=found.fits,
+    )
 
 
 def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
@@ -132,7 +144,8 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     rooms = [found.pipeline.room.devices[rank] for rank in found.pipeline.ranks]
     full = fullest_reason(found.memories, found.devices, found.layout.ranks, found.layout.group)
     why = (*over_memory(found.memories, rooms), full, str(bound))
-    return plan.model_copy(update={"expected": figures, "why": why})
+    made = plan.model_copy(update={"expected": figures, "why": why})
+    return _with_degrees(made, (), graph, profile, cluster)
 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
@@ -148,7 +161,7 @@ def _found(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     device, m, bounds = _device_of(plan, cluster), plan.microbatches, plan.bounds(graph)
     coarse = coarse_graph(graph, bounds), coarse_profile(profile, bounds)
     how = "gpipe" if plan.schedule == "gpipe" else "1f1b"
-    layout = Layout(plan.axes, 1, how, m, m, "host")
+    layout = Layout(plan.axes, 1, how, m, m, plan.weights)
     again = any(plan.recompute_of(stage) != "none" for stage in range(len(plan.stages)))
     menu = Menu({m: coarse}, cluster, plan.optimizer, most=len(bounds))
     pipeline = menu.pipeline(layout, ("full" if again else "none",), (device,))
@@ -163,13 +176,13 @@ def _bound(
     host, m, case = Host.of(cluster), layout.microbatches, found.cases[0]
     blocks = Blocks.of(*coarse, UnitSeconds.of(coarse[1]), optimizer_bytes(optimizer))
     passes = 1 if layerwise(layout) else m
+    come, go = {"host": (2 * passes, passes), "host-optimizer": (1, 1)}.get(layout.weights, (0, 0))
     again = 1 if case.recompute == "none" else 2
-    compute_s = m * sum(again * c.forward_s + c.backward_s for c in case.base.units)
     return Bound(
-        compute_s,
-        2 * passes * host.link.seconds(sum(blocks.taken)),
-        passes * host.link.seconds(sum(blocks.given)),
-        found.sync_s,
+        compute_s=m * sum(again * c.forward_s + c.backward_s for c in case.base.units),
+        to_device_s=come * host.link.seconds(sum(blocks.taken)),
+        to_host_s=go * host.link.seconds(sum(blocks.given)),
+        optimizer_s=found.sync_s,
     )
 
 

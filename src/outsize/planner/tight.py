@@ -51,7 +51,7 @@ WORTH: Final = 1e-3
 def selective(best: Estimate, menu: Menu, optimizer: str) -> tuple[Estimate, dict[int, Units]]:
     """The best cut and choices of units by stage; the estimate given, and none, where nothing is better."""
     layout, chosen = best.layout, dict[int, Units]()
-    if layout.group > 1 or layout.weights == "host" or len(best.pipeline.ways[0]) == 1:
+    if layout.group > 1 or layout.hosted or len(best.pipeline.ways[0]) == 1:
         return best, chosen
     if layout.schedule.startswith("zero-bubble"):  # a stage that recomputes some units splits no backward
         return best, chosen

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from outsize.ir.offload import Bound
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.text import percent_text
@@ -45,10 +46,16 @@ def utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utili
     A model that runs by modules on GPUs has spans of the host's launches, which say nothing about idle
     devices; a note says that.
     """
-    found = _utilisation(timeline, plan, devices)
+    found = _utilisation(timeline, plan, devices).model_copy(update={"roofline": _roofline(plan)})
     if plan.form == "modules" and any(name.startswith("cuda") for name in found.devices):
         return found.model_copy(update={"idle": None, "note": LAUNCHES})
     return found
+
+
+def _roofline(plan: Plan) -> Bound | None:
+    """Of its degree of offload, where it has one."""
+    degrees = plan.expected.degrees if plan.expected is not None else ()
+    return next((degree.bound for degree in degrees if degree.weights == plan.weights), None)
 
 
 def _utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utilisation:

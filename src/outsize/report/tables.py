@@ -17,7 +17,8 @@ from rich.text import Text
 
 from outsize.ir.advice import Advice
 from outsize.ir.graph import ModelGraph, Unit
-from outsize.ir.plan import Alternative, Expected, Plan, StageFigures, weights_text
+from outsize.ir.offload import weights_text
+from outsize.ir.plan import Alternative, Expected, Plan, StageFigures
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.tensor_styles import TensorStyles
 from outsize.ir.text import (
@@ -33,6 +34,7 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.utilisation import Utilisation
 from outsize.ir.verdict import WITHIN, Verdict
 from outsize.report import pieces
+from outsize.report.offload import degrees_table
 from outsize.report.placement import device_text, holdings, lanes, recompute_text, recompute_varies
 from outsize.report.units import MOST_SHOWN, short_units
 
@@ -52,6 +54,7 @@ def plan_table(plan: Plan, graph: ModelGraph | None = None, advice: Sequence[Adv
     if plan.expected is not None:
         parts += [_memory_table(plan, plan.expected), _step_lines(plan.expected)]
         parts += _alternatives(plan, plan.expected)
+        parts += degrees_table(plan.expected.degrees, plan.weights)
     reasons = [w for w in plan.why if not is_rejection(w)]
     rejected = [w.removeprefix("not ") for w in plan.why if is_rejection(w)]
     parts += [*pieces.listed("Why", reasons), *pieces.listed("Not chosen", rejected)]

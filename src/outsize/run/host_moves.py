@@ -1,19 +1,23 @@
 """LOAD and UNLOAD: which weights come and go at each of them, and with which gradients.
 
-A weight that several stages use comes with the first of them and goes with the last; the others with their
-stage. Gradients come when a backward follows before the stage goes, and go when there was one.
+`room` for two stages: weights come for each pass (schedules/offload.py). Room for all: once a step, and what
+goes are gradients (ZeRO-Offload). A weight that several stages use comes with the first of them and goes with
+the last; the others with their stage. Gradients of steps before come with a stage that begins with its
+backward, and else when its backward begins, so that no more of them are there than are at work; they go when
+there was one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Final, final
 
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.run.cut import Cut
 from outsize.run.moves import Moves
 from outsize.run.residency import Guest, Residency
-from outsize.schedules.offload import check_loads, places, with_loads
+from outsize.schedules.offload import ROOM, check_loads, places, with_loads
 
 _MOVING: Final = frozenset({Kind.LOAD, Kind.UNLOAD})
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
@@ -21,43 +25,51 @@ _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 
 @final
 class HostMoves(Moves):
-    """Of one device, for steps with these programs."""
+    """Of one device with room for so many stages, for steps with these programs."""
 
-    def __init__(self, residency: Residency, cuts: Sequence[Cut] = ()) -> None:
-        self._residency, self._cuts = residency, cuts
+    def __init__(self, residency: Residency, room: int = ROOM, cuts: Sequence[Cut] = ()) -> None:
+        self._residency, self._room, self._cuts = residency, room, cuts
         self._found: list[Guest] | None = None
 
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
-        loaded = with_loads(schedule)
-        check_loads(loaded)
+        loaded = with_loads(schedule, self._room)
+        check_loads(loaded, self._room)
         return loaded
 
     def of(self, cuts: Sequence[Cut]) -> Moves:
-        return HostMoves(self._residency, cuts)
+        return HostMoves(self._residency, self._room, cuts)
 
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
         moving, residency = row[at], self._residency
         own = [g for g in self._guests(row) if moving.stage in g.users]
         if moving.kind is Kind.LOAD:
-            coming = [(g, _trains(_stay(row[at:], g))) for g in own if not _elsewhere(row[:at], moving, g)]
-            return lambda: residency.load(coming)
+            coming = [g for g in own if not _elsewhere(row[:at], moving, g)]
+            graded = [g for g in coming if _trains(islice(_stay(row[at:], g), 1))]
+            return lambda: residency.load(coming, graded)
         going = [g for g in own if not _elsewhere(row[at + 1 :], moving, g)]
         trained = [g for g in going if _trains(_stay(row[at::-1], g))]
         final = not any(a.stage == moving.stage and a.kind is Kind.LOAD for a in row[at:])
-        return lambda: residency.unload(going, trained, final)
+        return lambda: residency.unload(going, trained, final, at + 1 == len(row))
 
     def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
-        """The first of a stage's actions since it was loaded waits for the copies."""
-        stage = row[at].stage
-        before = next((a for a in reversed(row[:at]) if a.stage == stage), None)
-        if before is not None and before.kind in COMPUTE:
+        """The first of a stage's actions since it was loaded waits for the copies, and so does its first
+        backward where forwards were before.
+        """
+        stage, residency = row[at].stage, self._residency
+        before = next((a.kind for a in reversed(row[:at]) if a.stage == stage), Kind.LOAD)
+        comes, backward = before not in COMPUTE, row[at].kind in _BACKWARD
+        if not comes and (before in _BACKWARD or not backward):
             return None
-        own, compute = [g for g in self._guests(row) if stage in g.users], self._residency.compute
+        own = [g for g in self._guests(row) if stage in g.users]
+        graded = [g for g in own if backward and _turns(row[at::-1], g)]
+        if not (comes or graded):
+            return None
 
         def wait() -> None:
+            residency.bring(graded)
             for guest in own:
                 assert guest.loaded is not None
-                compute.after(guest.loaded)
+                residency.compute.after(guest.loaded)
 
         return wait
 
@@ -86,6 +98,16 @@ def _stay(row: Sequence[Action], guest: Guest) -> Iterator[Action]:
 
 def _trains(stay: Iterable[Action]) -> bool:
     return any(action.kind in _BACKWARD for action in stay)
+
+
+def _turns(row: Sequence[Action], guest: Guest) -> bool:
+    """Whether what the guest was used for, from here back to where it came, are forwards."""
+    used = False
+    for action in _stay(row, guest):
+        if action.kind in _BACKWARD:
+            return False
+        used = True
+    return used
 
 
 def users_of(cuts: Sequence[Cut]) -> dict[str, frozenset[int]]:

@@ -23,7 +23,7 @@ class Hosted(Together):
         self._inner, self.residency = inner, residency
         device = inner.device(0)
         self.landing = Landing(threaded=device is not None and device.type != "cpu")
-        residency.landed = self.landing
+        residency.landing = self.landing
 
     def transport(self, rank: int) -> Transport:
         return self._inner.transport(rank)

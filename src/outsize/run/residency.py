@@ -7,6 +7,7 @@
     UNLOAD s  gradients leave for the masters' `.grad`; stand-ins are in the modules, so that whatever
               computes with a stage that is not there fails
 
+How many stages have places at a time is the schedule's affair: two, or all of them.
 Between steps the masters are in the modules, so optimizers, schedulers, state dicts, clipping see an ordinary
 model on the host. A gradient that is there before a step (accumulation) comes to the device first, so sums
 are added in the order of the plain loop. A weight that several stages use has a place of its own and stays
@@ -22,7 +23,7 @@ tests/parity/test_offload_parity.py against the plain loop. ZeRO-Offload (arXiv 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -33,11 +34,11 @@ from torch import Tensor, nn
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.program.tree import map_leaves
 from outsize.run.flat import Block
+from outsize.run.landing import Landing
 from outsize.run.layout import Layout, packed_bytes
 from outsize.run.streams import Event, Streams
 from outsize.run.weights import like, places
 
-Landed = Callable[[Sequence[nn.Parameter], Event], None]
 Users = Mapping[str, frozenset[int]]  # weight -> stages that compute with it
 _HELD: Final = ("_parameters", "_buffers", "_modules")
 
@@ -98,7 +99,7 @@ class Residency:
         self._absent: dict[str, nn.Parameter] = {}
         self._modules = _Modules(model)
         self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
-        self.landed: Landed | None = None
+        self.landing: Landing | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -135,30 +136,41 @@ class Residency:
             self._modules.put({n: b.masters[n] for n, b in self._block_of.items()})
             self._finish()
 
-    def load(self, coming: Iterable[tuple[Guest, bool]]) -> None:
-        """Launch the copies, and put the twins into the modules; True: with the gradients that are there."""
-        for guest, gradients in coming:
+    def load(self, coming: Iterable[Guest], graded: Iterable[Guest]) -> None:
+        """Launch the copies, and put the twins into the modules; `graded` with the gradients they have."""
+        for guest in coming:
             block, place = guest.block, guest.place
             self._down.after(place.free)
             there = place.data[guest.first : guest.first + block.size_bytes]
             self._down.copy(there, block.values)
             for name, master in block.masters.items():
                 guest.twins[name].requires_grad_(master.requires_grad)
-                if gradients and master.grad is not None:
-                    guest.twins[name].grad = self._lowered(master.grad)
             guest.loaded = self._down.record()
             self._modules.put(guest.twins)
+        self.bring(graded)
 
-    def unload(self, going: Sequence[Guest], trained: Sequence[Guest], final: bool) -> None:
-        """Take the twins out of the modules; launch the copies of gradients, their last ones if `final`."""
+    def bring(self, graded: Iterable[Guest]) -> None:
+        """Launch the copies of the gradients that they have."""
+        for guest in graded:
+            for name, master in guest.block.masters.items():
+                if master.grad is not None:
+                    guest.twins[name].grad = self._lowered(master.grad)
+            guest.loaded = self._down.record()
+
+    def unload(self, going: Sequence[Guest], trained: Sequence[Guest], final: bool, last: bool) -> None:
+        """Take the twins out of the modules; launch the copies of gradients, their last ones if `final`. With
+        the row's `last` one wait for the optimizer, whose steps are of the step that is measured.
+        """
         for guest in going:
             self._hide(guest.twins)
         landed = self._land(trained) if trained else []
         now = self.compute.record()
         for guest in going:
             guest.place.free = now
-        if final and landed and self.landed is not None:
-            self.landed(landed, self._leaving[-1][0])
+        if self.landing is not None and final and landed:
+            self.landing(landed, self._leaving[-1][0])
+        if self.landing is not None and last:
+            self.landing.finish()
 
     def _hide(self, names: Iterable[str]) -> None:
         """Whatever computes with these weights now fails."""

@@ -12,6 +12,7 @@ from outsize.run.hosted import Hosted
 from outsize.run.residency import Residency
 from outsize.run.streams import TorchStreams
 from outsize.run.together import OnePlace
+from outsize.schedules.offload import ROOM
 from outsize.train.crew import LocalCrew
 from outsize.train.devices import together_on
 
@@ -30,7 +31,8 @@ def hosted_crew(model: nn.Module, plan: Plan, world_size: int, places: tuple[str
     residency = Residency(model, TorchStreams((place,)), place)
     hosted = Hosted(inner, residency)
     crew = LocalCrew(plan, hosted)
-    crew.moves, crew.landing = HostMoves(residency), hosted.landing
+    room = ROOM if plan.weights == "host" else len(plan.stages)
+    crew.moves, crew.landing = HostMoves(residency, room), hosted.landing
     return crew
 
 

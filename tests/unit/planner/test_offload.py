@@ -19,7 +19,7 @@ from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName
 from outsize.planner.layout import Layout
 from outsize.planner.memory import Alive, Phase, peak_table
 from outsize.planner.menu import Menu
-from outsize.planner.offload import Blocks, Host, hosted, layerwise, streamed
+from outsize.planner.offload import Blocks, Host, hosted, layerwise, staying, streamed
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.price import price
 from outsize.planner.search import Request, search
@@ -72,6 +72,33 @@ def test_layer_by_layer_is_what_two_buffers_do(rows: list[tuple[int, ...]], m: i
     all_of = [m * c for c in forward], [m * c for c in backward]
     assert m * found.forward.sum() == pytest.approx(played_forward(all_of[0], taken))
     assert m * found.backward.sum() == pytest.approx(played_backward(all_of[1], taken, given_))
+
+
+def played_once(
+    rows: Sequence[tuple[int, ...]], together: int, forwards: int, backwards: int
+) -> tuple[int, int]:
+    """Weights queue from the beginning; gradients leave beside the backward of the block before, which waits
+    for them; `forwards` and `backwards` of other microbatches wait for nothing.
+    """
+    fetched, now = 0, 0
+    for forward, _, come, _ in rows:
+        fetched += come
+        now = max(now, fetched) + together * forward
+    back = 0
+    for (_, backward, _, _), go in zip(reversed(rows), (0, *(g for *_, g in reversed(rows))), strict=False):
+        back += max(together * backward, go)
+    everything = [sum(column) for column in zip(*rows, strict=True)]
+    return now + forwards * everything[0], back + rows[0][-1] + backwards * everything[1]
+
+
+@given(blocks, st.integers(1, 4), st.sampled_from(["gpipe", "1f1b"]))
+def test_weights_that_stay_come_once(rows: list[tuple[int, ...]], m: int, name: ScheduleName) -> None:
+    forward, backward, taken, given_ = (list(column) for column in zip(*rows, strict=True))
+    seconds = UnitSeconds(*(np.array(c, float) for c in (forward, backward, [0] * len(rows))))
+    found = staying(seconds, range(len(rows) + 1), taken, given_, layout(name, m), Host(BARE, 1e9))
+    passes, back = played_once(rows, *((m, 0, 0) if name == "gpipe" else (1, m - 1, m - 1)))
+    assert m * found.forward.sum() == pytest.approx(passes)
+    assert m * found.backward.sum() == pytest.approx(back)
 
 
 def test_one_microbatch_after_the_other_moves_all_weights_each_time() -> None:

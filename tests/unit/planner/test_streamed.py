@@ -27,11 +27,11 @@ def one(memory_mib: int) -> Cluster:
     )
 
 
-def model(units: int = 8, microbatches: int = 2, forward_s: float = 0.01) -> dict[int, object]:
-    """Units of 100 MiB of weights: 400 MiB each with AdamW; 1 MiB saved."""
-    fields = {"value_bytes": MIB, "weight_bytes": 100 * MIB, "saved_bytes": MIB}
-    graph, profile = chain([forward_s] * units, **fields)
-    return {microbatches: (graph, profile.model_copy(update={"device": "h100-80gb"}))}
+def model(saved_mib: int = 1) -> dict[int, object]:
+    """Eight units of 100 MiB of weights: 400 MiB each with AdamW."""
+    fields = {"value_bytes": MIB, "weight_bytes": 100 * MIB, "saved_bytes": saved_mib * MIB}
+    graph, profile = chain([0.01] * 8, **fields)
+    return {2: (graph, profile.model_copy(update={"device": "h100-80gb"}))}
 
 
 def asked(memory_mib: int, **wishes: object) -> Plan:
@@ -49,12 +49,60 @@ def test_one_device_that_is_too_small_gets_a_plan_that_runs() -> None:
 
 
 def test_it_is_the_last_resort_unless_it_is_asked_for() -> None:
+    """The least degree that fits, of those that are as fast."""
     assert asked(9000).weights == "resident"
+    assert asked(2300).weights == "host-optimizer"
+    assert asked(1400).weights == "host"
     assert asked(9000, weights="host").weights == "host"
+    assert asked(9000, weights="host-optimizer").weights == "host-optimizer"
     with pytest.raises(NoFeasiblePlan):
         asked(1400, weights="resident")
     with pytest.raises(NoFeasiblePlan):
+        asked(1400, weights="host-optimizer")
+    with pytest.raises(NoFeasiblePlan):
         asked(700)
+
+
+def test_the_faster_degree_is_taken() -> None:
+    """40 MiB saved of each unit: beside all weights there is room for them only where they are recomputed."""
+    ((graph, profile),) = model(saved_mib=40).values()  # pyright: ignore[reportGeneralTypeIssues]
+    found = search(Request(batch_size=2), {2: (graph, profile)}, one(2100))
+    assert (found.weights, found.recompute) == ("host", "none")
+    assert found.expected is not None
+    _, kept, host = found.expected.degrees
+    assert kept.fits
+    assert (kept.recompute, host.recompute) == (True, False)
+    assert kept.step_s > host.step_s
+
+
+def test_what_each_degree_costs() -> None:
+    """With all on the device nothing moves; weights that stay come once; the optimizer's time is the same."""
+    plan = asked(2300)
+    assert plan.expected is not None
+    resident, kept, host = plan.expected.degrees
+    assert [d.weights for d in plan.expected.degrees] == ["resident", "host-optimizer", "host"]
+    assert [d.fits for d in plan.expected.degrees] == [False, True, True]
+    assert resident.bound.parts == {**dict.fromkeys(host.bound.parts, 0.0), "compute": pytest.approx(0.48)}
+    assert host.bound.to_device_s == pytest.approx(2 * kept.bound.to_device_s)
+    assert kept.bound.to_device_s == pytest.approx(LINKS["pcie5"].seconds(800 * MIB))
+    assert host.bound.to_host_s == kept.bound.to_host_s
+    assert host.bound.optimizer_s == kept.bound.optimizer_s > 0
+    assert kept.step_s == plan.expected.step_s
+    # All weights instead of two stages': the gradients of two in both.
+    assert kept.peak_bytes - host.peak_bytes == 600 * MIB
+    assert resident.peak_bytes > kept.peak_bytes + 1600 * MIB
+
+
+def test_one_microbatch_at_a_time_all_gradients_stay() -> None:
+    layers, one_by_one = (asked(9000, weights="host-optimizer", schedule=s) for s in ("gpipe", "1f1b"))
+    assert (layers.schedule, one_by_one.schedule) == ("gpipe", "naive")
+    held = [plan.expected.degrees[1].peak_bytes for plan in (layers, one_by_one) if plan.expected]
+    assert held[1] - held[0] == pytest.approx(600 * MIB, abs=16 * MIB)
+    assert one_by_one.expected is not None
+    bound = one_by_one.expected.degrees[1].bound
+    assert bound.to_host_s == pytest.approx(LINKS["pcie5"].seconds(800 * MIB)), (
+        "once, not for each microbatch"
+    )
 
 
 def test_several_devices_are_told_so() -> None:
@@ -95,14 +143,17 @@ def test_the_four_sums() -> None:
     assert "its longest part, compute" in line
 
 
-def test_a_plan_is_priced_as_it_was_made() -> None:
-    plan = asked(1400)
+@pytest.mark.parametrize(("memory_mib", "weights"), [(1400, "host"), (2300, "host-optimizer")])
+def test_a_plan_is_priced_as_it_was_made(memory_mib: int, weights: str) -> None:
+    plan = asked(memory_mib)
+    assert plan.weights == weights
     ((graph, profile),) = model().values()  # pyright: ignore[reportGeneralTypeIssues]
-    again = price(plan, graph, profile, one(1400))
+    again = price(plan, graph, profile, one(memory_mib))
     assert again.expected is not None
     assert plan.expected is not None
     assert (again.expected.step_s, again.expected.stages) == (plan.expected.step_s, plan.expected.stages)
-    played = timeline(plan, graph, profile, one(1400))
+    assert again.expected.degrees == plan.expected.degrees
+    played = timeline(plan, graph, profile, one(memory_mib))
     assert len(played.spans) == 2 * 2 * 8
     assert played.duration_s == pytest.approx(
         sum(2 * (r.forward_s + r.backward_s) for r in plan.expected.stages)

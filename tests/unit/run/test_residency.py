@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,12 @@ from outsize.run.device_transport import Places
 from outsize.run.flat import ALIGN, Block
 from outsize.run.host_moves import HostMoves
 from outsize.run.hosted import Hosted
+from outsize.run.landing import Landing
 from outsize.run.residency import Absent, Residency
 from outsize.run.stage import Stage
+from outsize.run.streams import TorchStreams
+from outsize.run.together import OnePlace
+from outsize.schedules.offload import ROOM
 from outsize.train.crew import LocalCrew
 from outsize.train.engine import Engine
 
@@ -55,12 +60,12 @@ def planned(schedule: str = "gpipe") -> Plan:
 class World:
     """An engine on the place `a`, whose kernels say what they read and write."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, schedule: str = "gpipe") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, schedule: str = "gpipe", room: int = ROOM) -> None:
         self.streams, self.model, self.plan = FakeStreams(), model(), planned(schedule)
         self.residency = Residency(self.model, self.streams, "a")
         hosted = Hosted(Places(self.streams, ("a",)), self.residency)
         crew = LocalCrew(self.plan, hosted)
-        crew.moves, crew.landing = HostMoves(self.residency), hosted.landing
+        crew.moves, crew.landing = HostMoves(self.residency, room), hosted.landing
         self.engine = Engine(self.model, self.plan, crew, loss_fn=loss, optimizer=self._adamw)
         for name in ("forward", "backward"):
             self._watch(monkeypatch, name, getattr(Stage, name))
@@ -148,6 +153,66 @@ def test_gradients_of_steps_before_come_to_the_device_first(world: World) -> Non
     insist_equal(world, wanted)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "naive"])
+@pytest.mark.parametrize("room", [3, STAGES])
+def test_with_room_for_more_stages(monkeypatch: pytest.MonkeyPatch, schedule: str, room: int) -> None:
+    """Late copies change nothing; with room for all, weights come and gradients go once a step."""
+    world = World(monkeypatch, schedule, room)
+    world.insist_on_the_plain_loop()
+    assert world.residency.device_bytes == room * world.residency._blocks[0].size_bytes
+    if room == STAGES:
+        assert world.streams.copied == 3 * (STAGES + 2 * STAGES), "a stage has two gradients"
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "naive"])
+def test_gradients_of_steps_before_come_to_stages_that_stay(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    world = World(monkeypatch, schedule, STAGES)
+    wanted, _ = plain(4, accumulate=2)
+    for number, x in enumerate(batches(4), start=1):
+        world.engine.step(x, update=number % 2 == 0)
+    insist_equal(world, wanted)
+
+
+def test_they_come_when_a_backward_begins_and_not_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else all of them would be on the device at once."""
+    world, really, most = World(monkeypatch, room=STAGES), Stage.backward, list[int]()
+
+    def watched(stage: Stage, *given: Any) -> Any:
+        there = (p for p in world.model.parameters() if not isinstance(p, Absent))
+        most.append(sum(p.grad is not None for p in there))
+        return really(stage, *given)
+
+    monkeypatch.setattr(Stage, "backward", watched)
+    for x in batches(2):
+        world.engine.step(x, update=False)
+    assert most[-2 * STAGES :] == [2] * 2 * STAGES, "weight and bias of the stage at work"
+
+
+def test_the_optimizer_belongs_to_the_step_that_is_measured() -> None:
+    """On the CPU with steps in a thread as beside a GPU, each of 20 ms: the last ends behind all kernels."""
+    found, plan = model(), planned()
+    residency = Residency(found, TorchStreams(("cpu",)), "cpu")
+    crew = LocalCrew(plan, Hosted(OnePlace(), residency))
+    crew.moves, crew.landing = HostMoves(residency), Landing(threaded=True)
+    residency.landing = crew.landing
+    engine = Engine(found, plan, crew, loss_fn=loss, optimizer=Slow)
+    for x in batches(2):
+        engine.step(x)
+    assert engine.timeline().duration_s >= 0.02 * STAGES
+
+
+class Slow(torch.optim.SGD):
+    """SGD that takes its time."""
+
+    __module__ = "torch.optim.slow"
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.02)
+        return super().step(closure)
+
+
 FAULTS: dict[str, Fault] = {
     "a place is written before its last use": lambda s, e: "cpu a" in s.name and "compute" in e.stream.name,
     "weights are used before they are there": lambda s, e: "compute" in s.name and "cpu a" in e.stream.name,
@@ -157,7 +222,9 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
-def test_every_order_is_needed(world: World, fault: Fault) -> None:
+@pytest.mark.parametrize("room", [ROOM, STAGES])
+def test_every_order_is_needed(monkeypatch: pytest.MonkeyPatch, room: int, fault: Fault) -> None:
+    world = World(monkeypatch, room=room)
     world.streams.skip = fault
     with pytest.raises((Access, AssertionError)):  # NaN in a weight, where nobody reads too early
         world.insist_on_the_plain_loop()
@@ -187,7 +254,7 @@ def test_a_stage_that_is_unloaded_too_early_fails(world: World, monkeypatch: pyt
 
 
 def test_a_schedule_without_loads_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outsize.run.host_moves.with_loads", lambda schedule: schedule)
+    monkeypatch.setattr("outsize.run.host_moves.with_loads", lambda schedule, room: schedule)
     with pytest.raises(InvalidSchedule, match="0F0 runs while stage 0 is not loaded"):
         world.run()
 

@@ -8,6 +8,8 @@ from inspect import getdoc
 from textwrap import indent
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.ir.schedule import Action, Kind, Schedule
@@ -21,14 +23,15 @@ SIZES = [(1, 1), (1, 4), (2, 3), (3, 1), (3, 2), (6, 4), (9, 2)]
 Golden = Callable[[str, str], None]
 
 
-def loaded(stages: int, microbatches: int, name: str = "gpipe") -> Schedule:
-    return with_loads(build(name, stages, microbatches, ranks=1))
+def loaded(stages: int, microbatches: int, name: str = "gpipe", room: int = ROOM) -> Schedule:
+    return with_loads(build(name, stages, microbatches, ranks=1), room)
 
 
 def test_docstring_pictures_are_the_schedule() -> None:
     told = getdoc(offload) or ""
     assert indent(draw(build("gpipe", 3, 2, ranks=1)), "    ") in told
     assert indent(listing(loaded(3, 1)), "    ") in told
+    assert indent(listing(loaded(3, 1, room=3)), "    ") in told
 
 
 @pytest.mark.parametrize("name", ["gpipe", "naive"])
@@ -39,6 +42,34 @@ def test_every_stage_is_there_when_it_computes(name: str, stages: int, microbatc
     check_compute(schedule)
     assert schedule.compute() == build(name, stages, microbatches, ranks=1)
     assert set(places(schedule.actions[0]).values()) == set(range(min(stages, ROOM)))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "naive"])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_with_room_for_all_weights_move_once(name: str, stages: int, microbatches: int) -> None:
+    """All before the first stage computes, and each goes behind its last backward."""
+    schedule = loaded(stages, microbatches, name, room=stages)
+    check_loads(schedule, stages)
+    assert schedule.compute() == build(name, stages, microbatches, ranks=1)
+    row = schedule.actions[0]
+    assert row[:stages] == tuple(Action(stage, Kind.LOAD) for stage in range(stages))
+    for stage in range(stages):
+        last = row.index(Action(stage, Kind.B, microbatches - 1))
+        assert row[last + 1] == Action(stage, Kind.UNLOAD)
+    assert len(row) == len(schedule.compute().actions[0]) + 2 * stages
+    assert sorted(places(row).values()) == list(range(stages))
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.integers(2, 7))
+def test_with_more_room_no_more_moves(order: list[int], room: int) -> None:
+    """Random rows, each of them allowed."""
+    rows = (tuple(Action(stage, Kind.F, mb) for mb, stage in enumerate(order)),)
+    moves = list[int]()
+    for each in (room, room + 1):
+        schedule = with_loads(Schedule("custom", len(order), rows), each)
+        check_loads(schedule, each)
+        moves.append(len(schedule.actions[0]))
+    assert moves[1] <= moves[0]
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
