@@ -66,9 +66,18 @@ class Sharded(Moves):
         _state(self._root)._lazy_init()
 
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        return with_gathers(schedule, self._uses(cut), once=self._once)
+
+    def of(self, cuts: Sequence[Cut]) -> Moves:
+        return _Waiting(self, frozenset(use for cut in cuts for use in self._uses(cut)))
+
+    def _uses(self, cut: Cut) -> set[tuple[int, int]]:
+        """(owner, user) of the stages. Replicas gather together, so each stage is a user of its own weights
+        even where this replica's microbatches pass them by.
+        """
         used = ((name, p.stage) for p in cut.programs for name in (*p.weights, *p.spec.foreign))
-        edges = {(self._home[name], user) for name, user in used if name in self._home}
-        return with_gathers(schedule, edges, once=self._once)
+        found = {(self._home[name], user) for name, user in used if name in self._home}
+        return found | {(stage, stage) for stage in self._home.values()}
 
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
         groups, kind = self._stages.get(row[at].stage, []), row[at].kind
@@ -82,12 +91,16 @@ class Sharded(Moves):
         return run
 
     def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        return self.gathered({a.stage for a in row[:at] if a.kind is Kind.UNSHARD})
+
+    def gathered(self, stages: Collection[int]) -> Callable[[], None] | None:
+        """Waits until these are whole."""
+
         def wait() -> None:
             for group in coming:
                 group.wait()
 
-        asked = {a.stage for a in row[:at] if a.kind is Kind.UNSHARD}
-        coming = [group for stage in sorted(asked) for group in self._stages.get(stage, [])]
+        coming = [group for stage in sorted(stages) for group in self._stages.get(stage, [])]
         return wait if coming else None
 
     def _reduction(self, groups: Sequence[_Group], *, last: bool, end: bool) -> Callable[[], None]:
@@ -110,6 +123,23 @@ class Sharded(Moves):
         for group in groups:
             group.forget(left)
         _release(self._root)
+
+
+@final
+class _Waiting(Moves):
+    """Under programs that are known: an action waits for what its stage uses, and not for the next one's."""
+
+    def __init__(self, sharded: Sharded, uses: Collection[tuple[int, int]]) -> None:
+        self._sharded, self._uses = sharded, uses
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        return self._sharded.scheduled(schedule, cut)
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        return self._sharded.action(row, at)
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        return self._sharded.gathered({owner for owner, user in self._uses if user == row[at].stage})
 
 
 @final

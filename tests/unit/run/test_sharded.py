@@ -54,6 +54,20 @@ def blocks(width: int = 16) -> nn.Module:
     return nn.Sequential(*(Residual(width) for _ in range(8)))
 
 
+class Passed(nn.Module):
+    """Four blocks; the weights of the third are for batches that begin above 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        some = bool(x[0, 0] > 0)
+        for number, (linear, act) in enumerate(self.layers):  # pyright: ignore[reportGeneralTypeIssues]
+            x = act(linear(x) if some or number != 2 else x)
+        return x
+
+
 class Odd(nn.Module):
     """Weights in a list too, a scalar, an expert that sees some samples, frozen, unused, of 3 rows, bf16."""
 
@@ -106,11 +120,13 @@ def trained_alone(model: nn.Module, x: Tensor, target: Tensor, clip: float | Non
 
 
 def whole_bytes(engine: Engine) -> int:
-    """Of gathered weights that have memory now."""
+    """Of gathered weights that have memory now, those on their way too."""
     moves = engine.crew.moves
     assert isinstance(moves, Sharded)
     pieces = [p for own in moves._stages.values() for group in own for p in group._pieces]
     held = [out for piece in pieces for p in piece.fsdp_params for out in p.all_gather_outputs]
+    coming = (piece._all_gather_result for piece in pieces)
+    held += [result.all_gather_output for result in coming if result is not None]
     return sum(out.untyped_storage().size() for out in held)
 
 
@@ -237,6 +253,24 @@ def test_odd_models_get_the_numbers_of_one_process(tmp_path: Path, recompute: st
     alone.load_state_dict(first["state"])
     wanted = mean_square(alone(batch[0][:3]), batch[1][:3]).detach()
     torch.testing.assert_close(first["loss"], wanted)
+
+
+def trained(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: Any) -> dict[str, Any]:
+    engine = engine_of(model, plan, group)
+    for _ in range(STEPS):
+        engine.step(batch[0], target=batch[1])
+    return engine.full_state_dict()
+
+
+def test_a_block_that_one_replica_passes_by_is_gathered_there_too(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = Passed(), (torch.randn(8, 16).abs(), torch.randn(8, 16))
+    batch[0][4:, 0] = -1.0  # all of the second replica's
+    plan = shared(model, *batch)
+    assert len(plan.stages) == 4
+    first, _ = on_ranks(tmp_path, RANKS, lambda group: trained(model, plan, batch, group))
+    for name, value in trained_alone(model, *batch).items():
+        torch.testing.assert_close(first[name], value, rtol=0, atol=1e-5)
 
 
 def scaled(model: nn.Module, plan: Plan, batch: tuple[Tensor, Tensor], group: Any) -> list[float]:
