@@ -20,7 +20,7 @@ from outsize.run.stage import Gradients, Stage
 from outsize.schedules.builders import build
 from outsize.train import crew, pipelined, variant
 from outsize.train.batch import Batch
-from outsize.train.loss import LossShares
+from outsize.train.loss import Counted
 from outsize.train.parallel import make_engine
 from outsize.train.parity import adamw, compare, engine_snapshot, reference_snapshot
 
@@ -179,7 +179,7 @@ def test_check_names_the_weights_of_microbatches(monkeypatch: Patch) -> None:
     """Law 4 broken: 1/M for microbatches of 4, 3, 3 and 3 samples."""
     args, kwargs = case("vit").batch(13)
     assert outsize.check(fresh("vit"), args, kwargs, stages=3).bit_equal
-    monkeypatch.setattr(variant, "LossShares", lambda *given, **how: EqualShares(LossShares(*given, **how)))
+    monkeypatch.setattr(variant, "LossShares", lambda *given, **how: EqualShares())
     found = outsize.check(fresh("vit"), args, kwargs, stages=3)
     assert not found.bit_equal
     assert found.first_divergence == "the loss (weights of microbatches)"
@@ -187,11 +187,10 @@ def test_check_names_the_weights_of_microbatches(monkeypatch: Patch) -> None:
 
 @final
 class EqualShares:
-    def __init__(self, shares: LossShares) -> None:
-        self.shares = shares
+    """Microbatches of one sample each, whatever they have."""
 
-    def of(self, parts: Any, each: Any = None) -> list[float]:
-        return [1 / len(parts)] * len(parts)
+    def counted(self, part: Batch) -> Counted:
+        return Counted(1)
 
 
 def test_compare_tells_missing_from_zero() -> None:

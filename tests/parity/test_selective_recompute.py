@@ -6,7 +6,18 @@ import random
 
 import pytest
 import torch
-from parity_runs import Combination, at_random, captured, interleaved, reference, split_run
+from parity_runs import (
+    STEPS,
+    Combination,
+    at_random,
+    batch_of,
+    captured,
+    engine_for,
+    interleaved,
+    reference,
+    split_run,
+)
+from zoo import case
 
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import make_cluster, parse_cluster
@@ -15,7 +26,7 @@ from outsize.ir.plan import Plan, ScheduleName, Stage
 from outsize.planner.price import price
 from outsize.planner.roofline import roofline
 from outsize.planner.search import Request, search
-from outsize.train.parity import compare
+from outsize.train.parity import compare, engine_snapshot
 
 
 def some_again(plan: Plan, name: str, draw: random.Random, share: float = 0.6) -> Plan:
@@ -110,9 +121,11 @@ def test_deferred_statistics_count_each_microbatch_once() -> None:
 def test_under_autocast(name: str) -> None:
     plan = some_again(at_random(Combination(name, 3, 2, "1f1b"), seed=1), name, random.Random(3))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = compare(
-            split_run(name, plan.model_copy(update={"stages": _kept(plan)})), split_run(name, plan)
+        kept, again = (  # each records its own tape
+            engine_snapshot(engine_for(name, wanted), batch_of(case(name)), steps=STEPS)
+            for wanted in (plan.model_copy(update={"stages": _kept(plan)}), plan)
         )
+    found = compare(kept, again)
     assert found.bit_equal, found
 
 
