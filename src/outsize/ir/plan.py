@@ -70,7 +70,7 @@ class Axes(Record):
 
 
 def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
-    return weights != "host" and axes.dp_shard > 1 and form == "tape"
+    return weights not in HOSTED and axes.dp_shard > 1 and form == "tape"
 
 
 def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
