@@ -23,32 +23,35 @@ from outsize.run.together import Together, Used
 from outsize.run.transport import Pending, Transport
 from outsize.run.turns import stuck
 
-Key = tuple[int, int, int, int]  # source, destination, channel, microbatch
+Key = tuple[int, int, int, int]  # seats of source and destination, channel, microbatch
 Box = dict[Key, Tensor | Parcel | None]
 
 
 @final
 class Places(Together):
-    """The place of each rank, and the links between places that differ, each tried once."""
+    """The place of each seat, and the links between places that differ, each tried once.
 
-    def __init__(self, streams: Streams, of_rank: Sequence[str]) -> None:
-        self.streams, self.of_rank = streams, tuple(of_rank)
-        distinct = dict.fromkeys(of_rank)
+    Several pipelines may run side by side: rank p of replica r of n has seat p * n + r, as on a mesh.
+    """
+
+    def __init__(self, streams: Streams, of_seat: Sequence[str], replicas: int = 1) -> None:
+        self.streams, self.of_seat, self.replicas = streams, tuple(of_seat), replicas
+        distinct = dict.fromkeys(of_seat)
         self._links = {(a, b): checked_link(streams, a, b) for a in distinct for b in distinct if a != b}
         self._boxes: Box = {}
         self._to_host: deque[Parcel] = deque()
 
-    def transport(self, rank: int) -> Transport:
-        return _DeviceTransport(rank, self)
+    def transport(self, seat: int) -> Transport:
+        return _DeviceTransport(seat, self)
 
-    def device(self, rank: int) -> torch.device | None:
-        return self.streams.device(self.of_rank[rank])
+    def device(self, seat: int) -> torch.device | None:
+        return self.streams.device(self.of_seat[seat])
 
     def inputs(
-        self, rank: int, microbatches: Sequence[Sequence[Tensor]], used: Used
+        self, seat: int, microbatches: Sequence[Sequence[Tensor]], used: Used
     ) -> Sequence[Sequence[Tensor]]:
         wanted = [(mb, p) for mb in range(len(microbatches)) for p in sorted(used(mb))]
-        brought = self.streams.bring([microbatches[mb][p] for mb, p in wanted], self.of_rank[rank])
+        brought = self.streams.bring([microbatches[mb][p] for mb, p in wanted], self.of_seat[seat])
         found = [list(tensors) for tensors in microbatches]
         for (mb, p), tensor in zip(wanted, brought, strict=True):
             found[mb][p] = tensor
@@ -60,7 +63,7 @@ class Places(Together):
         while left:
             moved = False
             for interpreter in list(left):
-                with self.streams.working(self.of_rank[interpreter.rank]):
+                with self.streams.working(self.of_seat[interpreter.seat]):
                     state = _turn(interpreter)
                 moved = moved or state is not False
                 if state is None:
@@ -70,9 +73,9 @@ class Places(Together):
         self.flush()
         return [i.outputs for i in interpreters]
 
-    def link(self, rank: int, peer: int) -> Link | None:
-        """Between two ranks; None on one place."""
-        return self._links.get((self.of_rank[rank], self.of_rank[peer]))
+    def link(self, seat: int, peer: int) -> Link | None:
+        """Between two seats; None on one place."""
+        return self._links.get((self.of_seat[seat], self.of_seat[peer]))
 
     @property
     def buffers_made(self) -> int:
@@ -121,14 +124,18 @@ class Places(Together):
 
 @final
 class _DeviceTransport(Transport):
-    def __init__(self, rank: int, places: Places) -> None:
-        self._rank, self._places = rank, places
+    def __init__(self, seat: int, places: Places) -> None:
+        self._seat, self._places = seat, places
 
     def send(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
-        self._places.put((self._rank, peer, channel, microbatch), tensor)
+        self._places.put((self._seat, self._of(peer), channel, microbatch), tensor)
 
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
-        return _Coming(self._places, (peer, self._rank, channel, microbatch))
+        return _Coming(self._places, (self._of(peer), self._seat, channel, microbatch))
+
+    def _of(self, rank: int) -> int:
+        """The seat of this replica's rank."""
+        return rank * self._places.replicas + self._seat % self._places.replicas
 
     def flush(self) -> None:
         self._places.flush()

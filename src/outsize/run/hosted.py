@@ -25,16 +25,16 @@ class Hosted(Together):
         self.landing = Landing(threaded=device is not None and device.type != "cpu")
         residency.landing = self.landing
 
-    def transport(self, rank: int) -> Transport:
-        return self._inner.transport(rank)
+    def transport(self, seat: int) -> Transport:
+        return self._inner.transport(seat)
 
-    def device(self, rank: int) -> torch.device | None:
-        return self._inner.device(rank)
+    def device(self, seat: int) -> torch.device | None:
+        return self._inner.device(seat)
 
     def inputs(
-        self, rank: int, microbatches: Sequence[Sequence[Tensor]], used: Used
+        self, seat: int, microbatches: Sequence[Sequence[Tensor]], used: Used
     ) -> Sequence[Sequence[Tensor]]:
-        return self._inner.inputs(rank, microbatches, used)
+        return self._inner.inputs(seat, microbatches, used)
 
     def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
         try:

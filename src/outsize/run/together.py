@@ -24,18 +24,18 @@ class Together(ABC):
     """The ranks of one process."""
 
     @abstractmethod
-    def transport(self, rank: int) -> Transport:
-        """That of one rank; all of them share mailboxes."""
+    def transport(self, seat: int) -> Transport:
+        """That of one seat (a rank, where there is one pipeline); all of them share mailboxes."""
 
     @abstractmethod
-    def device(self, rank: int) -> torch.device | None:
-        """Where a rank computes; None: where the model is."""
+    def device(self, seat: int) -> torch.device | None:
+        """Where a seat computes; None: where the model is."""
 
     @abstractmethod
     def inputs(
-        self, rank: int, microbatches: Sequence[Sequence[Tensor]], used: Used
+        self, seat: int, microbatches: Sequence[Sequence[Tensor]], used: Used
     ) -> Sequence[Sequence[Tensor]]:
-        """The microbatches where the rank computes; `used(microbatch)`: positions of what it reads."""
+        """The microbatches where the seat computes; `used(microbatch)`: positions of what it reads."""
 
     @abstractmethod
     def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
@@ -53,14 +53,14 @@ class OnePlace(Together):
     def __init__(self) -> None:
         self._boxes = Mailboxes()
 
-    def transport(self, rank: int) -> Transport:
-        return LocalTransport(rank, self._boxes)
+    def transport(self, seat: int) -> Transport:
+        return LocalTransport(seat, self._boxes)
 
-    def device(self, rank: int) -> torch.device | None:
+    def device(self, seat: int) -> torch.device | None:
         return None
 
     def inputs(
-        self, rank: int, microbatches: Sequence[Sequence[Tensor]], used: Used
+        self, seat: int, microbatches: Sequence[Sequence[Tensor]], used: Used
     ) -> Sequence[Sequence[Tensor]]:
         return microbatches
 

@@ -10,7 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from itertools import chain
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -57,13 +58,24 @@ class GroupOutputs:
     pieces: list[Piece] = field(default_factory=list)
 
 
-MakeStage = Callable[[Variant, StageProgram], Stage]
+@final
+class Load(NamedTuple):
+    """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed."""
+
+    variants: Sequence[Variant]
+    inputs: Sequence[Any]
+    weights: Sequence[float]
+    seeds: Sequence[Seed]
+    replica: int = 0  # of those in this process
+
+
+MakeStage = Callable[[Variant, StageProgram, int], Stage]  # and the replica of this process
 # Combinations of variants whose interpreters are kept, and schedules by length and wiring.
 _BUILT, _SCHEDULES = 32, 64
 
 
 class Crew(ABC):
-    """Runs groups of microbatches whose variants have one wiring."""
+    """Runs groups of microbatches whose variants have one wiring; `beside`: replicas in this process."""
 
     rank: int  # in the pipeline
     world_size: int  # of the pipeline
@@ -71,15 +83,16 @@ class Crew(ABC):
     group: dist.ProcessGroup | None = None  # of the pipeline's ranks, where each is a process
     mesh: Mesh | None = None  # of all processes of the run
     replicas: Replicas = Alone()
+    beside: int = 1
     moves: Moves = Resident()  # of stages' weights
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._marks: list[tuple[int, Marks]] = []
-        self._built = Kept[tuple[tuple[int, ...], bool], list[Interpreter]](_BUILT)
+        self._built = Kept[tuple[tuple[int, ...], bool, int], list[Interpreter]](_BUILT)
         self._schedules = Kept[Any, Schedule](_SCHEDULES)
-        self._at_work: dict[tuple[int, int], Stage] = {}  # number of the variant, stage
+        self._at_work: dict[tuple[int, int, int], Stage] = {}  # number of the variant, stage, replica
         self._early: tuple[Optimizer | None, int] = None, 0
 
     @property
@@ -88,15 +101,10 @@ class Crew(ABC):
         return self.mesh.rank if self.mesh is not None else 0
 
     @abstractmethod
-    def run(
-        self,
-        variants: Sequence[Variant],
-        make_stage: MakeStage,
-        inputs: Sequence[Any],
-        weights: Sequence[float],
-        seeds: Sequence[Seed],
-    ) -> GroupOutputs:
-        """All microbatches of a group, each under its variant, forward and (with grad on) backward."""
+    def run(self, loads: Sequence[Load], make_stage: MakeStage) -> list[GroupOutputs]:
+        """All microbatches, each under its variant, forward and (with grad on) backward; one load for each
+        replica of this process.
+        """
 
     def forget(self, variant: int) -> None:
         """The variant of this number was dropped: drop what was built for it."""
@@ -104,15 +112,16 @@ class Crew(ABC):
         self._at_work = {key: stage for key, stage in self._at_work.items() if key[0] != variant}
 
     def _interpreters(
-        self, variants: Sequence[Variant], make_stage: MakeStage, transports: Mapping[int, Transport]
+        self, load: Load, make_stage: MakeStage, transports: Mapping[int, Transport]
     ) -> list[Interpreter]:
         """Of the ranks that have a transport here, for these variants in this order."""
+        variants, replica = load.variants, load.replica
 
         def stage(number: int, microbatch: int) -> Stage:
             variant = variants[microbatch]
-            key = (variant.number, number)
+            key = (variant.number, number, replica)
             if key not in self._at_work:
-                self._at_work[key] = make_stage(variant, variant.cut.programs[number])
+                self._at_work[key] = make_stage(variant, variant.cut.programs[number], replica)
             return self._at_work[key]
 
         def build() -> list[Interpreter]:
@@ -120,14 +129,17 @@ class Crew(ABC):
             channels = [CHANNELS * variant.number for variant in variants]
             moves = self.moves.of([variant.cut for variant in variants])
             programs = Programs(len(self._plan.stages), stage, channels, moves)
-            return [Interpreter(r, schedule, programs, t, self._clock(r)) for r, t in transports.items()]
+            return [
+                Interpreter(r, schedule, programs, t, self._clock(r, replica), r * self.beside + replica)
+                for r, t in transports.items()
+            ]
 
         numbers = tuple(variant.number for variant in variants)
-        return self._built.get((numbers, torch.is_grad_enabled()), build)
+        return self._built.get((numbers, torch.is_grad_enabled(), replica), build)
 
-    def _clock(self, rank: int) -> Clock:
+    def _clock(self, rank: int, replica: int) -> Clock:
         """Of the device on which the rank's stages compute."""
-        return clock_of(self.device_of(self._plan.ranks.index(rank)) or device_of(self._plan))
+        return clock_of(self.device_of(self._plan.ranks.index(rank), replica) or device_of(self._plan))
 
     def _schedule(self, variants: Sequence[Variant]) -> Schedule:
         training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
@@ -159,8 +171,8 @@ class Crew(ABC):
     def rank_of(self, stage: int) -> int:
         """The rank on which a stage runs."""
 
-    def device_of(self, stage: int) -> torch.device | None:
-        """Where a stage computes; None: where the model is."""
+    def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
+        """Where a stage of a replica in this process computes; None: where the model is."""
         return self.device
 
     @abstractmethod
@@ -248,32 +260,46 @@ def _outputs(variants: Sequence[Variant], schedule: Schedule, results: Iterable[
 
 @final
 class LocalCrew(Crew):
-    """All ranks in this process: on one device, or each `together` with the others on its own."""
+    """All ranks in this process: on one device, or each `together` with the others on its own.
 
-    def __init__(self, plan: Plan, together: Together | None = None) -> None:
+    `beside` pipelines run at the same time, each with weights of its own.
+    """
+
+    def __init__(self, plan: Plan, together: Together | None = None, beside: int = 1) -> None:
         super().__init__(plan)
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size, self.beside = 0, 1, beside
         self.stages = tuple(range(len(plan.stages)))
         self._together = together or OnePlace()
-        self._transports = {rank: self._together.transport(rank) for rank in range(plan.axes.pp)}
+        ranks, transport = range(plan.axes.pp), self._together.transport
+        self._transports = [{p: transport(p * beside + r) for p in ranks} for r in range(beside)]
         self.landing: Landing | None = None
 
-    def run(
-        self,
-        variants: Sequence[Variant],
-        make_stage: MakeStage,
-        inputs: Sequence[Any],
-        weights: Sequence[float],
-        seeds: Sequence[Seed],
-    ) -> GroupOutputs:
-        interpreters = self._interpreters(variants, make_stage, self._transports)
-        for interpreter in interpreters:
-            used = partial(self._used, interpreter, variants)
-            own = self._together.inputs(interpreter.rank, inputs, used)
-            interpreter.begin(StepInputs(own, weights, seeds))
+    def run(self, loads: Sequence[Load], make_stage: MakeStage) -> list[GroupOutputs]:
+        pipelines = [self._begun(load, make_stage) for load in loads]
         if self.landing is not None:
             optimizer, microbatches = self._early
-            self.landing.use(optimizer if microbatches == len(variants) else None)
+            self.landing.use(optimizer if microbatches == len(loads[0].variants) else None)
+        self._run(list(chain.from_iterable(pipelines)))
+        found = zip(loads, pipelines, strict=True)
+        return [self._outputs(load, pipeline) for load, pipeline in found]
+
+    def _outputs(self, load: Load, pipeline: list[Interpreter]) -> GroupOutputs:
+        """The model's outputs are where the first replica's are."""
+        found = _outputs(load.variants, pipeline[0].schedule, [i.outputs for i in pipeline])
+        here, there = (self.device_of(self.stages[-1], replica) for replica in (load.replica, 0))
+        if here != there:
+            found.outputs = [tuple(t.to(there) if t.device == here else t for t in o) for o in found.outputs]
+        return found
+
+    def _begun(self, load: Load, make_stage: MakeStage) -> list[Interpreter]:
+        interpreters = self._interpreters(load, make_stage, self._transports[load.replica])
+        for interpreter in interpreters:
+            used = partial(self._used, interpreter, load.variants)
+            own = self._together.inputs(interpreter.seat, load.inputs, used)
+            interpreter.begin(StepInputs(own, load.weights, load.seeds))
+        return interpreters
+
+    def _run(self, interpreters: Sequence[Interpreter]) -> None:
         try:
             results = self._together.run(interpreters)
         except BaseException:
@@ -284,8 +310,7 @@ class LocalCrew(Crew):
             self._at_work.clear()
             raise
         for interpreter, result in zip(interpreters, results, strict=True):
-            self.keep(interpreter.rank, result.marks)
-        return _outputs(variants, interpreters[0].schedule, results)
+            self.keep(interpreter.seat, result.marks)
 
     @staticmethod
     def _used(interpreter: Interpreter, variants: Sequence[Variant], microbatch: int) -> set[int]:
@@ -293,8 +318,8 @@ class LocalCrew(Crew):
         own = {action.stage for action in interpreter.schedule.actions[interpreter.rank]}
         return {p for s in own for p in variants[microbatch].cut.programs[s].inputs}
 
-    def device_of(self, stage: int) -> torch.device | None:
-        return self._together.device(self._plan.ranks[stage])
+    def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
+        return self._together.device(self._plan.ranks[stage] * self.beside + replica)
 
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         assert value is not None
@@ -350,19 +375,13 @@ class ProcessCrew(Crew):
         self.stages = _stages_on(plan, self.rank)
         self._transport = connect(make_groups(group, device), device, plan.axes.group_size)
 
-    def run(
-        self,
-        variants: Sequence[Variant],
-        make_stage: MakeStage,
-        inputs: Sequence[Any],
-        weights: Sequence[float],
-        seeds: Sequence[Seed],
-    ) -> GroupOutputs:
-        (interpreter,) = self._interpreters(variants, make_stage, {self.rank: self._transport})
-        interpreter.begin(StepInputs(inputs, weights, seeds))
+    def run(self, loads: Sequence[Load], make_stage: MakeStage) -> list[GroupOutputs]:
+        (load,) = loads
+        (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
+        interpreter.begin(StepInputs(load.inputs, load.weights, load.seeds))
         result = interpreter.run()
         self.keep(self.rank, result.marks)
-        return _outputs(variants, interpreter.schedule, [result])
+        return [_outputs(load.variants, interpreter.schedule, [result])]
 
     def forget(self, variant: int) -> None:
         super().forget(variant)

@@ -10,6 +10,7 @@ A plan that was made for such devices names them (`cuda:0`, `cpu`; `cuda:0/1` is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
@@ -51,25 +52,32 @@ def cluster_of(places: tuple[str, ...], stages: int | None) -> str:
 def places_for(plan: Plan, devices: tuple[str, ...] | None) -> tuple[str, ...] | None:
     """The place of each rank: of the given devices, or as the plan's stages say; None: where the model is.
 
-    Raises WorldMismatch when the plan has another number of ranks than there are devices.
+    Replicas have devices of their own where there are as many (rank p of replica r of n is number p * n + r);
+    one device alone runs them one after the other. Raises WorldMismatch for another number.
     """
-    ranks = plan.axes.pp
+    ranks = plan.axes.pp * replicas_beside(plan)
     if devices is None:
         return _named(plan)
+    if len(devices) == ranks:
+        return devices
     if len(set(devices)) == 1:
-        return devices[:1] * ranks
-    if len(devices) != ranks:
-        raise WorldMismatch(
-            f"the plan wants {ranks} devices, devices names {len(devices)}",
-            numbers=f"{len(plan.stages)} stages on {ranks} ranks; {', '.join(devices)}",
-            next_step=f"name {ranks} devices, or leave out plan= so that one is made for these",
-        )
-    return devices
+        return devices[:1] * plan.axes.pp
+    raise WorldMismatch(
+        f"the plan wants {ranks} devices, devices names {len(devices)}",
+        numbers=f"{len(plan.stages)} stages on {ranks} ranks; {', '.join(devices)}",
+        next_step=f"name {ranks} devices, or leave out plan= so that one is made for these",
+    )
 
 
-def together_on(places: tuple[str, ...] | None) -> Together:
+def replicas_beside(plan: Plan) -> int:
+    """How many pipelines of the plan can run side by side in one process."""
+    alone = plan.form == "modules" or plan.axes.used_besides({"pp", "dp_replicate"})
+    return 1 if alone else plan.axes.dp_replicate
+
+
+def together_on(places: tuple[str, ...] | None, replicas: int = 1) -> Together:
     """The ranks of one process there; None: where the model is."""
-    return OnePlace() if places is None else Places(TorchStreams(places), places)
+    return OnePlace() if places is None else Places(TorchStreams(places), places, replicas)
 
 
 def insist_on_one_device(crew: Crew, stages: int) -> None:
@@ -100,14 +108,23 @@ def insist_on_one_device(crew: Crew, stages: int) -> None:
 def _named(plan: Plan) -> tuple[str, ...] | None:
     """The devices of the plan's ranks where it was made for those of one process and all of them are here."""
     first = {rank: stage.device for stage, rank in reversed(list(zip(plan.stages, plan.ranks, strict=True)))}
-    names = tuple(first[rank].partition("/")[0] for rank in range(plan.axes.pp))
-    if places_in(plan.cluster):
-        return tuple(map(_place, names))
+    names = tuple(first[rank] for rank in range(plan.axes.pp))
+    listed = tuple(map(_place, places_in(plan.cluster)))
+    if listed:
+        return tuple(
+            chain.from_iterable(_beside(_place(name.partition("/")[0]), listed, plan) for name in names)
+        )
     try:
-        found = tuple(map(_place, names))
+        found = tuple(_place(name.partition("/")[0]) for name in names)
     except UnknownDevice:
         return None  # a plan for other machines, tried here
     return found if len(set(found)) > 1 else None
+
+
+def _beside(first: str, listed: tuple[str, ...], plan: Plan) -> tuple[str, ...]:
+    """The devices of all replicas of a rank, from that of the first on. One that is named twice is all."""
+    at = listed.index(first)
+    return listed[at : at + replicas_beside(plan)]
 
 
 def _place(device: str | torch.device) -> str:

@@ -297,4 +297,5 @@ def _beside(device: str, places: int) -> str:
 def _home(model: nn.Module, crew: Crew, stages: int) -> torch.device | None:
     """The device that tapes are made for where some stage has another one; None where none has."""
     home = home_of(model)
-    return home if {crew.device_of(stage) for stage in range(stages)} - {None, home} else None
+    devices = {crew.device_of(stage, replica) for stage in range(stages) for replica in range(crew.beside)}
+    return home if devices - {None, home} else None

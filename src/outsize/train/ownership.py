@@ -105,13 +105,15 @@ class Ownership:
 
     def _devices(self) -> dict[str, torch.device]:
         """Weight -> where it belongs; absent where it may stay."""
-        found = {name: self._device_of(name) for name in self.placement.home}
+        found = {name: self.device_of(name) for name in self.placement.home}
         return {name: device for name, device in found.items() if device is not None}
 
-    def _device_of(self, name: str) -> torch.device | None:
-        """Where a weight belongs: with its stage, or on the host, from where it comes to its stage."""
+    def device_of(self, name: str, replica: int = 0) -> torch.device | None:
+        """Where a weight of a replica in this process belongs: with its stage, or on the host, from where it
+        comes to its stage.
+        """
         hosted = self._plan.streams and name in self._names
-        return torch.device("cpu") if hosted else self._crew.device_of(self.placement.home[name])
+        return torch.device("cpu") if hosted else self._crew.device_of(self.placement.home[name], replica)
 
     def _follow(self, names: Iterable[str]) -> None:
         """To their stages, as the tensors that they are: an optimizer may have them already."""
@@ -199,7 +201,7 @@ class Ownership:
 
     def _load(self, files: WeightFiles, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
         spare = self._crew.device or device_of(self._plan)
-        where = {n: self._device_of(n) or spare for n in self.placement.home}
+        where = {n: self.device_of(n) or spare for n in self.placement.home}
         for device in dict.fromkeys(where.values()) or [spare]:
             others = {name for name, found in where.items() if found != device or not wanted(name)}
             foreign = self._foreign | others

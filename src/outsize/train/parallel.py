@@ -14,7 +14,7 @@ from outsize.errors import BadOption, OutsizeError
 from outsize.ir.plan import Plan
 from outsize.run.statistics import of_one_replica
 from outsize.train.crew import Crew, LocalCrew, ProcessCrew, device_of
-from outsize.train.devices import together_on
+from outsize.train.devices import replicas_beside, together_on
 from outsize.train.engine import Engine, MakeOptimizer
 from outsize.train.hosting import hosted_crew
 from outsize.train.mesh import Mesh
@@ -30,10 +30,13 @@ def make_crew(
 ) -> Crew:
     """LocalCrew without a group, its ranks on `places`; ProcessCrew with one, that of the whole run.
 
-    Raises WorldMismatch when the sizes differ.
+    Raises WorldMismatch when the sizes differ; BadOption.
     """
     if group is None:
-        return LocalCrew(plan, together_on(places))
+        beside = len(places or ()) // plan.axes.pp or 1
+        if beside > 1:
+            _insist_on_beside(plan, places or ())
+        return LocalCrew(plan, together_on(places, beside), beside)
     return ProcessCrew(plan, Mesh(plan.axes, group, device), device, own_batches=own_batches)
 
 
@@ -59,9 +62,9 @@ def make_engine(
             numbers=f"devices {', '.join(places or ())}",
             next_step=f"outsize run --nproc-per-node {plan.axes.pp} train.py, without devices=",
         )
-    if group is None and plan.axes.group_size > 1 and len(set(places or ())) > 1:
+    if group is None and replicas_beside(plan) < plan.axes.group_size and len(set(places or ())) > 1:
         raise BadOption(
-            "one process has a device for each rank of the pipeline, and the plan wants several for each",
+            "one process has a device for each rank of its pipelines, and the plan wants several for each",
             numbers=f"pp {plan.axes.pp}, {plan.axes.beyond_pp}; devices {', '.join(places or ())}",
             next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py, without devices=",
         )
@@ -73,6 +76,17 @@ def make_engine(
     if group is not None:
         of_one_replica(model)
     return Engine(model, plan, crew, loss_fn=loss_fn, optimizer=optimizer, **options)
+
+
+def _insist_on_beside(plan: Plan, places: tuple[str, ...]) -> None:
+    """Raise BadOption for what replicas in one process do not do side by side."""
+    ways = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
+    if plan.bn == "deferred" or ways - {"none", "selective", "full"}:
+        raise BadOption(
+            "replicas on devices of one process each have their own statistics and activations",
+            numbers=f"bn {plan.bn!r}, recompute {', '.join(sorted(ways))}; devices {', '.join(places)}",
+            next_step='bn="micro" and recompute="full", or a process per device (outsize run)',
+        )
 
 
 def agreed(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, groupby, zip_longest
 from typing import Any, final
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from outsize.capture.ladder import LossFn
 from outsize.ir.plan import Plan
 from outsize.ir.segments import blocks, segments
+from outsize.program.generate import compile_slice
 from outsize.run.compiled import compiled
 from outsize.run.cut import StageProgram
 from outsize.run.homes import placement_of_cut
@@ -32,7 +33,7 @@ from outsize.run.rng import seeder
 from outsize.run.stage import Stage
 from outsize.run.statistics import Calls, Statistics
 from outsize.train.batch import Batch
-from outsize.train.crew import Crew, GroupOutputs
+from outsize.train.crew import Crew, GroupOutputs, Load
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values
 from outsize.train.loss import Counting
 from outsize.train.ownership import Ownership
@@ -40,6 +41,7 @@ from outsize.train.replicas import Piece
 from outsize.train.results import EvalResult, rebuilt
 from outsize.train.settings import Settings
 from outsize.train.tensor_ranks import TensorRanks
+from outsize.train.twins import Twins
 from outsize.train.variant import KEPT, Variant, Variants
 from outsize.train.way import Way
 
@@ -67,6 +69,8 @@ class Pipelined(Way):
         self.variants = Variants(model, plan, loss_fn, counting, crew.forget, home, kept, tensor)
         self._home, self._backend = home, backend
         self._settings, self._valued = Settings(model), 0
+        self._state = 0  # of the model, by its settings
+        self._twins = Twins(model, crew.beside, ownership.device_of)
         self._statistics = Statistics(model) if plan.bn == "deferred" else None
         self._counting: list[bool] = []  # of the last step's pieces
 
@@ -93,8 +97,8 @@ class Pipelined(Way):
 
     def _find(self, parts: Sequence[Batch], *, outputs: bool) -> list[Variant]:
         """The variant of each microbatch."""
-        state = self._settings.number()
-        return [self.variants.find(part, outputs=outputs, state=state) for part in parts]
+        self._state = self._settings.number()
+        return [self.variants.find(part, outputs=outputs, state=self._state) for part in parts]
 
     def _run(
         self, found: list[Variant], parts: Sequence[Batch], scale: float, step: int
@@ -105,12 +109,14 @@ class Pipelined(Way):
         pieces, written = replicas.pieces(counted, _written(found) if replicas.count > 1 else frozenset())
         self._counting = [piece.counts for piece in pieces]
         self._crew.start_step()
+        self._twins.follow(self._state)
         if not grad:
             results = self._run_pieces(found, pieces, parts, scale, step)
         else:
             self._adopt(found)
             with replicas.summing(self._ownership.trained_by_stage):
                 results = self._run_pieces(found, pieces, parts, scale, step)
+                self._twins.add_up(self._state)
             replicas.spread(self._ownership.own(written) if written else ())
         self._settings.ran()
         self.variants.trim()
@@ -120,21 +126,34 @@ class Pipelined(Way):
         self, found: list[Variant], pieces: list[Piece], parts: Sequence[Batch], scale: float, step: int
     ) -> list[GroupOutputs]:
         results = []
-        # One process runs what replicas would, one after the other.
-        in_turns = self._crew.replicas.count < self._plan.axes.replicas
-        turn = self._plan.microbatches if in_turns else len(pieces)
-        turns = [
-            list(alike) for _, alike in groupby(pieces, key=lambda p: (found[p.part].wiring, p.part // turn))
-        ]
-        for members in turns:
-            self._crew.replicas.run(last=members is turns[-1])
-            inputs = [[self._crew.here(t) for t in parts[piece.part].tensors()] for piece in members]
-            weights = [piece.share * scale for piece in members]
-            seeds = [seeder(self._seed, step, piece.number) for piece in members]
-            variants = [found[piece.part] for piece in members]
-            results.append(self._crew.run(variants, self._stage, inputs, weights, seeds))
-            results[-1].pieces = members
-        return results
+        rounds = self._rounds(found, pieces)
+        for groups in rounds:
+            self._crew.replicas.run(last=groups is rounds[-1])
+            loads = [
+                Load(
+                    [found[piece.part] for piece in members],
+                    [[self._crew.here(t) for t in parts[piece.part].tensors()] for piece in members],
+                    [piece.share * scale for piece in members],
+                    [seeder(self._seed, step, piece.number) for piece in members],
+                    replica,
+                )
+                for replica, members in groups
+            ]
+            for (_, members), outputs in zip(groups, self._crew.run(loads, self._stage), strict=True):
+                outputs.pieces = members
+                results.append(outputs)
+        return sorted(results, key=lambda result: result.pieces[0].number)
+
+    def _rounds(self, found: list[Variant], pieces: list[Piece]) -> list[list[tuple[int, list[Piece]]]]:
+        """Groups of one wiring that run side by side, each with its replica of this process."""
+        beside = self._crew.beside
+        # Where they have no devices of their own, one pipeline runs what replicas would, one after the other.
+        in_turns = beside == 1 and self._crew.replicas.count < self._plan.axes.replicas
+        turn = self._plan.microbatches if in_turns else -(-len(pieces) // beside)
+        groups: list[list[tuple[int, list[Piece]]]] = [[] for _ in range(beside)]
+        for (_, at), alike in groupby(pieces, key=lambda p: (found[p.part].wiring, p.part // turn)):
+            groups[at % beside].append((at % beside, list(alike)))
+        return [[group for group in side if group] for side in zip_longest(*groups)]
 
     def _outputs(self, found: list[Variant], results: list[GroupOutputs]) -> tuple[Any, ...] | None:
         """Of each microbatch in order, on the last stage of the first replica."""
@@ -166,20 +185,22 @@ class Pipelined(Way):
     def _settle(self, found: Sequence[Variant]) -> None:
         self._ownership.settle(lambda: placement_of_cut(found[0].cut, self._model))
 
-    def _stage(self, variant: Variant, program: StageProgram) -> Stage:
+    def _stage(self, variant: Variant, program: StageProgram, replica: int) -> Stage:
         """A stage of this rank at work, as the plan says."""
-        device = self._crew.device_of(program.stage)
+        model, device = self._twins.of(replica, self._state), self._crew.device_of(program.stage, replica)
+        if replica:
+            program = replace(program, function=compile_slice(program.spec, model, variant.tape.modes))
         if device is not None and self._home is not None:
-            program = placed(program, variant.cut.tape, self._model, self._home, device)
+            program = placed(program, variant.cut.tape, model, self._home, device)
         program = replace(program, function=self._through(program.function))
         how, again = self._plan.recompute_of(program.stage), None
         if how == "full":
-            whole = Recompute(self._model, program.written, self._statistics)
+            whole = Recompute(model, program.written, self._statistics)
             again = partial(whole.run, program.function)
         elif how == "selective":
             runs, modes = self._segments(variant, program.stage), variant.tape.modes
-            again = InSegments(program.spec, runs, self._model, modes, self._statistics, self._through)
-        return Stage(program, self._model, again)
+            again = InSegments(program.spec, runs, model, modes, self._statistics, self._through)
+        return Stage(program, model, again)
 
     def _through(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self._backend is None else compiled(function, self._backend)
@@ -208,7 +229,7 @@ class Pipelined(Way):
         for result in results:
             for loss, piece in zip(result.losses, result.pieces, strict=False):
                 part = loss * piece.share if piece.counts else torch.zeros_like(loss)
-                total = part if total is None else total + part
+                total = part if total is None else total + part.to(total.device)
         dtype, rank = results[0].loss_dtype, results[0].loss_rank
         if dtype is None:
             return None

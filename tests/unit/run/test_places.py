@@ -201,3 +201,24 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
     rank.begin(StepInputs([[x]], [1.0], [lambda _: None]))
     with pytest.raises(InvalidSchedule, match="rank 1 at 1F0"):
         places.run([rank])
+
+
+def test_two_pipelines_side_by_side() -> None:
+    """Rank p of replica r of 2 sits at 2 p + r; each has weights of its own, and copies wait as ever."""
+    world, (args, _), target = FakeStreams(), case("mlp").batch(8), case("mlp").target(8)
+    model, how = fresh("mlp"), {"loss_fn": case("mlp").loss}
+    wishes: dict[str, Any] = {"cluster": "4xcpu", "stages": 2, "dp_replicate": 2, "microbatches": 2}
+    plan = outsize.plan(fresh("mlp"), args, target=target, **how, **wishes)
+    engine = Engine(model, plan, LocalCrew(plan, Places(world, ("a", "b", "c", "d"), 2), 2), **how)
+    plain = Engine(fresh("mlp"), plan, LocalCrew(plan), **how)
+    for _ in range(2):
+        ours, theirs = (e.step(*args, target=target, update=False) for e in (engine, plain))
+        assert torch.allclose(ours.loss, theirs.loss, rtol=1e-6)
+    for mine, other in zip(model.parameters(), plain.model.parameters(), strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(mine.grad, other.grad, rtol=1e-5, atol=1e-7)
+    assert world.copied > 0
+    firsts = [s for s in engine.timeline().spans if s.action == "0F0"]
+    assert [s.rank for s in firsts] == [0, 1]
+    assert firsts[1].start_s < min(s.start_s for s in engine.timeline().spans if s.action == "0F1")
