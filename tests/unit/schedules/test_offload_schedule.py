@@ -88,8 +88,10 @@ def test_the_next_stage_is_loaded_before_this_one_computes() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "naive"])
-def test_as_it_is_written(name: str, golden: Golden) -> None:
-    golden(f"loads/{name}-p1-v4-m2.csv", loaded(4, 2, name).to_csv())
+@pytest.mark.parametrize("room", [ROOM, 4])
+def test_as_it_is_written(name: str, room: int, golden: Golden) -> None:
+    which = "" if room == ROOM else f"-room{room}"
+    golden(f"loads/{name}-p1-v4-m2{which}.csv", loaded(4, 2, name, room).to_csv())
 
 
 def test_stages_that_are_there_together_have_other_places() -> None:

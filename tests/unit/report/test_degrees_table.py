@@ -1,0 +1,64 @@
+"""What each degree of offload costs: the words of the table, its width, and measured / bound in a report."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console, Group
+
+from outsize.ir.offload import Bound, Degree, Weights
+from outsize.ir.utilisation import Utilisation
+from outsize.report.offload import degrees_table
+
+SUMS = {"compute_s": 13.9, "to_device_s": 123.0, "to_host_s": 61.5, "optimizer_s": 46.0}
+
+
+def degree(weights: Weights, fits: bool, microbatches: int = 2, scale: float = 1.0) -> Degree:
+    bound = Bound(**{name: scale * seconds for name, seconds in SUMS.items()})
+    how = {"microbatches": microbatches, "recompute": microbatches > 2}
+    return Degree(
+        weights=weights, bound=bound, step_s=scale * 170.0, peak_bytes=12_345 << 20, fits=fits, **how
+    )
+
+
+def shown(degrees: list[Degree], chosen: Weights = "host") -> list[str]:
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    console.print(Group(*degrees_table(degrees, chosen)))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_a_row_for_each_in_80_columns() -> None:
+    lines = shown([degree("resident", False), degree("host-optimizer", True), degree("host", True)])
+    assert lines[0] == "What each degree of offload costs"
+    assert " ".join(lines[1].split()) == "degree, s compute H2D D2H optim. bound step peak GiB fits"
+    figures = ["13.9", "123", "61.5", "46.0", "123", "170", "12.1"]
+    assert [line.split() for line in lines[3:6]] == [
+        ["resident", *figures, "no"],
+        ["host-optimizer", *figures, "yes"],
+        ["host", *figures, "chosen"],
+    ]
+    assert not any(":" in line and "microbatch" in line for line in lines), "all run alike"
+
+
+@pytest.mark.parametrize(("scale", "unit"), [(1.0, "s"), (1e-3, "ms"), (1e-4, "ms")])
+def test_seconds_have_one_unit(scale: float, unit: str) -> None:
+    assert shown([degree("host", True, scale=scale)])[1].startswith(f"degree, {unit} ")
+
+
+def test_degrees_that_run_in_other_ways_say_so() -> None:
+    lines = " ".join(shown([degree("host-optimizer", True, 4), degree("host", True, 1)]))
+    assert "host-optimizer: 4 microbatches, recomputed; host: 1 microbatch." in lines
+
+
+def test_no_degrees_no_table() -> None:
+    assert degrees_table((), "resident") == []
+
+
+def test_a_report_says_measured_and_bound() -> None:
+    report = Utilisation(step_s=246.0, bound_s=14.0, devices=("cuda:0",), busy=(0.1,), transfer=0.5)
+    assert "roofline" not in str(report)
+    report = report.model_copy(update={"roofline": Bound(**SUMS)})
+    least = "123 s expected at least (weights to the device)"
+    assert f"roofline   246 s measured / {least} = 2.00" in str(report).splitlines()
