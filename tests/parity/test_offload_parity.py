@@ -4,16 +4,14 @@ promised: two stages, or all weights and the gradients of two.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from counted import Device
 from parity_runs import STEPS, Combination, at_random, batch_of, engine_for, reference, split_run
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from zoo import case
 
 import outsize
@@ -251,40 +249,10 @@ def test_an_evaluation_gives_what_a_pipeline_gives(hosted: Weights) -> None:
 # -- what the device holds -------------------------------------------------------------------------------
 
 
-class Device(TorchDispatchMode):
-    """Counts bytes of tensors that are made under it, but for those on the host: of no engine's buffers."""
-
-    def __init__(self, residency: Residency | None) -> None:
-        super().__init__()
-        self._residency, self._known, self.alive, self.peak = residency, dict[int, int](), 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        for tensor in _tensors(found):
-            if tensor.untyped_storage()._cdata not in given:
-                self._count(tensor.untyped_storage())
-        return found
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._known or storage.data_ptr() in self._host():
-            return
-        self._known[key] = storage.nbytes()
-        self.alive += storage.nbytes()
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._gone, key)
-
-    def _gone(self, key: int) -> None:
-        self.alive -= self._known.pop(key)
-
-    def _host(self) -> set[int]:
-        blocks = self._residency._blocks if self._residency is not None else []
-        return {t.data_ptr() for b in blocks for t in (b.values, b.gradients) if t is not None}
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+def on_the_host(engine: Engine) -> list[Tensor]:
+    """Buffers of masters and of gradients."""
+    blocks = residency_of(engine)._blocks if engine.plan.streams else []
+    return [t for b in blocks for t in (b.values, b.gradients) if t is not None]
 
 
 def peak_bytes(engine: Engine, name: str) -> int:
@@ -292,7 +260,7 @@ def peak_bytes(engine: Engine, name: str) -> int:
     batch = batch_of(case(name))
     engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)
     engine.model.zero_grad()
-    with Device(residency_of(engine) if engine.plan.streams else None) as device:
+    with Device(lambda: on_the_host(engine)) as device:
         engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)
     return device.peak
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from outsize.capture.backward import KEEP_RESULT, WAITING, Call, Rule, rule_of
 from outsize.capture.families import ALLOCATIONS, family_of, op_name
 from outsize.capture.storages import Storages, storage_bytes, storage_key
-from outsize.ir.graph import Family, Work
+from outsize.ir.graph import SMALL_BYTES, Family, Work
 from outsize.program.tape import Cost
 
 _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -128,13 +128,19 @@ class CostMeter:
     def stop(self) -> Cost:
         """Its sums."""
         saved_bytes, kept = sum(self._fresh.values()), frozenset(self._kept)
+        small_bytes = sum(size for size in self._fresh.values() if size < SMALL_BYTES)
         self._worst_backward = max(self._worst_backward, self._last[0])
         if self._taken is not None:
-            return replace(self._taken, saved_bytes=self._taken.saved_bytes + saved_bytes, kept=kept)
+            saved_bytes, small_bytes = (
+                self._taken.saved_bytes + saved_bytes,
+                self._taken.saved_small_bytes + small_bytes,
+            )
+            return replace(self._taken, saved_bytes=saved_bytes, saved_small_bytes=small_bytes, kept=kept)
         return Cost(
             flops=self._flops,
             moved_bytes=self._moved_bytes,
             saved_bytes=saved_bytes,
+            saved_small_bytes=small_bytes,
             workspace_bytes=self._storages.excess_bytes(),
             backward_workspace_bytes=self._worst_backward - saved_bytes if self._worst_backward else 0,
             waiting_bytes=self._waiting,

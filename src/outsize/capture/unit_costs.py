@@ -44,6 +44,7 @@ class UnitCosts:
             "flops": sum(c.flops for c in costs),
             "moved_bytes": sum(c.moved_bytes for c in costs),
             "saved_bytes": sum(c.saved_bytes for c in costs),
+            "saved_small_bytes": sum(c.saved_small_bytes for c in costs),
             "workspace_bytes": self._forward(group),
             "backward_workspace_bytes": self._backward(group),
             "waiting_bytes": sum(i.cost.waiting_bytes for i in group if self._waits(i)),

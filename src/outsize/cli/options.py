@@ -40,6 +40,7 @@ class RecomputeOption(StrEnum):
     none = "none"
     selective = "selective"
     full = "full"
+    offload = "offload"
 
 
 @final
@@ -139,7 +140,7 @@ Recompute = Annotated[
     typer.Option(
         "--recompute",
         help="full: all activations are computed anew in the backward; selective: those of some units, where "
-        "memory wants it (plan: that, if not given).",
+        "memory wants it (plan: that, if not given); offload: they are on the host until their backward.",
     ),
 ]
 BatchNorm = Annotated[

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from outsize.ir.base import Record
 from outsize.ir.tensor_styles import TensorStyles
@@ -18,6 +18,8 @@ Form = Literal["tape", "modules"]
 Family = Literal[
     "matmul", "attention", "convolution", "elementwise", "normalisation", "reduction", "embedding", "other"
 ]
+# Storages below are not worth a copy of their own: they stay where activations go to the host.
+SMALL_BYTES: Final = 1 << 20
 
 
 @final
@@ -104,13 +106,13 @@ class Unit(Record):
     """The smallest piece a stage can be made of: one leaf call (or heavy op) with its glue.
 
     `flops` and `moved_bytes` (read + written) are of the forward; `saved_bytes` is what autograd keeps
-    until the backward, each storage counted once, parameters not counted; `workspace_bytes` the most that
-    its ops hold beside arguments, results and saved tensors. `saved_input_bytes` are those of the saved ones
-    that are inputs of the model, there anyway; `backward_workspace_bytes` the most that gradients inside a
-    unit of several ops hold beside what it has saved; `waiting_bytes` the gradients that a backward in two
-    halves keeps for its weights. The three tuples say the same by family of ops and pass; they are empty
-    where nobody looked inside. `divided` where the graph has `tensor`; `in_sequence` instead of it under
-    sequence parallelism.
+    until the backward, each storage counted once, parameters not counted, `saved_small_bytes` of it in
+    storages below SMALL_BYTES; `workspace_bytes` the most that its ops hold beside arguments, results and
+    saved tensors. `saved_input_bytes` are those of the saved ones that are inputs of the model, there anyway;
+    `backward_workspace_bytes` the most that gradients inside a unit of several ops hold beside what it has
+    saved; `waiting_bytes` the gradients that a backward in two halves keeps for its weights. The three tuples
+    say the same by family of ops and pass; they are empty where nobody looked inside. `divided` where the
+    graph has `tensor`; `in_sequence` instead of it under sequence parallelism.
     """
 
     index: int
@@ -123,6 +125,7 @@ class Unit(Record):
     saved_bytes: int
     workspace_bytes: int = 0
     saved_input_bytes: int = 0
+    saved_small_bytes: int = 0
     backward_workspace_bytes: int = 0
     waiting_bytes: int = 0
     forward: tuple[Work, ...] = ()

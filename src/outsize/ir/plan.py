@@ -25,7 +25,7 @@ from outsize.ir.schedule import parse_row, placed
 ScheduleName = Literal[
     "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto", "custom"
 ]
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "offload"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 # The axes that this version of outsize runs.
@@ -181,7 +181,8 @@ class Plan(Record):
                 states alone are there, gradients go there, updated weights come back
     sequence_parallel   what lies between layers that tp divides is divided, too, along the tokens
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward;
-                "selective": it does so with some of its units, those of `Stage.recomputed`
+                "selective": it does so with some of its units, those of `Stage.recomputed`; "offload":
+                it recomputes nothing, and what a microbatch keeps is on the host until its backward
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
                 once per batch ("deferred"), or of a batch that is one microbatch ("sync")
     actions     of the schedules "auto" (built by the planner) and "custom" (by a person): what each rank

@@ -93,6 +93,7 @@ def _merged(index: int, units: Sequence[Unit]) -> Unit:
         saved_bytes=sum(u.saved_bytes for u in units),
         workspace_bytes=max(u.workspace_bytes for u in units),
         saved_input_bytes=sum(u.saved_input_bytes for u in units),
+        saved_small_bytes=sum(u.saved_small_bytes for u in units),
         backward_workspace_bytes=max(u.backward_workspace_bytes for u in units),
         waiting_bytes=sum(u.waiting_bytes for u in units),
         forward=_works(u.forward for u in units),

@@ -131,7 +131,9 @@ def estimate(
     """Simulate and account one cut; `ways[stage]` is the place of the stage's case."""
     edges = edges_of(pipeline.case.flows, bounds)
     cases = tuple(pipeline.ways[stage][way] for stage, way in enumerate(ways))
-    costs = tuple(stage_cost(case, *run) for case, run in zip(cases, pairwise(bounds), strict=True))
+    flying = in_flight(pipeline.layout) if any(case.aside for case in cases) else (1,) * len(cases)
+    runs = zip(cases, pairwise(bounds), flying, strict=True)
+    costs = tuple(stage_cost(case, *run, held) for case, run, held in runs)
     return Estimate(
         pipeline,
         tuple(bounds),
@@ -294,12 +296,21 @@ def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCos
     return sync_s(held, (cost.forward_s, cost.backward_s), layout, alike)
 
 
-def stage_cost(case: Case, first: int, end: int) -> StageCost:
-    """Of the units first..end-1."""
+def in_flight(layout: Layout) -> tuple[int, ...]:
+    """Microbatches that each stage holds at most, as a chain."""
+    found = moments_by_stage(*layout.how()[:4])
+    return tuple(max(alive.in_flight for alive in moments) for moments in found)
+
+
+def stage_cost(case: Case, first: int, end: int, flying: int = 1) -> StageCost:
+    """Of the units first..end-1; of microbatches in flight the one at work never goes to the host."""
     seconds = case.seconds
     passes = seconds.forward, seconds.backward, seconds.weight
     split_s = SPLIT_S * int(np.count_nonzero(seconds.weight[first:end])) if case.base.device == "cpu" else 0.0
     forward_s, backward_s, weight_s = (sum(each[first:end].tolist()) for each in passes)
+    if case.aside is not None and flying > 1:
+        moved = int(case.ranges.away[first, end]), case.microbatches
+        forward_s, backward_s = (case.aside.slowed_s(s, *moved) for s in (forward_s, backward_s))
     return StageCost(forward_s, backward_s, weight_s, split_s)
 
 

@@ -29,6 +29,7 @@ ANEW: Final[dict[Recompute, str]] = {
     "none": "",
     "full": ", all recomputed",
     "selective": ", all recomputed block by block",
+    "offload": ", activations on the host",
 }
 
 

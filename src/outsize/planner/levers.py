@@ -66,7 +66,7 @@ def _tried(plan: Plan, microbatches: int) -> bool:
 
 
 def _recompute(plan: Plan, expected: Expected) -> Iterator[Advice]:
-    if plan.recompute == "none":
+    if plan.recompute in ("none", "offload"):
         return
     forward_s = sum(f.forward_s for f in expected.stages)
     gain = forward_s / sum(f.forward_s + f.backward_s for f in expected.stages)

@@ -24,6 +24,9 @@ autograd keeps the same memory, it counts once.
 A backward in two halves (I, W) frees what autograd saved at the end of W, and between them the gradients wait
 that W will need (run/split_backward.py). A gradient that came in and waits as it is counts twice.
 
+Of a stage whose activations go to the host (run/activations.py) one microbatch that waits is on its way: it
+has what is `away` of the others.
+
 Closed forms are tests only: microbatches in flight are m under GPipe (arXiv 1811.06965) and min(p - s, m)
 under 1F1B (arXiv 2104.04473, sec. 2.2). Complexity: O(actions) per schedule.
 Oracle: tests/unit/planner/test_memory.py; benchmarks/memory compares with real steps.
@@ -279,13 +282,14 @@ def _moving(ranges: Ranges, alive: Alive) -> Bytes:
 def _parts(ranges: Ranges) -> tuple[Bytes, ...]:
     """Of a microbatch that waits for its backward; received, sent; gradients on their way in and out; what
     the one that acts holds in a forward, backward, first backward; weights' gradients; the optimizer's step;
-    what waits between the halves of a backward, and what one half holds.
+    what waits between the halves of a backward, and what one half holds; what is on its way to the host or
+    from it.
     """
     return (
         _kept(ranges) + ranges.sent,
         *(ranges.received, ranges.sent, ranges.gradient_in, ranges.gradient_out),
         *(ranges.forward, ranges.backward, ranges.first_backward, ranges.gradients, ranges.update),
-        *(ranges.waiting, ranges.halved),
+        *(ranges.waiting, ranges.halved, ranges.away),
     )
 
 
@@ -298,6 +302,7 @@ def _counts(alive: Alive) -> tuple[int, ...]:
         *(forward, backward and alive.graded, backward and not alive.graded),
         *(alive.graded and not backward, alive.phase is Phase.UPDATE),
         *(alive.waiting, alive.phase is Phase.HALF),
+        min(1, max(0, alive.in_flight - (acting or alive.phase is Phase.HALF))),
     )
 
 
@@ -322,6 +327,7 @@ def _stage_memory(
     boundary = int(peak.in_flight * here.sent + peak.posted * here.received + _gradients(here, peak))
     activations = total - weights - gradients - optimizer - boundary
     waiting = int(peak.in_flight * _kept(here) + peak.waiting * here.waiting + peak.batch * here.inputs)
+    waiting += int(min(peak.in_flight, 2) * here.away)
     return StageMemory(
         weights_bytes=weights,
         gradients_bytes=gradients,

@@ -279,7 +279,7 @@ class Menu:
 
     def _room(self, layout: Layout, recompute: Sequence[Recompute]) -> Room | None:
         """What each stage may hold; None where weights or seconds depend on which device it is."""
-        if layout.hosted or len(self._kinds) > 1:
+        if layout.hosted or len(self._kinds) > 1 or "offload" in recompute:
             return None
         return self._least.room(layout, recompute, self._room_bytes(layout.group)[0])
 
@@ -303,8 +303,8 @@ class Menu:
                 whole, alone = self._whole(layout, device), self._alone(layout.captured, device)
                 blocks, where = self._blocks_of(layout, device), (self.ends(layout), layout, self._cluster)
                 self._cases[key] = hosted(whole, blocks, alone, *where, recompute)
-            elif recompute == "full":
-                self._cases[key] = self.case(layout, device, "none").anew()
+            elif recompute in ("full", "offload"):
+                self._cases[key] = self.case(layout, device, "none").otherwise(recompute, device)
             else:
                 self._cases[key] = self._built(layout, device, recompute)
         return self._cases[key]

@@ -14,6 +14,7 @@ from outsize.ir.plan import Plan, Recompute
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner import streamed
+from outsize.planner.aside import check_recompute, offload_reasons, offloads
 from outsize.planner.estimate import Estimate, check_enough, expected, play, reasons
 from outsize.planner.floor import Work
 from outsize.planner.layout import Layout, grouped
@@ -31,6 +32,7 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     TooFewSamples, and UnknownDevice when the cluster lacks a device of the plan.
     """
     if plan.streams:
+        check_recompute("offload" if offloads(plan) else None, plan.weights)
         return streamed.priced(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
     found = _of_plan(plan, graph, profile, cluster)
@@ -39,7 +41,7 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     work = Work.of(graph, fastest([case.seconds for case in found.cases]))
     limit = limited_by(found, work, graph, found.bounds)
     rooms = [found.pipeline.room.devices[rank] for rank in found.pipeline.ranks]
-    again = selective_reasons(found, chosen, found.bounds)
+    again = (*selective_reasons(found, chosen, found.bounds), *offload_reasons(found))
     why = (*over_memory(found.memories, rooms), *reasons(found, graph, found.bounds), *again)
     return plan.model_copy(update={"expected": figures.model_copy(update={"limited_by": limit}), "why": why})
 
@@ -68,10 +70,11 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     places = tuple(_rank_of(stage.device, groups) for stage in plan.stages)
     chosen = _chosen(plan, graph)
     by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
+    hows = [plan.recompute_of(stage) for stage in range(len(plan.stages))]
     offered: tuple[Recompute, ...] = ("none", "full", "selective") if by_blocks else ("none", "full")
+    offered = (*offered, "offload") if "offload" in hows else offered
     found = menu.pipeline(layout, offered, places)
     assert found is not None, "there are groups"
-    hows = (plan.recompute_of(stage) for stage in range(len(plan.stages)))
     ways = [offered.index(how) if how != "selective" or s in by_blocks else 0 for s, how in enumerate(hows)]
     some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
     return recomputing(found, bounds, ways, some, menu, plan.optimizer)

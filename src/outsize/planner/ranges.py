@@ -52,7 +52,8 @@ Number = TypeVar("Number", np.int64, np.float64)
 class Ranges:
     """Tables of shape (n + 1, n + 1): bytes per microbatch, or bytes for good (weights and states).
 
-    Among the weights are buffers, among the optimizer's bytes master copies.
+    Among the weights are buffers, among the optimizer's bytes master copies, among what is saved `small`
+    storages. `away`: what is on the host while it waits for its backward; it is not among what is saved.
     """
 
     compute_s: Seconds
@@ -65,6 +66,8 @@ class Ranges:
     update: Bytes
     inputs: Bytes
     saved: Bytes
+    small: Bytes
+    away: Bytes
     twice: Bytes
     again: Bytes
     forward: Bytes
@@ -99,6 +102,8 @@ class Ranges:
             replicas=_arriving(n, (f for f in everything if f.step)),
             inputs=np.full((n + 1, n + 1), graph.input_bytes, np.int64),
             saved=_spans(units.saved),
+            small=_spans(np.minimum([u.saved_small_bytes for u in graph.units], units.saved)),
+            away=np.zeros((n + 1, n + 1), np.int64),
             twice=walk.twice,
             again=walk.again,
             forward=walk.forward,
@@ -132,6 +137,12 @@ class Ranges:
             backward=self.backward + self.again,
             first_backward=self.first_backward + self.again,
         ).undivided()
+
+    def offloaded(self) -> Self:
+        """What is saved goes to the host; small storages stay, and what is received or sent."""
+        small = np.minimum(self.small, self.saved)
+        away = np.maximum(self.saved - self.twice - small, 0)
+        return replace(self, saved=small, twice=np.zeros_like(small), away=away).undivided()
 
     def undivided(self) -> Self:
         """Of stages whose backward is in one piece also where it is asked for in two."""

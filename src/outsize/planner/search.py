@@ -7,7 +7,7 @@ memory account, its simulated step. Layouts are tried best first, by a floor tha
 (floor.py), until the next floor is above what was found. The fastest that fits wins; among those within one
 percent of it, less than a prediction can tell apart, one that runs today before a what-if, then the one
 with least memory on its fullest device, then fewer microbatches, then 1f1b before gpipe before naive. A
-stage that does not fit recomputes, if that was left open.
+stage that does not fit recomputes, or has what waits on the host (aside.py), if that was left open.
 
 The gap says how far the plan is from the least floor: no layout and no cut that was allowed makes a step
 shorter by more than that, but for interleaved layouts that were not chosen, of which the balanced cut counts.
@@ -46,6 +46,7 @@ from outsize.ir.plan import (
     stages_from_bounds,
 )
 from outsize.ir.profile import Profile
+from outsize.planner.aside import check_recompute, offload_reasons, offloaded, offloads, or_offloaded
 from outsize.planner.best_first import Found, Hunt
 from outsize.planner.beyond import beyond_reasons, costly
 from outsize.planner.branched import branched
@@ -72,6 +73,8 @@ MESHES: Final = 3
 REJECTIONS: Final = 6
 # A gap that no prediction could see.
 OPTIMAL: Final = 1e-4
+# What a plan says of all its stages at once, where they do.
+ALIKE: Final[tuple[set[Recompute], ...]] = {"full"}, {"offload"}
 
 
 @final
@@ -133,7 +136,7 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     if request.schedule not in (None, "auto") or request.what_if or request.meshed:
         return _by_runs(request, candidates, cluster)
     plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
-    if plan.weights in HOSTED:
+    if plan.weights in HOSTED or offloads(plan):
         return plan
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     return branched(plan, asked, cluster, anyhow=request.schedule == "auto")
@@ -146,6 +149,7 @@ def _by_runs(
     if request.weights in HOSTED:
         graphs = [graph for graph, _ in candidates.values()]
         check_hosted(graphs, cluster, request.weights, request.what_if)
+        check_recompute(request.recompute, request.weights)
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:
         check_enough(request.batch_size, count)
@@ -158,7 +162,7 @@ def _by_runs(
     if found.estimates:
         return _plan(request, found, menu, cluster)
     on_host = _degrees(request, tuple(_layouts(request, asked, cluster, True)), menu)
-    runs = request.what_if or len(cluster.devices) == 1
+    runs = (request.what_if or len(cluster.devices) == 1) and request.recompute != "offload"
     if not (runs and on_host) or request.weights not in (None, *HOSTED):
         elsewhere = bool(on_host) and len(cluster.devices) > 1
         raise _nothing_fits(request, candidates, layouts, menu, cluster, elsewhere)
@@ -305,16 +309,18 @@ def _over_all(cluster: Cluster, count: int) -> Layout:
 
 
 def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
-    best = polish(choose(found.estimates))
+    best, whole = polish(choose(found.estimates)), menu
     if not (menu.exact(best.layout) or menu.unequal):
         menu, best = _refined(request, menu, best)
     best, anew = selective(best, menu, request.optimizer)
+    other = or_offloaded(best, found.estimates, whole, cluster) if request.recompute is None else None
+    if other is not None:
+        menu, best, anew = whole, other, {}
     layout, ends = best.layout, menu.ends(best.layout)
     bounds = tuple(ends[b] for b in best.bounds)
     anew = by_blocks(best, bounds) | anew
     graph = menu.graph(layout)
-    again = tuple(case.recompute for case in best.cases)
-    overall: Recompute = "full" if all(a == "full" for a in again) else "none"
+    overall = best.cases[0].recompute if {c.recompute for c in best.cases} in ALIKE else "none"
     stages = stages_from_bounds(graph, bounds, tuple(device.name for device in best.devices))
     others = rivals(layout, found.estimates)
     return Plan(
@@ -341,6 +347,7 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
             *kind_reasons(graph, bounds, best.devices, cluster, layout.group),
             *costly(request.bn, best),
             *selective_reasons(best, anew, bounds),
+            *offload_reasons(best),
             *tensor_reasons(graph, layout.axes.tp),
             *(
                 beyond_reasons(graph, layout, cluster, request.optimizer)
@@ -367,7 +374,7 @@ def _expected(request: Request, best: Estimate, found: Found, bounds: Sequence[i
     floor_s = min(found.floor_s, best.floor_s or inf)
     if best.layout.chunks > 1:  # its other cuts are not among those that were priced
         floor_s = min(floor_s, menu.least_s(best.layout))
-    gap = max(0.0, best.step_s / floor_s - 1) if floor_s > 0 else None
+    gap = max(0.0, best.step_s / floor_s - 1) if floor_s > 0 and not offloaded(best) else None
     return figures.model_copy(
         update={
             "gap": 0.0 if gap is not None and gap < OPTIMAL else gap,

@@ -9,6 +9,8 @@ from typing import Self, final
 import numpy as np
 from numpy.typing import NDArray
 
+from outsize.ir.devices import Device, host_link
+from outsize.ir.links import Link
 from outsize.ir.profile import Profile
 
 Seconds = NDArray[np.float64]
@@ -63,6 +65,30 @@ class UnitSeconds:
         units = zip(profile.units, rows, strict=True)
         changed = (unit.model_copy(update=dict(zip(names, row, strict=True))) for unit, row in units)
         return profile.model_copy(update={"units": tuple(changed)})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """Copies between a device and its host: beside its kernels; between them on a CPU, which is its host."""
+
+    link: Link
+    beside: bool
+
+    @classmethod
+    def of(cls, device: Device) -> Self:
+        """The device's link to its host; a CPU reads and writes its own memory."""
+        link = host_link(device)
+        own = Link(name="memory", latency_s=0.0, bytes_per_s=device.bytes_per_s / 2)
+        return cls(own if link is None else link, link is not None)
+
+    def slowed_s(self, passed_s: float, size_bytes: int, microbatches: int) -> float:
+        """Seconds of a forward or backward while so much leaves or comes.
+
+        Twice in a step, at the turns from forwards to backwards and back, compute waits for one of them.
+        """
+        moved_s = self.link.seconds(size_bytes)
+        return max(passed_s, moved_s) + moved_s / microbatches if self.beside else passed_s + moved_s
 
 
 def fastest(kinds: Sequence[UnitSeconds]) -> UnitSeconds:

@@ -119,7 +119,7 @@ def context_parallel(ranges: Ranges, ways: int, block_bytes: int) -> Ranges:
     """Tables of one of `ways` >= 1 devices that share tokens; `block_bytes` of keys and values on each."""
     if ways == 1:
         return ranges
-    shared = "saved", "twice", "again", "received", "sent", "waiting"
+    shared = "saved", "small", "twice", "again", "received", "sent", "waiting"
     divided = {name: _share(getattr(ranges, name), ways) for name in shared}
     # Gradients of tied weights are whole: those that cross the end of a run are what the rest receives.
     tied = {"gradient_in": ranges.replicas[:, -1], "gradient_out": ranges.replicas}
@@ -140,7 +140,7 @@ def context_parallel(ranges: Ranges, ways: int, block_bytes: int) -> Ranges:
 
 _DIVIDED = (
     *("weights", "replicas", "gradients", "optimizer", "master", "update"),
-    *("saved", "twice", "again", "forward", "backward", "first_backward", "waiting", "halved"),
+    *("saved", "small", "twice", "again", "forward", "backward", "first_backward", "waiting", "halved"),
     *("received", "sent", "gradient_in", "gradient_out"),
 )
 

@@ -42,7 +42,7 @@ from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.partition import SAME
 from outsize.planner.ranges import Bytes, Ranges, Seconds
 from outsize.planner.runs import Runs
-from outsize.planner.seconds import UnitSeconds, fastest
+from outsize.planner.seconds import Aside, UnitSeconds, fastest
 
 Table = TypeVar("Table", Bytes, Seconds)
 Wire = tuple[float, float]
@@ -62,7 +62,8 @@ class Case:
     """A model at one microbatch size, with its tables; `microbatches` of them make a batch.
 
     `base` names the units and says what they save; the seconds are those of a layout. `after_s`: of all runs,
-    what a stage does once its last backward is over; None where only replicas wait for each other.
+    what a stage does once its last backward is over; None where only replicas wait for each other. `aside`:
+    how activations go to the host; `seconds` are without that.
     """
 
     graph: ModelGraph
@@ -73,6 +74,7 @@ class Case:
     microbatches: int
     recompute: Recompute = "none"
     after_s: Seconds | None = None
+    aside: Aside | None = None
 
     @classmethod
     def of(
@@ -86,17 +88,23 @@ class Case:
         """Build the tables; BadOption for an unknown optimizer, ModelMismatch for a foreign profile."""
         ranges = Ranges.of(graph, profile, optimizer_bytes(optimizer))
         kept = cls(graph, profile, flows(graph), UnitSeconds.of(profile), ranges, microbatches)
-        return kept if recompute == "none" else kept.anew()
+        return kept.otherwise(recompute)
 
     def lasting(self, seconds: UnitSeconds) -> Self:
         """The same at other costs."""
-        ranges = replace(self.ranges, compute_s=_compute_s(seconds))
-        return replace(self, seconds=seconds, ranges=ranges)
+        return replace(self, seconds=seconds, ranges=replace(self.ranges, compute_s=_compute_s(seconds)))
 
     def anew(self) -> Self:
         """The same when everything is recomputed in the backward."""
         again = replace(self, ranges=self.ranges.recomputed(), recompute="full")
         return again.lasting(self.seconds.recomputed())
+
+    def otherwise(self, recompute: Recompute, device: Device | None = None) -> Self:
+        """As it is, all recomputed, or with what waits on the host of such a device."""
+        if recompute != "offload":
+            return self if recompute == "none" else self.anew()
+        aside = device and Aside.of(device)
+        return replace(self, ranges=self.ranges.offloaded(), recompute=recompute, aside=aside)
 
     @property
     def profile(self) -> Profile:

@@ -80,15 +80,17 @@ class Cost:
     """Costs from the fake pass: FLOPs, bytes read and written, bytes that autograd keeps.
 
     The first two are of the forward; a storage that several instructions keep counts in the first, and is
-    in `kept` of all of them. `workspace_bytes` is how much more than at its end the instruction holds at
-    its worst moment; `backward_workspace_bytes` the same for its backward, beside what it has saved (below
-    zero where the gradients are less than what is freed before). `waiting_bytes` are the gradients that a
-    split backward keeps for its weights. The three tuples are its work by family.
+    in `kept` of all of them; `saved_small_bytes` are in storages below SMALL_BYTES. `workspace_bytes` is how
+    much more than at its end the instruction holds at its worst moment; `backward_workspace_bytes` the same
+    for its backward, beside what it has saved (below zero where the gradients are less than what is freed
+    before). `waiting_bytes` are the gradients that a split backward keeps for its weights. The three tuples
+    are its work by family.
     """
 
     flops: int = 0
     moved_bytes: int = 0
     saved_bytes: int = 0
+    saved_small_bytes: int = 0
     workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
     waiting_bytes: int = 0

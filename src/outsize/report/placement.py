@@ -63,10 +63,12 @@ def recompute_varies(plan: Plan) -> bool:
 
 
 def recompute_text(plan: Plan, stage: int) -> str:
-    """`none`, `all`, `5 of 12 units`, or `block by block` if those are all; uncounted, `some units`."""
+    """`none`, `all`, `on the host`, `5 of 12 units`, or `block by block` if those are all; uncounted, `some
+    units`.
+    """
     how = plan.recompute_of(stage)
     if how != "selective":
-        return {"none": "none", "full": "all"}[how]
+        return {"none": "none", "full": "all", "offload": "on the host"}[how]
     figures = plan.expected.stages[stage] if plan.expected is not None else None
     if not figures or not figures.recomputed:
         return "some units"

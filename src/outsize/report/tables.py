@@ -193,8 +193,10 @@ def how_text(plan: Plan) -> str:
     batch = f"batch {plan.batch_size} as {shared}{plan.microbatches} x {most}{plan.microbatch_size}"
     parts = [plan.schedule, batch, f"optimizer {plan.optimizer}"]
     parts += [plan.precision] if plan.precision != "fp32" else []
-    if {plan.recompute_of(stage) for stage in range(len(plan.stages))} == {"full"}:
-        parts.append("all recomputed")
+    how = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
+    parts += (
+        ["all recomputed"] if how == {"full"} else ["activations on the host"] if how == {"offload"} else []
+    )
     return ", ".join(parts)
 
 
@@ -216,7 +218,8 @@ def _stage_table(plan: Plan) -> Table:
     varies = recompute_varies(plan)
     for number, stage in enumerate(plan.stages):
         again = recompute_text(plan, number) if varies else "none"
-        again = {"none": "", "all": " (recomputed)"}.get(again, f" (recomputes {again})")
+        known = {"none": "", "all": " (recomputed)", "on the host": " (activations on the host)"}
+        again = known.get(again, f" (recomputes {again})")
         cells = (str(number), device_text(plan, number), _named(stage.units) + again)
         table.add_row(*cells, *(_stage_cells(plan.expected, number) if plan.expected else ()))
     return table
@@ -312,7 +315,7 @@ def way_text(other: Alternative) -> str:
     count = f"{other.microbatches} microbatch{'' if other.microbatches == 1 else 'es'}"
     parts = [other.schedule + chunks, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else ""]
     parts += [other.axes.beyond_pp, weights_text(other.weights)]
-    parts += ["recompute"] if other.recompute != "none" else []
+    parts += [{"none": "", "offload": "activations on the host"}.get(other.recompute, "recompute")]
     parts += ["WHAT-IF"] if other.what_if else []
     return ", ".join(filter(None, parts))
 

@@ -14,16 +14,18 @@ its checks of shapes, which hold by construction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import saved_tensors_hooks
 
 from outsize.errors import BoundaryMismatch
 from outsize.program.modes import casting_devices, outside_autocast
+from outsize.run.activations import Saved
 from outsize.run.cut import StageProgram
 from outsize.run.rng import Seed
 from outsize.run.split_backward import Later, input_backward
@@ -54,8 +56,8 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 @final
-class _Saved:
-    """What the backward of one microbatch needs."""
+class _Ends:
+    """Where the backward of one microbatch begins and ends."""
 
     __slots__ = ("aliases", "loss", "sent", "sink")
 
@@ -76,14 +78,38 @@ class Result(NamedTuple):
 
 
 @final
+class Held(NamedTuple):
+    """A weight's place in its module's tables."""
+
+    module: nn.Module
+    table: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is there now."""
+        return self.table[self.key]
+
+
+# Microbatch, and tensors that stay -> what autograd saves of it.
+Saving = Callable[[int, Sequence[Tensor]], Saved]
+
+
+@final
 class Stage:
-    """Runs one StageProgram on the user's modules; `again` is its function when some of it is recomputed."""
+    """Runs one StageProgram on the user's modules; `again` is its function when some of it is recomputed,
+    `saving` begins what autograd saves of a microbatch, where the host has that meanwhile.
+    """
 
     def __init__(
-        self, program: StageProgram, model: nn.Module, again: Callable[..., Any] | None = None
+        self,
+        program: StageProgram,
+        model: nn.Module,
+        again: Callable[..., Any] | None = None,
+        saving: Saving | None = None,
     ) -> None:
         self.program = program
-        self._function, self._again = program.function, again
+        self._function, self._again, self._saving = program.function, again, saving
         self._inputs = program.inputs
         slots = [b for b in program.sent if b.weight is None]
         self._keys = tuple(b.key for b in slots)
@@ -92,7 +118,8 @@ class Stage:
         self._own = {b.key: b.weight for b in program.sent if b.weight is not None}
         self._model = model
         self._written = _written_by_users(program, model)
-        self._saved: dict[int, _Saved] = {}
+        self._weights = _held(program.weights, model) if saving is not None else []
+        self._saved: dict[int, _Ends] = {}
         self._later: dict[int, list[Later]] = {}
         self._checked = False
         self._grad = self._casts = False
@@ -108,11 +135,15 @@ class Stage:
         """`inputs` are all input tensors of the microbatch; `received` follow `program.received`."""
         if self._casts:
             torch.clear_autocast_cache()  # as at the begin of `with torch.autocast` around each forward
-        saved, grad = _Saved(), self._grad
+        saved, grad = _Ends(), self._grad
         entries = self._enter(saved, received) if grad else received
         function = self._again if grad and self._again is not None else self._function
-        with self._keeping():
-            exits = function(*[inputs[p] for p in self._inputs], *entries, seed)
+        given = [inputs[p] for p in self._inputs]
+        away = self._begin(microbatch, [*given, *received]) if grad else None
+        with self._keeping(away):
+            exits = function(*given, *entries, seed)
+        if away is not None:
+            away.keep(exits)
         sent = dict(zip(self._keys, exits, strict=False))
         at = len(self._keys)
         loss = exits[at] if self.program.has_loss else None
@@ -138,8 +169,9 @@ class Stage:
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
             with self._uncast():
-                # Recomputed activations would be computed once more for each weight.
-                self._later[microbatch] = input_backward(roots, grads, whole=self._again is not None)
+                # Recomputed activations would be computed once more for each weight, others lie there longer.
+                whole = self._again is not None or self._saving is not None
+                self._later[microbatch] = input_backward(roots, grads, whole=whole)
         return saved.sink
 
     def backward_weight(self, microbatch: int) -> None:
@@ -148,7 +180,7 @@ class Stage:
             for later in self._later.pop(microbatch, ()):
                 later.run()
 
-    def _roots(self, saved: _Saved, weight: float, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    def _roots(self, saved: _Ends, weight: float, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
         """Where the backward begins, and with which gradients."""
         roots: list[Tensor] = []
         grads: list[Tensor] = []
@@ -170,7 +202,7 @@ class Stage:
         self._saved.clear()
         self._later.clear()
 
-    def _enter(self, saved: _Saved, received: Sequence[Tensor]) -> list[Tensor]:
+    def _enter(self, saved: _Ends, received: Sequence[Tensor]) -> list[Tensor]:
         entries = []
         for boundary, value in zip(self.program.received, received, strict=True):
             if boundary.requires_grad:
@@ -181,19 +213,26 @@ class Stage:
     def _uncast(self) -> AbstractContextManager[Any]:
         return outside_autocast() if self._casts else _IN_PLACE
 
-    def _keeping(self) -> AbstractContextManager[Any]:
+    def _begin(self, microbatch: int, coming: list[Tensor]) -> Saved | None:
+        """Where what autograd saves may go to the host; weights and what comes in stay."""
+        if self._saving is None:
+            return None
+        return self._saving(microbatch, [*(held.tensor for held in self._weights), *coming])
+
+    def _keeping(self, away: Saved | None) -> AbstractContextManager[Any]:
         """The forward of a later microbatch may write a weight before this one's backward has read it."""
         if not self._written:
-            return _IN_PLACE
+            return _IN_PLACE if away is None else saved_tensors_hooks(away.pack, away.unpack)
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Any:
             place = tensor.untyped_storage().data_ptr()
-            held = any(table[key].untyped_storage().data_ptr() == place for table, key in self._written)
-            return tensor.clone() if held else tensor
+            held = any(h.tensor.untyped_storage().data_ptr() == place for h in self._written)
+            found = tensor.clone() if held else tensor
+            return found if away is None else away.pack(found)
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        return saved_tensors_hooks(pack, _as_it_is if away is None else away.unpack)
 
-    def _root(self, saved: _Saved, key: int) -> Tensor:
+    def _root(self, saved: _Ends, key: int) -> Tensor:
         if key in saved.aliases:
             return saved.aliases[key]
         return saved.sent[key] if key in saved.sent else self.own(key)
@@ -214,15 +253,25 @@ class Stage:
         self._checked = True
 
 
-def _written_by_users(program: StageProgram, model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _written_by_users(program: StageProgram, model: nn.Module) -> list[Held]:
     """Where the weights are that forwards write; torch's own modules do not read again what they write."""
-    found = []
-    modules = dict(model.named_modules()) if program.written else {}
-    for name in sorted(program.written):
+    held = _held(program.written, model)
+    return [h for h in held if not type(h.module).__module__.startswith("torch.nn.")]
+
+
+def _held(names: Collection[str], model: nn.Module) -> list[Held]:
+    """Where these weights are; what stands there may change."""
+    found = list[Held]()
+    modules = dict(model.named_modules()) if names else {}
+    for name in sorted(names):
         owner, _, key = name.rpartition(".")
         module = modules.get(owner)
         tables = (module._parameters, module._buffers) if module is not None else ()
         table: Any = next((t for t in tables if t.get(key) is not None), None)
-        if table is not None and not type(module).__module__.startswith("torch.nn."):
-            found.append((table, key))
+        if module is not None and table is not None:
+            found.append(Held(module, table, key))
     return found

@@ -55,7 +55,7 @@ class ByModules(Way):
         loss_fn: LossFn | None,
         seed: int,
     ) -> None:
-        anew = {"selective", "full"}.intersection(map(plan.recompute_of, range(len(plan.stages))))
+        anew = {"selective", "full", "offload"}.intersection(map(plan.recompute_of, range(len(plan.stages))))
         if plan.bn == "deferred" or anew:
             raise BadOption(
                 "a model that runs by modules keeps its activations, and BatchNorm counts microbatches",

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
+from outsize.run.activations import Activations
 from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.clock import Clock, clock_of
 from outsize.run.cut import Cut, StageProgram
@@ -89,6 +90,7 @@ class Crew(ABC):
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self.activations = Activations.of(plan)
         self._marks: list[tuple[int, Marks]] = []
         self._built = Kept[tuple[tuple[int, ...], bool, int], list[Interpreter]](_BUILT)
         self._schedules = Kept[Any, Schedule](_SCHEDULES)
@@ -127,7 +129,7 @@ class Crew(ABC):
         def build() -> list[Interpreter]:
             schedule = self._schedule(variants)
             channels = [CHANNELS * variant.number for variant in variants]
-            moves = self.moves.of([variant.cut for variant in variants])
+            moves = self.activations.beside(self.moves.of([variant.cut for variant in variants]))
             programs = Programs(len(self._plan.stages), stage, channels, moves)
             return [
                 Interpreter(r, schedule, programs, t, self._clock(r, replica), r * self.beside + replica)
@@ -306,6 +308,7 @@ class LocalCrew(Crew):
             for interpreter in interpreters:
                 interpreter.reset()
             self._together.reset()
+            self.activations.forget()
             self._built.drop(lambda key: True)
             self._at_work.clear()
             raise

@@ -193,14 +193,16 @@ class Pipelined(Way):
         if device is not None and self._home is not None:
             program = placed(program, variant.cut.tape, model, self._home, device)
         program = replace(program, function=self._through(program.function))
-        how, again = self._plan.recompute_of(program.stage), None
+        how, again, saving = self._plan.recompute_of(program.stage), None, None
         if how == "full":
             whole = Recompute(model, program.written, self._statistics)
             again = partial(whole.run, program.function)
         elif how == "selective":
             runs, modes = self._segments(variant, program.stage), variant.tape.modes
             again = InSegments(program.spec, runs, model, modes, self._statistics, self._through)
-        return Stage(program, model, again)
+        elif how == "offload":
+            saving = partial(self._crew.activations.begin, program.stage)
+        return Stage(program, model, again, saving)
 
     def _through(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self._backend is None else compiled(function, self._backend)
