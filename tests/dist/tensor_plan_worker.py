@@ -71,11 +71,10 @@ def plan_of(
     """Two ranks share a stage, so many pipelines the batch's two microbatches, and stages the rest."""
     stages = world.world_size // (2 * replicas)
     wishes: dict[str, Any] = {"stages": stages, "recompute": recompute, "tp": 2, "dp_replicate": replicas}
-    wishes["microbatches"] = 2 // replicas
-    made = outsize.plan(
+    wishes |= {"microbatches": 2 // replicas, "sequence_parallel": sequence}
+    return outsize.plan(
         model, batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", **loss(batch), **wishes
     )
-    return made.model_copy(update={"sequence_parallel": sequence})
 
 
 def loss(batch: Batch) -> dict[str, Any]:

@@ -86,6 +86,12 @@ def request_of(**fields: Any) -> Request:
     if fields.get("bn") == "sync":
         _insist_on_one_replica(fields)
         fields["microbatches"] = _the_whole_batch(fields.get("microbatches"))
+    if fields.get("sequence_parallel") and fields.get("tp", 1) == 1 and not fields.get("what_if"):
+        raise BadOption(
+            "sequence parallelism is between the ranks of tensor parallelism, and there is one",
+            numbers="sequence_parallel=True, tp=1",
+            next_step="tp=2, or leave sequence_parallel out",
+        )
     if fields.get("weights") == "sharded" and not fields.get("what_if"):
         _insist_on_shards(fields.get("dp_shard") or 1)
     if isinstance(fields.get("schedule"), Schedule):

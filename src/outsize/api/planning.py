@@ -96,6 +96,7 @@ def plan(
     dp_replicate: int = 1,
     dp_shard: int = 1,
     tp: int = 1,
+    sequence_parallel: bool | None = None,
     weights: Weights | None = None,
     what_if: bool = False,
     loss_fn: LossFn | None = None,
@@ -110,13 +111,15 @@ def plan(
     be one of your own (`outsize.Schedule.from_csv(text)`), which says stages and microbatches. `measured`
     times the units on this machine instead of estimating them, or is what `measure` found; then only the
     microbatch sizes that it covers are looked at. `precision` is that of training ("mixed": autocast);
-    weights are left as they are, so a model that is bf16 by itself needs none. `recompute="full"` trades
-    time for memory on every stage; not given, on those that would not fit. `bn` is how BatchNorm keeps its
-    running statistics (see Plan). `dp_replicate`, `dp_shard` (FSDP) and `tp` give every stage that many
-    devices; `microbatches` are then those of a replica. `what_if` looks at all meshes, also at those that
-    this version only plans; a plan that has one says so (`Plan.beyond`). `batch_dims` maps an argument's name
-    or position, or "target", to the dim along which its samples lie (None: it holds none); what is not given
-    follows from the shapes, and where these leave it open from a trial with one sample more.
+    weights are left as they are, so a model that is bf16 by itself needs none. `recompute="full"` trades time
+    for memory on every stage; not given, on those that would not fit. `bn` is how BatchNorm keeps its running
+    statistics (see Plan). `dp_replicate`, `dp_shard` (FSDP) and `tp` give every stage that many devices;
+    `microbatches` are then those of a replica. `sequence_parallel`: whether ranks of tp divide what lies
+    between layers, too; not given, what is faster, or as fast and smaller. `what_if` looks at all meshes,
+    also at those that this version only plans; a plan that has one says so (`Plan.beyond`). `batch_dims` maps
+    an argument's name or position, or "target", to the dim along which its samples lie (None: it holds none);
+    what is not given follows from the shapes, and where these leave it open from a trial with one sample
+    more.
     `weights="host-optimizer"` keeps the optimizer and its states on the host, `weights="host"` weights and
     gradients as well and brings stage after stage to one device; not given, the faster of the two is for a
     model that is too large for its one device in every other way.
@@ -140,6 +143,7 @@ def plan(
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
         tp=tp,
+        sequence_parallel=sequence_parallel,
         weights=weights,
         what_if=what_if,
     )

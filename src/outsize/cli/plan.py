@@ -67,6 +67,7 @@ def plan(
     dp_replicate: options.Replicas = None,
     dp_shard: options.Shards = None,
     tp: options.Tensor = None,
+    sequence_parallel: options.Sequence = None,
     weights: options.Where = None,
     what_if: options.WhatIf = False,
     measure: options.Measure = False,
@@ -86,6 +87,7 @@ def plan(
     asked = {"stages": stages, "microbatches": microbatches, "schedule": order}
     asked |= {"recompute": recompute, "bn": bn, "weights": weights, "what_if": what_if or None}
     asked |= {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+    asked |= {"sequence_parallel": sequence_parallel}
     options.refuse_beside(edited, "--check", **asked)
     measured = load_profile(profile) or measure
     with screen.working(f"building {model}"):

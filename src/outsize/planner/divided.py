@@ -50,7 +50,7 @@ def divides(graph: ModelGraph, ways: int) -> bool:
     return ways == 1 or graph.tensor is None or ways in graph.tensor.degrees
 
 
-def tensor_reasons(graph: ModelGraph, ways: int, sequence: bool = False) -> Iterator[str]:
+def tensor_reasons(graph: ModelGraph, ways: int, sequence: bool) -> Iterator[str]:
     """Sentences for `Plan.why`; `graph` is of one microbatch."""
     if ways == 1 or graph.tensor is None:
         return

@@ -63,6 +63,7 @@ def alternative(batch_size: int, rival: Estimate) -> Alternative:
         axes=layout.axes,
         chunks=layout.chunks,
         weights=layout.weights,
+        sequence_parallel=layout.sequence,
         recompute=again[0] if again else "none",
         step_s=rival.step_s,
         samples_per_s=batch_size / rival.step_s if rival.step_s else 0.0,
@@ -72,8 +73,12 @@ def alternative(batch_size: int, rival: Estimate) -> Alternative:
 
 
 def compared_with(best: Estimate, rivals: Sequence[Estimate]) -> list[str]:
-    """The same microbatches under the other schedules, and the fastest other number of microbatches."""
+    """The same microbatches under the other schedules, and the fastest other number of microbatches.
+
+    Whether what lies between layers is divided is compared under the schedule that was chosen.
+    """
     mine = best.layout
+    rivals = [r for r in rivals if mine.schedule == r.layout.schedule or mine.sequence == r.layout.sequence]
     same = [r for r in rivals if r.layout.captured == mine.captured and r.layout.axes == mine.axes]
     other = [r for r in rivals if r.layout.captured != mine.captured and r.layout.schedule == mine.schedule]
     meshes = [r for r in rivals if r.layout.axes != mine.axes]
@@ -86,6 +91,8 @@ def _compared(best: Estimate, other: Estimate) -> str:
     axes = f" on {axes_text(layout.axes)}" if layout.axes != best.layout.axes else ""
     if layout.weights != best.layout.weights:
         axes += f", {weights_text(layout.weights) or 'weights resident'}"
+    if layout.sequence != best.layout.sequence:
+        axes += ", sequence parallel" if layout.sequence else ", not sequence parallel"
     chunks = f" ({layout.chunks} stages a device)" if layout.chunks > 1 else ""
     name = f"not {layout.schedule}{chunks} with {microbatches_text(layout.microbatches)}{axes}"
     if other.step_s > CLOSE * best.step_s > 0:

@@ -34,6 +34,7 @@ from torch.nn import functional
 
 from outsize.program.local import Collectives
 from outsize.program.share import Place, Share
+from outsize.run.heads import by_heads, one_mask
 
 
 @final
@@ -147,8 +148,8 @@ class Group(Collectives):
         in_weight, in_bias, out_weight, out_bias = weights
         biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
         pairs = zip(inputs, in_weight.chunk(3), biases, strict=True)
-        q, k, v = (_heads(functional.linear(x, w, b), module) for x, w, b in pairs)
-        mask, causal = _mask(q, k, *masks)
+        q, k, v = (by_heads(functional.linear(x, w, b), module) for x, w, b in pairs)
+        mask, causal = one_mask(q, k, *masks)
         if mask is not None and mask.ndim == 4 and mask.shape[1] == module.num_heads:
             mask = self.part(mask, Share(1, (module.num_heads,)))
         share = Share(1, (module.num_heads,))
@@ -275,36 +276,6 @@ def _part(x: Tensor, share: Share, place: Place) -> Tensor:
 def _nothing(index: Tensor, weight: Tensor) -> Tensor:
     """What a rank without rows looks up; it depends on the weight, so that every rank has a gradient."""
     return weight.new_zeros(*index.shape, weight.shape[1]) + weight.sum()
-
-
-def _heads(x: Tensor, module: nn.MultiheadAttention) -> Tensor:
-    """(batch, heads of this rank, tokens, width)."""
-    if x.ndim == 2:
-        x = x.unsqueeze(0)
-    elif not module.batch_first:
-        x = x.transpose(0, 1)
-    return x.unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-
-
-def _mask(
-    q: Tensor, k: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
-) -> tuple[Tensor | None, bool]:
-    """One mask to add to (batch, heads, tokens, keys); without any it may be told to be causal."""
-    if padding is None and mask is not None and is_causal:
-        return None, True
-    masks = [_added(m, q.dtype) for m in (mask, padding) if m is not None]
-    if mask is not None:
-        m = masks[0]
-        masks[0] = m if m.ndim == 2 else m.view(q.shape[0], -1, *m.shape[1:])
-    if padding is not None:
-        masks[-1] = masks[-1].view(q.shape[0], 1, 1, k.shape[2])
-    return (None, False) if not masks else (sum(masks[1:], masks[0]), False)
-
-
-def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -math.inf)
 
 
 @final

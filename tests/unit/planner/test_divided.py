@@ -16,6 +16,7 @@ from outsize.capture.graph import Captured, build_graph
 from outsize.capture.ladder import record
 from outsize.capture.tensor import with_styles
 from outsize.ir.cluster import parse_cluster
+from outsize.ir.graph import ModelGraph
 from outsize.planner.divided import of_rank
 from outsize.planner.roofline import roofline
 from outsize.train.tensor_parallel import tensor_parallel
@@ -44,15 +45,17 @@ def two_ranks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_weights_and_saved_bytes_are_those_of_a_rank() -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+def test_weights_and_saved_bytes_are_those_of_a_rank(sequence: bool) -> None:
     model, given = llama()
     whole = styled(model, given).graph
-    rank, _ = of_rank((whole, roofline(whole, DEVICE)), WAYS)
-    tensor_parallel(model, (), given, init_device_mesh("cpu", (WAYS,)), gather_output=False)
+    rank, _ = of_rank((whole, roofline(whole, DEVICE)), WAYS, sequence)
+    mesh = init_device_mesh("cpu", (WAYS,))
+    tensor_parallel(model, (), given, mesh, gather_output=False, sequence_parallel=sequence)
     assert rank.parameter_bytes == sum(p.to_local().nbytes for p in model.parameters())  # pyright: ignore
     saved = saved_bytes(model, given)
     assert sum(u.saved_bytes for u in rank.units) == pytest.approx(saved, rel=0.1)
-    assert sum(u.saved_bytes for u in whole.units) > 1.3 * saved
+    assert sum(u.saved_bytes for u in whole.units) > (1.6 if sequence else 1.3) * saved
 
 
 def saved_bytes(model: nn.Module, given: dict[str, Tensor]) -> int:
@@ -81,6 +84,22 @@ def test_values_between_layers_stay_whole() -> None:
     assert by_name["model.layers.0.mlp.down_proj"] == (hidden, hidden)
     gate, part = by_name["model.layers.0.mlp.gate_proj"]
     assert part == gate // WAYS
+
+
+BETWEEN = ("self_attn.o_proj", "post_attention_layernorm", "mlp.down_proj")
+
+
+def test_under_sequence_parallelism_they_are_divided_too() -> None:
+    whole = styled(*llama()).graph
+    part, _ = of_rank((whole, roofline(whole, DEVICE)), WAYS, True)
+    for name in BETWEEN:
+        assert made_bytes(part, name) == made_bytes(whole, name) // WAYS
+
+
+def made_bytes(graph: ModelGraph, name: str) -> int:
+    """Of what a unit of the first layer makes."""
+    (unit,) = (unit.index for unit in graph.units if unit.name == f"model.layers.0.{name}")
+    return max(v.size_bytes for v in graph.values if v.producer == unit)
 
 
 def test_where_nobody_asked_or_one_rank_is_alone_nothing_changes() -> None:

@@ -26,7 +26,9 @@ def both(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tape, Derived, De
     return tape, derived, in_sequence(tape, derived, model)
 
 
-def found(run: Callable[..., Tensor], x: Tensor = X, **layers: nn.Module) -> tuple[dict[str, int], set[str]]:
+def found(
+    run: Callable[..., Tensor], layers: dict[str, nn.Module], x: Tensor = X
+) -> tuple[dict[str, int], set[str]]:
     """Dim by which values are cut in sequence, by what makes them, and the weights that parts enter."""
     tape, before, after = both(Net(run, **layers), x)
     new = after.shares.keys() - before.shares.keys()
@@ -42,8 +44,8 @@ def test_a_sum_its_norm_and_its_dropout_are_cut_along_the_tokens() -> None:
         y = m.norm(x + functional.dropout(m.down(m.up(x).relu()), 0.1))
         return y + m.down2(m.up2(y).relu())
 
-    layers = {"norm": nn.LayerNorm(12), "up2": nn.Linear(12, 24), "down2": nn.Linear(24, 12)}
-    cut, entered = found(run, **pair(), **layers)
+    more = {"norm": nn.LayerNorm(12), "up2": nn.Linear(12, 24), "down2": nn.Linear(24, 12)}
+    cut, entered = found(run, {**pair(), **more})
     assert cut == dict.fromkeys(("down", "dropout", "add", "norm", "down2", "add"), 1)
     assert entered == {"norm.weight", "norm.bias", "down.bias", "down2.bias"}
 
@@ -52,12 +54,12 @@ def test_the_longest_dim_is_cut_and_never_the_features() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         return m.down(m.up(x).relu()).tanh()
 
-    assert found(run, torch.randn(7, 3, 12), **pair())[0] == {"down": 0, "tanh": 0}
-    assert found(run, torch.randn(1, 1, 12), **pair())[0] == {}
+    assert found(run, pair(), torch.randn(7, 3, 12))[0] == {"down": 0, "tanh": 0}
+    assert found(run, pair(), torch.randn(1, 1, 12))[0] == {}
 
 
 def test_a_source_behind_which_nothing_can_be_cut_goes_on_as_before() -> None:
-    cut, entered = found(lambda m, x: m.down(m.up(x).relu()).cumsum(1), **pair())
+    cut, entered = found(lambda m, x: m.down(m.up(x).relu()).cumsum(1), pair())
     assert cut == {}
     assert entered == set()
 
@@ -68,14 +70,14 @@ def test_a_value_that_is_written_in_place_stays_whole() -> None:
         y += x
         return y.tanh()
 
-    assert found(run, **pair())[0] == {}
+    assert found(run, pair())[0] == {}
 
 
 def test_a_norm_that_also_takes_whole_values_takes_no_parts() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         return m.norm(m.down(m.up(m.norm(x)).relu()).tanh())
 
-    cut, entered = found(run, norm=nn.LayerNorm(12), **pair())
+    cut, entered = found(run, {"norm": nn.LayerNorm(12), **pair()})
     assert cut == {}
     assert entered == set()
 
