@@ -156,6 +156,13 @@ Shards = Annotated[
     int | None, typer.Option("--dp-shard", min=1, help="Replicas that share weights and states (FSDP).")
 ]
 Tensor = Annotated[int | None, typer.Option("--tp", min=1, help="Devices that share the work of each layer.")]
+Sequence = Annotated[
+    bool | None,
+    typer.Option(
+        "--sequence-parallel/--no-sequence-parallel",
+        help="Whether --tp divides what lies between layers, too (default: what is faster, or smaller).",
+    ),
+]
 Where = Annotated[
     WhereOption | None,
     typer.Option(

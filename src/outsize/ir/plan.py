@@ -162,6 +162,7 @@ class Alternative(Record):
     axes: Axes
     chunks: Count = 1
     weights: Weights = "resident"
+    sequence_parallel: bool = False
     recompute: Recompute = "none"
     step_s: float
     samples_per_s: float

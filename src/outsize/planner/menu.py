@@ -395,7 +395,6 @@ class Menu:
 
 def _spread_key(layout: Layout) -> Key:
     """What changes the seconds of a unit."""
-    sharded_ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
+    ways = layout.axes.dp_shard if layout.weights == "sharded" else 1
     where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.hosted else ()
-    axes = layout.axes.tp, layout.axes.cp, layout.sequence
-    return layout.captured, *axes, layout.weights, sharded_ways, *where
+    return layout.captured, layout.axes.tp, layout.axes.cp, layout.sequence, layout.weights, ways, *where

@@ -82,6 +82,7 @@ class Request(Record):
     """What is asked for; None leaves the choice to the search (stages: one per device, or group of devices).
 
     `dp_replicate`, `dp_shard`, `tp`: the sizes of these axes; microbatches are those of each replica.
+    `sequence_parallel`: whether tp divides what lies between layers; left open, both are priced beside `tp`.
     `weights`: where they are; left open they are sharded over dp_shard, and on the host where one device is
     too small for all else.
     `what_if`: also layouts that nothing runs yet. `actions` are those of the schedule "custom".
@@ -98,6 +99,7 @@ class Request(Record):
     dp_replicate: Count = 1
     dp_shard: Count = 1
     tp: Count = 1
+    sequence_parallel: bool | None = None
     weights: Weights | None = None
     what_if: bool = False
     actions: tuple[str, ...] = ()
@@ -228,7 +230,7 @@ def _layouts(
         contexts = context(candidates[max(candidates)][0]).ways(len(cluster.devices))
         graph = candidates[max(candidates)][0]
         found = everything(cluster, candidates, wanted, units, contexts)
-        found = (layout for layout in found if divides(graph, layout.axes.tp))
+        found = (_sequential(layout, request) for layout in found if divides(graph, layout.axes.tp))
         yield from filter(partial(_as_wished, request), found)
         return
     ranks = _ranks(request, units, cluster)
@@ -240,7 +242,21 @@ def _layouts(
     whole = request.dp_shard == 1 or request.weights == "resident"
     axes, weights = request.axes(ranks), "resident" if whole else "sharded"
     for layout in pipelines(axes, counts_for(candidates, axes), schedules, units):
-        yield replace(layout, weights=weights)
+        for sequence in _ways_between(request, candidates[layout.captured][0]):
+            yield replace(layout, weights=weights, sequence=sequence)
+
+
+def _sequential(layout: Layout, request: Request) -> Layout:
+    """A mesh of a what-if, as it is asked for."""
+    return replace(layout, sequence=layout.axes.tp > 1 and request.sequence_parallel is True)
+
+
+def _ways_between(request: Request, graph: ModelGraph) -> tuple[bool, ...]:
+    """Whether what lies between layers is divided: both where that makes a difference and nobody said."""
+    differs = any(unit.in_sequence != unit.divided for unit in graph.units)
+    if request.tp == 1 or not differs:
+        return (False,)
+    return (False, True) if request.sequence_parallel is None else (request.sequence_parallel,)
 
 
 def _interleaved(found: Found, menu: Menu) -> Iterator[Layout]:
@@ -249,7 +265,7 @@ def _interleaved(found: Found, menu: Menu) -> Iterator[Layout]:
         layout = each.layout
         counts, units = [(layout.microbatches, layout.captured)], len(menu.graph(layout).units)
         for chunked in pipelines(layout.axes, counts, ("interleaved",), units):
-            yield replace(chunked, weights=layout.weights)
+            yield replace(chunked, weights=layout.weights, sequence=layout.sequence)
 
 
 def _as_wished(request: Request, layout: Layout) -> bool:
@@ -336,6 +352,7 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
         optimizer=request.optimizer,
         precision=request.precision,
         weights=layout.weights,
+        sequence_parallel=layout.sequence,
         recompute=overall,
         bn=request.bn,
         what_if=layout.what_if,
@@ -348,7 +365,7 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
             *costly(request.bn, best),
             *selective_reasons(best, anew, bounds),
             *offload_reasons(best),
-            *tensor_reasons(graph, layout.axes.tp),
+            *tensor_reasons(graph, layout.axes.tp, layout.sequence),
             *(
                 beyond_reasons(graph, layout, cluster, request.optimizer)
                 if request.what_if or layout.hosted

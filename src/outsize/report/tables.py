@@ -315,6 +315,7 @@ def way_text(other: Alternative) -> str:
     count = f"{other.microbatches} microbatch{'' if other.microbatches == 1 else 'es'}"
     parts = [other.schedule + chunks, count, f"pp {other.axes.pp}" if other.axes.pp > 1 else ""]
     parts += [other.axes.beyond_pp, weights_text(other.weights)]
+    parts += ["sequence parallel"] if other.sequence_parallel else []
     parts += [{"none": "", "offload": "activations on the host"}.get(other.recompute, "recompute")]
     parts += ["WHAT-IF"] if other.what_if else []
     return ", ".join(filter(None, parts))
