@@ -16,10 +16,9 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.ir.schedule import Schedule
-from outsize.planner.estimate import check_enough
 from outsize.planner.fit import Ask
+from outsize.planner.request import Request
 from outsize.planner.roofline import roofline
-from outsize.planner.search import Request
 from outsize.schedules.planned import read, written
 from outsize.train.measuring import how_on, measure_captured
 from outsize.train.subject import Subject
@@ -48,16 +47,15 @@ def ask(
     request = request_of(batch_size=size, **wishes)
     found = found.under(request.precision)
     candidates: dict[int, tuple[ModelGraph, Profile]] = {}
-    axes, microbatches = request.axes(1), request.microbatches
+    axes, microbatches = request.mesh(1), request.microbatches
     stages = request.stages or max(1, len(cluster.devices) // axes.group_size)
     counts = [count * axes.replicas for count in counts_of(size // axes.replicas, stages, microbatches)]
-    if request.what_if:
-        _insist_on_mesh(request, cluster)
+    if request.open:
         counts = all_counts(size, len(cluster.devices), microbatches)
     for count in measured.counts(counts, size) if isinstance(measured, ProfileSet) else counts:
         captured = found.taken(-(-size // count), size // (request.count or 1))
         if captured is not None:
-            graph = styled(found, captured, request.tp, request.what_if)
+            graph = styled(found, captured, request.tp, request.open)
             candidates[count] = graph, profile_of(found, captured, cluster, measured, progress)
     return Question(request, cluster, candidates)
 
@@ -86,13 +84,14 @@ def request_of(**fields: Any) -> Request:
     if fields.get("bn") == "sync":
         _insist_on_one_replica(fields)
         fields["microbatches"] = _the_whole_batch(fields.get("microbatches"))
-    if fields.get("sequence_parallel") and fields.get("tp", 1) == 1 and not fields.get("what_if"):
+    open_axes = fields.get("what_if") or fields.get("axes") == "all"
+    if fields.get("sequence_parallel") and fields.get("tp", 1) == 1 and not open_axes:
         raise BadOption(
             "sequence parallelism is between the ranks of tensor parallelism, and there is one",
             numbers="sequence_parallel=True, tp=1",
             next_step="tp=2, or leave sequence_parallel out",
         )
-    if fields.get("weights") == "sharded" and not fields.get("what_if"):
+    if fields.get("weights") == "sharded" and not open_axes:
         _insist_on_shards(fields.get("dp_shard") or 1)
     if isinstance(fields.get("schedule"), Schedule):
         fields |= _as_scheduled(fields, fields["schedule"])
@@ -174,19 +173,6 @@ def profile_of(
     if not measured or captured.graph.form == "modules":
         return roofline(captured.graph, cluster.devices[0])
     return measure_captured(found, captured, how_on(cluster), progress)
-
-
-def _insist_on_mesh(request: Request, cluster: Cluster) -> None:
-    """Raise BadOption or TooFewSamples for what no mesh of all devices has."""
-    devices = len(cluster.devices)
-    check_enough(request.batch_size, request.microbatches or 1)
-    if request.stages is not None and devices % request.stages:
-        fitting = max(d for d in range(1, devices + 1) if devices % d == 0 and d <= request.stages)
-        raise BadOption(
-            f"{request.stages} stages cannot share the {devices} devices of {cluster.name!r} evenly",
-            numbers="a what-if gives every stage as many devices",
-            next_step=f"--what-if --stages {fitting}",
-        )
 
 
 def all_counts(batch_size: int, devices: int, microbatches: int | None) -> list[int]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from outsize.api.asking import ask, checked, cluster_of, profile_of, styled
+from outsize.api.asking import Question, ask, checked, cluster_of, profile_of, styled
 from outsize.capture.by_modules import capture_model
 from outsize.capture.ladder import LossFn
 from outsize.capture.measure import How, Progress
 from outsize.capture.precision import check_precision
+from outsize.errors import NoFeasiblePlan, TooManyStages
 from outsize.ir.cluster import Cluster
 from outsize.ir.fit import Fit
 from outsize.ir.graph import ModelGraph
@@ -26,8 +27,9 @@ from outsize.planner import outlook as outlooking
 from outsize.planner import price as pricing
 from outsize.planner.fit import Ask
 from outsize.planner.outlook import Outlook
+from outsize.planner.request import Space
 from outsize.planner.roofline import roofline
-from outsize.planner.search import search
+from outsize.planner.search import instead, search
 from outsize.train.batch_dims import Asked
 from outsize.train.measuring import measure_sizes
 from outsize.train.subject import Subject, as_batch
@@ -93,6 +95,7 @@ def plan(
     precision: Precision = "fp32",
     recompute: Recompute | None = None,
     bn: BatchNormMode = "micro",
+    axes: Space | None = None,
     dp_replicate: int = 1,
     dp_shard: int = 1,
     tp: int = 1,
@@ -115,19 +118,22 @@ def plan(
     for memory on every stage; not given, on those that would not fit. `bn` is how BatchNorm keeps its running
     statistics (see Plan). `dp_replicate`, `dp_shard` (FSDP) and `tp` give every stage that many devices;
     `microbatches` are then those of a replica. `sequence_parallel`: whether ranks of tp divide what lies
-    between layers, too; not given, what is faster, or as fast and smaller. `what_if` looks at all meshes,
-    also at those that this version only plans; a plan that has one says so (`Plan.beyond`). `batch_dims` maps
+    between layers, too; not given, what is faster, or as fast and smaller. `what_if` is `axes="all"` with
+    what this version only plans; a plan that has some of it says so (`Plan.beyond`). `batch_dims` maps
     an argument's name or position, or "target", to the dim along which its samples lie (None: it holds none);
     what is not given follows from the shapes, and where these leave it open from a trial with one sample
     more.
+    `axes="all"` searches every axis that is not given, of those that run; not given, that is done where no
+    pipeline fits (a pipeline has one device's bits, sums over replicas or tp are rounded otherwise), unless
+    `axes="pp"`.
     `weights="host-optimizer"` keeps the optimizer and its states on the host, `weights="host"` weights and
     gradients as well and brings stage after stage to one device; not given, the faster of the two is for a
-    model that is too large for its one device in every other way.
+    model that fits in no other way.
     `weights="resident"` beside `dp_shard` has weights and gradients whole during a step, and sends less.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
-    question = ask(
+    return _planned(
         found,
         cluster_of(cluster),
         measured=measured,
@@ -140,14 +146,28 @@ def plan(
         precision=precision,
         recompute=recompute,
         bn=bn,
+        axes=axes,
         dp_replicate=dp_replicate,
         dp_shard=dp_shard,
         tp=tp,
         sequence_parallel=sequence_parallel,
         weights=weights,
         what_if=what_if,
-    )
-    return search(question.request, question.candidates, question.cluster)
+    )[1]
+
+
+def _planned(found: Subject, cluster: Cluster, **wishes: Any) -> tuple[Question, Plan]:
+    """The best plan, and what was asked for it: of all axes that run where no pipeline fits and nobody has
+    said that it should be one.
+    """
+    asked = ask(found, cluster, **wishes)
+    try:
+        return asked, search(asked.request, asked.candidates, cluster)
+    except (NoFeasiblePlan, TooManyStages) as refused:
+        if asked.request.open or not asked.request.further(len(cluster.devices)):
+            raise
+        more = ask(found, cluster, **{**wishes, "axes": "all"})
+        return more, instead(refused, more.request, more.candidates, cluster)
 
 
 def outlook(
@@ -173,8 +193,7 @@ def outlook(
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
     if plan is not None:
         return _priced(plan, found, measured)
-    asked = ask(found, cluster_of(cluster), measured=measured, progress=progress, **wishes)
-    made = search(asked.request, asked.candidates, asked.cluster)
+    asked, made = _planned(found, cluster_of(cluster), measured=measured, progress=progress, **wishes)
     taken = asked.candidates[made.microbatches * made.axes.replicas]
     seen = outlooking.outlook(made, *taken, asked.cluster)
     return outlooking.with_curves(seen, asked.request, asked.candidates, asked.cluster) if curves else seen

@@ -63,7 +63,7 @@ def _priced(plan: Plan, model: str, shape: str | None, seed: int) -> tuple[Plan,
 
     subject = make_subject(model, shape, plan.batch_size, meta=True, seed=seed)
     seen = api.outlook(*subject.call, **subject.loss, plan=plan)
-    rejected = tuple(why for why in plan.why if why.startswith("not "))
+    rejected = tuple(why for why in plan.why if why.startswith(("not ", "no pipeline ")))
     return seen.plan.model_copy(update={"why": (*seen.plan.why, *rejected)}), seen.advice
 
 

@@ -53,6 +53,14 @@ class BatchNormOption(StrEnum):
 
 
 @final
+class SpaceOption(StrEnum):
+    """As planner.request.Space."""
+
+    pp = "pp"
+    all = "all"
+
+
+@final
 class WhereOption(StrEnum):
     """As ir.plan.Weights."""
 
@@ -149,6 +157,14 @@ BatchNorm = Annotated[
         "--bn", help="BatchNorm's statistics: by microbatch, running ones once per batch, whole batch."
     ),
 ]
+Space = Annotated[
+    SpaceOption | None,
+    typer.Option(
+        "--axes",
+        help="all: also replicas, FSDP and tp, as far as they run; pp: a pipeline alone (default: all where "
+        "no pipeline fits).",
+    ),
+]
 Replicas = Annotated[
     int | None, typer.Option("--dp-replicate", min=1, help="Replicas, each with its part of the batch.")
 ]
@@ -176,8 +192,7 @@ WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Search every axis: replicas, FSDP and tp, which run, and what this version only plans: cp, "
-        "weights of several devices on the host.",
+        help="As --axes all, with what this version only plans: cp, weights of several devices on the host.",
     ),
 ]
 PlanFile = Annotated[

@@ -64,6 +64,7 @@ def plan(
     precision: options.Precision = options.PrecisionOption.fp32,
     recompute: options.Recompute = None,
     bn: options.BatchNorm = None,
+    axes: options.Space = None,
     dp_replicate: options.Replicas = None,
     dp_shard: options.Shards = None,
     tp: options.Tensor = None,
@@ -85,7 +86,7 @@ def plan(
     screen, edited = Screen(json), load_plan(check)
     order = options.any_schedule(schedule)
     asked = {"stages": stages, "microbatches": microbatches, "schedule": order}
-    asked |= {"recompute": recompute, "bn": bn, "weights": weights, "what_if": what_if or None}
+    asked |= {"recompute": recompute, "bn": bn, "weights": weights, "what_if": what_if or None, "axes": axes}
     asked |= {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
     asked |= {"sequence_parallel": sequence_parallel}
     options.refuse_beside(edited, "--check", **asked)

@@ -302,7 +302,7 @@ class Plan(Record):
             raise WhatIfPlan(
                 f"the plan of {self.model} is a what-if, which this version of outsize does not run",
                 numbers=f"pp {self.axes.pp}, {self.beyond}",
-                next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json, without --what-if",
+                next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json, or with --axes all",
             )
 
     def owners(self, graph: ModelGraph) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Problem: which facts about a plan would its reader want to know before running it?
 
     data-parallelism   the model fits on one device, and replicas are predicted to be faster than the pipeline
+                       (or it does not, and replicas that share weights and states are)
     slow-links         splitting matrix products over the devices costs more on the links than it saves
     small-stage        a stage has less than half of an even share of the work
     fat-boundary       what crosses a cut takes a quarter of the slowest stage's time, or more
@@ -10,10 +11,11 @@
     idle-devices       devices without a stage, or idle for more than a third of the step
 
 Each rule is a function of the plan, its graph and the cluster; nothing is decided here, and nothing planned
-anew. Replicas: the batch in microbatches of the same size over all devices, then one ring all-reduce of the
-gradients, 2 (n - 1) / n of their bytes (Patarasu and Yuan, JPDC 69(2), 2009), not overlapped. Matrix products
-split in pairs, by columns and then by rows (Megatron, arXiv 1909.08053, sec. 3): every second result is
-all-reduced in the forward and once more in the backward, against (n - 1) / n of the compute saved.
+anew, but that replicas which share weights are one stage with one cut, priced as the search does. Replicas:
+the batch in microbatches of the same size over all devices, then one ring all-reduce of the gradients,
+2 (n - 1) / n of their bytes (Patarasu and Yuan, JPDC 69(2), 2009), not overlapped. Matrix products split in
+pairs, by columns and then by rows (Megatron, arXiv 1909.08053, sec. 3): every second result is all-reduced in
+the forward and once more in the backward, against (n - 1) / n of the compute saved.
 Complexity: O(units + values). Oracle: tests/unit/planner/test_advise.py works the figures by hand.
 """
 
@@ -27,11 +29,14 @@ from typing import Final, final
 from outsize.ir.advice import Advice
 from outsize.ir.cluster import Cluster, Link
 from outsize.ir.graph import ModelGraph, Value
-from outsize.ir.plan import Expected, Plan, StageFigures
+from outsize.ir.plan import Axes, Expected, Plan, StageFigures
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text, percent_text, rate_text, seconds_text
+from outsize.planner.best_first import Hunt
 from outsize.planner.branches import branches
 from outsize.planner.extents import Extents
+from outsize.planner.layout import Layout
+from outsize.planner.menu import Menu
 from outsize.planner.price import in_plans_order
 from outsize.planner.reasons import microbatches_text
 from outsize.planner.seconds import UnitSeconds
@@ -41,6 +46,7 @@ NO_MORE: Final = "a larger --batch, or fewer --stages"
 SMALL: Final = 0.5
 FAT: Final = 0.25
 IDLE: Final = 1 / 3
+MUCH: Final = 1.05
 FULL: Final = 0.8
 SOMEWHAT_FULL: Final = 0.5
 MOSTLY: Final = 0.4
@@ -97,7 +103,10 @@ def advise(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
 def _replicas(view: _View) -> Iterator[Advice]:
     devices, plan = len(view.cluster.devices), view.plan
     case = _case(view)
-    if devices < 2 or not Extents.of(case, "naive", 1, view.cluster).fits():
+    if devices < 2 or plan.axes.group_size > 1:
+        return
+    if not Extents.of(case, "naive", 1, view.cluster).fits():
+        yield from _sharded(view)
         return
     step_s = _replicated_s(view, case)
     ratio = view.expected.step_s / step_s if step_s else 0.0
@@ -110,6 +119,27 @@ def _replicas(view: _View) -> Iterator[Advice]:
         f"{ratio:.2f} x this pipeline's {rate_text(here)}",
         numbers={"replicas": devices, "samples_per_s": there, "pipeline_samples_per_s": here, "ratio": ratio},
         next_step=f"outsize plan MODEL --cluster {plan.cluster} --dp-replicate {devices}",
+    )
+
+
+def _sharded(view: _View) -> Iterator[Advice]:
+    """Microbatches of the same size, shared out evenly."""
+    devices, plan, count = len(view.cluster.devices), view.plan, view.plan.microbatches
+    if count % devices or plan.form != "tape":
+        return
+    menu = Menu({count: (view.graph, view.profile)}, view.cluster, plan.optimizer)
+    layout = Layout(Axes(dp_shard=devices), 1, "1f1b", count // devices, count, "sharded")
+    found = Hunt(menu, ("none", "full", "selective")).run([layout]).estimates
+    ratio = view.expected.step_s / found[0].step_s if found and found[0].step_s else 0.0
+    if ratio < MUCH:
+        return
+    here, there = view.expected.samples_per_s, plan.batch_size / found[0].step_s
+    yield Advice(
+        code="data-parallelism",
+        sentence=f"{devices} replicas that share weights and states would do {rate_text(there)} samples/s, "
+        f"{ratio:.2f} x this pipeline's {rate_text(here)}, within rounding instead of bit by bit",
+        numbers={"replicas": devices, "samples_per_s": there, "pipeline_samples_per_s": here, "ratio": ratio},
+        next_step=f"outsize plan MODEL --cluster {plan.cluster} --axes all",
     )
 
 
@@ -268,13 +298,13 @@ def _states(view: _View) -> Iterator[Advice]:
         sentence=f"{view.plan.stages[stage].device} is {percent_text(_share(fullest))} full and "
         f"{percent_text(mostly)} of that is optimizer state; another device has {bytes_text(room)} to spare",
         numbers={"stage": stage, "optimizer_bytes": fullest.optimizer_bytes, "room_bytes": room},
-        next_step="--optimizer adam8bit, or sharded states: --what-if",
+        next_step="--optimizer adam8bit, or states over several devices: --axes all",
     )
 
 
 def _idle(view: _View) -> Iterator[Advice]:
     spare = len(view.cluster.devices) - view.plan.axes.world_size
-    chosen = view.plan.what_if and view.cluster.unequal  # the search left them out, and says so
+    chosen = view.cluster.unequal or view.plan.weights == "host"  # the search left them out, and says so
     if spare > 0 and not chosen:
         yield Advice(
             code="idle-devices",

@@ -11,7 +11,7 @@ and the layouts that are tried. Oracle: tests/unit/planner/test_joint.py prices 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -63,6 +63,10 @@ class Hunt:
                 heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
         self._floors += [floor_s for floor_s, *_ in queue]
         return Found(tuple(self._found), tuple(self._rejected), min(self._floors, default=inf))
+
+    def floor_s(self, layouts: Iterable[Layout]) -> float:
+        """No cut of any of these makes a shorter step; they are not priced."""
+        return min((max(self._least(layout), self._floor(layout)) for layout in layouts), default=inf)
 
     def _over(self, floor_s: float) -> bool:
         """A few are always priced, so that there is something to compare with."""

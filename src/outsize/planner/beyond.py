@@ -1,4 +1,4 @@
-"""What a plan says of itself beside its cuts: what it takes, what nothing runs yet, which axis is missing."""
+"""What a plan says of itself beside its cuts: what it takes, how its sums differ, which axis is missing."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ def beyond_reasons(graph: ModelGraph, layout: Layout, cluster: Cluster, optimize
         yield f"each of {cp} devices (cp) has {tokens}; keys and values go round beside the attention"
     elif len(cluster.devices) > 1 and found.refusal:
         yield f"not cp: {found.refusal}"
+
+
+def order_reasons(graph: ModelGraph, layout: Layout, bn: BatchNormMode) -> Iterator[str]:
+    """What is no longer bit by bit what one device computes."""
+    sharing = {"replicas": layout.replicas, "ranks (tp)": layout.axes.tp}
+    who = " and ".join(f"{size} {name}" for name, size in sharing.items() if size > 1)
+    if who:
+        yield f"{who} add up in another order than one device: its numbers within rounding, not its bits"
+    norms = sum("BatchNorm" in unit.kind for unit in graph.units)
+    if norms and layout.replicas > 1 and bn == "micro":
+        yield (
+            f"BatchNorm ({norms} of them) keeps the running statistics of the first replica's microbatches, "
+            f"1 / {layout.replicas} of the batch; --bn deferred takes those of all"
+        )
 
 
 def costly(bn: BatchNormMode, best: Estimate) -> Iterator[str]:

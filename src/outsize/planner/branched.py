@@ -25,13 +25,14 @@ from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Alternative, Axes, Expected, Plan, stages_from_units
+from outsize.ir.plan import Axes, Expected, Plan, stages_from_units
 from outsize.ir.profile import Profile
 from outsize.ir.quotient import in_stages
 from outsize.ir.schedule import Schedule, placed
 from outsize.ir.text import percent_text, seconds_text
 from outsize.planner.branches import branches
 from outsize.planner.edges import Edge, Edges, edges_among, edges_of, flows
+from outsize.planner.either import as_alternative
 from outsize.planner.estimate import Estimate, estimate, expected, forward_bytes, reasons, stage_cost
 from outsize.planner.floor import Work
 from outsize.planner.layout import Layout
@@ -113,7 +114,7 @@ class _Found:
                 "actions": layout.actions,
                 "stages": stages_from_units(self.graph, self.placed.units, [d.name for d in found.devices]),
                 "expected": figures.model_copy(update={"gap": gap, "limited_by": limit}),
-                "alternatives": (_alternative(plan, before), *plan.alternatives)[:ALTERNATIVES],
+                "alternatives": (as_alternative(plan), *plan.alternatives)[:ALTERNATIVES],
                 "why": (self._why(plan, before, anyhow), *reasons(found, found.graph, found.bounds)),
             }
         )
@@ -153,22 +154,6 @@ def _path_s(graph: ModelGraph, seconds: NDArray[np.float64]) -> float:
         ends[unit] = begins[unit] + seconds[unit]
         begins[after] = np.maximum(begins[after], ends[unit])
     return float(ends.max())
-
-
-def _alternative(plan: Plan, before: Expected) -> Alternative:
-    held: dict[int, int] = {}
-    for rank, figures in zip(plan.ranks, before.stages, strict=True):
-        held[rank] = held.get(rank, 0) + figures.peak_bytes
-    return Alternative(
-        schedule=plan.schedule,
-        microbatches=plan.microbatches,
-        axes=plan.axes,
-        chunks=max(1, len(plan.stages) // plan.axes.pp),
-        recompute=plan.recompute,
-        step_s=before.step_s,
-        samples_per_s=before.samples_per_s,
-        peak_bytes=max(held.values()),
-    )
 
 
 @final

@@ -46,8 +46,9 @@ def of_rank(
 
 
 def divides(graph: ModelGraph, ways: int) -> bool:
-    """May so many ranks divide it? True where nobody has asked."""
-    return ways == 1 or graph.tensor is None or ways in graph.tensor.degrees
+    """May so many ranks divide it? True where nobody has asked; a model by modules has sizes of its own."""
+    whole = graph.form == "modules"
+    return ways == 1 or (not whole and (graph.tensor is None or ways in graph.tensor.degrees))
 
 
 def tensor_reasons(graph: ModelGraph, ways: int, sequence: bool) -> Iterator[str]:

@@ -21,7 +21,7 @@ from outsize.planner.reasons import axes_text, fullest, microbatches_text, needs
 from outsize.planner.split import Case, Pipeline
 from outsize.schedules.builders import build
 
-HOSTED = "--what-if: it fits with weights on the host, to read and not to run"
+OTHERS = "outsize plan MODEL --axes all, which looks beyond pipelines"
 MORE_STAGES = 8
 MOST_STAGES = 64
 _COUNTS = re.compile(r"^(?:\d+x)+")
@@ -75,11 +75,11 @@ def no_feasible_plan(
     schedules: Sequence[ScheduleName],
     stages: int,
     cluster: Cluster,
-    hosted: bool = False,
+    others: bool = False,
 ) -> NoFeasiblePlan:
     """The error. The `asked` cases do not fit in any of the schedules; `spare` ones may help.
 
-    `hosted`: it would fit with weights on the host.
+    `others`: there are axes that nobody has looked at.
     """
     tried = [_lean(case, name, stages, cluster) for case in asked for name in schedules]
     closest = min(tried, key=lambda lean: lean.share)
@@ -88,7 +88,7 @@ def no_feasible_plan(
     return NoFeasiblePlan(
         needs_text(closest.stage, closest.memory, cluster.devices[closest.stage]),
         numbers=f"{parts_text(closest.memory)}; {_near_text(near, closest)}",
-        next_step=steps + (f"; or {HOSTED}" if hosted else ""),
+        next_step=steps + (f"; or {OTHERS}" if others else ""),
     )
 
 

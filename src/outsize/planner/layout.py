@@ -8,11 +8,12 @@ formed within the parts of a cluster, and a part that they do not fill stays idl
 number: order.py and fleet.py decide which of them work.
 
     by itself     pp alone, all devices, one rank each; other axes where they are asked for
-    what-if       every factorisation N = pp x dp_replicate x dp_shard x cp x tp, tp within a node, dp_shard
+    all axes      every factorisation N = pp x dp_replicate x dp_shard x cp x tp, tp within a node, dp_shard
                   all of the replicas or those of a node, as ZeRO-1 (resident) or as FSDP (weights too)
     cp            of the sizes that context.py allows, and with the smallest microbatches alone: fewer
                   samples at a time save as many bytes as fewer tokens of each, and send nothing
-    host          where nothing else fits: all devices as one pipeline, or as replicas (offload.py)
+    host          where nothing else fits: all devices as one pipeline, or as replicas, or one of them
+                  (offload.py)
 
 Symbols as in arXiv 2104.04473 (p, t, d) and torch's DeviceMesh. Complexity: O(divisors of N, cubed).
 Oracle: tests/unit/planner/test_planner_layout.py counts the factorisations.
@@ -147,18 +148,19 @@ def everything(
 def hosted(
     cluster: Cluster, captured: Iterable[int], schedules: Sequence[ScheduleName], units: int
 ) -> Iterator[Layout]:
-    """Weights in host memory: a pipeline of all devices, or replicas of one stage; not on CPUs. One device
-    alone may have its weights, with their optimizer on the host.
+    """Weights in host memory: of all devices, as a pipeline or as replicas, or of one; not on CPUs.
+
+    One device may also have its weights, with their optimizer on the host.
     """
     devices, given = len(cluster.devices), sorted(captured)
     if any(host_link(device) is None for device in cluster.devices):
         return
-    for axes in dict.fromkeys((Axes(dp_replicate=devices), Axes(pp=devices))):
+    for axes in dict.fromkeys((Axes(dp_replicate=devices), Axes(pp=devices), Axes())):
         names: list[ScheduleName] = [name for name in schedules if name in ("gpipe", "1f1b")]
         if axes.pp > 1:
             names = names[:1]  # weights come for every microbatch, whatever the schedule
         for layout in pipelines(axes, counts_for(given, axes), names, units):
-            yield from (replace(layout, weights=w) for w in (HOSTED if devices == 1 else ("host",)))
+            yield from (replace(layout, weights=w) for w in (HOSTED if axes.world_size == 1 else ("host",)))
 
 
 def grouped(cluster: Cluster, group: int) -> Cluster | None:

@@ -75,11 +75,11 @@ class Host:
     bytes_per_s: float
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Self:
-        """Of the device that has least."""
+    def of(cls, cluster: Cluster, working: int) -> Self:
+        """Of the device that has least, when so many are at work."""
         links = [link for device in cluster.devices if (link := host_link(device)) is not None]
         nodes = [part.devices_per_node for part in cluster.parts] or [cluster.devices_per_node]
-        sharing = min(len(cluster.devices), max(nodes))
+        sharing = min(working, max(nodes))
         return cls(min(links, key=lambda link: link.bytes_per_s), HOST_BYTES_PER_S / sharing)
 
     def move_s(self, taken: int, given: int = 0, adding: int = 1) -> float:
@@ -159,7 +159,8 @@ def fetching(
     """Seconds of units with the weights that they wait for; `again`: a backward begins with a forward."""
     compute = alone.recomputed() if again else alone
     how = streamed if layout.weights == "host" else staying
-    return how(compute, blocks.cut, blocks.taken, blocks.given, layout, Host.of(cluster))
+    host = Host.of(cluster, layout.axes.world_size)
+    return how(compute, blocks.cut, blocks.taken, blocks.given, layout, host)
 
 
 def streamed(
@@ -213,7 +214,7 @@ def staying(
 def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: str) -> str:
     """What lives on the host, and which figures of it were assumed."""
     held = [optimizer_bytes(optimizer).held(p) for p in graph.parameters]
-    host, times = Host.of(cluster), 1 if layerwise(layout) else layout.microbatches
+    host, times = Host.of(cluster, layout.axes.world_size), 1 if layerwise(layout) else layout.microbatches
     weights = sum(h.weight for h in held)
     moves = f"{bytes_text(weights * times)} of weights come for the forwards and again for the backwards"
     if layout.weights == "host-optimizer":
@@ -298,7 +299,7 @@ def _after_s(blocks: Blocks, ends: Sequence[int], layout: Layout, cluster: Clust
     total = int(blocks.gradients.sum())
     together_s = collective_s("all_reduce", total, range(layout.group), cluster)
     # One stage is updated once in each node, by all that its memory has.
-    speed = HOST_BYTES_PER_S if layout.axes.pp == 1 else Host.of(cluster).bytes_per_s
+    speed = HOST_BYTES_PER_S if layout.axes.pp == 1 else Host.of(cluster, layout.axes.world_size).bytes_per_s
     each_s = blocks.updated / speed + blocks.gradients * (together_s / max(total, 1))
     return _sums(np.add.reduceat(each_s, np.array(ends[:-1])))
 

@@ -20,7 +20,8 @@ from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.advise import advise
 from outsize.planner.price import timeline
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 
@@ -48,12 +49,12 @@ def with_curves(found: Outlook, request: Request, candidates: Candidates, cluste
     """The same with what-if curves for the choices that were left open."""
     counts = sorted(candidates) if request.microbatches is None else []
     stages = _doubled(len(cluster.devices)) if request.stages is None else []
-    if request.what_if:
+    if request.open:
         stages = [pp for pp in stages if len(cluster.devices) % pp == 0]
     plan = found.plan
     made = (
         _curve("microbatches", counts, plan.microbatches, request, candidates, cluster),
-        _curve("pp" if request.what_if else "devices", stages, plan.axes.pp, request, candidates, cluster),
+        _curve("pp" if request.open else "devices", stages, plan.axes.pp, request, candidates, cluster),
     )
     return replace(found, curves=tuple(curve for curve in made if len(curve.values) > 1))
 

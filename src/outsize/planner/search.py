@@ -1,13 +1,17 @@
 """Problem: which layout and which cuts make a step on this cluster fastest?
 
-For every layout (layout.py: schedule, microbatches, stages on a rank; with `what_if` every mesh of pp,
+For every layout (layout.py: schedule, microbatches, stages on a rank; where axes are open every mesh of pp,
 dp_replicate, dp_shard, cp and tp under 1f1b, the best of them interleaved, and weights on the host where
-nothing else fits): the exact partition (split.py), its
-memory account, its simulated step. Layouts are tried best first, by a floor that no cut of them can beat
-(floor.py), until the next floor is above what was found. The fastest that fits wins; among those within one
-percent of it, less than a prediction can tell apart, one that runs today before a what-if, then the one
-with least memory on its fullest device, then fewer microbatches, then 1f1b before gpipe before naive. A
-stage that does not fit recomputes, or has what waits on the host (aside.py), if that was left open.
+nothing else fits): the exact partition (split.py), its memory account, its simulated step. Layouts are tried
+best first, by a floor that no cut of them can beat (floor.py), until the next floor is above what was found.
+The fastest that fits wins; among those within one percent of it, less than a prediction can tell apart, one
+that runs today before a what-if, then the one with least memory on its fullest device, then fewer
+microbatches, then 1f1b before gpipe before naive. A stage that does not fit recomputes, or has what
+waits on the host (aside.py), if that is open.
+
+Where axes are open, pipelines and meshes are searched one after the other, each to its end (which units
+recompute is settled for a winner alone), and a mesh has to be faster by more than that percent: a pipeline
+gives one device's bits.
 
 The gap says how far the plan is from the least floor: no layout and no cut that was allowed makes a step
 shorter by more than that, but for interleaved layouts that were not chosen, of which the balanced cut counts.
@@ -17,58 +21,44 @@ clock: equal input, equal plan.
 Plan enumeration with a cost model as in PipeDream (arXiv 1806.03377, sec. 3.1) and Alpa (arXiv 2201.12023,
 sec. 5), best first with a bound (Land and Doig 1960). Complexity: layouts x O(p n^2), for those that are
 tried. Oracles: tests/unit/planner/test_search.py prices every cut of small models, test_joint.py every
-layout as well.
+layout as well, test_all_axes.py every mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from math import inf
-from typing import Final, final
+from typing import Final
 
-from outsize.errors import BadOption, TooManyStages
-from outsize.ir.base import Record
+from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.cluster import Cluster
-from outsize.ir.graph import ModelGraph
-from outsize.ir.offload import HOSTED, Weights
-from outsize.ir.plan import (
-    Axes,
-    BatchNormMode,
-    Count,
-    Expected,
-    Plan,
-    Precision,
-    Recompute,
-    ScheduleName,
-    stages_from_bounds,
-)
-from outsize.ir.profile import Profile
+from outsize.ir.offload import HOSTED
+from outsize.ir.plan import Axes, Expected, Plan, Recompute, ScheduleName, stages_from_bounds
 from outsize.planner.aside import check_recompute, offload_reasons, offloaded, offloads, or_offloaded
 from outsize.planner.best_first import Found, Hunt
-from outsize.planner.beyond import beyond_reasons, costly
+from outsize.planner.beyond import beyond_reasons, costly, order_reasons
 from outsize.planner.branched import branched
-from outsize.planner.context import context
-from outsize.planner.divided import divides, tensor_reasons
+from outsize.planner.divided import tensor_reasons
+from outsize.planner.either import faster, no_row_reason
 from outsize.planner.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.given import with_schedule
-from outsize.planner.infeasible import device_part, no_feasible_plan, rejections
-from outsize.planner.layout import Layout, counts_for, everything, grouped, hosted, pipelines
+from outsize.planner.infeasible import no_feasible_plan, rejections
+from outsize.planner.layout import Layout, pipelines
 from outsize.planner.limits import limited_by
 from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
 from outsize.planner.reasons import kind_reasons, microbatches_text
+from outsize.planner.request import Request
 from outsize.planner.rivals import alternative, choose, compared_with, rivals, shown
 from outsize.planner.selective import by_blocks, counted, selective_reasons, written
+from outsize.planner.space import Candidates, in_a_row, meshes, on_host
 from outsize.planner.streamed import check_hosted, fastest, in_blocks
 from outsize.planner.tight import selective
 
-# zero-bubble only where it is asked for, or on CPUs from measured times: what splitting costs is known there.
-SCHEDULES: Final[tuple[ScheduleName, ...]] = ("1f1b", "gpipe", "naive", "interleaved")
-# Of a what-if, that are tried with several stages on a device.
+# Meshes that are tried with several stages on a device.
 MESHES: Final = 3
 REJECTIONS: Final = 6
 # A gap that no prediction could see.
@@ -77,54 +67,35 @@ OPTIMAL: Final = 1e-4
 ALIKE: Final[tuple[set[Recompute], ...]] = {"full"}, {"offload"}
 
 
-@final
-class Request(Record):
-    """What is asked for; None leaves the choice to the search (stages: one per device, or group of devices).
-
-    `dp_replicate`, `dp_shard`, `tp`: the sizes of these axes; microbatches are those of each replica.
-    `sequence_parallel`: whether tp divides what lies between layers; left open, both are priced beside `tp`.
-    `weights`: where they are; left open they are sharded over dp_shard, and on the host where one device is
-    too small for all else.
-    `what_if`: also layouts that nothing runs yet. `actions` are those of the schedule "custom".
-    """
-
-    batch_size: Count
-    microbatches: Count | None = None
-    stages: Count | None = None
-    schedule: ScheduleName | None = None
-    optimizer: str = "adamw"
-    precision: Precision = "fp32"
-    recompute: Recompute | None = None
-    bn: BatchNormMode = "micro"
-    dp_replicate: Count = 1
-    dp_shard: Count = 1
-    tp: Count = 1
-    sequence_parallel: bool | None = None
-    weights: Weights | None = None
-    what_if: bool = False
-    actions: tuple[str, ...] = ()
-
-    def axes(self, pp: int) -> Axes:
-        """With so many ranks in a pipeline."""
-        return Axes(pp=pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
-
-    @property
-    def meshed(self) -> bool:
-        """Is more asked for than a pipeline?"""
-        return self.axes(1).group_size > 1
-
-    @property
-    def count(self) -> int | None:
-        """Microbatches of the whole batch, where they are asked for."""
-        return self.microbatches and self.microbatches * self.axes(1).replicas
-
-
-def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster) -> Plan:
+def search(request: Request, candidates: Candidates, cluster: Cluster) -> Plan:
     """The fastest plan that fits. `candidates`: microbatches -> model at batch / microbatches samples.
 
     Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
     than stages, or when nothing was captured for the microbatches asked for.
     """
+    if not request.open:
+        return _as_given(request, candidates, cluster)
+    try:
+        row = _as_given(request.given, candidates, cluster)
+    except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
+        return instead(refused, request, candidates, cluster)
+    mesh = _open(request, candidates, cluster)
+    return row if mesh is None else faster(row, mesh)
+
+
+def instead(refused: OutsizeError, request: Request, candidates: Candidates, cluster: Cluster) -> Plan:
+    """The fastest plan with open axes, and on the host where no mesh fits, since a pipeline was `refused`.
+
+    Raises that where nothing fits.
+    """
+    plan = _open(request, candidates, cluster, last=True)
+    if plan is None:
+        raise refused
+    return plan.model_copy(update={"why": (*plan.why, no_row_reason(refused))})
+
+
+def _as_given(request: Request, candidates: Candidates, cluster: Cluster) -> Plan:
+    """No axes but those that were given; branches at the same time, where there are any."""
     if request.schedule == "custom":
         plain = _by_runs(request.model_copy(update={"schedule": "1f1b"}), candidates, cluster)
         taken = candidates[plain.microbatches * plain.axes.replicas]
@@ -132,10 +103,10 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     if request.schedule == "auto" and request.meshed:
         raise BadOption(
             "the schedule 'auto' is built for a pipeline alone",
-            numbers=request.axes(1).beyond_pp,
+            numbers=request.mesh(1).beyond_pp,
             next_step="leave the schedule out: the best one by name is chosen",
         )
-    if request.schedule not in (None, "auto") or request.what_if or request.meshed:
+    if request.schedule not in (None, "auto") or request.meshed:
         return _by_runs(request, candidates, cluster)
     plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
     if plan.weights in HOSTED or offloads(plan):
@@ -144,51 +115,64 @@ def search(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     return branched(plan, asked, cluster, anyhow=request.schedule == "auto")
 
 
-def _by_runs(
-    request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
-) -> Plan:
+def _by_runs(request: Request, candidates: Candidates, cluster: Cluster) -> Plan:
     """The fastest plan whose stages are runs of the model's own order."""
     if request.weights in HOSTED:
-        graphs = [graph for graph, _ in candidates.values()]
-        check_hosted(graphs, cluster, request.weights, request.what_if)
+        check_hosted([graph for graph, _ in candidates.values()], cluster, request.weights)
         check_recompute(request.recompute, request.weights)
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:
         check_enough(request.batch_size, count)
-    layouts = tuple(_layouts(request, asked, cluster))
-    menu = Menu(candidates, cluster, request.optimizer, idle=request.what_if and request.stages is None)
-    hunt = Hunt(menu, _recompute(request))
-    found = hunt.run(() if request.weights in HOSTED else layouts)
-    if request.what_if and request.schedule is None:
-        found = hunt.run(tuple(_interleaved(found, menu)))
+    layouts = tuple(in_a_row(request, asked, cluster))
+    menu = Menu(candidates, cluster, request.optimizer)
+    found = Hunt(menu, _recompute(request)).run(() if request.weights in HOSTED else layouts)
     if found.estimates:
         return _plan(request, found, menu, cluster)
-    on_host = _degrees(request, tuple(_layouts(request, asked, cluster, True)), menu)
-    runs = (request.what_if or len(cluster.devices) == 1) and request.recompute != "offload"
-    if not (runs and on_host) or request.weights not in (None, *HOSTED):
-        elsewhere = bool(on_host) and len(cluster.devices) > 1
-        raise _nothing_fits(request, candidates, layouts, menu, cluster, elsewhere)
+    plan = _hosted(request, asked, found, menu, cluster) if len(cluster.devices) == 1 else None
+    if plan is None:
+        raise _nothing_fits(request, candidates, layouts, menu, cluster)
+    return plan
+
+
+def _open(request: Request, candidates: Candidates, cluster: Cluster, last: bool = False) -> Plan | None:
+    """The fastest mesh of all axes; where none fits None, or as the `last` way with weights on the host."""
+    if request.actions or request.schedule == "auto":
+        return None  # composed for a pipeline
+    menu = Menu(candidates, cluster, request.optimizer, idle=request.stages is None)
+    hunt = Hunt(menu, _recompute(request))
+    layouts = tuple(meshes(request, candidates, cluster))
+    wide = tuple(layout for layout in layouts if layout.group > 1 or cluster.unequal)
+    found = hunt.run(wide)
+    if request.schedule is None:
+        found = hunt.run(tuple(_interleaved(found, menu)))
+    least_s = hunt.floor_s(layout for layout in layouts if layout not in wide)
+    found = replace(found, floor_s=min(found.floor_s, least_s))
+    if found.estimates:
+        return _plan(request, found, menu, cluster)
+    return _hosted(request, candidates, found, menu, cluster) if last else None
+
+
+def _hosted(
+    request: Request, candidates: Candidates, found: Found, menu: Menu, cluster: Cluster
+) -> Plan | None:
+    """With weights on the host, on all devices; or on one of them, by the fastest degree of offload."""
+    layouts, ways = tuple(on_host(request, candidates, cluster)), _recompute(request)
+    many = Hunt(menu, ways).run([layout for layout in layouts if layout.axes.world_size > 1])
+    if many.estimates:
+        return _plan(request, replace(many, rejected=found.rejected), menu, cluster)
+    alone = [layout for layout in layouts if layout.axes.world_size == 1]
+    degrees = [_streamed([each for each in alone if each.weights == w], menu, ways) for w in HOSTED]
     made = [
-        _plan(request, replace(each, rejected=found.rejected), menu, cluster) for each in on_host.values()
+        _plan(request, replace(d, rejected=found.rejected), menu, cluster) for d in degrees if d.estimates
     ]
-    plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made if plan.streams]
-    return fastest(plans, candidates, cluster) if plans else made[-1]
+    plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made]
+    return fastest(plans, candidates, cluster) if plans else None
 
 
-def _degrees(request: Request, layouts: Sequence[Layout], menu: Menu) -> dict[Weights, Found]:
-    """What fits of each degree of offload, the least first."""
-    found = dict[Weights, Found]()
-    for weights in HOSTED:
-        if request.weights == weights or request.weights not in HOSTED:
-            found[weights] = _on_host(request, [each for each in layouts if each.weights == weights], menu)
-    return {weights: each for weights, each in found.items() if each.estimates}
-
-
-def _on_host(request: Request, layouts: Sequence[Layout], menu: Menu) -> Found:
-    """Layer by layer on one device, and microbatch by microbatch only where that does not fit."""
-    alone = [layout for layout in layouts if layout.axes.world_size == 1 and layout.schedule == "gpipe"]
-    found = Hunt(menu, _recompute(request)).run(alone)
-    return found if found.estimates else Hunt(menu, _recompute(request)).run(layouts)
+def _streamed(layouts: Sequence[Layout], menu: Menu, ways: Sequence[Recompute]) -> Found:
+    """Layer by layer, and microbatch by microbatch only where that does not fit."""
+    found = Hunt(menu, ways).run([layout for layout in layouts if layout.schedule == "gpipe"])
+    return found if found.estimates else Hunt(menu, ways).run(layouts)
 
 
 def _recompute(request: Request) -> tuple[Recompute, ...]:
@@ -196,11 +180,8 @@ def _recompute(request: Request) -> tuple[Recompute, ...]:
     return ("none", "full", "selective") if request.recompute in (None, "selective") else (request.recompute,)
 
 
-# -- what there is to try --------------------------------------------------------------------------------
-
-
-def _asked(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]]) -> list[int]:
-    if request.count is None or request.what_if:
+def _asked(request: Request, candidates: Candidates) -> list[int]:
+    if request.count is None:
         return sorted(candidates)
     check_enough(request.batch_size, request.count)
     if request.count not in candidates:
@@ -212,53 +193,6 @@ def _asked(request: Request, candidates: Mapping[int, tuple[ModelGraph, Profile]
     return [request.count]
 
 
-def _layouts(
-    request: Request,
-    candidates: Mapping[int, tuple[ModelGraph, Profile]],
-    cluster: Cluster,
-    on_host: bool = False,
-) -> Iterator[Layout]:
-    units = min(len(graph.units) for graph, _ in candidates.values())
-    schedules: tuple[ScheduleName, ...] = (request.schedule,) if request.schedule else SCHEDULES
-    if any(graph.form == "modules" for graph, _ in candidates.values()):
-        schedules = ("naive",)  # its modules wait for each other
-    if on_host:
-        yield from filter(partial(_as_wished, request), hosted(cluster, candidates, schedules, units))
-        return
-    if request.what_if:
-        wanted = (request.schedule,) if request.schedule else ("1f1b",)
-        contexts = context(candidates[max(candidates)][0]).ways(len(cluster.devices))
-        graph = candidates[max(candidates)][0]
-        found = everything(cluster, candidates, wanted, units, contexts)
-        found = (_sequential(layout, request) for layout in found if divides(graph, layout.axes.tp))
-        yield from filter(partial(_as_wished, request), found)
-        return
-    ranks = _ranks(request, units, cluster)
-    if request.schedule is None and cluster.devices[0].kind == "cpu":
-        # What twice as many messages cost two CPU processes is not in the simulation.
-        schedules = tuple(name for name in schedules if name != "interleaved")
-        timed = all(u.source == "measured" for _, found in candidates.values() for u in found.units[:1])
-        schedules = (*schedules, "zero-bubble") if timed else schedules
-    whole = request.dp_shard == 1 or request.weights == "resident"
-    axes, weights = request.axes(ranks), "resident" if whole else "sharded"
-    for layout in pipelines(axes, counts_for(candidates, axes), schedules, units):
-        for sequence in _ways_between(request, candidates[layout.captured][0]):
-            yield replace(layout, weights=weights, sequence=sequence)
-
-
-def _sequential(layout: Layout, request: Request) -> Layout:
-    """A mesh of a what-if, as it is asked for."""
-    return replace(layout, sequence=layout.axes.tp > 1 and request.sequence_parallel is True)
-
-
-def _ways_between(request: Request, graph: ModelGraph) -> tuple[bool, ...]:
-    """Whether what lies between layers is divided: both where that makes a difference and nobody said."""
-    differs = any(unit.in_sequence != unit.divided for unit in graph.units)
-    if request.tp == 1 or not differs:
-        return (False,)
-    return (False, True) if request.sequence_parallel is None else (request.sequence_parallel,)
-
-
 def _interleaved(found: Found, menu: Menu) -> Iterator[Layout]:
     """The best meshes again with several stages on a device: such cuts take long to price."""
     for each in sorted(found.estimates, key=lambda e: e.step_s)[:MESHES]:
@@ -268,44 +202,14 @@ def _interleaved(found: Found, menu: Menu) -> Iterator[Layout]:
             yield replace(chunked, weights=layout.weights, sequence=layout.sequence)
 
 
-def _as_wished(request: Request, layout: Layout) -> bool:
-    """What was fixed stays fixed: stages are ranks of the pipeline, microbatches those of a replica."""
-    stages, count, meshed = request.stages, request.microbatches, not request.meshed
-    meshed = meshed or request.axes(layout.axes.pp) == layout.axes
-    meshed = meshed and request.weights in (None, layout.weights)
-    return meshed and stages in (None, layout.axes.pp) and count in (None, layout.microbatches)
-
-
-def _ranks(request: Request, units: int, cluster: Cluster) -> int:
-    group, count = request.axes(1).group_size, len(cluster.devices)
-    stages = request.stages or max(1, count // group)
-    devices = f"cluster {cluster.name!r} has {count} devices"
-    if grouped(cluster, group) is None or stages * group > count:
-        raise BadOption(
-            f"{stages} stages want {'as many devices' if group == 1 else f'{group} devices each'}",
-            numbers=f"{request.axes(stages).beyond_pp}; {devices}" if group > 1 else devices,
-            next_step=f"--cluster {stages * group}x{device_part(cluster)}",
-        )
-    if stages > units:
-        raise TooManyStages(
-            f"{stages} stages were asked for, the model has {units} units to put into them",
-            numbers=f"one unit is the smallest stage; {devices}",
-            next_step=f"--stages {units}",
-        )
-    return stages
-
-
 def _nothing_fits(
-    request: Request,
-    candidates: Mapping[int, tuple[ModelGraph, Profile]],
-    layouts: Sequence[Layout],
-    menu: Menu,
-    cluster: Cluster,
-    hosted: bool,
-) -> Exception:
-    """Who lacks how much, and what would fit, as a pipeline over all devices, or `hosted`."""
-    plain = [layout for layout in layouts if layout.chunks == 1 and (layout.group == 1 or request.meshed)]
-    plain = plain or [_over_all(cluster, count) for count in candidates]
+    request: Request, candidates: Candidates, layouts: Sequence[Layout], menu: Menu, cluster: Cluster
+) -> NoFeasiblePlan:
+    """Who lacks how much, and what would fit."""
+    plain = [layout for layout in layouts if layout.chunks == 1] or [
+        Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), "1f1b", count, count)
+        for count in candidates
+    ]
     schedules: list[ScheduleName] = list(dict.fromkeys(layout.schedule for layout in plain))
     counts = {layout.captured: layout for layout in plain}
     spare = {c: replace(plain[0], microbatches=c, captured=c) for c in candidates if c not in counts}
@@ -314,11 +218,9 @@ def _nothing_fits(
     asked = [menu.case(layout, device, way) for layout in counts.values() for way in ways]
     more = [menu.case(layout, device, way) for layout in spare.values() for way in ways]
     more += [menu.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
-    return no_feasible_plan(asked, more, schedules, plain[0].axes.pp, rooms(cluster), hosted)
-
-
-def _over_all(cluster: Cluster, count: int) -> Layout:
-    return Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), "1f1b", count, count)
+    devices = len(cluster.devices)
+    others = devices > 1 and not request.further(devices)
+    return no_feasible_plan(asked, more, schedules, plain[0].axes.pp, rooms(cluster), others)
 
 
 # -- what comes out --------------------------------------------------------------------------------------
@@ -363,6 +265,7 @@ def _plan(request: Request, found: Found, menu: Menu, cluster: Cluster) -> Plan:
             *reasons(best, graph, bounds),
             *kind_reasons(graph, bounds, best.devices, cluster, layout.group),
             *costly(request.bn, best),
+            *order_reasons(graph, layout, request.bn),
             *selective_reasons(best, anew, bounds),
             *offload_reasons(best),
             *tensor_reasons(graph, layout.axes.tp, layout.sequence),

@@ -46,8 +46,8 @@ NEAR: Final = 1.02
 _BYTES: Final = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
 
 
-def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, weights: Weights, what_if: bool) -> None:
-    """Raise BadOption where this degree makes no sense, or nothing but a what-if has it."""
+def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, weights: Weights) -> None:
+    """Raise BadOption where this degree makes no sense, or wants fewer devices."""
     if any(host_link(device) is None for device in cluster.devices):
         raise BadOption(
             "weights on the host want a device with a memory of its own",
@@ -60,11 +60,11 @@ def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, weights: Weight
             f"{modules} runs by modules, in its own Python, and its weights stay where they are",
             next_step=f"leave out weights={weights!r}",
         )
-    if len(cluster.devices) > 1 and not (what_if and weights == "host"):
+    if len(cluster.devices) > 1:
         raise BadOption(
             "weights on the host come to one device",
             numbers=f"cluster {cluster.name!r} has {len(cluster.devices)}",
-            next_step="a cluster of one device, or what_if=True (--what-if) to price weights='host'",
+            next_step="--axes all, which takes one of them, or --what-if to price all",
         )
 
 
@@ -173,7 +173,7 @@ def _found(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
 def _bound(
     found: Estimate, coarse: tuple[ModelGraph, Profile], optimizer: str, layout: Layout, cluster: Cluster
 ) -> Bound:
-    host, m, case = Host.of(cluster), layout.microbatches, found.cases[0]
+    host, m, case = Host.of(cluster, 1), layout.microbatches, found.cases[0]
     blocks = Blocks.of(*coarse, UnitSeconds.of(coarse[1]), optimizer_bytes(optimizer))
     passes = 1 if layerwise(layout) else m
     come, go = {"host": (2 * passes, passes), "host-optimizer": (1, 1)}.get(layout.weights, (0, 0))

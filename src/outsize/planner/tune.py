@@ -43,7 +43,8 @@ from outsize.ir.timeline import Timeline
 from outsize.ir.tuned import Trial, Tuned
 from outsize.planner.price import price
 from outsize.planner.replay import Replay
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 MARGIN: Final = 0.02
 DOUBT: Final = 0.1

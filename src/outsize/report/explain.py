@@ -157,8 +157,10 @@ _E201 = """
 NoFeasiblePlan [E201]: no split of the model fits the devices.
 
 Every schedule and every number of microbatches was tried, with the cut that
-needs least on its fullest device. The message names that stage, what it needs
-by cause, and the nearest plan that would fit.
+needs least on its fullest device; then, unless you had asked for axes,
+replicas, FSDP, tensor parallelism, and one device with weights on the host.
+The message names that stage of a pipeline, what it needs by cause, and the
+nearest pipeline that would fit.
 
 What takes memory
   weights       of the stage, all of the time
@@ -235,14 +237,15 @@ _E206 = """
 WhatIfPlan [E206]: the plan is one to read, not to run.
 
 outsize plan --what-if  also looks at ways that this version of outsize does
-not run yet: sequences shared by devices (cp), weights in the memory of the
-host beside other axes. Such a plan is marked what_if, and says what the
-devices could do, not what they will. The axes and the weights tell as well:
-to take the mark out of the file changes nothing.
+not run yet: sequences shared by devices (cp), and weights in the memory of the
+host for several devices. Such a plan is marked what_if, and says what the
+devices could do, not what they will. The axes and the weights tell as well: to
+take the mark out of the file changes nothing.
 
 What to do
-  Plan without --what-if: what comes out always runs. To see what a what-if
-  would gain:  outsize explain-plan plan.json
+  outsize plan --axes all  has every axis that runs, and without either option
+  what comes out always runs, too. To see what a what-if would gain:
+  outsize explain-plan plan.json
 """
 _E301 = """
 InvalidSchedule [E301]: a schedule that cannot be run.

@@ -305,10 +305,12 @@ def _commands(plan: Plan) -> list[str]:
     for_what = f"--optimizer {plan.optimizer} --precision {plan.precision}"
     if plan.beyond:
         return [f"{make} {for_what} --what-if --out plan.json", "outsize explain-plan plan.json"]
+    sizes = {f"--{name.replace('_', '-')}": size for name, size in plan.axes.model_dump().items()}
+    axes = "".join(f" {name} {size}" for name, size in sizes.items() if name != "--pp" and size > 1)
     named = "schedule.csv" if plan.schedule == "custom" else plan.schedule  # with the rows of `actions`
-    how = f"--stages {plan.axes.pp} --microbatches {plan.microbatches} --schedule {named}"
+    how = f"--stages {plan.axes.pp} --microbatches {plan.microbatches} --schedule {named}{axes}"
     return [
         f"{make} {how} {for_what} --out plan.json",
-        "outsize check MODEL --plan plan.json --processes",
-        f"outsize run --nproc-per-node {plan.axes.pp} MODEL --plan plan.json",
+        *(["outsize check MODEL --plan plan.json --processes"] if plan.axes.tp == 1 else []),
+        f"outsize run --nproc-per-node {plan.axes.world_size} MODEL --plan plan.json",
     ]

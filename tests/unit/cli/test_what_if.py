@@ -83,7 +83,7 @@ def test_it_is_refused_before_the_model_is_built(
     assert (answer.code, answer.out) == (3, "")
     assert answer.err.startswith("WhatIfPlan [E206]: ")
     assert numbers in answer.err
-    assert "Next: outsize plan MODEL --cluster 2xcpu --out plan.json, without --what-if" in answer.err
+    assert "Next: outsize plan MODEL --cluster 2xcpu --out plan.json, or with --axes all" in answer.err
 
 
 def test_as_functions(edit: Edit) -> None:
@@ -180,18 +180,26 @@ def test_a_sequence_is_shared_where_the_model_allows(outsize: Outsize) -> None:
     assert "not cp: no attention was seen" in Plan.model_validate_json(toy.out).why
 
 
-def test_a_model_that_fits_nowhere_is_planned_with_weights_on_the_host(outsize: Outsize) -> None:
-    config = "transformers:LlamaConfig?num_hidden_layers=4&hidden_size=2048&intermediate_size=8192"
-    call = ("plan", f"{config}&num_attention_heads=16&vocab_size=128", "--input", "64", "--batch", "2")
-    refused = outsize(*call, "--cluster", "1x1GB")
-    assert refused.code == 3
-    assert "or --what-if: it fits with weights on the host, to read and not to run" in refused.err
-    answer = outsize(*call, "--cluster", "1x1GB", "--what-if", "--report", "plan.html")
+def test_where_no_pipeline_fits_the_plan_has_other_axes_and_says_so(outsize: Outsize, folder: Path) -> None:
+    call = ("plan", "toy:build?width=9000&layers=1", "--cluster", "2x2GB")
+    answer = outsize(*call, "--out", "plan.json")
     assert (answer.code, answer.err) == (0, "")
-    for words in (
-        "WHAT-IF, to read and not to run: pp 1, weights on the host; 1 device",
-        "limited by  the host: devices compute for",
-        "weights, gradients and states live on the host:",
-        "PCIe 4.0 x16",
-    ):
+    assert "no pipeline fits, so every axis that runs was searched: stage 0 needs" in " ".join(
+        answer.out.split()
+    )
+    plan = Plan.load(folder / "plan.json")
+    assert (plan.beyond, plan.axes.pp, plan.axes.world_size) == ("", 1, 2)
+    assert "no pipeline fits" in outsize("explain-plan", "plan.json", "toy:build?width=9000&layers=1").out
+    assert outsize(*call, "--axes", "pp").code == 3
+    both = Plan.model_validate_json(outsize(*call, "--axes", "all", "--json").out)
+    assert (both.axes, both.stages) == (plan.axes, plan.stages)
+
+
+def test_the_last_way_is_one_device_with_its_weights_on_the_host(outsize: Outsize) -> None:
+    call = ("plan", "toy:build?width=8192", "--cluster", "2x2GB")
+    answer = outsize(*call, "--report", "plan.html")
+    assert (answer.code, answer.err) == (0, "")
+    for words in ("no pipeline fits", "limited by  the host: devices compute for", "PCIe 4.0 x16"):
         assert words in answer.out
+    assert "WHAT-IF" not in answer.out
+    assert "weights on the host; 2 devices" in outsize(*call, "--what-if").out

@@ -52,6 +52,16 @@ def test_replicas_where_one_device_is_enough() -> None:
     assert found.numbers["ratio"] == pytest.approx(5 * 1.2 / 4.8, rel=1e-3)
 
 
+def test_replicas_that_share_what_one_device_cannot_hold() -> None:
+    """160,000 bytes of each device for good, beside 320,000 in two stages with a bubble of a quarter."""
+    model, room = chain([0.1] * 8, weight_bytes=10_000), cluster(memory_bytes=230_000)
+    found = advice(model, (0, 4, 8), room, microbatches=2)["data-parallelism"]
+    # one microbatch of 8 x 0.3 s each, against 2 + 1 turns of half of that
+    assert found.numbers["ratio"] == pytest.approx(3 * 1.2 / 2.4, rel=1e-3)
+    assert found.next_step.endswith("--cluster 2xcpu --axes all")
+    assert advice(model, (0, 4, 8), room, microbatches=3).keys() == set(), "three cannot be shared by two"
+
+
 def test_links_too_slow_for_tensor_parallelism() -> None:
     model = chain([0.1] * 8, value_bytes=4_000, weight_bytes=10_000)
     slow = advice(model, (0, 4, 8), cluster(memory_bytes=200_000, bytes_per_s=1e4))["slow-links"]

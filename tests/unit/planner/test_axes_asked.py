@@ -45,8 +45,7 @@ def test_microbatches_are_those_of_a_replica() -> None:
 
 def test_a_what_if_keeps_the_axes_that_were_asked_for() -> None:
     plan = asked(dp_replicate=2, what_if=True)
-    assert plan.axes.dp_replicate == 2
-    assert (plan.axes.tp, plan.axes.dp_shard) == (1, 1)
+    assert (plan.axes.dp_replicate, plan.axes.world_size) == (2, 4)
 
 
 def test_a_what_if_keeps_the_weights_that_were_asked_for() -> None:

@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from outsize.ir.cluster import parse_cluster
+from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Axes, Plan, ScheduleName
 from outsize.planner.layout import Layout, everything, grouped, hosted, pipelines
 
@@ -78,18 +79,20 @@ def test_tokens_are_shared_at_the_sizes_given_and_with_the_smallest_microbatches
     assert len(set(shared)) == len(shared)
 
 
-def test_weights_on_the_host_are_for_one_pipeline_or_for_replicas() -> None:
+def test_weights_on_the_host_are_for_one_pipeline_or_replicas_or_one_device() -> None:
     names: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
     found = list(hosted(parse_cluster("2xh100-80gb"), [1, 2, 4], names, 64))
-    assert all(layout.weights == "host" and layout.what_if for layout in found)
+    assert all(layout.hosted for layout in found)
+    assert {layout.axes.world_size for layout in found if not layout.what_if} == {1}
     replicas = [(x.schedule, x.microbatches) for x in found if x.axes == Axes(dp_replicate=2)]
     assert sorted(replicas) == [("1f1b", 1), ("1f1b", 2), ("gpipe", 1), ("gpipe", 2)]
     assert [(x.schedule, x.microbatches) for x in found if x.axes == Axes(pp=2)] == [
         ("1f1b", 1), ("1f1b", 2), ("1f1b", 4),
     ]  # fmt: skip
-    assert len(found) == 7
+    assert len([x for x in found if x.axes == Axes()]) == 2 * 6
+    assert len(found) == 7 + 2 * 6
     alone = hosted(parse_cluster("1xh100-80gb"), [2], names, 64)
-    assert [(x.axes, x.schedule) for x in alone] == [(Axes(), "1f1b"), (Axes(), "gpipe")]
+    assert [(x.schedule, x.weights) for x in alone] == list(product(names, HOSTED))
 
 
 def test_a_cpu_is_its_own_host() -> None:
