@@ -49,8 +49,8 @@ def plan_for(case: Case, **wishes: Any) -> outsize.Plan:
 
 
 def plans(case: Case) -> dict[str, outsize.Plan]:
-    """None, full, and what is planned for each budget that has a plan."""
-    found = {how: plan_for(case, cluster="1xcpu", recompute=how) for how in ("none", "full")}
+    """None, full, offload, and what is planned for each budget that has a plan."""
+    found = {how: plan_for(case, cluster="1xcpu", recompute=how) for how in ("none", "full", "offload")}
     least, most = (predicted_bytes(found[how]) for how in ("full", "none"))
     for share in BUDGETS:
         budget = round(least + share * (most - least))
@@ -136,10 +136,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     for place, model in enumerate(models, 1):
         mine = {row["plan"]: row for row in rows if row["model"] == model}
         ends, base = (mine["full"], mine["none"]), mine["none"]["cpu_s"]
-        planned = sorted((row for row in mine.values() if row not in ends), key=lambda row: row["real_bytes"])
+        others = [row for row in mine.values() if row not in (*ends, mine["offload"])]
+        planned = sorted(others, key=lambda row: row["real_bytes"])
         axes = figure.add_subplot(1, len(models), place, title=model)
         axes.plot(*_points(planned, base), "o-", label="planned")
         axes.step(*_points(list(ends), base), "s--", where="post", color="gray", label="all or nothing")
+        axes.plot(*_points([mine["offload"]], base), "^", label="offload")
         axes.set_xlabel("peak, MB")
         axes.set_ylabel("CPU seconds of a step / none")
         axes.legend()

@@ -115,9 +115,10 @@ def plan(
     times the units on this machine instead of estimating them, or is what `measure` found; then only the
     microbatch sizes that it covers are looked at. `precision` is that of training ("mixed": autocast);
     weights are left as they are, so a model that is bf16 by itself needs none. `recompute="full"` trades time
-    for memory on every stage; not given, on those that would not fit. `bn` is how BatchNorm keeps its running
-    statistics (see Plan). `dp_replicate`, `dp_shard` (FSDP) and `tp` give every stage that many devices;
-    `microbatches` are then those of a replica. `sequence_parallel`: whether ranks of tp divide what lies
+    for memory on every stage, "offload" has what waits for its backward on the host; not given, the faster of
+    both where a stage would not fit. `bn` is how BatchNorm keeps its running statistics (see Plan).
+    `dp_replicate`, `dp_shard` (FSDP) and `tp` give every stage that many devices; `microbatches` are then
+    those of a replica. `sequence_parallel`: whether ranks of tp divide what lies
     between layers, too; not given, what is faster, or as fast and smaller. `what_if` is `axes="all"` with
     what this version only plans; a plan that has some of it says so (`Plan.beyond`). `batch_dims` maps
     an argument's name or position, or "target", to the dim along which its samples lie (None: it holds none);
