@@ -96,7 +96,9 @@ def compared(name: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
         return compare(name, mesh, dtype)
 
 
-def compare(name: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
+def compare(case: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
+    """`llama:sequence` also divides what lies between layers."""
+    name, _, sequence = case.partition(":")
     torch.manual_seed(0)
     model, args, kwargs = MODELS[name]()
     cast = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
@@ -107,7 +109,7 @@ def compare(name: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
         for p in model.parameters():
             p += 0.02 * torch.randn(p.shape)  # no bias of zeros, whose rounding Adam would blow up
     alone, divided = model.to(dtype), copy.deepcopy(model.to(dtype))
-    styles = tensor_parallel(divided, tuple(cast), kwargs, mesh)
+    styles = tensor_parallel(divided, tuple(cast), kwargs, mesh, sequence_parallel=bool(sequence))
     loss, grads = gradients(alone, cast, kwargs)
     loss_tp, grads_tp = gradients(divided, cast, kwargs)
     local = sum(p.to_local().numel() for p in divided.parameters())

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 ALONE = ("llama", "gpt2", "bert", "t5", "vit", "mixtral", "encoder")
 PIPED = ("llama", "gpt2", "t5")
 REPLICATED = "bert:2:sequence"
+OTHERS = ("attention", "rotated", "mlp", "qwen3", "mixtral eager", "energy")
 
 
 @pytest.fixture(scope="module")
@@ -17,6 +18,13 @@ def tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Each in float32 and in float64, with dropout where the model has some; odd numbers of tokens."""
     cases = [f"{name}:sequence{double}" for name in ALONE for double in ("", ":double")]
     return launched(tmp_path_factory.mktemp("sequence2"), 2, *cases)
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """By `outsize.tensor_parallel`: research code, experts of two samples, a loss of gradients."""
+    cases = [f"{name}:sequence" for name in OTHERS]
+    return launched(tmp_path_factory.mktemp("sequence"), 2, *cases, worker="tensor_worker.py")
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +51,16 @@ def test_what_is_sent_in_parts_is_what_the_planner_counts(tp2: Found, name: str)
         found = rank[f"{name}:sequence"]
         assert found["sent"] == found["counted"]
         assert found["sent"]["gathered"] > found["sent"]["summed"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_divided_in_place_train_as_one_process(divided: Found, name: str) -> None:
+    for rank in divided:
+        found = rank[f"{name}:sequence"]["torch.float64"]
+        assert max(found["loss"], found["gradients"]) < 1e-13
+        assert found["trained"] < 1e-10
+        scattered = found["traffic"].get("reduce_scatter", 0)
+        assert (scattered > 0) is (name != "energy")  # the gradient inside its forward has no rule
 
 
 @pytest.mark.parametrize("case", [*(f"{name}:sequence" for name in PIPED), REPLICATED])

@@ -23,14 +23,14 @@ REPLICATED = ("gpt2:2", "convolutional:2")
 Found = list[dict[str, dict[str, Any]]]
 
 
-def launched(folder: Path, ranks: int, *names: str) -> Found:
+def launched(folder: Path, ranks: int, *names: str, worker: str = "tensor_plan_worker.py") -> Found:
     """What each rank found."""
     command = [
         sys.executable,
         "-c",
         DRIVER,
         str(ranks),
-        str(HERE / "tensor_plan_worker.py"),
+        str(HERE / worker),
         str(folder),
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
