@@ -322,13 +322,12 @@ class Menu:
         return replace(self._cases[base], microbatches=layout.microbatches)
 
     def _gathered(self, layout: Layout) -> Whole | None:
-        """What units hold whole for a moment, where tables are of pieces and weights are sharded."""
-        if layout.weights != "sharded" or self.exact(layout):
+        """What is whole for a moment, where weights are sharded."""
+        if layout.weights != "sharded":
             return None
-        graph, tp = self.graph(layout), layout.axes.tp
-        used = [sum(graph.parameter_of[name].size_bytes for name in unit.parameters) for unit in graph.units]
-        gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
-        return Whole(-(-np.array(used, np.int64) // tp), -(-gradients // tp), self.ends(layout))
+        graph, _ = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+        left = layout.axes.tp if graph.tensor is None else 1
+        return Whole.of(graph, optimizer_bytes(self._optimizer), self.ends(layout), left)
 
     def _whole(self, layout: Layout, device: Device) -> Case:
         """Of the model as one tensor parallel rank runs it: bytes are shared out from here."""

@@ -8,7 +8,9 @@ blocks, one after the other. Two stages of two blocks each, two microbatches, 1f
     rank 1   2F0 3F0     3B0 2B0     2F1 3F1     3B1 2B1
 
 A block is that of ir/segments.py; what is outside of blocks (embeddings, heads, a U-Net's convolutions) is
-divided so that no piece outweighs the largest block or unit. Pieces without weights go with their neighbour.
+divided so that no piece outweighs the largest block or unit. These are the pieces of the model, the same for
+every plan (`pieces_of`, by which planner/sharding.py counts); a stage has what it has of them, and pieces
+without weights go with their neighbour.
 Complexity: O(units + actions). Oracle: tests/unit/schedules/test_refine.py, drawn by hand; the numbers of one
 process, tests/dist/test_sharded_processes.py.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import compress_units
@@ -32,7 +35,9 @@ def by_blocks(plan: Plan, graph: ModelGraph) -> Plan:
         return plan
     owners = plan.owners(graph)
     of_stage = [[u for u, at in enumerate(owners) if at == stage] for stage in range(len(plan.stages))]
-    pieces = _pieces(graph, of_stage)
+    pieces, piece_of, size = list[list[list[int]]](), pieces_of(graph), _sizes(graph)
+    for units in of_stage:
+        pieces.append(_joined((list(found) for _, found in groupby(units, piece_of.__getitem__)), size))
     numbers = iter(range(sum(map(len, pieces))))
     parts = [[next(numbers) for _ in found] for found in pieces]
     whole = planned(plan.schedule, len(plan.stages), plan.microbatches, plan.axes.pp, plan.actions)
@@ -64,34 +69,34 @@ def _stage(plan: Plan, stage: int, names: Sequence[str], piece: Sequence[int]) -
     )
 
 
-def _pieces(graph: ModelGraph, of_stage: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """Of each stage its pieces, of units."""
-    size = [0] * len(graph.units)
-    for name, unit in graph.owner_of.items():
-        size[unit] += graph.parameter_of[name].size_bytes
-    block_of = blocks([unit.name for unit in graph.units])
+def pieces_of(graph: ModelGraph) -> list[int]:
+    """The number of each unit's piece, ascending."""
+    size, block_of = _sizes(graph), blocks([unit.name for unit in graph.units])
     weight = defaultdict[str, int](int)
     for unit, block in enumerate(block_of):
         weight[block] += size[unit] if block else 0
     most = max([*size, *weight.values()])
-    return [_joined(_split(units, block_of, size, most), size) for units in of_stage]
+    return list(_numbered(block_of, size, most))
 
 
-def _split(
-    units: Sequence[int], block_of: Sequence[str], size: Sequence[int], most: int
-) -> Iterator[list[int]]:
+def _numbered(block_of: Sequence[str], size: Sequence[int], most: int) -> Iterator[int]:
     """A piece ends with its block; outside of blocks, before it has more than `most` bytes."""
-    piece: list[int] = []
-    for unit in units:
-        block = block_of[unit]
-        other = bool(piece) and block != block_of[piece[-1]]
-        full = not block and size[unit] > 0 and sum(size[u] for u in piece) + size[unit] > most
-        if piece and (other or full):
-            yield piece
-            piece = []
-        piece.append(unit)
-    if piece:
-        yield piece
+    number = held = 0
+    for unit, block in enumerate(block_of):
+        other = unit > 0 and block != block_of[unit - 1]
+        full = not block and size[unit] > 0 and held + size[unit] > most
+        if unit > 0 and (other or full):
+            number, held = number + 1, 0
+        held += size[unit]
+        yield number
+
+
+def _sizes(graph: ModelGraph) -> list[int]:
+    """Bytes of the weights that each unit owns."""
+    size = [0] * len(graph.units)
+    for name, unit in graph.owner_of.items():
+        size[unit] += graph.parameter_of[name].size_bytes
+    return size
 
 
 def _joined(pieces: Iterable[list[int]], size: Sequence[int]) -> list[list[int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from outsize.ir.profile import Profile
 from outsize.planner.memory import Alive, Phase, peak_table
 from outsize.planner.optimizer import MASTER, optimizer_bytes
 from outsize.planner.ranges import Ranges
-from outsize.planner.sharding import context_parallel, neighbours, sharded, tensor_parallel
+from outsize.planner.sharding import Whole, context_parallel, neighbours, sharded, tensor_parallel
+from outsize.schedules.refine import pieces_of
 
 ADAMW = optimizer_bytes("adamw")
 UPDATE = Alive(0, 0, 0, 0, Phase.UPDATE)
@@ -30,11 +32,23 @@ def share(size: int, ways: int) -> int:
 
 
 def gathered(graph: ModelGraph, first: int, end: int) -> int:
-    """Two neighbours among the units that use weights, or the only one."""
+    """Of weights."""
     sizes = {name: p.size_bytes for p in graph.parameters for name in p.names}
     same = {name: p.name for p in graph.parameters for name in p.names}
     used = [{same[n]: sizes[n] for n in graph.units[u].parameters} for u in range(first, end)]
-    each = [sum(u.values()) for u in used if u]
+    return two_blocks(graph, first, end, [sum(u.values()) for u in used])
+
+
+def scattered(graph: ModelGraph, first: int, end: int) -> int:
+    """Of gradients."""
+    made = [[p.size_bytes for p in graph.owned_parameters(u, u) if p.trainable] for u in range(first, end)]
+    return two_blocks(graph, first, end, list(map(sum, made)))
+
+
+def two_blocks(graph: ModelGraph, first: int, end: int, sizes: list[int]) -> int:
+    """Two neighbours among the blocks that have any, or the only one."""
+    pairs = groupby(zip(pieces_of(graph)[first:end], sizes, strict=True), key=itemgetter(0))
+    each = [size for size in (sum(size for _, size in group) for _, group in pairs) if size]
     return max((a + b for a, b in pairwise(each)), default=sum(each))
 
 
@@ -44,6 +58,10 @@ def whole_gradient(graph: ModelGraph, first: int, end: int) -> int:
     )
 
 
+def at_once(graph: ModelGraph) -> Whole:
+    return Whole.of(graph, ADAMW, range(len(graph.units) + 1))
+
+
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(graphs(), st.integers(2, 5))
 def test_every_run_holds_its_shares_and_what_is_whole_for_a_moment(
@@ -51,7 +69,7 @@ def test_every_run_holds_its_shares_and_what_is_whole_for_a_moment(
 ) -> None:
     graph, profile = case
     whole = Ranges.of(graph, profile, ADAMW)
-    parts, n = sharded(whole, ways, "all"), len(graph.units)
+    parts, n = sharded(whole, ways, at_once(graph)), len(graph.units)
     tables = {
         moment: (peak_table(whole, [moment]), peak_table(parts, [moment])) for moment in (FORWARD, STEADY)
     }
@@ -59,7 +77,8 @@ def test_every_run_holds_its_shares_and_what_is_whole_for_a_moment(
         before, after = whole.only(first, end), parts.only(first, end)
         buffers = sum(u.buffer_bytes for u in graph.units[first:end])
         assert after.weights == share(int(before.weights) - buffers, ways) + buffers
-        states = {name: int(getattr(before, name)) for name in ("replicas", "gradients", "optimizer")}
+        assert after.replicas == before.replicas
+        states = {name: int(getattr(before, name)) for name in ("gradients", "optimizer")}
         for name, size in states.items():
             assert getattr(after, name) == share(size, ways)
         saved = sum(size - share(size, ways) for size in (*states.values(), int(before.weights) - buffers))
@@ -67,14 +86,14 @@ def test_every_run_holds_its_shares_and_what_is_whole_for_a_moment(
         full, cut = (t[first, end] for t in tables[FORWARD])
         assert cut == full - saved + once
         full, cut = (t[first, end] for t in tables[STEADY])
-        assert cut == full - saved + once + whole_gradient(graph, first, end)
+        assert cut == full - saved + once + scattered(graph, first, end)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(graphs(), st.integers(2, 5))
 def test_sharing_the_states_changes_nothing_else(case: tuple[ModelGraph, Profile], ways: int) -> None:
     whole = Ranges.of(*case, ADAMW)
-    parts, inside = sharded(whole, ways, "states"), np.triu_indices(whole.units + 1, 1)
+    parts, inside = sharded(whole, ways, None), np.triu_indices(whole.units + 1, 1)
     for field in fields(Ranges):
         before, after = getattr(whole, field.name), getattr(parts, field.name)
         divided = field.name in ("optimizer", "master", "update")
@@ -88,10 +107,10 @@ def test_sharing_the_states_changes_nothing_else(case: tuple[ModelGraph, Profile
 def test_more_ways_never_need_more(case: tuple[ModelGraph, Profile], ways: int) -> None:
     whole = Ranges.of(*case, ADAMW)
     inside, moments = np.triu_indices(whole.units + 1, 1), (UPDATE, FORWARD, FIRST, STEADY)
-    few = [sharded(whole, ways, "all"), sharded(whole, ways, "states"), tensor_parallel(whole, ways)]
+    few = [sharded(whole, ways, at_once(case[0])), sharded(whole, ways, None), tensor_parallel(whole, ways)]
     many = [
-        sharded(whole, 2 * ways, "all"),
-        sharded(whole, 2 * ways, "states"),
+        sharded(whole, 2 * ways, at_once(case[0])),
+        sharded(whole, 2 * ways, None),
         tensor_parallel(whole, 2 * ways),
     ]
     for less, more in zip(many, few, strict=True):
@@ -103,16 +122,17 @@ def test_more_ways_never_need_more(case: tuple[ModelGraph, Profile], ways: int) 
 
 def test_one_way_is_no_sharing() -> None:
     whole = Ranges.of(*chain([1.0, 1.0]), ADAMW)
-    assert sharded(whole, 1, "all") is whole is tensor_parallel(whole, 1)
+    assert sharded(whole, 1, at_once(chain([1.0, 1.0])[0])) is whole is tensor_parallel(whole, 1)
 
 
 def test_the_first_backward_makes_its_gradients_on_the_way() -> None:
     # Three units of 100 bytes of weights, saved 10 each, values of 8: sharded in two.
-    whole = Ranges.of(*chain([1.0] * 3), ADAMW)
-    here = sharded(whole, 2, "all").only(0, 3)
+    graph, profile = chain([1.0] * 3)
+    whole = Ranges.of(graph, profile, ADAMW)
+    here = sharded(whole, 2, at_once(graph)).only(0, 3)
     assert whole.only(0, 3).first_backward < whole.only(0, 3).backward
     assert here.first_backward <= here.backward
-    assert here.first_backward >= 2 * 100 + 100 + 100  # gathered, reduced, made
+    assert here.first_backward >= 2 * 100 + 2 * 100  # gathered, reduced and made
 
 
 def test_figures_of_the_zero_paper() -> None:
@@ -123,7 +143,7 @@ def test_figures_of_the_zero_paper() -> None:
     weights = [parameter(f"h.{i}.weight", size_bytes=4 * 7_500_000_000 // count) for i in range(count)]
     graph = graph_of([unit(i, (f"h.{i}.weight",)) for i in range(count)], (), weights)
     whole = Ranges.of(graph, profile_of(graph, [1.0] * count), optimizer_bytes("adamw", MASTER))
-    levels = whole, sharded(whole, 64, "states"), sharded(whole, 64, "all")
+    levels = whole, sharded(whole, 64, None), sharded(whole, 64, at_once(graph))
     held = [r.only(0, count) for r in levels]
     figures = [(h.weights + h.gradients + h.optimizer) / 1e9 for h in held]
     assert figures == pytest.approx([120, 31.4 + 15 / 64, 1.875], abs=0.01)
@@ -145,7 +165,7 @@ def test_buffers_are_whole_on_every_device() -> None:
     graph = graph_of([unit(0, buffer_bytes=40), unit(1, buffer_bytes=2)])
     ranges = Ranges.of(graph, profile_of(graph, [1.0, 1.0]), ADAMW)
     assert tensor_parallel(ranges, 4).only(0, 2).weights == 42
-    assert sharded(ranges, 4, "all").only(0, 2).weights == 42
+    assert sharded(ranges, 4, at_once(graph)).only(0, 2).weights == 42
 
 
 def with_more_tokens(graph: ModelGraph, profile: Profile, ways: int) -> tuple[ModelGraph, Profile]:
@@ -192,9 +212,20 @@ def test_blocks_on_their_way_round_the_ring_are_held() -> None:
 
 def test_a_gather_of_pieces_makes_units_whole_not_pieces() -> None:
     sizes, ends = np.array([3, 0, 5, 2, 0, 9, 1], np.int64), (0, 2, 5, 7)
-    units, pieces = neighbours(sizes), neighbours(sizes, ends)
+    units, pieces = neighbours(sizes), neighbours(sizes, ends=ends)
     for a, first in enumerate(ends):
         for b, end in enumerate(ends[a + 1 :], a + 1):
             assert pieces[a, b] == units[first, end]
     assert pieces[0, 3] == 11
     assert neighbours(np.add.reduceat(sizes, ends[:-1]))[0, 3] == 17, "what it was for whole pieces"
+
+
+def test_two_blocks_are_whole_not_two_units() -> None:
+    """Six units of three blocks, the second one without weights; a run has what it has of a block."""
+    sizes, block = np.array([3, 4, 0, 0, 5, 6], np.int64), [0, 0, 1, 1, 2, 2]
+    table = neighbours(sizes, block)
+    assert [table[0, end] for end in range(7)] == [0, 3, 7, 7, 7, 12, 18]
+    assert [table[1, end] for end in range(1, 7)] == [0, 4, 4, 4, 9, 15]
+    assert table[5, 6] == 6
+    assert neighbours(sizes, [0, 0, 1, 1, 2, 3])[0, 6] == 12
+    assert (neighbours(sizes, block, (0, 3, 6)) == [[0, 7, 18], [0, 0, 11], [0, 0, 0]]).all()

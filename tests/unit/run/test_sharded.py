@@ -20,6 +20,8 @@ import outsize
 from outsize.errors import BadOption
 from outsize.ir.plan import Axes, Plan, Weights
 from outsize.planner.comm import collective_bytes
+from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.sharding import Whole, neighbours
 from outsize.run.sharded import Sharded
 from outsize.run.weight_files import WeightFiles
 from outsize.schedules.refine import by_blocks
@@ -131,11 +133,12 @@ def whole_bytes(engine: Engine) -> int:
 
 
 def graded_bytes(engine: Engine) -> int:
-    """Of gradients of whole weights."""
+    """Of gradients of whole weights, those on their way too."""
     moves = engine.crew.moves
     assert isinstance(moves, Sharded)
     pieces = [p for own in moves._stages.values() for group in own for p in group._pieces]
     held = [p._unsharded_param.grad for piece in pieces for p in piece.fsdp_params]
+    held += [state.reduce_scatter_input for state in pieces[0].comm_ctx.reduce_scatter_states]
     return sum(grad.untyped_storage().size() for grad in held if grad is not None)
 
 
@@ -179,11 +182,13 @@ def test_two_blocks_are_whole_at_a_time_and_the_account_bounds_what_is_sent(tmp_
     plan = shared(model, *batch)
     assert len(plan.stages) == 8
     whole = sum(p.numel() * 4 for p in model.parameters())
+    graph = captured(model, batch[0], loss_fn=mean_square, target=(batch[1],)).graph
+    account = Whole.of(graph, optimizer_bytes("sgd"), ())
     per_replica = MICROBATCHES // RANKS
     for found in on_ranks(tmp_path, RANKS, lambda group: measured(model, plan, batch, group)):
-        assert found["peak"] == 2 * whole // 8
+        assert found["peak"] == 2 * whole // 8 == neighbours(account.weights, account.block)[0, -1]
         assert found["left"] == 0
-        assert found["graded"] == whole // 8
+        assert found["graded"] == 2 * whole // 8 == neighbours(account.gradients, account.block)[0, -1]
         assert found["held"] == whole // RANKS
         assert found["held"] + found["peak"] < whole
         assert found["sent"]["reduce_scatter"] == per_replica * whole
