@@ -148,6 +148,7 @@ def check(
     """
     if plan is not None:
         plan.check_runs()
+    if plan is not None and not processes:
         insist_on_bits(plan)
     model = model if weights is None else _loaded(model, weights)
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)

@@ -32,7 +32,7 @@ from outsize.ir.text import (
 )
 from outsize.ir.timeline import Timeline
 from outsize.ir.utilisation import Utilisation
-from outsize.ir.verdict import WITHIN, Verdict
+from outsize.ir.verdict import Verdict
 from outsize.report import pieces
 from outsize.report.offload import degrees_table
 from outsize.report.placement import device_text, holdings, lanes, recompute_text, recompute_varies
@@ -70,7 +70,7 @@ def is_rejection(why: str) -> bool:
 def check_table(verdict: Verdict) -> Group:
     """What was compared, the largest differences, and the first unit that differs."""
     bits = verdict.relative_diff is None or verdict.bit_equal
-    equal = "bit-equal" if bits else f"equal within {WITHIN:.0e}"
+    equal = "bit-equal" if bits else f"equal within {verdict.within:.0e}"
     word = Text(equal, "bold green") if verdict.holds else Text(f"NOT {equal}", "bold red")
     heading = Text.assemble((verdict.model, "bold"), ": ", word, " to the plain loop in one process")
     notes = [Text(f"Note: {note}") for note in verdict.notes]

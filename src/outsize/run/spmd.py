@@ -155,10 +155,11 @@ class Group(Collectives):
         share = Share(1, (module.num_heads,))
         p = module.dropout if module.training else 0.0
         out = self.attention(share, q, k, v, mask, p, causal)
-        out = out.transpose(1, 2).flatten(2)
-        out = out if module.batch_first or inputs[0].ndim == 2 else out.transpose(0, 1)
-        out = out.squeeze(0) if inputs[0].ndim == 2 else out
-        return self.row(out, out_weight, out_bias, False, scatter), None
+        # Tokens are first in memory, as torch's own has it: a dropout behind it draws in the order of memory.
+        out, turned = out.permute(2, 0, 1, 3).flatten(2), module.batch_first and inputs[0].ndim == 3
+        scatter = scatter.at(1 - scatter.dim) if turned and scatter is not None else scatter
+        out = self.row(out if inputs[0].ndim == 3 else out.squeeze(1), out_weight, out_bias, False, scatter)
+        return (out.transpose(0, 1) if turned else out), None
 
     def cross_entropy(
         self, logits: Tensor, target: Tensor, share: Share, ignore_index: int = -100, reduction: str = "mean"
@@ -178,9 +179,11 @@ class Group(Collectives):
         return x.mul_(mask) if inplace else x * mask
 
     def _mask_of(self, x: Tensor, p: float, share: Share) -> Tensor:
-        shape = [*x.shape]
-        shape[share.dim] = share.size
-        return self.part(functional.dropout(x.new_ones(shape), p), share)
+        """Drawn for the whole value in the order of its memory, as one process does."""
+        order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
+        whole = x.new_ones([share.size if dim == share.dim else x.shape[dim] for dim in order])
+        mask = functional.dropout(whole, p).permute([order.index(dim) for dim in range(x.ndim)])
+        return self.part(mask, share)
 
     def attention(
         self,

@@ -29,6 +29,7 @@ from outsize.program.tree import map_leaves
 from outsize.run.compiled import insist_on_backend
 from outsize.run.placed import home_of
 from outsize.run.rng import borrowed_generators
+from outsize.run.spmd import full_of
 from outsize.run.weight_files import WeightFiles
 from outsize.train.batch import Batch, as_target, microbatches_in
 from outsize.train.batch_dims import Asked, BatchDims, acceptance
@@ -189,6 +190,14 @@ class Engine:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's own parameters, under the user's names, in the model's order."""
         return ((n, p) for n, p in self.model.named_parameters() if self._ownership.is_own(n))
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """All of a weight of this rank, or of its gradient, where ranks have parts of it; by its name.
+
+        A copy, or the tensor itself where it is whole; all ranks of its stage call this together.
+        """
+        found = full_of(tensor.detach())
+        return found if self._tensor is None else self._tensor.gathered(name, found)
 
     @property
     def module(self) -> nn.Module:

@@ -79,16 +79,18 @@ def reference_snapshot(
 
 
 def engine_snapshot(engine: Engine, batch: Batch, *, steps: int) -> Snapshot:
-    """The same steps on an engine; holds this rank's own tensors."""
+    """The same steps on an engine; holds this rank's own tensors, each of them whole."""
     grads: dict[str, Tensor] = {}
     loss: Tensor | None = None
     engine.prepare(batch)
     for _ in range(steps):
         loss = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs).loss
-        grads = _grads(engine.named_parameters())
+        own = [(n, p.grad) for n, p in engine.named_parameters() if p.grad is not None]
+        grads = {n: engine.whole(n, grad).clone() for n, grad in own}
         engine.update()
     assert loss is not None
-    return _snapshot(loss, grads, engine.model, dict(engine.named_parameters()))
+    own = {n: engine.whole(n, p) for n, p in engine.named_parameters()}
+    return _snapshot(loss, grads, engine.model, own)
 
 
 def _grads(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
@@ -161,13 +163,25 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
 
 
 def relative_difference(reference: Snapshot, found: Snapshot) -> float:
-    """Of loss and gradients, to the largest element of each tensor."""
-    pairs = [(reference.loss, found.loss)]
-    pairs += [(tensor, found.grads.get(name)) for name, tensor in reference.grads.items()]
+    """Of loss and gradients, to the largest element of each tensor.
+
+    A gradient that is zero but for rounding (of a bias of keys) has no scale of its own: it has at least
+    1e-3 of the largest gradient's.
+    """
     if found.grads.keys() - reference.grads.keys():
         return math.inf
-    gaps = ((difference(a, b), float(a.to_dense().abs().max()) if a.numel() else 0.0) for a, b in pairs)
+    scales = {name: _largest_of(grad) for name, grad in reference.grads.items()}
+    least = 1e-3 * max(scales.values(), default=0.0)
+    gaps = [(difference(reference.loss, found.loss), _largest_of(reference.loss))]
+    gaps += [
+        (difference(grad, found.grads.get(name)), max(scales[name], least))
+        for name, grad in reference.grads.items()
+    ]
     return max(gap / largest if largest else gap for gap, largest in gaps)
+
+
+def _largest_of(tensor: Tensor) -> float:
+    return float(tensor.to_dense().abs().max()) if tensor.numel() else 0.0
 
 
 def merge(snapshots: Iterable[Snapshot]) -> Snapshot:

@@ -129,12 +129,12 @@ class TensorRanks:
 
 
 def insist_on_bits(plan: Plan) -> None:
-    """Raise BadOption for a plan whose numbers are not those of one process to the bit."""
+    """Raise BadOption for a plan that one process cannot run as it is, to compare bits."""
     if plan.axes.tp > 1:
         raise BadOption(
             "a check compares bits, and tensor parallel ranks add up in another order than one process",
             numbers=f"tp={plan.axes.tp}; float32 agrees to about 1e-6, float64 to 1e-15",
-            next_step="check the plan with tp=1, and compare losses of outsize run --plan FILE",
+            next_step="outsize check MODEL --plan FILE --processes, which compares within that",
         )
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from outsize.train.parity import difference
+from outsize.train.parity import Snapshot, difference, relative_difference
 
 NAN = float("nan")
 
@@ -31,3 +31,15 @@ def test_what_is_missing_or_of_another_form_is_infinitely_different() -> None:
     assert difference(one, torch.ones(3)) == math.inf
     assert difference(one, torch.ones(2, dtype=torch.float64)) == math.inf
     assert difference(one, torch.tensor([1.0, NAN])) == math.inf
+
+
+def test_differences_are_relative_to_each_gradient_but_not_to_rounding() -> None:
+    loss = torch.tensor(1.0)
+    reference = Snapshot(loss, {"w": torch.tensor([4.0, -2.0]), "keys.bias": torch.tensor([1e-9, 0.0])})
+    rounded = Snapshot(loss, {"w": torch.tensor([4.0, -2.0]), "keys.bias": torch.tensor([2e-9, 0.0])})
+    assert relative_difference(reference, rounded) == pytest.approx(1e-9 / 4e-3)
+    wrong = Snapshot(loss, {"w": torch.tensor([4.0, -2.5]), "keys.bias": torch.tensor([1e-9, 0.0])})
+    assert relative_difference(reference, wrong) == 0.125
+    assert relative_difference(reference, Snapshot(torch.tensor(1.5), reference.grads)) == 0.5
+    assert relative_difference(reference, Snapshot(loss, {"w": torch.tensor([4.0, -2.0])})) == math.inf
+    assert relative_difference(reference, Snapshot(loss, {**reference.grads, "more": loss})) == math.inf
