@@ -206,22 +206,35 @@ def test_two_of_six_microbatches_are_on_the_device(name: str, lanes: list[Lane])
     assert 4 * each > 0.4 * plain, "most of it are activations"
 
 
-def test_small_storages_stay() -> None:
-    """By default less than SMALL_BYTES does not move, and more does."""
+def wide() -> nn.Sequential:
+    """Of a microbatch of 64 samples it keeps a storage of SMALL_BYTES, and one that is smaller."""
     width = SMALL_BYTES // 4 // 64
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, width), nn.Tanh(), nn.Linear(width, 1))
-    plan = outsize.plan(
-        model,
-        (torch.zeros(256, 16),),
-        loss_fn=mean_square,
-        cluster="1xcpu",
-        microbatches=4,
-        schedule="gpipe",
-        recompute="offload",
-    )
-    assert {plan.recompute_of(number) for number in range(len(plan.stages))} == {"offload"}
-    engine = make_engine(model, plan, None, loss_fn=mean_square, seed=SEED)
-    engine.step(torch.ones(256, 16))
-    (lane,) = engine.crew.activations.lanes.values()
-    assert {data.numel() for data in lane.buffers} == {SMALL_BYTES}
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def test_small_storages_stay_and_the_account_is_what_is_counted() -> None:
+    x, predicted, counted = torch.ones(384, 16), dict[str, int](), dict[str, int]()
+    for how in ("none", "offload"):
+        asked: Any = {"cluster": "1xcpu", "microbatches": 6, "schedule": "gpipe", "recompute": how}
+        plan = outsize.plan(wide(), (x,), loss_fn=mean_square, **asked)
+        assert plan.recompute == how
+        assert plan.expected is not None
+        predicted[how] = plan.expected.stages[0].activations_bytes
+        engine = make_engine(wide(), plan, None, loss_fn=mean_square, seed=SEED)
+        engine.step(x, update=False)
+        lanes = engine.crew.activations.lanes.values()
+        with Device(lambda lanes=lanes: [data for lane in lanes for data in lane.buffers]) as device:
+            engine.step(x, update=False)
+        counted[how] = device.peak
+        assert {data.numel() for lane in lanes for data in lane.buffers} <= {SMALL_BYTES}
+    assert counted["none"] - counted["offload"] == pytest.approx(4 * SMALL_BYTES, rel=0.05)
+    assert predicted["none"] - predicted["offload"] == pytest.approx(4 * SMALL_BYTES, rel=0.02)
+
+
+def test_under_autocast(lanes: list[Lane]) -> None:
+    plan = at_random(Combination("gpt2", 4, 2, "gpipe"), seed=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = compare(split_run("gpt2", plan), split_run("gpt2", offloaded(plan)))
+    assert found.bit_equal, found
+    assert sum(len(lane.buffers) for lane in lanes) > 0
