@@ -5,6 +5,7 @@ promised: two stages, or all weights and the gradients of two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from zoo import case
 
 import outsize
+from outsize.errors import BadOption
 from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName, stages_from_bounds
 from outsize.run.hosted import Hosted
@@ -235,6 +237,41 @@ def test_whatever_a_loop_does(loop: str, hosted: Weights) -> None:
     ours, theirs = found
     assert list(ours) == list(theirs)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("hosted", HOSTED)
+@pytest.mark.parametrize("loop", ["plain", "clipped", "accumulated", "replaced"])
+def test_what_the_host_has_may_be_files(loop: str, hosted: Weights, tmp_path: Path) -> None:
+    """The same bits; weights, gradients and states are mapped, and no file has a name."""
+    run, how = LOOPS[loop]
+    ours, theirs = (odd_engine(hosted, offload_folder=folder, **how) for folder in (tmp_path / "a", None))
+    for engine in (ours, theirs):
+        run(engine)
+    pairs = zip(ours.model.state_dict().items(), theirs.model.state_dict().values(), strict=True)
+    assert [name for (name, a), b in pairs if not torch.equal(a, b)] == []
+    assert list((tmp_path / "a").iterdir()) == []
+    assert ours.optimizer is not None
+    used = [p for name, p in ours.model.named_parameters() if not name.startswith("unused")]
+    states = [s for p in used for s in ours.optimizer.state[p].values() if s.ndim]
+    inside = mapped(tmp_path / "a")
+    assert all(any(t.data_ptr() in here for here in inside) for t in used)
+    if loop != "clipped":  # all states are made at once, where the optimizer steps at the end
+        assert states
+        assert all(any(t.data_ptr() in here for here in inside) for t in states)
+
+
+def mapped(folder: Path) -> list[range]:
+    """Addresses that are files of the folder."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines]
+
+
+def test_a_folder_is_for_plans_with_something_on_the_host(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="offload_folder= is for a plan"):
+        odd_engine("resident", offload_folder=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(BadOption, match="has no room for what the host keeps"):
+        plain_steps(odd_engine("host", offload_folder=tmp_path / "file"))
 
 
 @pytest.mark.parametrize("hosted", HOSTED)

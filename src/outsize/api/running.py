@@ -57,6 +57,7 @@ def parallelize(
     devices: Sequence[str | torch.device] | None = None,
     captures: int = KEPT,
     own_batches: bool = False,
+    offload_folder: str | Path | None = None,
     compiled: str | None = None,
     backend: str | None = None,
     **wishes: Any,
@@ -74,8 +75,10 @@ def parallelize(
     this rank's parameters and returns an ordinary torch optimizer (`engine.optimizer`). Without a plan one is
     made on rank 0; `wishes` are keyword arguments of `plan`.
     `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
-    reads its own tensors only. `backend` is torch's name of what joins the processes ("mpi", "nccl"), when
-    it shall not be gloo for CPUs and the device's own; a group that is there already is taken as it is.
+    reads its own tensors only. `offload_folder`: where a plan with `weights="host"` or "host-optimizer" has
+    weights, gradients and states, as files and not in memory. `backend` is torch's name of what joins the
+    processes ("mpi", "nccl"), when it shall not be gloo for CPUs and the device's own; a group that is there
+    already is taken as it is.
     Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice.
     """
     _insist_on_plan(plan, wishes)
@@ -115,6 +118,7 @@ def parallelize(
         compiled=compiled,
         places=places_for(plan, named) if group is None else None,
         own_batches=own_batches,
+        offload_folder=offload_folder,
     )
     times = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
     engine.prepare(subject.batch.resized(max(1, plan.batch_size // times)))

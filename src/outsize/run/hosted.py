@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outsize.run.interpreter import Interpreter, StepOutputs
-from outsize.run.landing import Landing
+from outsize.run.landing import Keep, Landing
 from outsize.run.residency import Residency
 from outsize.run.together import Together, Used
 from outsize.run.transport import Transport
@@ -19,10 +19,11 @@ from outsize.run.transport import Transport
 class Hosted(Together):
     """As `inner`, with weights that come and go."""
 
-    def __init__(self, inner: Together, residency: Residency) -> None:
+    def __init__(self, inner: Together, residency: Residency, keep: Keep | None = None) -> None:
+        """`keep`: for states of the optimizer, once it has made them; None: they stay where they are."""
         self._inner, self.residency = inner, residency
         device = inner.device(0)
-        self.landing = Landing(threaded=device is not None and device.type != "cpu")
+        self.landing = Landing(threaded=device is not None and device.type != "cpu", keep=keep)
         residency.landing = self.landing
 
     def transport(self, seat: int) -> Transport:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.program.tree import map_leaves
-from outsize.run.flat import Block
+from outsize.run.flat import Block, Room
 from outsize.run.landing import Landing
 from outsize.run.layout import Layout, packed_bytes
 from outsize.run.streams import Event, Streams
@@ -87,8 +87,10 @@ class Guest:
 class Residency:
     """The weights of one model, and what of them is on one device."""
 
-    def __init__(self, model: nn.Module, streams: Streams, device: str) -> None:
+    def __init__(self, model: nn.Module, streams: Streams, device: str, room: Room | None = None) -> None:
+        """`room`: where the host has it; None: in memory that can be copied to unpaged."""
         self._model, self._streams, self._device = model, streams, device
+        self._room = room or streams.host
         self.compute = streams.compute(device)
         here = streams.is_host(device)
         self._down = self.compute if here else streams.copies("cpu", device)
@@ -234,7 +236,7 @@ class Residency:
             if name not in self._block_of:
                 new.setdefault(stages, []).append(name)
         for names in new.values():
-            block = Block({name: masters[name] for name in names}, self._streams.host)
+            block = Block({name: masters[name] for name in names}, self._room)
             self._blocks.append(block)
             self._block_of |= dict.fromkeys(names, block)
 

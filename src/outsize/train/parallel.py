@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def make_engine(
     optimizer: MakeOptimizer | None = None,
     places: tuple[str, ...] | None = None,
     own_batches: bool = False,
+    offload_folder: str | Path | None = None,
     **options: Any,
 ) -> Engine:
     """An engine of the plan, without a group with its ranks on `places`; options are those of Engine.
@@ -56,6 +58,12 @@ def make_engine(
     Raises WhatIfPlan and BadOption before anything is done.
     """
     plan.check_runs()
+    if offload_folder is not None and not plan.streams:
+        raise BadOption(
+            "offload_folder= is for a plan whose weights or optimizer the host keeps",
+            numbers=f"this one has weights {plan.weights!r}",
+            next_step='plan(..., weights="host"), or leave it out',
+        )
     if plan.form == "modules" and len(set(places or ())) > 1:
         raise BadOption(
             f"{plan.model} runs by modules, in its own Python, and that needs a process for each device",
@@ -69,7 +77,7 @@ def make_engine(
             next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py, without devices=",
         )
     crew = (
-        hosted_crew(model, plan, 1 if group is None else group.size(), places)
+        hosted_crew(model, plan, 1 if group is None else group.size(), places, offload_folder)
         if plan.streams
         else make_crew(plan, group, device_of(plan), places, own_batches=own_batches)
     )
