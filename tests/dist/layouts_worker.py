@@ -1,0 +1,158 @@
+"""Run by test_layouts.py, one process per rank: `layouts_worker.py FOLDER JSON-of-axes MODEL...`.
+
+Three optimizer steps of two accumulated batches each, clipped, against the plain loop of one process, whose
+numbers are in FOLDER (rank 0 makes what is not there). Leaves FOLDER/rank<r>.json: for each model and
+precision the largest distance of the losses, of the first gradients and of the last parameters, each relative
+to its tensor's largest element; or why the layout is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+
+from parity_runs import SEED, batch_of, fresh
+from tensor_worker import all_in, worst
+from zoo import case
+
+import outsize
+from outsize.capture.ladder import record
+from outsize.errors import BadOption
+from outsize.run.rng import seeder
+from outsize.run.spmd import full_of
+from outsize.train.batch import Batch
+from outsize.train.engine import Engine
+from outsize.train.launch import World, join, leave
+from outsize.train.loss import LossShares
+from outsize.train.parallel import make_engine
+from outsize.train.reference import reference_step
+
+STEPS, MICROBATCHES, CLIP = 3, 4, 0.5
+DTYPES: Final = {"fp32": torch.float32, "fp64": torch.float64}
+Numbers = dict[str, Tensor]
+
+
+def optimizer_of(dtype: torch.dtype, parameters: Any) -> torch.optim.Optimizer:
+    if dtype == torch.float64:
+        return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return fresh(name).to(dtype), batch_of(case(name)).mapped(cast)
+
+
+def plain(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Losses of all steps, gradients of the first, parameters after the last."""
+    model, batch = made(name, dtype)
+    parts, optimizer = batch.split(MICROBATCHES), optimizer_of(dtype, model.parameters())
+    tape = record(model, parts[0].args, parts[0].kwargs, case(name).loss, parts[0].target)
+    shares = [share / 2 for share in LossShares(tape, model).of(parts)]
+    losses: list[Tensor] = []
+    grads = Numbers()
+    for step in range(2 * STEPS):
+        seeds = [seeder(SEED, step, mb) for mb in range(MICROBATCHES)]
+        loss = reference_step(model, tape, parts, shares, seeds, case(name).loss).loss
+        assert loss is not None
+        losses.append(2 * loss)
+        if not step:
+            grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if step % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    trained = {n: p.detach() for n, p in model.named_parameters()}
+    return {"loss": torch.stack(losses), "gradients": grads, "trained": trained}
+
+
+def expected_of(folder: Path, name: str, precision: str, rank: int) -> dict[str, Any]:
+    """The plain loop's numbers, made once for all layouts."""
+    path = folder / f"{name}-{precision}.pt"
+    if rank == 0 and not path.exists():
+        torch.save(plain(name, DTYPES[precision]), path)
+    dist.barrier()
+    return torch.load(path, mmap=True)
+
+
+def engine_of(name: str, dtype: torch.dtype, axes: dict[str, int], world: World) -> tuple[Engine, Batch]:
+    model, batch = made(name, dtype)
+    loss, target = case(name).loss, batch.target or None
+    wishes: dict[str, Any] = {("stages" if axis == "pp" else axis): size for axis, size in axes.items()}
+    replicas = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
+    plan = outsize.plan(
+        model, batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", loss_fn=loss, target=target,
+        microbatches=MICROBATCHES // replicas, **wishes,
+    )  # fmt: skip
+    engine = make_engine(
+        model, plan, world.group, loss_fn=loss, seed=SEED, clip_norm=CLIP,
+        optimizer=lambda parameters: optimizer_of(dtype, parameters),
+    )  # fmt: skip
+    return engine, batch
+
+
+def split(engine: Engine, batch: Batch) -> dict[str, Any]:
+    """The same by the engine, whole on every rank that has a part of it."""
+    losses, grads = [], Numbers()
+    for step in range(2 * STEPS):
+        found = engine.step(
+            *batch.args, target=batch.target or None, update=bool(step % 2), loss_scale=0.5, **batch.kwargs
+        )
+        losses.append(found.loss)
+        if not step:
+            own = [(n, p.grad) for n, p in engine.named_parameters() if p.grad is not None]
+            grads = {n: whole(engine, n, grad).clone() for n, grad in own}
+    trained = {n: whole(engine, n, p.detach()) for n, p in engine.named_parameters()}
+    return {"loss": torch.stack(losses), "gradients": grads, "trained": trained}
+
+
+def whole(engine: Engine, name: str, part: Tensor) -> Tensor:
+    tensor = engine._tensor  # pyright: ignore[reportPrivateUsage]
+    full = full_of(part)
+    return full if tensor is None else tensor.gathered(name, full)
+
+
+def distances(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
+    """Of what this rank has."""
+    far = {"loss": float(((found["loss"] - expected["loss"]) / expected["loss"]).abs().max())}
+    for kind in ("gradients", "trained"):
+        own = {n: t.to(expected[kind][n].dtype) for n, t in found[kind].items()}
+        far[kind] = worst(own, {n: expected[kind][n] for n in own})
+    return far
+
+
+def compared(
+    name: str, precision: str, axes: dict[str, int], world: World, folder: Path
+) -> dict[str, float] | str:
+    dtype = DTYPES[precision]
+    with all_in(dtype):
+        expected = expected_of(folder, name, precision, world.rank)
+        try:
+            engine, batch = engine_of(name, dtype, axes, world)
+        except BadOption as refused:
+            return str(refused)
+        return distances(split(engine, batch), expected)
+
+
+def main(folder: Path, axes: dict[str, int], cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    world, found = join(), {}
+    for asked in cases:
+        name, precision = asked.split(":")
+        found[asked] = compared(name, precision, axes, world, folder)
+        (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])
