@@ -12,7 +12,8 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, Recompute, ScheduleName, StageFigures
 from outsize.ir.profile import Profile
 from outsize.planner.price import price
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 from outsize.planner.seconds import Aside
 
 GB = 10**9
