@@ -10,7 +10,7 @@ there or nobody else has anything to launch.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -57,21 +57,21 @@ class Places(Together):
             found[mb][p] = tensor
         return found
 
-    def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
-        """One compute action of each rank in turn."""
-        left = list(interpreters)
+    def run(self, interpreters: Mapping[int, Interpreter]) -> list[StepOutputs]:
+        """One compute action of each seat in turn."""
+        left = dict(interpreters)
         while left:
             moved = False
-            for interpreter in list(left):
-                with self.streams.working(self.of_seat[interpreter.seat]):
+            for seat, interpreter in tuple(left.items()):
+                with self.streams.working(self.of_seat[seat]):
                     state = _turn(interpreter)
                 moved = moved or state is not False
                 if state is None:
-                    left.remove(interpreter)
+                    del left[seat]
             if not moved and not self._wait_for_one():
-                raise stuck(left)
+                raise stuck(list(left.values()))
         self.flush()
-        return [i.outputs for i in interpreters]
+        return [i.outputs for i in interpreters.values()]
 
     def link(self, seat: int, peer: int) -> Link | None:
         """Between two seats; None on one place."""

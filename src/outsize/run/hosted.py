@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -37,7 +37,7 @@ class Hosted(Together):
     ) -> Sequence[Sequence[Tensor]]:
         return self._inner.inputs(seat, microbatches, used)
 
-    def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
+    def run(self, interpreters: Mapping[int, Interpreter]) -> list[StepOutputs]:
         try:
             with self.residency.at_work():
                 return self._inner.run(interpreters)

@@ -83,22 +83,12 @@ class _Op:
 
 @final
 class Interpreter:
-    """One rank. `begin(inputs)`, then `run()`; or `advance()` until it returns None.
-
-    `seat`: which of all ranks of the process it is, where several pipelines run side by side.
-    """
+    """One rank. `begin(inputs)`, then `run()`; or `advance()` until it returns None."""
 
     def __init__(
-        self,
-        rank: int,
-        schedule: Schedule,
-        programs: Programs,
-        transport: Transport,
-        clock: Clock = HOST,
-        seat: int | None = None,
+        self, rank: int, schedule: Schedule, programs: Programs, transport: Transport, clock: Clock = HOST
     ) -> None:
         self.rank, self.schedule = rank, schedule
-        self.seat = rank if seat is None else seat
         self._transport, self._clock, self._mark = transport, clock, clock.mark
         self._handlers = _Handlers(rank, schedule, programs, transport)
         self._ops = [self._handlers.bind(at) for at in range(len(schedule.actions[rank]))]

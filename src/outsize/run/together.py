@@ -7,7 +7,7 @@ Places       each on a device of its own (device_transport.py)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -38,8 +38,8 @@ class Together(ABC):
         """The microbatches where the seat computes; `used(microbatch)`: positions of what it reads."""
 
     @abstractmethod
-    def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
-        """One step of all ranks. Raises InvalidSchedule when nobody can go on."""
+    def run(self, interpreters: Mapping[int, Interpreter]) -> list[StepOutputs]:
+        """One step of all ranks, by their seats. Raises InvalidSchedule when nobody can go on."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -64,8 +64,8 @@ class OnePlace(Together):
     ) -> Sequence[Sequence[Tensor]]:
         return microbatches
 
-    def run(self, interpreters: Sequence[Interpreter]) -> list[StepOutputs]:
-        return run_together(interpreters)
+    def run(self, interpreters: Mapping[int, Interpreter]) -> list[StepOutputs]:
+        return run_together(list(interpreters.values()))
 
     def reset(self) -> None:
         self._boxes.boxes.clear()

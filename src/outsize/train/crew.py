@@ -7,11 +7,9 @@ one rank per process over a group that is passed in. The engine sees no differen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -24,13 +22,12 @@ from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.run.activations import Activations
 from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.clock import Clock, clock_of
-from outsize.run.cut import Cut, StageProgram
+from outsize.run.cut import Cut
 from outsize.run.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.landing import Landing
 from outsize.run.marks import Marks
 from outsize.run.moves import Moves, Resident
 from outsize.run.near import connect
-from outsize.run.rng import Seed
 from outsize.run.stage import Stage
 from outsize.run.together import OnePlace, Together
 from outsize.run.transport import CHANNELS, Groups, Transport
@@ -38,39 +35,15 @@ from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.schedules.planned import planned
 from outsize.train.gradient_sum import Early
+from outsize.train.group import GroupOutputs, Load, MakeStage
 from outsize.train.kept import Kept
 from outsize.train.mesh import Mesh
-from outsize.train.replicas import Alone, Piece, Replicas, Several
+from outsize.train.replicas import Alone, Replicas, Several
 from outsize.train.variant import Variant
 
 RawSpan = tuple[int, str, Lane, float, float]
 
 
-@final
-@dataclass
-class GroupOutputs:
-    """What one run of microbatches gave: losses where they are computed, outputs on the last stage."""
-
-    variants: Sequence[Variant]  # of each microbatch
-    loss_dtype: torch.dtype | None  # None when there is no loss
-    loss_rank: int
-    losses: list[Tensor]
-    outputs: list[tuple[Any, ...]]
-    pieces: list[Piece] = field(default_factory=list)
-
-
-@final
-class Load(NamedTuple):
-    """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed."""
-
-    variants: Sequence[Variant]
-    inputs: Sequence[Any]
-    weights: Sequence[float]
-    seeds: Sequence[Seed]
-    replica: int = 0  # of those in this process
-
-
-MakeStage = Callable[[Variant, StageProgram, int], Stage]  # and the replica of this process
 # Combinations of variants whose interpreters are kept, and schedules by length and wiring.
 _BUILT, _SCHEDULES = 32, 64
 
@@ -131,10 +104,8 @@ class Crew(ABC):
             channels = [CHANNELS * variant.number for variant in variants]
             moves = self.activations.beside(self.moves.of([variant.cut for variant in variants]))
             programs = Programs(len(self._plan.stages), stage, channels, moves)
-            return [
-                Interpreter(r, schedule, programs, t, self._clock(r, replica), r * self.beside + replica)
-                for r, t in transports.items()
-            ]
+            at_work = transports.items()
+            return [Interpreter(r, schedule, programs, t, self._clock(r, replica)) for r, t in at_work]
 
         numbers = tuple(variant.number for variant in variants)
         return self._built.get((numbers, torch.is_grad_enabled(), replica), build)
@@ -281,39 +252,42 @@ class LocalCrew(Crew):
         if self.landing is not None:
             optimizer, microbatches = self._early
             self.landing.use(optimizer if microbatches == len(loads[0].variants) else None)
-        self._run(list(chain.from_iterable(pipelines)))
+        self._run({seat: rank for pipeline in pipelines for seat, rank in pipeline.items()})
         found = zip(loads, pipelines, strict=True)
         return [self._outputs(load, pipeline) for load, pipeline in found]
 
-    def _outputs(self, load: Load, pipeline: list[Interpreter]) -> GroupOutputs:
+    def _outputs(self, load: Load, pipeline: dict[int, Interpreter]) -> GroupOutputs:
         """The model's outputs are where the first replica's are."""
-        found = _outputs(load.variants, pipeline[0].schedule, [i.outputs for i in pipeline])
+        ranks = list(pipeline.values())
+        found = _outputs(load.variants, ranks[0].schedule, [i.outputs for i in ranks])
         here, there = (self.device_of(self.stages[-1], replica) for replica in (load.replica, 0))
         if here != there:
             found.outputs = [tuple(t.to(there) if t.device == here else t for t in o) for o in found.outputs]
         return found
 
-    def _begun(self, load: Load, make_stage: MakeStage) -> list[Interpreter]:
-        interpreters = self._interpreters(load, make_stage, self._transports[load.replica])
-        for interpreter in interpreters:
+    def _begun(self, load: Load, make_stage: MakeStage) -> dict[int, Interpreter]:
+        """The pipeline's ranks by their seats."""
+        ranks = self._interpreters(load, make_stage, self._transports[load.replica])
+        found = {rank.rank * self.beside + load.replica: rank for rank in ranks}
+        for seat, interpreter in found.items():
             used = partial(self._used, interpreter, load.variants)
-            own = self._together.inputs(interpreter.seat, load.inputs, used)
+            own = self._together.inputs(seat, load.inputs, used)
             interpreter.begin(StepInputs(own, load.weights, load.seeds))
-        return interpreters
+        return found
 
-    def _run(self, interpreters: Sequence[Interpreter]) -> None:
+    def _run(self, interpreters: dict[int, Interpreter]) -> None:
         try:
             results = self._together.run(interpreters)
         except BaseException:
-            for interpreter in interpreters:
+            for interpreter in interpreters.values():
                 interpreter.reset()
             self._together.reset()
             self.activations.forget()
             self._built.drop(lambda key: True)
             self._at_work.clear()
             raise
-        for interpreter, result in zip(interpreters, results, strict=True):
-            self.keep(interpreter.seat, result.marks)
+        for seat, result in zip(interpreters, results, strict=True):
+            self.keep(seat, result.marks)
 
     @staticmethod
     def _used(interpreter: Interpreter, variants: Sequence[Variant], microbatch: int) -> set[int]:

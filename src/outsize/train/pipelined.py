@@ -33,7 +33,8 @@ from outsize.run.rng import seeder
 from outsize.run.stage import Stage
 from outsize.run.statistics import Calls, Statistics
 from outsize.train.batch import Batch
-from outsize.train.crew import Crew, GroupOutputs, Load
+from outsize.train.crew import Crew
+from outsize.train.group import GroupOutputs, Load
 from outsize.train.insist import insist_on_loss, insist_on_model, insist_on_values
 from outsize.train.loss import Counting
 from outsize.train.ownership import Ownership

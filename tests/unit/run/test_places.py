@@ -200,7 +200,7 @@ def test_ranks_that_wait_for_each_other_are_an_error() -> None:
     rank = Interpreter(1, schedule, Programs(2, lambda n, _: stages[n], [0]), places.transport(1))
     rank.begin(StepInputs([[x]], [1.0], [lambda _: None]))
     with pytest.raises(InvalidSchedule, match="rank 1 at 1F0"):
-        places.run([rank])
+        places.run({1: rank})
 
 
 def test_two_pipelines_side_by_side() -> None:
