@@ -34,8 +34,9 @@ from outsize.planner.coarse import pieces
 from outsize.planner.edges import flows
 from outsize.planner.margin import rooms
 from outsize.planner.optimizer import optimizer_bytes
+from outsize.planner.request import Request
 from outsize.planner.roofline import roofline
-from outsize.planner.search import Request, search
+from outsize.planner.search import search
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.unequal import Arrangement, balance, lowest_first
 

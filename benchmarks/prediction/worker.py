@@ -26,7 +26,8 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.planner.price import price
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 from outsize.run import clock
 from outsize.run.rng import seeder
 from outsize.train.launch import World, join, leave

@@ -11,7 +11,8 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
 from outsize.planner.price import price
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 from outsize.planner.simulate import StageCost, simulate
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower

@@ -34,7 +34,8 @@ from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 HERE: Final = Path(__file__).parent
 LAUNCH = "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"

@@ -32,8 +32,9 @@ from outsize.capture.cluster import find_cluster
 from outsize.capture.graph import Captured
 from outsize.errors import OutsizeError
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
+from outsize.planner.request import Request
 from outsize.planner.roofline import roofline
-from outsize.planner.search import Request, search
+from outsize.planner.search import search
 from outsize.program.tape import Tape
 from outsize.train.batch import Batch, as_target
 from outsize.train.parallel import make_engine

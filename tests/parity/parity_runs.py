@@ -18,8 +18,9 @@ from outsize.capture.cluster import find_cluster
 from outsize.capture.graph import Captured, build_graph
 from outsize.capture.ladder import record
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
+from outsize.planner.request import Request
 from outsize.planner.roofline import roofline
-from outsize.planner.search import Request, search
+from outsize.planner.search import search
 from outsize.program.tape import Tape
 from outsize.train import variant
 from outsize.train.batch import Batch, as_target

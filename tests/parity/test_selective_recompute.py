@@ -24,8 +24,9 @@ from outsize.ir.cluster import make_cluster, parse_cluster
 from outsize.ir.names import compress_units
 from outsize.ir.plan import Plan, ScheduleName, Stage
 from outsize.planner.price import price
+from outsize.planner.request import Request
 from outsize.planner.roofline import roofline
-from outsize.planner.search import Request, search
+from outsize.planner.search import search
 from outsize.train.parity import compare, engine_snapshot
 
 

@@ -23,7 +23,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
 from outsize.ir.timeline import Timeline
 from outsize.ir.tuned import Trial, Tuned
-from outsize.planner.search import Request
+from outsize.planner.request import Request
 from outsize.planner.tune import TRIALS, Tuner
 from outsize.run.host_memory import keep_freed_memory
 from outsize.train.batch_dims import Asked

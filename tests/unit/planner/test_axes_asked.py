@@ -11,7 +11,8 @@ from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 FOUR = parse_cluster("4xcpu")
 ROWS = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")

@@ -23,7 +23,8 @@ from outsize.planner.layout import Layout
 from outsize.planner.menu import Menu
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.ranges import Ranges, owned_gradients
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 from outsize.planner.walk import UnitBytes
 
 

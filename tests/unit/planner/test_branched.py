@@ -18,7 +18,8 @@ from outsize.ir.quotient import check_quotient
 from outsize.planner.branched import WORTH
 from outsize.planner.levels import by_branches, stages_of
 from outsize.planner.price import price, timeline
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 from outsize.planner.seconds import UnitSeconds
 from outsize.schedules.planned import read
 

@@ -9,7 +9,8 @@ from outsize.errors import InvalidSchedule, TooManyStages
 from outsize.ir.cluster import make_cluster
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.planner.branched import even_runs
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 from outsize.schedules.builders import build
 from outsize.schedules.planned import written
 

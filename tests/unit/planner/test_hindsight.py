@@ -10,7 +10,8 @@ from outsize.ir.cluster import parse_cluster
 from outsize.ir.timeline import Span, Timeline
 from outsize.planner.hindsight import expected_timeline, measured_bound_s
 from outsize.planner.price import timeline
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 TWO = parse_cluster("2xcpu")
 GRAPH, PROFILE = chain([0.1] * 6)

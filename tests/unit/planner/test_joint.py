@@ -16,7 +16,8 @@ from outsize.ir.plan import Axes, Plan, Recompute, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.planner.margin import room_bytes
 from outsize.planner.price import price
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 Model = tuple[ModelGraph, Profile]
 

@@ -6,7 +6,8 @@ from planner_graphs import chain
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.plan import ScheduleName
 from outsize.planner.margin import margin_text, p50_bytes, p95_bytes, room_bytes
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 MIB, GIB = 2**20, 2**30
 

@@ -17,7 +17,8 @@ from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 Models = dict[int, tuple[ModelGraph, Profile]]
 BATCH = 8
@@ -163,7 +164,8 @@ def test_what_ifs_never_make_a_step_longer(seconds: list[int], memory_bytes: int
 HASHED = """
 from planner_graphs import chain
 from outsize.ir.cluster import make_cluster
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 models = {m: chain([s / m for s in (3, 1, 4, 1, 5, 9)], saved_bytes=800 // m) for m in (2, 4)}
 cluster = make_cluster("4xcpu", "cpu", 2, 2, 2000)
 for what_if in (False, True):

@@ -22,7 +22,8 @@ from outsize.planner.menu import Menu
 from outsize.planner.offload import Blocks, Host, hosted, layerwise, staying, streamed
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.price import price
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.split import Case
 

@@ -22,8 +22,9 @@ from outsize.planner.margin import room_bytes
 from outsize.planner.menu import Menu
 from outsize.planner.order import kinds_of
 from outsize.planner.price import price
+from outsize.planner.request import Request
 from outsize.planner.roofline import roofline
-from outsize.planner.search import Request, search
+from outsize.planner.search import search
 
 Model = tuple[ModelGraph, Profile]
 BATCH = 4

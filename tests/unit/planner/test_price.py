@@ -8,7 +8,8 @@ from outsize.ir.cluster import make_cluster, parse_cluster
 from outsize.ir.plan import Stage
 from outsize.ir.timeline import Timeline
 from outsize.planner.price import price, timeline
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 MIB = 1024**2
 TWO = parse_cluster("2xcpu")

@@ -7,7 +7,8 @@ from outsize.errors import BadOption, NoFeasiblePlan, TooFewSamples, TooManyStag
 from outsize.ir.cluster import GIB, Cluster, make_cluster, parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 MIB = 1024**2
 TWO = parse_cluster("2xcpu")

@@ -12,7 +12,8 @@ from outsize.ir.links import LINKS
 from outsize.ir.plan import Plan
 from outsize.planner.offload import block_ends
 from outsize.planner.price import price, timeline
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 from outsize.planner.seconds import UnitSeconds
 
 MIB = 1 << 20

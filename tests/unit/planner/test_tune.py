@@ -16,7 +16,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.price import price
-from outsize.planner.search import Request
+from outsize.planner.request import Request
 from outsize.planner.simulate import StageCost
 from outsize.planner.tune import MARGIN, TRIALS, Tuner
 

@@ -12,7 +12,8 @@ from outsize.ir.cluster import make_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.profile import Profile
-from outsize.planner.search import Request, search
+from outsize.planner.request import Request
+from outsize.planner.search import search
 
 RANKS, COUNT = 4, 4
 VALUE = 8
