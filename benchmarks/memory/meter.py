@@ -65,6 +65,10 @@ class Meter(TorchDispatchMode):
             self._known[storage._cdata] = None
             self.live_bytes = [live + storage.nbytes() for live in self.live_bytes]
 
+    def elsewhere(self, tensors: Iterable[Tensor]) -> None:
+        """These are the host's, and live as long as the engine."""
+        self._known |= dict.fromkeys(tensor.untyped_storage()._cdata for tensor in tensors)
+
     def _meet(self, storage: torch.UntypedStorage) -> None:
         key, size, stage = storage._cdata, storage.nbytes(), self.stage
         if key in self._known:

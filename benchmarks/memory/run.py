@@ -155,6 +155,7 @@ def real(case: Case, plan: outsize.Plan, make: Any) -> Meter:
             for stage, weights in groups.items():
                 meter.hold(stage, held(case.model, weights, engine.optimizer, home, stage))
             meter.share(batch.tensors())
+            meter.elsewhere(b for lane in engine.crew.activations.lanes.values() for b in lane.buffers)
             engine.step(*batch.args, target=batch.target, **batch.kwargs)
     return meter
 
