@@ -59,12 +59,12 @@ def main() -> None:
     asked = parser.parse_args()
     found = measured(asked.rounds)
     table = rows(found)
-    print(f"{'axis':<16}{'step':>9}{'speed-up':>10}{'quartiles':>14}{'peak':>10}{'loss differs':>14}")
+    print(f"{'axis':<20}{'step':>9}{'speed-up':>10}{'quartiles':>14}{'peak':>10}{'loss differs':>14}")
     for row in table:
         ups = row["speedup"]
         spread = f"{ups['low']:.2f}-{ups['high']:.2f}"
         print(
-            f"{row['axis']:<16}{row['step_s'] * 1e3:>6.0f} ms{ups['median']:>10.2f}{spread:>14}"
+            f"{row['axis']:<20}{row['step_s'] * 1e3:>6.0f} ms{ups['median']:>10.2f}{spread:>14}"
             f"{row['peak_bytes'] / 2**20:>6.0f} MiB{row['loss_difference']:>14.1e}"
         )
     if not asked.dry:

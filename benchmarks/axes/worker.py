@@ -27,11 +27,18 @@ from outsize.train.memory_watch import MemoryWatch, reader
 BATCH, TOKENS, WORDS, MICROBATCHES = 16, 64, 2048, 8
 CPU = torch.device("cpu")
 # What is asked of the planner; microbatches are those of each replica, of two samples everywhere.
-AXES: dict[str, dict[str, int]] = {
+AXES: dict[str, dict[str, Any]] = {
     "pp 2": {"stages": 2, "microbatches": MICROBATCHES},
     "dp_replicate 2": {"dp_replicate": 2, "stages": 1, "microbatches": MICROBATCHES // 2},
     "dp_shard 2": {"dp_shard": 2, "stages": 1, "microbatches": MICROBATCHES // 2},
-    "tp 2": {"tp": 2, "stages": 1, "microbatches": MICROBATCHES},
+    "dp_shard 2, states": {
+        "dp_shard": 2,
+        "stages": 1,
+        "microbatches": MICROBATCHES // 2,
+        "weights": "resident",
+    },
+    "tp 2": {"tp": 2, "stages": 1, "microbatches": MICROBATCHES, "sequence_parallel": False},
+    "tp 2, sequence": {"tp": 2, "stages": 1, "microbatches": MICROBATCHES, "sequence_parallel": True},
 }
 Step = Callable[[], Tensor]
 Build = Callable[[], Step]
@@ -80,7 +87,7 @@ def plain(world: World) -> Step:
     return step
 
 
-def along(axes: dict[str, int]) -> Step:
+def along(axes: dict[str, Any]) -> Step:
     """outsize's engine, every rank with the whole batch."""
     whole, inputs = model(), batch()
     plan = outsize.plan(whole, (), inputs, cluster="2xcpu", batch_size=BATCH, schedule="1f1b", **axes)

@@ -206,11 +206,11 @@ def _seconds(
     pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost], microbatches: int
 ) -> dict[Cost, float]:
     """Of every kind of node."""
-    ways, found = pipeline.layout.ways, dict[Cost, float]()
+    cp, found = pipeline.layout.axes.cp, dict[Cost, float]()
     for stage, cost in enumerate(costs):
         found |= {(kind, stage, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     for kind, sizes in ((Kind.F, forward_bytes(edges, microbatches)), (Kind.B, edges.backward)):
-        for (source, destination), size in _shares(sizes, ways).items():
+        for (source, destination), size in _shares(sizes, cp).items():
             found[kind, source, destination] = pipeline.link(source, destination).seconds(size)
     return found
 
@@ -224,15 +224,15 @@ def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) 
     return simulate(
         lowered,
         costs,
-        _shares(forward_bytes(edges, played), layout.ways),
-        _shares(edges.backward, layout.ways),
+        _shares(forward_bytes(edges, played), layout.axes.cp),
+        _shares(edges.backward, layout.axes.cp),
         lambda a, b: pipeline.link(first_of[a], first_of[b]),
     )
 
 
-def _shares(sizes: Mapping[Edge, int], ways: int) -> Mapping[Edge, int]:
-    """Each device of a group sends its part to its like."""
-    return {edge: -(-size // ways) for edge, size in sizes.items()}
+def _shares(sizes: Mapping[Edge, int], cp: int) -> Mapping[Edge, int]:
+    """Each device of a group sends its part to its like; what a rank of tp has is in the sizes (divided.py)."""
+    return {edge: -(-size // cp) for edge, size in sizes.items()}
 
 
 Run = tuple[int, int]
