@@ -231,7 +231,7 @@ def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) 
 
 
 def _shares(sizes: Mapping[Edge, int], cp: int) -> Mapping[Edge, int]:
-    """Each device of a group sends its part to its like; `divided.py` made the sizes those of a rank of tp."""
+    """Each device of a group sends its part to its like; `divided.py` made sizes those of a rank."""
     return {edge: -(-size // cp) for edge, size in sizes.items()}
 
 
