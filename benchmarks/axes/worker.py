@@ -134,6 +134,7 @@ def main() -> None:
     builds: dict[str, Build] = {"one process": partial(plain, world)}
     builds |= {name: partial(along, axes) for name, axes in AXES.items()}
     counted = reader(CPU)
+    peak_bytes(builds["one process"], counted)  # what the process itself needs for a first step
     own = {name: peak_bytes(build, counted) for name, build in builds.items()}
     of_ranks: list[Any] = [None] * world.world_size
     dist.all_gather_object(of_ranks, own)

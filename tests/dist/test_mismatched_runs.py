@@ -22,7 +22,7 @@ import outsize
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 WORKER = str(Path(__file__).with_name("mismatch_worker.py"))
-WITHIN_S = 10.0
+WITHIN_S = 30.0  # a hang; 0.5 to 2 s is what it takes where nothing else computes (docs/launching.md)
 NOT_ALIKE = "WorldMismatch [E204]: the ranks of this run were not started with the same"
 # case: ranks, what the error says
 CASES = {

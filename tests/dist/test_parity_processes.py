@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from zoo import CASES
+from zoo_worker import LARGE
 
 pytestmark = pytest.mark.dist
 
@@ -38,7 +39,7 @@ def launched(script: str, ranks: int, *arguments: str, timeout_s: float = 60) ->
 # -- the zoo -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module")
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
     """What each rank found, from one launch."""
     folder = tmp_path_factory.mktemp("zoo")
@@ -49,7 +50,15 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 in_time = pytest.mark.timeout(600)
-every_model = pytest.mark.parametrize("name", [c.name for c in CASES])
+every_model = pytest.mark.parametrize(
+    ("zoo", "name"),
+    [
+        pytest.param(ranks, c.name, marks=[pytest.mark.full] if ranks > 2 and c.name in LARGE else [])
+        for ranks in (2, 3)
+        for c in CASES
+    ],
+    indirect=["zoo"],
+)
 
 
 @in_time
