@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 Done = subprocess.CompletedProcess[str]
 Findings = list[Mapping[str, list[dict[str, Any]]]]  # by rank
+Zoo = Callable[[int], Findings]
 
 
 def run(command: list[str], timeout_s: float = 60) -> Done:
@@ -40,39 +42,44 @@ def launched(script: str, ranks: int, *arguments: str, timeout_s: float = 60) ->
 
 
 @pytest.fixture(scope="module")
-def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    """What each rank found, from one launch."""
-    folder = tmp_path_factory.mktemp("zoo")
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """What each of so many ranks found, from one launch for all tests."""
     extent = "all" if request.config.getoption("--all") else "slice"
-    done = launched("zoo_worker.py", request.param, str(folder), extent, timeout_s=560)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(request.param)]
+
+    @cache
+    def found(ranks: int) -> Findings:
+        folder = tmp_path_factory.mktemp("zoo")
+        done = launched("zoo_worker.py", ranks, str(folder), extent, timeout_s=560)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)]
+
+    return found
 
 
 in_time = pytest.mark.timeout(600)
 every_model = pytest.mark.parametrize(
-    ("zoo", "name"),
+    ("ranks", "name"),
     [
         pytest.param(ranks, c.name, marks=[pytest.mark.full] if ranks > 2 and c.name in LARGE else [])
         for ranks in (2, 3)
         for c in CASES
     ],
-    indirect=["zoo"],
 )
 
 
 @in_time
 @every_model
-def test_each_rank_holds_the_numbers_of_the_plain_loop(zoo: Findings, name: str) -> None:
-    assert len(zoo[0][name]) >= 2
-    wrong = [(f["combination"], f["differences"]) for rank in zoo for f in rank[name] if not f["equal"]]
+def test_each_rank_holds_the_numbers_of_the_plain_loop(zoo: Zoo, ranks: int, name: str) -> None:
+    found = zoo(ranks)
+    assert len(found[0][name]) >= 2
+    wrong = [(f["combination"], f["differences"]) for rank in found for f in rank[name] if not f["equal"]]
     assert wrong == []
 
 
 @in_time
 @every_model
-def test_each_parameter_has_one_owner_and_is_freed_elsewhere(zoo: Findings, name: str) -> None:
-    for by_rank in zip(*(rank[name] for rank in zoo), strict=True):
+def test_each_parameter_has_one_owner_and_is_freed_elsewhere(zoo: Zoo, ranks: int, name: str) -> None:
+    for by_rank in zip(*(rank[name] for rank in zoo(ranks)), strict=True):
         owned = sorted(n for f in by_rank for n in f["own"])
         assert owned == by_rank[0]["all"]
         assert [f["kept"] for f in by_rank] == [f["own"] for f in by_rank]

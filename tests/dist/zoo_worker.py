@@ -116,7 +116,7 @@ def main(folder: Path, everything: bool) -> None:
     torch.set_num_threads(1)
     world = join()
     findings: dict[str, list[dict[str, Any]]] = {}
-    # Two ranks run all models; what a third adds, a stage with neighbours on both sides, the smaller ones show.
+    # Two ranks run all models; what a third adds, neighbours on both sides, the smaller ones show.
     small = world.world_size > 2 and not everything
     for known in (c for c in CASES if not (small and c.name in LARGE)):
         place = folder / known.name
