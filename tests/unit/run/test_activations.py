@@ -140,13 +140,19 @@ ROWS = {
 }
 
 
+def _noting(sign: str, now: list[str]) -> Callable[[Activations, tuple[int, int]], None]:
+    def note(_: Activations, key: tuple[int, int]) -> None:
+        now.append(f"{sign}{key[1]}")
+
+    return note
+
+
 @pytest.mark.parametrize("name", list(ROWS))
 def test_what_moves_beside_which_action(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What goes (>), is there (=) and comes (<) when an action begins, by microbatch."""
     now: list[str] = []
     for sign, move in ((">", "send"), ("=", "arrive"), ("<", "fetch")):
-        note = lambda _, key, sign=sign: now.append(f"{sign}{key[1]}")  # noqa: E731
-        monkeypatch.setattr(Activations, move, note)
+        monkeypatch.setattr(Activations, move, _noting(sign, now))
     text, wanted = ROWS[name]
     row, moves = parse_row(text.replace(" ", ",")), Activations([0, 4]).beside(Resident())
     found: list[str] = []
