@@ -1,7 +1,7 @@
-"""A budget of attention: no file over 400 lines, no more than 32,000 lines of code in the package.
+"""A budget of attention: no file over 400 lines, no more than 33,000 lines of code in the package.
 
 Lines of code are those that are not blank, comment or docstring: explaining costs nothing in the total.
-Raising a number here is a visible change; write a decision (docs/decisions/0033 was the last).
+Raising a number here is a visible change; write a decision (docs/decisions/0044 was the last).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from house import PACKAGE, parse, sources
 
 FILE_LINES = 400
-CODE_LINES = 32_000
+CODE_LINES = 33_000
 
 
 def too_long(folder: Path) -> dict[str, int]:
