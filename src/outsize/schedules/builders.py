@@ -85,6 +85,13 @@ def gpipe_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable
     rank 0 0F0 0F1 0F2 0F3 .   .   .   .   0B0 0B1 0B2 0B3
     rank 1 .   1F0 1F1 1F2 1F3 .   .   1B0 1B1 1B2 1B3 .
     rank 2 .   .   2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3 .   .
+
+    Several stages on each rank, breadth first (Lamy-Poirier, arXiv 2211.05953; torch's LoopedBFS): a rank's
+    weights move once a pass there, too, and the bubble is that of interleaved.
+
+    time   0   1   2   3   4   5   6   7   8   9   10  11  12  13
+    rank 0 0F0 0F1 0F2 2F0 2F1 2F2 .   .   2B0 2B1 2B2 0B0 0B1 0B2
+    rank 1 .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B1 3B2 1B0 1B1 1B2 .
     """
     own = range(rank, stages, ranks)
     yield from (Action(stage, Kind.F, microbatch) for stage in own for microbatch in range(microbatches))
@@ -183,8 +190,9 @@ _ROWS: dict[str, Callable[[int, int, int, int], Iterable[Action]]] = {
     ZERO_BUBBLE_V: zero_bubble_v_row,
 }
 NAMES = tuple(_ROWS)
-# Those that can have several stages on a rank.
+# Those that gain by several stages on a rank; gpipe can have them, for weights that come and go.
 SEVERAL: Final = ("interleaved", ZERO_BUBBLE_V)
+_CHUNKED: Final = ("gpipe", *SEVERAL)
 
 
 def _unknown(name: str) -> BadOption:
@@ -203,12 +211,12 @@ def _unknown(name: str) -> BadOption:
 
 def _check_ranks(name: str, stages: int, ranks: int) -> None:
     """Only some schedules have several stages on a rank, and as many on each."""
-    one = name in ("gpipe", "naive") and ranks == 1
-    if stages == ranks or one or (name in SEVERAL and stages % ranks == 0):
+    one = name == "naive" and ranks == 1
+    if stages == ranks or one or (name in _CHUNKED and stages % ranks == 0):
         return
     raise BadOption(
         f"{stages} stages cannot be put on {ranks} ranks under {name}",
-        numbers=f"as many stages on each rank, and one but for {' and '.join(SEVERAL)}",
+        numbers=f"as many stages on each rank, and one but for {', '.join(_CHUNKED)}",
         next_step=f"--stages {-(-stages // ranks) * ranks} --schedule interleaved",
     )
 

@@ -29,7 +29,7 @@ pictures, counts what moves, and breaks schedules that `check_loads` must refuse
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, islice
+from itertools import islice
 
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
@@ -109,8 +109,9 @@ def _there(row: Iterable[Action]) -> Iterator[set[int]]:
 
 
 def _loaded(row: Sequence[Action], room: int) -> Iterator[Action]:
-    runs = [(stage, list(actions)) for stage, actions in groupby(row, key=lambda a: a.stage)]
+    ahead, runs = _runs(row)
     order = [stage for stage, _ in runs]
+    yield from ahead
     there: list[int] = []
     for at, (_, actions) in enumerate(runs):
         for wanted in [s for s in _next(order, at, room) if s not in there]:
@@ -121,6 +122,18 @@ def _loaded(row: Sequence[Action], room: int) -> Iterator[Action]:
         for gone in [s for s in there if s not in staying]:
             there.remove(gone)
             yield Action(gone, Kind.UNLOAD)
+
+
+def _runs(row: Iterable[Action]) -> tuple[list[Action], list[tuple[int, list[Action]]]]:
+    """Neighbouring compute actions of a stage with what is sent and received among them and behind them, for
+    which no weights are needed; and what there is before the first.
+    """
+    ahead, runs = list[Action](), list[tuple[int, list[Action]]]()
+    for action in row:
+        if action.kind in COMPUTE and (not runs or runs[-1][0] != action.stage):
+            runs.append((action.stage, []))
+        (runs[-1][1] if runs else ahead).append(action)
+    return ahead, runs
 
 
 def _next(order: Sequence[int], at: int, room: int) -> dict[int, None]:

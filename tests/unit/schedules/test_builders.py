@@ -35,9 +35,15 @@ def test_docstring_picture_is_the_schedule(name: str, row: Callable[..., Any], m
     assert dedent(picture) in (inspect.getdoc(row) or "")
 
 
-def test_docstring_picture_of_two_stages_on_a_rank() -> None:
-    picture = draw(build("interleaved", 4, 4, ranks=2))
-    assert dedent(picture) in (inspect.getdoc(builders.interleaved_row) or "")
+@pytest.mark.parametrize(
+    ("name", "row", "microbatches"),
+    [("interleaved", builders.interleaved_row, 4), ("gpipe", builders.gpipe_row, 3)],
+)
+def test_docstring_picture_of_two_stages_on_a_rank(
+    name: str, row: Callable[..., Any], microbatches: int
+) -> None:
+    picture = draw(build(name, 4, microbatches, ranks=2))
+    assert dedent(picture) in (inspect.getdoc(row) or "")
 
 
 def test_docstring_picture_of_a_v() -> None:
