@@ -108,18 +108,8 @@ def _replicas(view: _View) -> Iterator[Advice]:
     if not Extents.of(case, "naive", 1, view.cluster).fits():
         yield from _sharded(view)
         return
-    step_s = _replicated_s(view, case)
-    ratio = view.expected.step_s / step_s if step_s else 0.0
-    if ratio <= 1:
-        return
-    here, there = view.expected.samples_per_s, plan.batch_size / step_s
-    yield Advice(
-        code="data-parallelism",
-        sentence=f"the model fits on one device: {devices} replicas would do {rate_text(there)} samples/s, "
-        f"{ratio:.2f} x this pipeline's {rate_text(here)}",
-        numbers={"replicas": devices, "samples_per_s": there, "pipeline_samples_per_s": here, "ratio": ratio},
-        next_step=f"outsize plan MODEL --cluster {plan.cluster} --dp-replicate {devices}",
-    )
+    who, wish = f"the model fits on one device: {devices} replicas", f"--dp-replicate {devices}"
+    yield from _faster(view, _replicated_s(view, case), 1.0, (who, "", wish))
 
 
 def _sharded(view: _View) -> Iterator[Advice]:
@@ -130,16 +120,25 @@ def _sharded(view: _View) -> Iterator[Advice]:
     menu = Menu({count: (view.graph, view.profile)}, view.cluster, plan.optimizer)
     layout = Layout(Axes(dp_shard=devices), 1, "1f1b", count // devices, count, "sharded")
     found = Hunt(menu, ("none", "full", "selective")).run([layout]).estimates
-    ratio = view.expected.step_s / found[0].step_s if found and found[0].step_s else 0.0
-    if ratio < MUCH:
+    who, but = f"{devices} replicas that share weights and states", ", within rounding instead of bit by bit"
+    if found:
+        yield from _faster(view, found[0].step_s, MUCH, (who, but, "--axes all"))
+
+
+def _faster(view: _View, step_s: float, least: float, words: tuple[str, str, str]) -> Iterator[Advice]:
+    """Replicas on all devices, if that makes a step more than `least` times as fast."""
+    who, but, wish = words
+    ratio = view.expected.step_s / step_s if step_s else 0.0
+    if ratio <= least:
         return
-    here, there = view.expected.samples_per_s, plan.batch_size / found[0].step_s
+    here, there = view.expected.samples_per_s, view.plan.batch_size / step_s
+    numbers = {"samples_per_s": there, "pipeline_samples_per_s": here, "ratio": ratio}
     yield Advice(
         code="data-parallelism",
-        sentence=f"{devices} replicas that share weights and states would do {rate_text(there)} samples/s, "
-        f"{ratio:.2f} x this pipeline's {rate_text(here)}, within rounding instead of bit by bit",
-        numbers={"replicas": devices, "samples_per_s": there, "pipeline_samples_per_s": here, "ratio": ratio},
-        next_step=f"outsize plan MODEL --cluster {plan.cluster} --axes all",
+        sentence=f"{who} would do {rate_text(there)} samples/s, {ratio:.2f} x this pipeline's "
+        f"{rate_text(here)}{but}",
+        numbers={"replicas": len(view.cluster.devices), **numbers},
+        next_step=f"outsize plan MODEL --cluster {view.plan.cluster} {wish}",
     )
 
 

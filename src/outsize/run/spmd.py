@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -35,6 +35,8 @@ from torch.nn import functional
 from outsize.program.local import Collectives
 from outsize.program.share import Place, Share
 from outsize.run.heads import by_heads, one_mask
+
+Collective = Callable[..., Tensor]
 
 
 @final
@@ -100,22 +102,22 @@ class Group(Collectives):
     # -- with gradients ------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        return _Enter.apply(x, self)
+        return _Paired.apply(x, _same, self.total)
 
     def reduce(self, x: Tensor) -> Tensor:
-        return _Reduce.apply(x, self)
+        return _Paired.apply(x, self.total, _same)
 
     def cut(self, x: Tensor, share: Share) -> Tensor:
-        return _Cut.apply(x, share, self)
+        return _Paired.apply(x, self.part, self.whole, share)
 
     def gather(self, x: Tensor, share: Share) -> Tensor:
-        return _Gather.apply(x, share, self)
+        return _Paired.apply(x, self.whole, self.part, share)
 
     def scatter(self, x: Tensor, share: Share) -> Tensor:
-        return _Scatter.apply(x, share, self)
+        return _Paired.apply(x, self.total_part, self.whole, share)
 
     def collect(self, x: Tensor, share: Share) -> Tensor:
-        return _Collect.apply(x, share, self)
+        return _Paired.apply(x, self.whole, self.total_part, share)
 
     def _added(self, x: Tensor, scatter: Share | None) -> Tensor:
         return self.reduce(x) if scatter is None else self.scatter(x, scatter)
@@ -281,76 +283,23 @@ def _nothing(index: Tensor, weight: Tensor) -> Tensor:
     return weight.new_zeros(*index.shape, weight.shape[1]) + weight.sum()
 
 
-@final
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Reduce.apply(grads[0], ctx.group), None
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 @final
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.total(x)
+class _Paired(torch.autograd.Function):
+    """`there` of the values is `back` of their gradients, whose own gradients go `there` again."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Enter.apply(grads[0], ctx.group), None
-
-
-@final
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
-        ctx.share, ctx.group = share, group
-        return group.part(x, share)
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, *share: Share) -> Tensor:
+        ctx.there, ctx.back, ctx.share = there, back, share
+        return there(x, *share)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Gather.apply(grads[0], ctx.share, ctx.group), None, None
-
-
-@final
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
-        ctx.share, ctx.group = share, group
-        return group.whole(x, share)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Cut.apply(grads[0], ctx.share, ctx.group), None, None
-
-
-@final
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
-        ctx.share, ctx.group = share, group
-        return group.total_part(x, share)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Collect.apply(grads[0], ctx.share, ctx.group), None, None
-
-
-@final
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, share: Share, group: Group) -> Tensor:
-        ctx.share, ctx.group = share, group
-        return group.whole(x, share)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Scatter.apply(grads[0], ctx.share, ctx.group), None, None
+        x = _Paired.apply(grads[0], ctx.back, ctx.there, *ctx.share)
+        return x, None, None, *(None for _ in ctx.share)
 
 
 @final

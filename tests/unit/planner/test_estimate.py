@@ -10,7 +10,7 @@ from planner_graphs import chain
 from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.planner import estimate as module
-from outsize.planner.estimate import Estimate, estimate, played_microbatches
+from outsize.planner.estimate import Estimate, estimate, play, played_microbatches, waits_s
 from outsize.planner.layout import Layout
 from outsize.planner.menu import Menu
 
@@ -50,3 +50,16 @@ def test_what_follows_from_a_part_is_what_the_whole_takes(
     whole = [priced(schedule, stages, microbatches, seed) for seed in seeds]
     for part, full in zip(parts, whole, strict=True):
         assert part.pipeline_s == pytest.approx(full.pipeline_s, rel=most)
+
+
+@pytest.mark.parametrize(("axes", "cp"), [(Axes(pp=2), 1), (Axes(pp=2, tp=2), 1), (Axes(pp=2, cp=2), 2)])
+def test_a_rank_sends_the_next_stage_all_that_it_has(axes: Axes, cp: int) -> None:
+    """80 bytes there and 80 back, of which only cp gives each rank a part; counted: test_tensor_plans.py."""
+    model, layout = chain([1.0, 1.0], value_bytes=80), Layout(axes, 2, "naive", 1, 1)
+    pipeline = Menu({1: model}, slowly_joined(axes.world_size), "sgd").pipeline(layout, ("none",))
+    assert pipeline is not None
+    found = estimate(pipeline, (0, 1, 2), (0, 0))
+    assert waits_s(found) == pytest.approx(2 * 80 / cp)
+    spans = play(pipeline, found.bounds, found.costs).spans
+    sent_s = [span.end_s - span.start_s for span in spans if span.lane == "send"]
+    assert sent_s == pytest.approx([80 / cp, 80 / cp])
