@@ -12,8 +12,7 @@ number: order.py and fleet.py decide which of them work.
                   all of the replicas or those of a node, as ZeRO-1 (resident) or as FSDP (weights too)
     cp            of the sizes that context.py allows, and with the smallest microbatches alone: fewer
                   samples at a time save as many bytes as fewer tokens of each, and send nothing
-    host          where nothing else fits: all devices as one pipeline, or as replicas, or one of them
-                  (offload.py)
+    host          where nothing else fits: one device (offload.py), or several in turns (looped.py)
 
 Symbols as in arXiv 2104.04473 (p, t, d) and torch's DeviceMesh. Complexity: O(divisors of N, cubed).
 Oracle: tests/unit/planner/test_planner_layout.py counts the factorisations.
@@ -148,19 +147,12 @@ def everything(
 def hosted(
     cluster: Cluster, captured: Iterable[int], schedules: Sequence[ScheduleName], units: int
 ) -> Iterator[Layout]:
-    """Weights in host memory: of all devices, as a pipeline or as replicas, or of one; not on CPUs.
-
-    One device may also have its weights, with their optimizer on the host.
-    """
-    devices, given = len(cluster.devices), sorted(captured)
+    """Weights or their optimizer in host memory, of one device; not on CPUs."""
     if any(host_link(device) is None for device in cluster.devices):
         return
-    for axes in dict.fromkeys((Axes(dp_replicate=devices), Axes(pp=devices), Axes())):
-        names: list[ScheduleName] = [name for name in schedules if name in ("gpipe", "1f1b")]
-        if axes.pp > 1:
-            names = names[:1]  # weights come for every microbatch, whatever the schedule
-        for layout in pipelines(axes, counts_for(given, axes), names, units):
-            yield from (replace(layout, weights=w) for w in (HOSTED if axes.world_size == 1 else ("host",)))
+    names: list[ScheduleName] = [name for name in schedules if name in ("gpipe", "1f1b")]
+    for layout in pipelines(Axes(), counts_for(sorted(captured), Axes()), names, units):
+        yield from (replace(layout, weights=weights) for weights in HOSTED)
 
 
 def grouped(cluster: Cluster, group: int) -> Cluster | None:

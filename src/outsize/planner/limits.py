@@ -30,10 +30,10 @@ def limited_by(found: Estimate, work: Work, graph: ModelGraph, bounds: Sequence[
     seconds = [c.forward_s + c.backward_s for c in found.costs]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     first, layout = bounds[slowest], found.layout
-    if layout.stages > 1 and bounds[slowest + 1] - first == 1:
-        return f"{graph.units[first].name}, one unit, alone on stage {slowest}"
     if layout.hosted:
         return _of_host(found)
+    if layout.stages > 1 and bounds[slowest + 1] - first == 1:
+        return f"{graph.units[first].name}, one unit, alone on stage {slowest}"
     less_s = _less(work, found)
     if less_s > SEEN * found.step_s:
         return f"memory: with more of it a step could be {seconds_text(less_s)} shorter"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from outsize.errors import BadPlan, UnknownDevice
+from outsize.errors import BadPlan
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, Recompute
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
-from outsize.planner import streamed
+from outsize.planner import looped, streamed
 from outsize.planner.aside import check_recompute, offload_reasons, offloads
 from outsize.planner.estimate import Estimate, check_enough, expected, play, reasons
 from outsize.planner.floor import Work
@@ -33,7 +33,8 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
     """
     if plan.streams:
         check_recompute("offload" if offloads(plan) else None, plan.weights)
-        return streamed.priced(plan, *in_plans_order(plan, graph, profile), cluster)
+        hosts = streamed.priced if plan.axes.pp == 1 else looped.priced
+        return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
     found = _of_plan(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
@@ -49,7 +50,8 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
     """The predicted Timeline of one step of the plan, or of its first microbatches; raises as `price`."""
     if plan.streams:
-        return streamed.timeline(plan, *in_plans_order(plan, graph, profile), cluster)
+        hosts = streamed.timeline if plan.axes.pp == 1 else looped.timeline
+        return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     found = _of_plan(plan, *in_plans_order(plan, graph, profile), cluster)
     return play(found.pipeline, found.bounds, found.costs)
 
@@ -67,7 +69,7 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     groups = grouped(cluster, layout.group)
     if groups is None:
         raise _no_groups(plan, cluster)
-    places = tuple(_rank_of(stage.device, groups) for stage in plan.stages)
+    places = tuple(looped.rank_named(stage.device, groups) for stage in plan.stages)
     chosen = _chosen(plan, graph)
     by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
     hows = [plan.recompute_of(stage) for stage in range(len(plan.stages))]
@@ -92,15 +94,4 @@ def _no_groups(plan: Plan, cluster: Cluster) -> BadPlan:
         f"cluster {cluster.name!r} cannot be laid out as the plan says",
         numbers=f"{len(cluster.devices)} devices, {cluster.devices_per_node} in a node, for {plan.axes}",
         next_step="outsize plan MODEL --axes all with this cluster",
-    )
-
-
-def _rank_of(device: str, cluster: Cluster) -> int:
-    names = [d.name for d in cluster.devices]
-    if device in names:
-        return names.index(device)
-    raise UnknownDevice(
-        f"the plan names {device!r}, which cluster {cluster.name!r} has not",
-        numbers=f"its devices: {', '.join(names)}",
-        next_step=f"set the stage's device to {names[-1]!r}, or give a larger --cluster",
     )

@@ -18,10 +18,11 @@ from outsize.errors import BadOption, UnknownDevice, WorldMismatch
 from outsize.ir.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.run.device_transport import Places
+from outsize.run.host_moves import HostMoves
 from outsize.run.sharded import Sharded
 from outsize.run.streams import TorchStreams
 from outsize.run.together import OnePlace, Together
-from outsize.train.crew import Crew, LocalCrew
+from outsize.train.crew import Crew
 
 
 def places_of(devices: Sequence[str | torch.device]) -> tuple[str, ...]:
@@ -91,7 +92,7 @@ def insist_on_one_device(crew: Crew, stages: int) -> None:
             next_step="full_state_dict(to=...), and load the folder with from_pretrained",
         )
     found = dict.fromkeys(str(crew.device_of(stage)) for stage in range(stages))
-    if isinstance(crew, LocalCrew) and crew.landing is not None and set(found) - {"None", "cpu"}:
+    if isinstance(crew.moves, HostMoves) and set(found) - {"None", "cpu"}:
         raise BadOption(
             "generate runs the model's own Python, whose weights are on the host and buffers on the device",
             numbers=f"{', '.join(found)}",

@@ -77,7 +77,7 @@ def make_engine(
             next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py, without devices=",
         )
     crew = (
-        hosted_crew(model, plan, 1 if group is None else group.size(), places, offload_folder)
+        hosted_crew(model, plan, group, places, offload_folder)
         if plan.streams
         else make_crew(plan, group, device_of(plan), places, own_batches=own_batches)
     )

@@ -1,0 +1,150 @@
+"""One rank of two whose stages' weights the host keeps: `hosted_worker.py FOLDER`, against the plain loop.
+
+Runs every function named `check_...` (features_worker.py says how).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+
+import pytest
+import torch
+import torch.distributed as dist
+from features_worker import Pair, outcome
+from parity_runs import Combination, interleaved
+
+from outsize.errors import WhatIfPlan, WorldMismatch
+from outsize.ir.offload import OF_SEVERAL, Weights
+from outsize.ir.plan import Axes, Plan
+from outsize.ir.schedule import Kind
+from outsize.run.host_moves import HostMoves
+from outsize.run.residency import Residency
+from outsize.train.launch import World, join, leave
+from outsize.train.parallel import make_engine
+
+MICROBATCHES = 3
+# Stages, of which each of two ranks has every second one, and what they recompute.
+MODELS = {"gpt2": (6, "none"), "unet": (4, "full"), "resnet18": (6, "none")}
+
+
+def changes(name: str, weights: Weights) -> dict[str, Any]:
+    """Random cuts, dealt in a round."""
+    stages, recompute = MODELS[name]
+    plan = interleaved(Combination(name, MICROBATCHES, stages, "gpipe"), 2)
+    fields = {field: getattr(plan, field) for field in ("axes", "schedule", "stages", "cluster")}
+    return {**fields, "weights": weights, "recompute": recompute}
+
+
+def pair_of(world: World, name: str, weights: Weights, **options: Any) -> Pair:
+    return Pair(world, name, microbatches=MICROBATCHES, changes=changes(name, weights), **options)
+
+
+def residency_of(pair: Pair) -> Residency:
+    moves = pair.engine.crew.moves
+    assert isinstance(moves, HostMoves)
+    return moves.residency
+
+
+def insist_on_plain_loop(pair: Pair) -> None:
+    """A step as gradients land, one of two accumulated, and what an evaluation leaves."""
+    for updates in ((True,), (False, True)):
+        for update in updates:
+            found = pair.step(update=update)
+            assert torch.equal(found.loss, pair.accumulate())
+        pair.update()
+        pair.engine.evaluate(*pair.batch.args, target=pair.batch.target or None, **pair.kwargs)
+    pair.insist_on_equal_parameters()
+    pair.insist_on_equal_buffers()
+    assert pair.engine.optimizer is not None
+    assert all(p.grad is None for _, p in pair.engine.named_parameters())
+
+
+def insist_on_whole_state(pair: Pair, rank: int) -> None:
+    """Every name of the plain model's, from both ranks' hosts."""
+    state, wanted = pair.engine.full_state_dict(), pair.plain.state_dict()
+    names = list(wanted) if rank == 0 else []
+    assert list(state) == names
+    assert [name for name in names if not torch.equal(state[name], wanted[name])] == []
+
+
+def check_weights_that_come_stage_by_stage(world: World) -> None:
+    for name in MODELS:
+        pair = pair_of(world, name, "host")
+        insist_on_plain_loop(pair)
+        insist_on_whole_state(pair, world.rank)
+        insist_on_two_stages(pair, world)
+
+
+def insist_on_two_stages(pair: Pair, world: World) -> None:
+    """Of this rank's own, beside what several stages use; the ranks' hosts have the model once."""
+    residency = residency_of(pair)
+    kept = {key[1] for key in residency._places if key[0] == "block"}  # pyright: ignore[reportIndexIssue]
+    alone = sorted(b.size_bytes for b in residency._blocks if id(b) not in kept)
+    assert len(alone) <= len(pair.engine.crew.stages)
+    assert len(residency._places) == 2 + len(kept)
+    size = sum(p.nbytes for p in pair.plain.parameters())
+    held = torch.tensor([sum(b.size_bytes for b in residency._blocks), size // world.world_size])
+    shared = int(held[0]) - sum(alone)
+    assert max(alone) <= residency.device_bytes - shared <= sum(alone[-2:])
+    dist.all_reduce(held, group=world.group)
+    assert size <= int(held[0]) <= 1.05 * size
+
+
+def check_weights_that_stay(world: World) -> None:
+    for name in MODELS:
+        pair = pair_of(world, name, "host-optimizer")
+        insist_on_plain_loop(pair)
+        insist_on_whole_state(pair, world.rank)
+
+
+def check_clipping_by_the_norm_of_all_ranks(world: World) -> None:
+    for weights in OF_SEVERAL:
+        pair = pair_of(world, "gpt2", weights, clip_norm=0.05)
+        for _ in range(2):
+            found = pair.step()
+            pair.accumulate()
+            norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+            assert torch.equal(found.grad_norm, norm)
+            pair.update()
+        pair.insist_on_equal_parameters()
+
+
+def check_each_rank_loads_its_own_stages_once_a_pass(world: World) -> None:
+    """Three each, of which the two at which the pass turns stay; receives among them need no weights."""
+    pair = pair_of(world, "gpt2", "host")
+    pair.step()
+    spans = [s.action for s in pair.engine.timeline().spans if s.rank == world.rank]
+    loads = [int(a.removesuffix(Kind.LOAD)) for a in spans if a.endswith(Kind.LOAD) and "UN" not in a]
+    first, second, third = pair.engine.crew.stages
+    assert loads == [first, second, third, first]
+
+
+def check_what_does_not_run_is_refused(world: World) -> None:
+    pair = pair_of(world, "gpt2", "host")
+    plan: Plan = pair.engine.plan
+    with pytest.raises(WhatIfPlan, match="weights on the host"):
+        make_engine(pair.plain, plan.model_copy(update={"axes": Axes(pp=2, dp_replicate=2)}), world.group)
+    with pytest.raises(WorldMismatch, match=r"one device of a process.*pp 2.*--nproc-per-node 2"):
+        make_engine(pair.plain, plan, None)
+    with pytest.raises(WorldMismatch, match="wants 3 processes, this run has 2"):
+        make_engine(pair.plain, plan.model_copy(update={"axes": Axes(pp=3)}), world.group)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world, found = join(timeout_s=60), dict[str, str]()
+    checks = {n: f for n, f in globals().items() if n.startswith("check_")}
+    for name, check in checks.items():
+        found[name.removeprefix("check_")] = outcome(check, world)
+        dist.barrier(group=world.group)
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
