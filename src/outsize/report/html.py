@@ -30,6 +30,7 @@ from outsize.report.figures import (
     timeline_svg,
 )
 from outsize.report.network import network_svg
+from outsize.report.offload import TITLE, degree_rows
 from outsize.report.palette import BACKWARD, CAUSES, FORWARD, WEIGHT
 from outsize.report.placement import device_text, holdings, lanes, recompute_text, recompute_varies
 from outsize.report.tables import (
@@ -116,6 +117,8 @@ def render(
         "alternatives": _alternatives(plan),
         "causes": list(CAUSES.items()),
         "memory": memory_svg("memory", plan, plan.expected) if plan.expected else "",
+        "degrees": degree_rows(plan.expected.degrees, plan.weights) if plan.expected else None,
+        "degrees_title": TITLE,
         "margins": "; ".join(plan.expected.margins) if plan.expected is not None else "",
         "limit_drawn": plan.expected is not None and limit_drawn(plan, plan.expected),
         "timelines": _timelines(plan, found),

@@ -40,7 +40,7 @@ def network_svg(key: str, graph: ModelGraph, profile: Profile, bounds: Sequence[
 
 
 def _stage(svg: Svg, stage: int, first: int, end: int, count: int) -> None:
-    if (end - first) / count >= 8 * CHARACTER:
+    if (end - first) / count >= (len(f"stage {stage}") + 3) * CHARACTER:
         middle = percent((first + end) / 2 / count)
         svg.add("text", f"stage {stage}", x=middle, y="14", class_="label strong", text_anchor="middle")
 

@@ -1,8 +1,10 @@
-"""What each degree of offload costs, as a table of 80 columns."""
+"""What each degree of offload costs, for a terminal of 80 columns and for a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -11,36 +13,58 @@ from outsize.ir.offload import Degree, Weights
 from outsize.ir.text import byte_unit, rate_text
 from outsize.report import pieces
 
-NOTE = (
+TITLE: Final = "What each degree of offload costs"
+NOTE: Final = (
     "H2D, D2H: copies to the device and to the host; optim.: the host's optimizer. No step is shorter than "
     "the bound, the longest of the four; step and peak are predicted."
 )
 
 
-def degrees_table(degrees: Sequence[Degree], chosen: Weights) -> list[RenderableType]:
-    """A row for each, with the four sums and the bound; nothing where there are none."""
+@final
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The same for a terminal and for a page: the head, and a row for each degree, of which one is chosen."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str
+
+
+def degree_rows(degrees: Sequence[Degree], chosen: Weights) -> Rows | None:
+    """With the four sums and the bound; None where there are no degrees."""
     if not degrees:
-        return []
+        return None
     memory, size = byte_unit(max(degree.peak_bytes for degree in degrees))
     unit, second = ("s", 1.0) if max(degree.step_s for degree in degrees) >= 1 else ("ms", 1e-3)
-    names = ("compute", "H2D", "D2H", "optim.", "bound", "step", f"peak {memory}")
-    made = pieces.table((f"degree, {unit}", "left"), *pieces.rights(*names), ("fits", "left"))
+    rows = list[tuple[str, ...]]()
     for degree in degrees:
         times = [rate_text(seconds / second) if seconds else "-" for seconds in _seconds(degree)]
-        name = Text(degree.weights, "bold" if degree.weights == chosen else "")
-        made.add_row(name, *times, f"{degree.peak_bytes / size:.1f}", _fits(degree, chosen))
-    note = Text(f"{NOTE} {_ways(degrees)}".strip())
-    return [Group(Text("What each degree of offload costs", "bold"), made, note)]
+        rows.append((degree.weights, *times, f"{degree.peak_bytes / size:.1f}", _fits(degree, chosen)))
+    names = ("compute", "H2D", "D2H", "optim.", "bound", "step", f"peak {memory}")
+    return Rows((f"degree, {unit}", *names, "fits"), tuple(rows), f"{NOTE} {_ways(degrees)}".strip())
+
+
+def degrees_table(degrees: Sequence[Degree], chosen: Weights) -> list[RenderableType]:
+    """A row for each; nothing where there are none."""
+    found = degree_rows(degrees, chosen)
+    if found is None:
+        return []
+    first, *names, last = found.head
+    made = pieces.table((first, "left"), *pieces.rights(*names), (last, "left"))
+    for name, *figures, fits in found.rows:
+        bold = "bold" if fits == "chosen" else ""
+        made.add_row(Text(name, bold), *figures, Text(fits, "red" if fits == "no" else bold))
+    return [Group(Text(TITLE, "bold"), made, Text(found.note))]
 
 
 def _seconds(degree: Degree) -> tuple[float, ...]:
     return *degree.bound.parts.values(), degree.bound.step_s, degree.step_s
 
 
-def _fits(degree: Degree, chosen: Weights) -> Text:
+def _fits(degree: Degree, chosen: Weights) -> str:
     if not degree.fits:
-        return Text("no", "red")
-    return Text("chosen", "bold") if degree.weights == chosen else Text("yes")
+        return "no"
+    return "chosen" if degree.weights == chosen else "yes"
 
 
 def _ways(degrees: Sequence[Degree]) -> str:

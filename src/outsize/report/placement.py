@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -21,9 +22,8 @@ class Holding:
 
     @property
     def name(self) -> str:
-        """`cuda:0`, or `cuda:0 · stages 0, 2` where there are several."""
-        several = f" · stages {', '.join(map(str, self.stages))}" if len(self.stages) > 1 else ""
-        return self.device + several
+        """`cuda:0`, or `cuda:0 · stages 0, 4-7` where there are several."""
+        return self.device + (f" · stages {_runs_text(self.stages)}" if len(self.stages) > 1 else "")
 
 
 def device_text(plan: Plan, stage: int) -> str:
@@ -50,6 +50,18 @@ def holdings(plan: Plan, expected: Expected) -> list[Holding]:
         Holding(device, tuple(own), _together([expected.stages[s] for s in own]))
         for device, own in stages.items()
     ]
+
+
+def _runs_text(numbers: Sequence[int]) -> str:
+    """`0, 1, 4-7` of rising numbers."""
+    found = list[list[int]]()
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    ends = (run if len(run) < 3 else [f"{run[0]}-{run[-1]}"] for run in found)
+    return ", ".join(str(part) for run in ends for part in run)
 
 
 def _together(figures: list[StageFigures]) -> StageFigures:

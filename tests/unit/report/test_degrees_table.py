@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
+import samples
 from rich.console import Console, Group
 
 from outsize.ir.offload import Bound, Degree, Weights
 from outsize.ir.utilisation import Utilisation
-from outsize.report.offload import degrees_table
+from outsize.report.html import render
+from outsize.report.offload import degree_rows, degrees_table
 
 SUMS = {"compute_s": 13.9, "to_device_s": 123.0, "to_host_s": 61.5, "optimizer_s": 46.0}
 
@@ -54,6 +57,20 @@ def test_degrees_that_run_in_other_ways_say_so() -> None:
 
 def test_no_degrees_no_table() -> None:
     assert degrees_table((), "resident") == []
+
+
+def test_a_page_has_the_same_rows() -> None:
+    plan = samples.plan()
+    assert plan.expected is not None
+    degrees = (degree("resident", False), degree("host", True))
+    expected = plan.expected.model_copy(update={"degrees": degrees})
+    page = render(plan=plan.model_copy(update={"expected": expected, "weights": "host"}))
+    (table,) = re.findall(r'id="h-degrees">.*?</table>', page, re.DOTALL)
+    cells = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tr>")[1:]]
+    found = degree_rows(degrees, "host")
+    assert found is not None
+    assert cells == [list(found.head), *map(list, found.rows)]
+    assert "h-degrees" not in render(plan=plan), "nothing where there are none"
 
 
 def test_a_report_says_measured_and_bound() -> None:

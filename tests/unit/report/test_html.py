@@ -12,6 +12,7 @@ import samples
 from outsize.ir.plan import Plan
 from outsize.report.html import TEMPLATES, write
 from outsize.report.palette import CAUSES, contrast
+from outsize.report.placement import Holding
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 FULL: dict[str, Any] = {
@@ -286,3 +287,13 @@ def test_a_step_of_which_only_a_part_is_drawn(tmp_path: Path) -> None:
 def test_a_stage_that_recomputes_some_units_says_how_many(tmp_path: Path) -> None:
     page = page_of(tmp_path, plan=samples.selective(), predicted=samples.predicted())
     assert "<td>9 of 40 units</td>" in page
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [((0,), "cpu:0"), ((0, 2), "cpu:0 · stages 0, 2"), ((0, 1, 4, 5, 6), "cpu:0 · stages 0, 1, 4-6")],
+)
+def test_a_device_of_many_stages_names_them_in_runs(stages: tuple[int, ...], text: str) -> None:
+    expected = samples.plan().expected
+    assert expected is not None
+    assert Holding("cpu:0", stages, expected.stages[0]).name == text
