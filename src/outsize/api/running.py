@@ -33,6 +33,7 @@ from outsize.train.devices import cluster_of, places_for, places_of
 from outsize.train.engine import Engine, MakeOptimizer
 from outsize.train.handshake import shake_hands
 from outsize.train.launch import World, join
+from outsize.train.norm import Clipping
 from outsize.train.parallel import agreed, make_engine
 from outsize.train.subject import Subject, as_batch
 from outsize.train.tensor_ranks import insist_on_bits
@@ -50,6 +51,7 @@ def parallelize(
     optimizer: MakeOptimizer | None = None,
     target: Any = None,
     clip_norm: float | None = None,
+    clipping: Clipping = "exact",
     seed: int = 0,
     weights: str | Path | None = None,
     batch_dims: Asked | None = None,
@@ -73,9 +75,11 @@ def parallelize(
     Every rank builds the same model (same seed) and passes the same batches, or under `own_batches` its own
     replica's samples alone (`engine.batch_sampler`); weights of other stages are freed. `optimizer` gets
     this rank's parameters and returns an ordinary torch optimizer (`engine.optimizer`). Without a plan one is
-    made on rank 0; `wishes` are keyword arguments of `plan`.
+    made on rank 0; `wishes` are keyword arguments of `plan`. `clip_norm` clips by the norm of all gradients,
+    for which an optimizer on the host waits; with `clipping="speculative"` it does not, and takes its step
+    back where the norm was too large: the same bits, for 12 bytes of the host more per parameter (AdamW).
     `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
-    reads its own tensors only. `offload_folder`: where a plan with `weights="host"` or "host-optimizer" has
+    reads its own tensors only. `offload_folder`: where a plan with `weights="host"` or another degree has
     weights, gradients and states, as files and not in memory. `backend` is torch's name of what joins the
     processes ("mpi", "nccl"), when it shall not be gloo for CPUs and the device's own; a group that is there
     already is taken as it is.
@@ -109,6 +113,7 @@ def parallelize(
         loss_fn=loss_fn,
         optimizer=optimizer,
         clip_norm=clip_norm,
+        clipping=clipping,
         seed=seed,
         weights=files,
         batch_dims=batch_dims,

@@ -53,6 +53,7 @@ class Utilisation(Record):
                 schedule with these stage times is faster
     roofline    what the plan expects of compute, copies and the host's optimizer each, where the host keeps
                 something
+    taken_back  of all steps with clipping="speculative" how many were, and how many there were
     """
 
     step_s: float
@@ -62,6 +63,7 @@ class Utilisation(Record):
     transfer: float
     idle: Idle | None = None
     roofline: Bound | None = None
+    taken_back: tuple[int, int] | None = None
     note: str = ""
 
     @property
@@ -81,6 +83,7 @@ class Utilisation(Record):
         )
         found = [("transfers", f"{percent_text(self.transfer)} of all device time"), ("bound", bound)]
         found += [("roofline", self._against(self.roofline))] if self.roofline is not None else []
+        found += [("clipping", _speculated(*self.taken_back))] if self.taken_back is not None else []
         return [*found, ("note", self.note)] if self.note else found
 
     def _against(self, roofline: Bound) -> str:
@@ -97,6 +100,12 @@ class Utilisation(Record):
         if self.idle is not None:
             lines += [f"W210: {self.idle.sentence}. Next: {self.idle.next_step()}"]
         return "\n".join(lines)
+
+
+def _speculated(taken_back: int, steps: int) -> str:
+    """Above a half two steps and two copies are more than one step that waits."""
+    slower = '; clipping="exact" is faster' if 2 * taken_back > steps else ""
+    return f"{taken_back} of {steps} speculative steps were taken back{slower}"
 
 
 def _python(value: str) -> str:

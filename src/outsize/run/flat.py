@@ -1,7 +1,7 @@
 """Flat: weights one behind the other in one buffer of the host, so that one copy moves them all.
 
     values     | layer.weight ...... | bias . | norm . |      the model's own parameters are views of it
-    gradients  | layer.weight ...... | bias . | norm . |      made when the first gradient lands
+    gradients  | layer.weight ...... | bias . | norm . |      made when the first gradient lands that is kept
 
 Each begins at a multiple of ALIGN bytes, as torch's allocations do. The memory is what was asked for: torch's
 own allocator of page-locked memory rounds each piece up to a power of two, which takes up to twice as much.
@@ -10,7 +10,7 @@ Strides are kept (run/layout.py), since kernels choose by them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -22,6 +22,7 @@ from outsize.run.layout import Layout
 
 ALIGN: Final = 64
 Room = Callable[[int], Tensor]
+Berth = tuple[Tensor, Tensor]  # as a tensor, and its bytes
 
 
 @final
@@ -41,6 +42,10 @@ class Part:
         flat = self.bytes_in(buffer, base).view(self.layout.dtype)
         return flat.as_strided(self.layout.shape, self.layout.stride).data
 
+    def berth(self, buffer: Tensor) -> Berth:
+        """Both of a buffer."""
+        return self.within(buffer), self.bytes_in(buffer)
+
 
 @final
 class Block:
@@ -48,19 +53,15 @@ class Block:
 
     def __init__(self, masters: Mapping[str, nn.Parameter], room: Room) -> None:
         self.masters, self._room = dict(masters), room
-        self.parts: dict[str, Part] = {}
-        size = 0
-        for name, master in masters.items():
-            self.parts[name] = Part(size, Layout.of(master))
-            size += aligned(self.parts[name].layout.size_bytes)
-        self.size_bytes, self.values = size, room(size)
+        parts, self.size_bytes = packed(map(Layout.of, masters.values()))
+        self.parts, self.values = dict(zip(masters, parts, strict=True)), room(self.size_bytes)
         self.gradients: Tensor | None = None
         for name, master in masters.items():
             self.adopt(name, master)
 
     @property
     def host_bytes(self) -> int:
-        """Of weights and gradients."""
+        """Of weights, and of gradients if they were ever kept."""
         return self.values.numel() + (0 if self.gradients is None else self.gradients.numel())
 
     @torch.no_grad()
@@ -85,14 +86,30 @@ class Block:
             master.grad = None if gradient is None else gradient.to(view.device)
         self.masters[name] = master
 
-    def landing(self, name: str, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Where a gradient of this layout goes: as a tensor, and its bytes."""
+    def kept(self, name: str, gradient: Tensor) -> Berth:
+        """Where a gradient of this layout lies that nobody takes."""
         if self.gradients is None:
             self.gradients = self._room(self.size_bytes)
-        place = Part(self.parts[name].first, Layout.of(gradient))
-        return place.within(self.gradients), place.bytes_in(self.gradients)
+        return Part(self.parts[name].first, Layout.of(gradient)).berth(self.gradients)
 
 
-def aligned(size_bytes: int) -> int:
-    """So many bytes or a few more."""
-    return -(-size_bytes // ALIGN) * ALIGN
+def heap(size_bytes: int) -> Tensor:
+    """Ordinary memory."""
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+Going = tuple[Block, str, Tensor]  # a gradient that leaves the device, and the weight that it is of
+
+
+def kept(gradients: Sequence[Going]) -> list[Berth]:
+    """Each beside its weight, until somebody drops it."""
+    return [block.kept(name, gradient) for block, name, gradient in gradients]
+
+
+def packed(layouts: Iterable[Layout]) -> tuple[list[Part], int]:
+    """One behind the other, and the bytes of all."""
+    parts, size = list[Part](), 0
+    for layout in layouts:
+        parts.append(Part(size, layout))
+        size += -(-layout.size_bytes // ALIGN) * ALIGN
+    return parts, size

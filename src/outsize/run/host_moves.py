@@ -9,14 +9,18 @@ there was one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Final, final
+
+from torch.optim import Optimizer
 
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.run.cut import Cut
 from outsize.run.moves import Moves
 from outsize.run.residency import Guest, Residency
+from outsize.run.speculation import Speculation
 from outsize.schedules.offload import ROOM, check_loads, places, with_loads
 
 _MOVING: Final = frozenset({Kind.LOAD, Kind.UNLOAD})
@@ -25,10 +29,10 @@ _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 
 @final
 class HostMoves(Moves):
-    """Of one device with room for so many stages, for steps with these programs."""
+    """Of one rank, whose device has room for so many stages, for steps with these programs."""
 
     def __init__(self, residency: Residency, room: int = ROOM, cuts: Sequence[Cut] = ()) -> None:
-        self._residency, self._room, self._cuts = residency, room, cuts
+        self.residency, self._room, self._cuts = residency, room, cuts
         self._found: list[Guest] | None = None
 
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
@@ -37,10 +41,26 @@ class HostMoves(Moves):
         return loaded
 
     def of(self, cuts: Sequence[Cut]) -> Moves:
-        return HostMoves(self._residency, self._room, cuts)
+        return HostMoves(self.residency, self._room, cuts)
+
+    @contextmanager
+    def at_work(self, optimizer: Optimizer | None) -> Iterator[None]:
+        landing = self.residency.landing
+        landing.use(optimizer)
+        try:
+            with self.residency.at_work():
+                yield
+        except BaseException:
+            landing.abandon()
+            raise
+        finally:
+            landing.finish()
+
+    def speculation(self) -> Speculation:
+        return self.residency.landing.speculate()
 
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
-        moving, residency = row[at], self._residency
+        moving, residency = row[at], self.residency
         own = [g for g in self._guests(row) if moving.stage in g.users]
         if moving.kind is Kind.LOAD:
             coming = [g for g in own if not _elsewhere(row[:at], moving, g)]
@@ -55,8 +75,9 @@ class HostMoves(Moves):
         """The first of a stage's actions since it was loaded waits for the copies, and so does its first
         backward where forwards were before.
         """
-        stage, residency = row[at].stage, self._residency
-        before = next((a.kind for a in reversed(row[:at]) if a.stage == stage), Kind.LOAD)
+        stage, residency = row[at].stage, self.residency
+        known = (a.kind for a in reversed(row[:at]) if a.stage == stage and a.kind in COMPUTE | _MOVING)
+        before = next(known, Kind.LOAD)
         comes, backward = before not in COMPUTE, row[at].kind in _BACKWARD
         if not comes and (before in _BACKWARD or not backward):
             return None
@@ -76,7 +97,8 @@ class HostMoves(Moves):
     def _guests(self, row: Sequence[Action]) -> list[Guest]:
         """All of the row."""
         if self._found is None:
-            self._found = self._residency.guests(users_of(self._cuts), places(row))
+            users = users_of(self._cuts, {action.stage for action in row})
+            self._found = self.residency.guests(users, places(row))
         return self._found
 
 
@@ -92,7 +114,7 @@ def _stay(row: Sequence[Action], guest: Guest) -> Iterator[Action]:
     for action in row[1:]:
         if len(guest.users) == 1 and action.stage == first.stage and action.kind in _MOVING - {first.kind}:
             return
-        if action.stage in guest.users:
+        if action.stage in guest.users and action.kind in COMPUTE:
             yield action
 
 
@@ -110,14 +132,16 @@ def _turns(row: Sequence[Action], guest: Guest) -> bool:
     return used
 
 
-def users_of(cuts: Sequence[Cut]) -> dict[str, frozenset[int]]:
-    """Weight -> the stages that compute with it, in some of these cuts; those too that only have it lent."""
+def users_of(cuts: Sequence[Cut], own: Collection[int]) -> dict[str, frozenset[int]]:
+    """Weight of these stages -> those that compute with it, in some of these cuts; and stages of any rank that
+    only have it lent, for which it stays where it is.
+    """
     found: dict[str, set[int]] = {}
     for cut in cuts:
-        for program in cut.programs:
+        for program in (program for program in cut.programs if program.stage in own):
             for name in program.weights:
                 found.setdefault(name, set()).add(program.stage)
         for boundary in cut.boundaries:
-            if boundary.weight is not None:
+            if boundary.weight is not None and boundary.producer in own:
                 found.setdefault(boundary.weight, set()).update((boundary.producer, *boundary.consumers))
     return {name: frozenset(stages) for name, stages in found.items()}

@@ -1,68 +1,125 @@
 """Landing: an optimizer's step for those parameters alone whose gradients have landed on the host.
 
-    UNLOAD 2   gradients of stage 2 leave            the device works on stage 1
-               they have landed: step of stage 2     (a thread, where the device is no CPU)
+    UNLOAD 3   buffer 0   3 lands   step of 3
+    UNLOAD 2   buffer 1             2 lands    step of 2        (a thread, where the device is no CPU)
+    UNLOAD 1   buffer 0                        1 lands          behind the step of 3
 
 torch's optimizers treat each parameter by itself, so a step in parts is the step. Not LBFGS, and not where
 somebody has hooks on the step, which would be called for each part: these step once, at the end. Gradients
-that were taken are dropped, so the step at the end finds nothing left to do. `keep` takes the states that a
-step in parts has made (on_disk.py).
+that were taken are dropped, so the step at the end finds nothing left to do, and their memory serves the next
+stage: a ring of buffers, each as large as the largest stage that has it, written again behind the step that
+reads it. Gradients that are kept, since nobody steps or the step may be taken back (speculation.py), have
+room of their own (flat.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from outsize.program.modes import outside_autocast
+from outsize.run.flat import Berth, Going, Room, heap, kept, packed
+from outsize.run.layout import Layout
+from outsize.run.on_disk import Folder
+from outsize.run.speculation import Speculation
 from outsize.run.streams import Event
 
-Keep = Callable[[Iterable[Tensor]], None]
+# One whose gradients come, and one whose step reads them.
+BUFFERS: Final = 2
 
 
 @final
 class Landing:
-    """Called with parameters and the point behind which their gradients are there."""
+    """Called with parameters and the point behind which their gradients are there; then finished."""
 
-    def __init__(self, *, threaded: bool, keep: Keep | None = None) -> None:
-        self._pool = ThreadPoolExecutor(1, "outsize-optimizer") if threaded else None
-        self._keep = keep
+    def __init__(self, *, threaded: bool, room: Room = heap, files: Folder | None = None) -> None:
+        """`room`: the host's memory for gradients. `files`: for states, and for what is put by."""
+        self._pool: Executor = ThreadPoolExecutor(1, "outsize-optimizer") if threaded else _AtOnce()
+        self._room, self._files = room, files
+        self._ring = [heap(0)] * BUFFERS
         self._steps: list[Future[None]] = []
         self._optimizer: Optimizer | None = None
+        self.speculation: Speculation | None = None
+
+    def speculate(self) -> Speculation:
+        """From now on steps may be taken back."""
+        self.speculation = Speculation(heap if self._files is None else self._files)
+        return self.speculation
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the ring, and of what is put by."""
+        put_by = 0 if self.speculation is None else self.speculation.host_bytes
+        return put_by + sum(buffer.numel() for buffer in self._ring)
 
     def use(self, optimizer: Optimizer | None) -> None:
         """From now on; None: gradients are left for a step at the end."""
         self._optimizer = optimizer if optimizer is not None and steps_in_parts(optimizer) else None
 
+    def berths(self, gradients: Sequence[Going]) -> list[Berth]:
+        """Where these go, which the next call is for."""
+        if self._optimizer is None or self.speculation is not None:
+            return kept(gradients)
+        parts, size = packed(Layout.of(gradient) for _, _, gradient in gradients)
+        buffer = self._turn(size)
+        return [part.berth(buffer) for part in parts]
+
+    def _turn(self, size_bytes: int) -> Tensor:
+        """The next buffer of the ring, once the step that reads it has ended."""
+        at, behind = len(self._steps) % BUFFERS, len(self._steps) - BUFFERS
+        if behind >= 0:
+            self._steps[behind].result()
+        if self._ring[at].numel() < size_bytes:
+            self._ring[at] = heap(0)  # not both at once
+            self._ring[at] = self._room(size_bytes)
+        return self._ring[at]
+
     def __call__(self, parameters: Sequence[nn.Parameter], landed: Event) -> None:
         """Step these parameters, and drop their gradients."""
-        if self._optimizer is None:
-            return
-        if self._pool is None:
-            self._step(self._optimizer, parameters, landed)
-        else:
+        if self._optimizer is not None:
             self._steps.append(self._pool.submit(self._step, self._optimizer, parameters, landed))
 
     def _step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], landed: Event) -> None:
         landed.wait()
-        with outside_autocast(), _only(optimizer, parameters):
+        around = _dropping(parameters)
+        if self.speculation is not None:
+            around = self.speculation.trying(optimizer, parameters)
+        with outside_autocast(), around, _only(optimizer, parameters):
             optimizer.step()
-        for parameter in parameters:
-            parameter.grad = None
-        if self._keep is not None:
+        if self._files is not None:
             states = (value for p in parameters for value in optimizer.state.get(p, {}).values())
-            self._keep(value for value in states if isinstance(value, Tensor))
+            self._files.keep(value for value in states if isinstance(value, Tensor))
 
     def finish(self) -> None:
         """Wait for all steps; raises what one of them raised."""
         steps, self._steps = self._steps, []
-        for step in steps:
-            step.result()
+        for error in [step.exception() for step in steps]:
+            if error is not None:
+                raise error
+
+    def abandon(self) -> None:
+        """The row has failed: what may be taken back is."""
+        wait(self._steps)
+        if self.speculation is not None:
+            self.speculation.settle(stands=False)
+
+
+@final
+class _AtOnce(Executor):
+    """Within the call."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        step = Future[Any]()
+        try:
+            step.set_result(fn(*args, **kwargs))
+        except Exception as error:  # raised where the step is waited for
+            step.set_exception(error)
+        return step
 
 
 def steps_in_parts(optimizer: Optimizer) -> bool:
@@ -70,6 +127,16 @@ def steps_in_parts(optimizer: Optimizer) -> bool:
     hooks: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     ours = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
     return ours and not any(hooks)
+
+
+@contextmanager
+def _dropping(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Also of a step that fails: their memory is the next stage's."""
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
 
 
 @contextmanager

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
+
+from torch.optim import Optimizer
 
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import Action, Schedule
 from outsize.run.cut import Cut
+from outsize.run.speculation import Speculation
 
 
 class Moves(ABC):
@@ -35,6 +39,16 @@ class Moves(ABC):
     @abstractmethod
     def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
         """What the compute action `row[at]` waits for; None: nothing."""
+
+    def at_work(self, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Around a run of microbatches, all of a step where there is an optimizer: it may take gradients as
+        they land on the host.
+        """
+        return nullcontext()
+
+    def speculation(self) -> Speculation | None:
+        """From now on steps that begin as gradients land may be taken back; None: there are none."""
+        return None
 
 
 @final

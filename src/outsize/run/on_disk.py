@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import final
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from outsize.errors import BadOption
-from outsize.run.flat import Part, aligned
+from outsize.run.flat import packed
 from outsize.run.layout import Layout
 
 
@@ -43,20 +44,18 @@ class Folder:
                 numbers=f"{size_bytes:,} bytes more; {error.strerror}",
                 next_step="offload_folder= on a disk with 16 bytes a parameter, or none: memory",
             ) from None
-        self._known.add(found.untyped_storage().data_ptr())
+        address = found.untyped_storage().data_ptr()
+        self._known.add(address)
+        weakref.finalize(found.untyped_storage(), self._known.discard, address)
         return found[:size_bytes]
 
     @torch.no_grad()
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Have these here, as the tensors that they are; those that are already, and scalars, stay."""
         new = [t for t in tensors if t.ndim and t.untyped_storage().data_ptr() not in self._known]
-        parts, size = list[Part](), 0
-        for tensor in new:
-            parts.append(Part(size, Layout.of(tensor)))
-            size += aligned(parts[-1].layout.size_bytes)
-        room = self(size) if new else None
+        parts, size = packed(map(Layout.of, new))
+        room = self(size) if new else torch.empty(0)
         for tensor, part in zip(new, parts, strict=True):
-            assert room is not None
             view = part.within(room)
             view.copy_(tensor)
             tensor.data = view

@@ -4,8 +4,8 @@
     twin      a parameter on the device, a view of a place there that stages share in turn
     LOAD s    one copy of the block into its place; twins stand in the modules instead of the masters
     F, B      wait for the copy, compute with the twins; gradients add up on the device
-    UNLOAD s  gradients leave for the masters' `.grad`; stand-ins are in the modules, so that whatever
-              computes with a stage that is not there fails
+    UNLOAD s  gradients leave for the masters' `.grad`, in memory of whoever reads them (landing.py);
+              stand-ins are in the modules, so that whatever computes with a stage that is not there fails
 
 How many stages have places at a time is the schedule's affair: two, or all of them.
 Between steps the masters are in the modules, so optimizers, schedulers, state dicts, clipping see an ordinary
@@ -15,15 +15,15 @@ from the first of them to the last. Buffers live on the device.
 
 Orders, on CUDA by events (links.py has the same): no copy into a place before the last use of what was
 there, no use before the copy, no reading of a gradient by the host before it has landed, no freeing of one
-before it has left. Oracle: tests/unit/run/test_residency.py on fake streams, each order left out and found;
-tests/parity/test_offload_parity.py against the plain loop. ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity
-(arXiv 2104.07857).
+before it has left, no landing where an optimizer reads. Oracle: tests/unit/run/test_residency.py on fake
+streams, each order left out and found; tests/parity/test_offload_parity.py against the plain loop.
+ZeRO-Offload (arXiv 2101.06840), ZeRO-Infinity (arXiv 2104.07857).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.program.tree import map_leaves
-from outsize.run.flat import Block, Room
+from outsize.run.flat import Berth, Block, Going, Room, kept
 from outsize.run.landing import Landing
 from outsize.run.layout import Layout, packed_bytes
 from outsize.run.streams import Event, Streams
@@ -90,7 +90,7 @@ class Residency:
     def __init__(self, model: nn.Module, streams: Streams, device: str, room: Room | None = None) -> None:
         """`room`: where the host has it; None: in memory that can be copied to unpaged."""
         self._model, self._streams, self._device = model, streams, device
-        self._room = room or streams.host
+        self.room = room or streams.host
         self.compute = streams.compute(device)
         here = streams.is_host(device)
         self._down = self.compute if here else streams.copies("cpu", device)
@@ -101,7 +101,7 @@ class Residency:
         self._absent: dict[str, nn.Parameter] = {}
         self._modules = _Modules(model)
         self._leaving: deque[tuple[Event, list[Tensor]]] = deque()
-        self.landing: Landing | None = None
+        self.landing = Landing(threaded=False, room=self.room)
 
     @property
     def device_bytes(self) -> int:
@@ -110,8 +110,8 @@ class Residency:
 
     @property
     def host_bytes(self) -> int:
-        """Of masters and gradients that have landed."""
-        return sum(block.host_bytes for block in self._blocks)
+        """Of masters, of gradients that have landed, and of what is put by."""
+        return self.landing.host_bytes + sum(block.host_bytes for block in self._blocks)
 
     def guests(self, users: Users, colour: Mapping[int, int]) -> list[Guest]:
         """Blocks of these weights at their places; `colour[stage]`: which one.
@@ -165,13 +165,13 @@ class Residency:
         """
         for guest in going:
             self._hide(guest.twins)
-        landed = self._land(trained) if trained else []
+        landed = self._land(trained, self.landing.berths if final else kept) if trained else []
         now = self.compute.record()
         for guest in going:
             guest.place.free = now
-        if self.landing is not None and final and landed:
+        if final and landed:
             self.landing(landed, self._leaving[-1][0])
-        if self.landing is not None and last:
+        if last:
             self.landing.finish()
 
     def _hide(self, names: Iterable[str]) -> None:
@@ -181,26 +181,25 @@ class Residency:
                 self._absent[name] = Absent(torch.empty(0), requires_grad=False)
         self._modules.put({name: self._absent[name] for name in names})
 
-    def _land(self, guests: Sequence[Guest]) -> list[nn.Parameter]:
-        """The masters whose gradients are on their way."""
+    def _land(
+        self, guests: Sequence[Guest], berths: Callable[[Sequence[Going]], list[Berth]]
+    ) -> list[nn.Parameter]:
+        """The masters whose gradients are on their way to their berths."""
         while self._leaving:
             self._let_go()
-        found, going, held = list[nn.Parameter](), list[tuple[Tensor, Tensor]](), list[Tensor]()
+        found, going = list[nn.Parameter](), list[Going]()
         for guest in guests:
-            for name, twin in guest.twins.items():
-                gradient, twin.grad = twin.grad, None
-                if gradient is None:
-                    continue
+            for name, gradient in _taken(guest):
                 master = guest.block.masters[name]
                 found.append(master)
-                if gradient.layout is not torch.strided:
+                if gradient.layout is torch.strided:
+                    going.append((guest.block, name, gradient))
+                else:
                     master.grad = gradient.to(master.device)
-                    continue
-                master.grad, into = guest.block.landing(name, gradient)
-                held.append(packed_bytes(gradient))
-                going.append((into, held[-1]))
+        held = [packed_bytes(gradient) for _, _, gradient in going]
         self._up.after(self.compute.record())
-        for into, source in going:
+        for (block, name, _), source, (berth, into) in zip(going, held, berths(going), strict=True):
+            block.masters[name].grad = berth
             self._up.copy(into, source)
         self._leaving.append((self._up.record(), held))
         return found
@@ -236,7 +235,7 @@ class Residency:
             if name not in self._block_of:
                 new.setdefault(stages, []).append(name)
         for names in new.values():
-            block = Block({name: masters[name] for name in names}, self._room)
+            block = Block({name: masters[name] for name in names}, self.room)
             self._blocks.append(block)
             self._block_of |= dict.fromkeys(names, block)
 
@@ -314,6 +313,14 @@ def _tensors_in(value: Any) -> set[int]:
         items = value.values() if isinstance(value, dict) else value
         return set().union(*map(_tensors_in, items))
     return {id(value)} if isinstance(value, Tensor) else set()
+
+
+def _taken(guest: Guest) -> Iterator[tuple[str, Tensor]]:
+    """The gradients of its twins, which have none then."""
+    for name, twin in guest.twins.items():
+        gradient, twin.grad = twin.grad, None
+        if gradient is not None:
+            yield name, gradient
 
 
 def _twin(guest: Guest, name: str, master: nn.Parameter) -> nn.Parameter:

@@ -37,9 +37,9 @@ from outsize.train.by_modules import ByModules
 from outsize.train.crew import Crew
 from outsize.train.devices import insist_on_one_device
 from outsize.train.generate import generate
-from outsize.train.insist import made_optimizer
+from outsize.train.insist import insist_on_parts, made_optimizer
 from outsize.train.loss import Counting
-from outsize.train.norm import clip_by_global_norm
+from outsize.train.norm import Clipping, clip_by_global_norm, speculation_for
 from outsize.train.own_module import own_module
 from outsize.train.ownership import Ownership
 from outsize.train.pipelined import Pipelined
@@ -69,6 +69,7 @@ class Engine:
         loss_fn: LossFn | None = None,
         optimizer: MakeOptimizer | None = None,
         clip_norm: float | None = None,
+        clipping: Clipping = "exact",
         counting: Counting = "auto",
         seed: int = 0,
         weights: WeightFiles | None = None,
@@ -84,6 +85,7 @@ class Engine:
         self.model, self.plan, self.crew = model, plan, crew
         self._explain = explain
         self.clip_norm, self.seed = clip_norm, seed
+        self._speculation = speculation_for(clipping, clip_norm, scaler, crew, plan)
         self.steps = 0
         self.optimizer: Optimizer | None = None
         self._make_optimizer = optimizer
@@ -136,7 +138,8 @@ class Engine:
             )
         scale = loss_scale if self._scaling is None else loss_scale * self._scaling.scale()
         parts = self._microbatches(args, kwargs, target)
-        at_once = update and self.clip_norm is None and self._scaling is None
+        known = self.clip_norm is None or self._speculation is not None
+        at_once = update and known and self._scaling is None
         self.crew.apply_early(self.optimizer if at_once else None, len(parts))
         with borrowed_generators():
             loss = self._way.train(parts, scale, self.steps)
@@ -238,7 +241,11 @@ class Engine:
         measured = measured or self.timeline()
         if not measured.spans or self._explain is None:
             raise BadOption("no step has been measured", next_step="engine.step(...) of outsize.parallelize")
-        return self._explain(measured, self.plan, self._device_names(measured.ranks))
+        found = self._explain(measured, self.plan, self._device_names(measured.ranks))
+        if self._speculation is None:
+            return found
+        counted = self._speculation.taken_back, self._speculation.steps
+        return found.model_copy(update={"taken_back": counted})
 
     def update(self) -> Tensor | None:
         """Unscale and clip (if asked for), optimizer step, zero gradients; returns the norm before clipping.
@@ -250,7 +257,8 @@ class Engine:
         if self.clip_norm is not None:
             everything = dict(self.model.named_parameters())
             own = dict(self.named_parameters())
-            norm = clip_by_global_norm(own, everything, self.clip_norm, self.crew, self._tensor)
+            how = self.crew, self._tensor, self._speculation
+            norm = clip_by_global_norm(own, everything, self.clip_norm, *how)
         if self._scaling is not None:
             self._scaling.step()
         elif self.optimizer is not None:
@@ -295,6 +303,7 @@ class Engine:
         own = self._ownership.trained() if self._make_optimizer and self.optimizer is None else []
         if self._make_optimizer is not None and own:
             self.optimizer = made_optimizer(self._make_optimizer, own)
+            insist_on_parts(self.optimizer, self._speculation)
 
 
 def _beside(device: str, places: int) -> str:

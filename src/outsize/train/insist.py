@@ -13,6 +13,8 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.names import prefixes, unroll
 from outsize.ir.plan import Plan
 from outsize.program.tape import Meta, Tape
+from outsize.run.landing import steps_in_parts
+from outsize.run.speculation import Speculation
 from outsize.train.batch import Batch
 
 _OPTIMIZER = "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
@@ -76,3 +78,14 @@ def made_optimizer(make: Callable[[Any], Any], parameters: list[nn.Parameter]) -
             f"the optimizer function returned {type(made).__name__}, no optimizer", next_step=_OPTIMIZER
         )
     return made
+
+
+def insist_on_parts(optimizer: Optimizer, speculation: Speculation | None) -> None:
+    """Raise BadOption when steps may be taken back that this optimizer does not take."""
+    if speculation is not None and not steps_in_parts(optimizer):
+        raise BadOption(
+            f"clipping='speculative' wants an optimizer that steps in parts, and {type(optimizer).__name__} "
+            "steps once",
+            numbers="in parts: those of torch.optim, but for LBFGS, and without hooks on their step",
+            next_step="clipping='exact'",
+        )

@@ -18,7 +18,6 @@ from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.run.device_transport import Places
 from outsize.run.flat import ALIGN, Block
 from outsize.run.host_moves import HostMoves
-from outsize.run.hosted import Hosted
 from outsize.run.landing import Landing
 from outsize.run.residency import Absent, Residency
 from outsize.run.stage import Stage
@@ -63,9 +62,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, schedule: str = "gpipe", room: int = ROOM) -> None:
         self.streams, self.model, self.plan = FakeStreams(), model(), planned(schedule)
         self.residency = Residency(self.model, self.streams, "a")
-        hosted = Hosted(Places(self.streams, ("a",)), self.residency)
-        crew = LocalCrew(self.plan, hosted)
-        crew.moves, crew.landing = HostMoves(self.residency, room), hosted.landing
+        crew = LocalCrew(self.plan, Places(self.streams, ("a",)))
+        crew.moves = HostMoves(self.residency, room)
         self.engine = Engine(self.model, self.plan, crew, loss_fn=loss, optimizer=self._adamw)
         for name in ("forward", "backward"):
             self._watch(monkeypatch, name, getattr(Stage, name))
@@ -194,9 +192,8 @@ def test_the_optimizer_belongs_to_the_step_that_is_measured() -> None:
     """On the CPU with steps in a thread as beside a GPU, each of 20 ms: the last ends behind all kernels."""
     found, plan = model(), planned()
     residency = Residency(found, TorchStreams(("cpu",)), "cpu")
-    crew = LocalCrew(plan, Hosted(OnePlace(), residency))
-    crew.moves, crew.landing = HostMoves(residency), Landing(threaded=True)
-    residency.landing = crew.landing
+    crew = LocalCrew(plan, OnePlace())
+    crew.moves, residency.landing = HostMoves(residency), Landing(threaded=True)
     engine = Engine(found, plan, crew, loss_fn=loss, optimizer=Slow)
     for x in batches(2):
         engine.step(x)
