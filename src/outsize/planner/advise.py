@@ -76,7 +76,7 @@ class _View:
         return tuple(f.forward_s + f.backward_s for f in self.expected.stages)
 
     def link(self, source: int, destination: int) -> Link:
-        """Between the devices of two stages; one device, if they share it, counts as its node's link."""
+        """Between the devices of two stages."""
         group, ranks = self.plan.axes.group_size, self.plan.ranks
         return self.cluster.link(ranks[source] * group, ranks[destination] * group)
 
@@ -93,7 +93,8 @@ def advise(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         return ()
     graph, profile = in_plans_order(plan, graph, profile)
     view = _View(plan, plan.expected, graph, profile, cluster, plan.bounds(graph))
-    rules = (_replicas, _slow_links, _heavy, _branches, _small, _fat, _states, _idle)
+    cuts = (_heavy, _branches, _small, _fat) if plan.axes.pp > 1 else ()  # else nothing waits or crosses
+    rules = (_replicas, _slow_links, *cuts, _states, _spare, _waiting)
     return tuple(advice for rule in rules for advice in rule(view))
 
 
@@ -209,7 +210,7 @@ def _heaviest(view: _View, amounts: Sequence[float], of_what: str) -> Iterator[A
     heaviest = max(range(len(amounts)), key=amounts.__getitem__)
     total, even = sum(amounts), 1 / view.stages
     share = amounts[heaviest] / total if total else 0.0
-    if view.stages < 2 or share <= even:
+    if share <= even:
         return
     name = view.unit(heaviest)
     yield Advice(
@@ -223,7 +224,7 @@ def _heaviest(view: _View, amounts: Sequence[float], of_what: str) -> Iterator[A
 
 def _branches(view: _View) -> Iterator[Advice]:
     """For devices of one kind with a stage each; a model with a form of its own runs in its own order."""
-    if view.stages < 2 or view.stages > view.plan.axes.pp or view.cluster.unequal:
+    if view.stages > view.plan.axes.pp or view.cluster.unequal:
         return
     found = branches(view.graph, UnitSeconds.of(view.profile), view.stages)
     if found is None:
@@ -245,7 +246,7 @@ def _small(view: _View) -> Iterator[Advice]:
     even = total / view.stages
     for stage, seconds in enumerate(view.compute_s):
         alone = view.plan.ranks.count(view.plan.ranks[stage]) == 1
-        if view.stages > 1 and alone and seconds < SMALL * even:
+        if alone and seconds < SMALL * even:
             held = view.expected.stages[stage]
             why = "its memory is full" if _share(held) >= FULL else "its neighbours cannot give it more"
             yield Advice(
@@ -258,10 +259,12 @@ def _small(view: _View) -> Iterator[Advice]:
 
 
 def _fat(view: _View) -> Iterator[Advice]:
-    slowest_s = max(view.compute_s)
+    slowest_s, ranks = max(view.compute_s), view.plan.ranks
     if view.plan.actions:
         return  # neighbours by number may send each other nothing
     for stage, cut in enumerate(view.bounds[1:-1]):
+        if ranks[stage] == ranks[stage + 1]:
+            continue
         crossing = view.graph.crossing(cut)
         size = sum(v.size_bytes * (2 if v.requires_grad else 1) for v in crossing)
         link = view.link(stage, stage + 1)
@@ -301,7 +304,7 @@ def _states(view: _View) -> Iterator[Advice]:
     )
 
 
-def _idle(view: _View) -> Iterator[Advice]:
+def _spare(view: _View) -> Iterator[Advice]:
     spare = len(view.cluster.devices) - view.plan.axes.world_size
     chosen = view.cluster.unequal or view.plan.weights == "host"  # the search left them out, and says so
     if spare > 0 and not chosen:
@@ -311,7 +314,10 @@ def _idle(view: _View) -> Iterator[Advice]:
             numbers={"devices": spare},
             next_step=f"--stages {len(view.cluster.devices)}",
         )
-    if view.stages > 1 and view.expected.bubble > IDLE:
+
+
+def _waiting(view: _View) -> Iterator[Advice]:
+    if view.plan.axes.pp > 1 and view.expected.bubble > IDLE:
         yield _more_microbatches(view)
 
 

@@ -55,6 +55,8 @@ def _of_host(found: Estimate) -> str:
         again = 0 if case.recompute == "none" else 1
         computed_s += sum((1 + again) * c.forward_s + c.backward_s for c in case.base.units[first:end])
     busy = computed_s * found.layout.microbatches / (found.step_s * found.layout.axes.pp)
+    if 1 - busy <= SEEN:
+        return f"compute, for {percent_text(busy)} of the step"
     optimizer = percent_text(found.sync_s / found.step_s)
     return f"the host: devices compute for {percent_text(busy)} of the step, its optimizer takes {optimizer}"
 
