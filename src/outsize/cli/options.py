@@ -68,6 +68,7 @@ class WhereOption(StrEnum):
     sharded = "sharded"
     host_optimizer = "host-optimizer"
     host = "host"
+    host_activations = "host-activations"
 
 
 @final
@@ -185,7 +186,8 @@ Where = Annotated[
         "--weights",
         help="With --dp-shard: sharded, whole block by block (default), or resident, whole during a step. "
         "One device: host-optimizer, the optimizer's states are in the host's memory; host, all is, "
-        "and stage after stage comes (default: the faster of the two where it is too small).",
+        "and stage after stage comes; host-activations, and what stages hand to each other "
+        "(default: the fastest of the three where it is too small).",
     ),
 ]
 WhatIf = Annotated[

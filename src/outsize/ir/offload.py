@@ -1,8 +1,9 @@
 """Degrees of offload: what the host keeps of weights, gradients and optimizer states, and what a step costs.
 
-    resident         nothing
-    host-optimizer   states and the weights that are updated; gradients go there, weights come once a step
-    host             weights and gradients as well: they come stage by stage
+    resident           nothing
+    host-optimizer     states and the weights that are updated; gradients go there, weights come once a step
+    host               weights and gradients as well: they come stage by stage
+    host-activations   and what stages hand to each other, each of which computes the rest anew
 
 The roofline of a degree is max(compute, copies to the device, copies to the host, the host's optimizer): the
 four may all be at work at the same time, so no step is shorter than the longest.
@@ -15,14 +16,17 @@ from typing import Final, Literal, final
 from outsize.ir.base import Record
 from outsize.ir.text import seconds_text
 
-Weights = Literal["resident", "sharded", "host-optimizer", "host"]
+Weights = Literal["resident", "sharded", "host-optimizer", "host", "host-activations"]
 # The degrees in which the host keeps something, the least first.
-HOSTED: Final[tuple[Weights, ...]] = ("host-optimizer", "host")
+HOSTED: Final[tuple[Weights, ...]] = ("host-optimizer", "host", "host-activations")
+# Of them those of a pipeline of several devices.
+OF_SEVERAL: Final[tuple[Weights, ...]] = ("host-optimizer", "host")
 _TEXTS: Final[dict[Weights, str]] = {
     "resident": "",
     "sharded": "weights sharded",
     "host-optimizer": "optimizer on the host",
     "host": "weights on the host",
+    "host-activations": "weights and activations on the host",
 }
 
 
@@ -45,8 +49,8 @@ class Bound(Record):
         """The four with their names."""
         return {
             "compute": self.compute_s,
-            "weights to the device": self.to_device_s,
-            "gradients to the host": self.to_host_s,
+            "copies to the device": self.to_device_s,
+            "copies to the host": self.to_host_s,
             "the optimizer on the host": self.optimizer_s,
         }
 

@@ -74,7 +74,8 @@ def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
 
 
 def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
-    return weights in HOSTED and axes.world_size == 1 and form == "tape"
+    devices = axes.world_size if weights == "host-activations" else axes.group_size
+    return weights in HOSTED and devices == 1 and form == "tape"
 
 
 def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
@@ -179,7 +180,8 @@ class Plan(Record):
     weights     "sharded" over dp_shard: a block is whole while it computes (ZeRO-3); "resident": on its
                 device, over dp_shard from a block's first use in a step to its last (ZeRO-1); "host": with
                 gradients and states in the memory of the host, fetched block by block; "host-optimizer":
-                states alone are there, gradients go there, updated weights come back
+                states alone are there, gradients go there, updated weights come back; "host-activations":
+                as "host", and what blocks hand to each other is there until they need it
     sequence_parallel   what lies between layers that tp divides is divided, too, along the tokens
     recompute   "full": a stage keeps what it receives and computes the rest anew in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`; "offload":
@@ -293,7 +295,7 @@ class Plan(Record):
 
     @property
     def streams(self) -> bool:
-        """Do weights on the host come to one device, stage by stage or once a step?"""
+        """Do weights on the host come to the devices of a pipeline, stage by stage or once a step?"""
         return _streams(self.axes, self.weights, self.form)
 
     def check_runs(self) -> None:

@@ -56,12 +56,18 @@ def offloads(plan: Plan) -> bool:
 
 
 def check_recompute(recompute: Recompute | None, weights: Weights | None) -> None:
-    """Raise BadOption for activations on the host beside weights there."""
+    """Raise BadOption for activations on the host in two ways, or for what is not recomputed there."""
+    if weights == "host-activations" and recompute not in (None, "full"):
+        raise BadOption(
+            "what is on the host of activations is what stages receive, and the rest is computed anew",
+            numbers=f"weights {weights!r}, recompute {recompute!r}",
+            next_step="--recompute full, or --weights host",
+        )
     if recompute == "offload":
         raise BadOption(
             "weights and activations on the host at once are not run",
             numbers=f"weights {weights!r}, recompute 'offload'",
-            next_step="--recompute full, or weights that stay on their devices",
+            next_step="--weights host-activations, or weights that stay on their devices",
         )
 
 

@@ -25,13 +25,13 @@ adds up gradients: 4 G_b instead of G_b through its memory. A device holds
                 where weights stay and microbatches come one by one
     activations as a resident stage; layer by layer also what m microbatches have at the end of the block
     recomputed  what blocks receive instead of what they save, and one block at work, whose weights are there
+    on the host ("host-activations") that goes there with each microbatch: handed.py
 
 Sources: ZeRO-Offload (arXiv 2101.06840, sec. 4: gradients out beside the backward, Adam on the CPU),
 ZeRO-Infinity (arXiv 2104.07857, sec. 6.2: prefetch, overlap), layer by layer as in L2L (arXiv 2002.05645).
-Deviations: no optimizer step beside the backward (run/landing.py has it on GPUs), no activations on the
-host, each replica reads all weights by itself, and no weights are kept from forward to backward
-(schedules/offload.py keeps two blocks). How much memory the host has nobody says. One device runs it
-(streamed.py); more are planned.
+Deviations: no optimizer step beside the backward (run/landing.py has it on GPUs), each replica reads all
+weights by itself, no weights are kept from forward to backward (schedules/offload.py keeps two blocks). How
+much memory the host has nobody says. One device runs it (streamed.py), and a pipeline of them (looped.py).
 Complexity: O(units + blocks^2). Oracle: tests/unit/planner/test_offload.py plays the two buffers.
 """
 
@@ -49,11 +49,12 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.devices import HOST_BYTES_PER_S, host_link
 from outsize.ir.graph import ModelGraph
 from outsize.ir.links import Link
-from outsize.ir.plan import Recompute
+from outsize.ir.plan import Plan, Recompute
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text
 from outsize.planner.coarse import coarse_graph, coarse_profile, crossing_bytes, pieces
 from outsize.planner.comm import collective_s
+from outsize.planner.handed import Handed
 from outsize.planner.layout import Layout
 from outsize.planner.optimizer import Held, OptimizerBytes, optimizer_bytes
 from outsize.planner.ranges import Bytes, Number, Ranges
@@ -90,15 +91,15 @@ class Host:
 
 def layerwise(layout: Layout) -> bool:
     """Whether a block does all microbatches before the next one."""
-    return layout.axes.pp == 1 and layout.schedule == "gpipe"
+    return layout.schedule == "gpipe"
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
     """What is streamed, the same for every layout: first unit of each block of a model, then their number;
-    bytes of runs of blocks; weights that each uses, gradients that it makes; and of each unit gradients, and
-    what its optimizer's step reads and writes.
+    bytes of runs of blocks; weights that each uses, gradients that it makes; of each unit gradients, and what
+    its optimizer's step reads and writes; what blocks hand to each other.
     """
 
     cut: tuple[int, ...]
@@ -107,13 +108,17 @@ class Blocks:
     given: tuple[int, ...]
     gradients: Seconds
     updated: Seconds
+    handed: Handed
 
     @classmethod
     def of(cls, graph: ModelGraph, profile: Profile, alone: UnitSeconds, optimizer: OptimizerBytes) -> Self:
         """Of about equal work; `alone`: seconds of units on one device."""
         cut = block_ends(graph, alone, BLOCKS)
-        ranges = Ranges.of(coarse_graph(graph, cut), coarse_profile(profile, cut), optimizer)
-        return cls(cut, ranges, *_moved(graph, cut, optimizer), *_updated(graph, optimizer))
+        coarse = coarse_graph(graph, cut)
+        ranges = Ranges.of(coarse, coarse_profile(profile, cut), optimizer)
+        return cls(
+            cut, ranges, *_moved(graph, cut, optimizer), *updated(graph, optimizer), Handed.of(coarse, ranges)
+        )
 
 
 def block_ends(graph: ModelGraph, alone: UnitSeconds, most: int) -> tuple[int, ...]:
@@ -143,10 +148,9 @@ def hosted(
     "none" recomputes block by block.
     """
     again = recompute != "none"
-    kept = _kept(blocks.ranges, blocks.cut, ends)
     return replace(
         whole,
-        ranges=_on_device(whole.ranges, blocks.ranges, kept, layout, again),
+        ranges=_on_device(whole.ranges, blocks, ends, layout, again),
         microbatches=layout.microbatches,
         recompute="full" if again else "none",
         after_s=_after_s(blocks, ends, layout, cluster),
@@ -158,9 +162,11 @@ def fetching(
 ) -> UnitSeconds:
     """Seconds of units with the weights that they wait for; `again`: a backward begins with a forward."""
     compute = alone.recomputed() if again else alone
-    how = streamed if layout.weights == "host" else staying
     host = Host.of(cluster, layout.axes.world_size)
-    return how(compute, blocks.cut, blocks.taken, blocks.given, layout, host)
+    moved = blocks.cut, blocks.taken, blocks.given, layout, host
+    if layout.weights == "host-optimizer":
+        return staying(compute, *moved)
+    return streamed(compute, *moved, blocks.handed if layout.weights == "host-activations" else None)
 
 
 def streamed(
@@ -170,15 +176,20 @@ def streamed(
     given: Sequence[int],
     layout: Layout,
     host: Host,
+    handed: Handed | None = None,
 ) -> UnitSeconds:
     """Seconds of units for one microbatch; what a block waits for is with its first unit.
 
-    `cut`: first unit of each block, then their number; `taken` and `given`: weights and gradients of each.
+    `cut`: first unit of each block, then their number; `taken` and `given`: weights and gradients of each;
+    `handed`: what moves with each microbatch beside them.
     """
     m, once = layout.microbatches, layerwise(layout)
     times, adding = (m, 1) if once else (1, ADDING if m > 1 else 1)
-    next_s = [host.move_s(size) / times for size in (*taken[1:], 0)]
-    both = zip((0, *taken[:-1]), (*given[1:], 0), strict=True)
+    nothing = np.zeros((2, len(taken)), np.int64)
+    comes, goes = (nothing, nothing) if handed is None else (handed.comes, handed.goes)
+    ahead = zip((*taken[1:], 0), times * comes[0], times * goes[0], strict=True)
+    next_s = [host.move_s(size + come, go) / times for size, come, go in ahead]
+    both = zip(times * comes[1] + (0, *taken[:-1]), times * goes[1] + (*given[1:], 0), strict=True)
     before_s = [host.move_s(come, go, adding) / times for come, go in both]
     blocks, first = compute.merged(cut), np.array(cut[:-1])
     forward, backward = np.zeros(cut[-1]), np.zeros(cut[-1])
@@ -219,10 +230,35 @@ def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: 
     moves = f"{bytes_text(weights * times)} of weights come for the forwards and again for the backwards"
     if layout.weights == "host-optimizer":
         moves = f"{bytes_text(weights)} of weights come once a step and stay on the device"
+    if layout.weights == "host-activations":
+        moves += "; what stages hand to each other goes there and comes back with each microbatch"
     return (
-        f"weights, gradients and states live on the host: {bytes_text(sum(h.total_bytes for h in held))}, "
-        f"and nobody says whether it has as much. {moves}, over {host.link.source}; of the host's memory, "
-        f"{host.bytes_per_s / 1e9:.0f} GB/s for each device are assumed"
+        f"weights, gradients and states live on the host: {bytes_text(sum(h.total_bytes for h in held))} at "
+        f"most, and nobody says whether it has as much. {moves}, over {host.link.source}; of the host's "
+        f"memory, {host.bytes_per_s / 1e9:.0f} GB/s for each device are assumed"
+    )
+
+
+def host_bytes(graph: ModelGraph, plan: Plan) -> int:
+    """Of a plan's weights, states and gradients on the host, if the optimizer steps as gradients land: those
+    are of two stages in turn on each device (run/landing.py), or all where stages come for each microbatch.
+    """
+    optimizer, bounds = optimizer_bytes(plan.optimizer), pairwise(plan.bounds(graph))
+    held = [[optimizer.held(p) for p in graph.owned_parameters(a, b - 1)] for a, b in bounds]
+    given = [sum(h.gradient for h in stage) for stage in held]
+    rows = [[g for g, at in zip(given, plan.ranks, strict=True) if at == rank] for rank in set(plan.ranks)]
+    turns = ([size for size in row if size][first::2] for row in rows for first in (0, 1))
+    once = plan.weights == "host-optimizer" or plan.schedule == "gpipe" or plan.microbatches == 1
+    landing = sum(max(turn, default=0) for turn in turns) if once else sum(given)
+    return landing - sum(given) + sum(h.total_bytes for stage in held for h in stage)
+
+
+def landing_reason(graph: ModelGraph, plan: Plan) -> str:
+    """How much that is."""
+    each = host_bytes(graph, plan) / max(1, sum(p.numel for p in graph.parameters))
+    return (
+        f"where the optimizer steps as gradients land, the host holds {bytes_text(host_bytes(graph, plan))}, "
+        f"{each:.1f} bytes a parameter; more where gradients are kept (clip_norm, a GradScaler, update=False)"
     )
 
 
@@ -239,16 +275,17 @@ def _moved(
     return weights, tuple(sum(h.gradient for h in u.values()) for u in used)
 
 
-def _kept(blocks: Ranges, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
-    """What the blocks of a run receive, for all runs of pieces."""
+def _kept(staying: Bytes, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
+    """What stays of what the blocks of a run receive, for all runs of pieces."""
     received = np.zeros(ends[-1], np.int64)
-    received[np.array(cut[:-1])] = each(blocks.received)
+    received[np.array(cut[:-1])] = staying
     return _sums(np.add.reduceat(received, np.array(ends[:-1])))
 
 
-def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, again: bool) -> Ranges:
+def _on_device(whole: Ranges, streamed: Blocks, ends: Sequence[int], layout: Layout, again: bool) -> Ranges:
     """Bytes of the device for all runs: two blocks, or all weights, and activations."""
-    nothing, stay = np.zeros_like(kept), layout.weights != "host"
+    blocks, handed, nothing = streamed.ranges, streamed.handed, np.zeros_like(whole.saved)
+    stay, away = layout.weights == "host-optimizer", layout.weights == "host-activations" and again
     weights = whole.weights - whole.buffers + whole.replicas
     if not stay:
         weights = np.minimum(
@@ -257,12 +294,16 @@ def _on_device(whole: Ranges, blocks: Ranges, kept: Bytes, layout: Layout, again
     gradients = whole.gradients
     if layerwise(layout) or not stay:
         gradients = np.minimum(gradients, neighbours(each(blocks.gradients + blocks.replicas))[0, -1])
-    ended = int(each(blocks.sent).max()) * layerwise(layout)
+    ended = 0 if away else int(each(blocks.sent).max()) * layerwise(layout)
     saved, forward, backward = whole.saved, whole.forward, whole.backward - whole.gradients
     if again:
-        ends = blocks.received + blocks.sent + blocks.gradient_in + blocks.gradient_out
-        alone = each(blocks.backward - blocks.gradients + blocks.again + ends).max()
-        saved, forward, backward = kept, kept + each(blocks.forward + blocks.sent).max(), kept + alone
+        crossing = each(blocks.received + blocks.sent + blocks.gradient_in + blocks.gradient_out)
+        alone = each(blocks.backward - blocks.gradients + blocks.again) + crossing
+        ahead = each(blocks.forward + blocks.sent)
+        if away:
+            ahead, alone = ahead + each(blocks.received) + handed.moving[0], alone + handed.moving[1]
+        saved = _kept(handed.small if away else each(blocks.received), streamed.cut, ends)
+        forward, backward = saved + ahead.max(), saved + alone.max()
     return replace(
         whole,
         weights=weights + whole.buffers,
@@ -283,7 +324,7 @@ def _places(weights: Bytes, layout: Layout) -> int:
     return int(neighbours(weights)[0, -1])
 
 
-def _updated(graph: ModelGraph, optimizer: OptimizerBytes) -> tuple[Seconds, Seconds]:
+def updated(graph: ModelGraph, optimizer: OptimizerBytes) -> tuple[Seconds, Seconds]:
     """Of each unit the bytes of its gradients, and those that the optimizer reads and writes."""
     gradients, moved = np.zeros(len(graph.units)), np.zeros(len(graph.units))
     trained = (p for p in graph.parameters if p.trainable and p.name in graph.owner_of)

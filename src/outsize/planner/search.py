@@ -28,13 +28,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from typing import Final
 
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.cluster import Cluster
-from outsize.ir.offload import HOSTED
+from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, Expected, Plan, Recompute, ScheduleName, stages_from_bounds
 from outsize.planner.aside import check_recompute, offload_reasons, offloaded, offloads, or_offloaded
 from outsize.planner.best_first import Found, Hunt
@@ -45,8 +45,9 @@ from outsize.planner.either import faster, no_row_reason
 from outsize.planner.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.given import with_schedule
 from outsize.planner.infeasible import no_feasible_plan, rejections
-from outsize.planner.layout import Layout, pipelines
+from outsize.planner.layout import Layout, counts_for, pipelines
 from outsize.planner.limits import limited_by
+from outsize.planner.looped import or_in_turns
 from outsize.planner.margin import rooms
 from outsize.planner.menu import Menu
 from outsize.planner.polish import polish
@@ -100,19 +101,22 @@ def _as_given(request: Request, candidates: Candidates, cluster: Cluster) -> Pla
         plain = _by_runs(request.model_copy(update={"schedule": "1f1b"}), candidates, cluster)
         taken = candidates[plain.microbatches * plain.axes.replicas]
         return with_schedule(plain, request.actions, *taken, cluster)
-    if request.schedule == "auto" and request.meshed:
-        raise BadOption(
-            "the schedule 'auto' is built for a pipeline alone",
-            numbers=request.mesh(1).beyond_pp,
-            next_step="leave the schedule out: the best one by name is chosen",
-        )
-    if request.schedule not in (None, "auto") or request.meshed:
+    if request.schedule not in (None, "auto") or (request.schedule is None and request.meshed):
         return _by_runs(request, candidates, cluster)
     plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
+    return _composed(request, plan, candidates, cluster)
+
+
+def _composed(request: Request, plan: Plan, candidates: Candidates, cluster: Cluster) -> Plan:
+    """With branches at the same time, or where "auto" is asked for a schedule of its own."""
     if plan.weights in HOSTED or offloads(plan):
         return plan
-    asked = {count: candidates[count] for count in _asked(request, candidates)}
-    return branched(plan, asked, cluster, anyhow=request.schedule == "auto")
+    counts = counts_for(candidates, plan.axes)
+    asked = {m: candidates[c] for m, c in counts if request.microbatches in (None, m)}
+    found = branched(plan, asked, cluster, anyhow=request.schedule == "auto")
+    graph, layout = asked[found.microbatches][0], Layout.of_plan(found)
+    sums = order_reasons(graph, layout, request.bn), tensor_reasons(graph, layout.axes.tp, layout.sequence)
+    return found if found is plan else found.model_copy(update={"why": (*found.why, *chain(*sums))})
 
 
 def _by_runs(request: Request, candidates: Candidates, cluster: Cluster) -> Plan:
@@ -128,7 +132,8 @@ def _by_runs(request: Request, candidates: Candidates, cluster: Cluster) -> Plan
     found = Hunt(menu, _recompute(request)).run(() if request.weights in HOSTED else layouts)
     if found.estimates:
         return _plan(request, found, menu, cluster)
-    plan = _hosted(request, asked, found, menu, cluster) if len(cluster.devices) == 1 else None
+    last = len(cluster.devices) == 1 or request.weights in HOSTED
+    plan = _hosted(request, asked, found, menu, cluster) if last else None
     if plan is None:
         raise _nothing_fits(request, candidates, layouts, menu, cluster)
     return plan
@@ -136,8 +141,11 @@ def _by_runs(request: Request, candidates: Candidates, cluster: Cluster) -> Plan
 
 def _open(request: Request, candidates: Candidates, cluster: Cluster, last: bool = False) -> Plan | None:
     """The fastest mesh of all axes; where none fits None, or as the `last` way with weights on the host."""
-    if request.actions or request.schedule == "auto":
-        return None  # composed for a pipeline
+    if request.actions:
+        return None  # written for a pipeline
+    if request.schedule == "auto":
+        named = _open(request.model_copy(update={"schedule": None}), candidates, cluster, last)
+        return named and _composed(request, named, candidates, cluster)
     menu = Menu(candidates, cluster, request.optimizer, idle=request.stages is None)
     hunt = Hunt(menu, _recompute(request))
     layouts = tuple(meshes(request, candidates, cluster))
@@ -155,18 +163,24 @@ def _open(request: Request, candidates: Candidates, cluster: Cluster, last: bool
 def _hosted(
     request: Request, candidates: Candidates, found: Found, menu: Menu, cluster: Cluster
 ) -> Plan | None:
-    """With weights on the host, on all devices; or on one of them, by the fastest degree of offload."""
+    """With weights on the host, by the fastest degree of offload: on one device, or on several in turns."""
     layouts, ways = tuple(on_host(request, candidates, cluster)), _recompute(request)
-    many = Hunt(menu, ways).run([layout for layout in layouts if layout.axes.world_size > 1])
-    if many.estimates:
-        return _plan(request, replace(many, rejected=found.rejected), menu, cluster)
-    alone = [layout for layout in layouts if layout.axes.world_size == 1]
-    degrees = [_streamed([each for each in alone if each.weights == w], menu, ways) for w in HOSTED]
+    degrees = [
+        _streamed([each for each in layouts if each.weights == w], menu, own)
+        for w in HOSTED
+        if (own := _with(w, ways))
+    ]
     made = [
         _plan(request, replace(d, rejected=found.rejected), menu, cluster) for d in degrees if d.estimates
     ]
     plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made]
-    return fastest(plans, candidates, cluster) if plans else None
+    alone = fastest(plans, candidates, cluster) if plans else None
+    return or_in_turns(alone, request, candidates, cluster, ways)
+
+
+def _with(weights: Weights, ways: tuple[Recompute, ...]) -> tuple[Recompute, ...]:
+    """Stages whose activations are on the host compute anew what they do not receive."""
+    return tuple(way for way in ways if way == "full") if weights == "host-activations" else ways
 
 
 def _streamed(layouts: Sequence[Layout], menu: Menu, ways: Sequence[Recompute]) -> Found:

@@ -5,7 +5,7 @@
     schedule  gpipe, layer by layer; naive where boundaries of all microbatches do not fit beside two stages
     seconds   those of offload.py, which the device's timeline has stage by stage
     bytes     of the device, shared out evenly to its stages, so that they add up to what it holds
-    bound     max(compute, weights to the device, gradients to the host, the optimizer on the host)
+    bound     max(compute, copies to the device, copies to the host, the optimizer on the host)
 
 The bound is what no order of these four can beat; the plan says all four, of each degree. Gradients out are
 no degree of their own: layer by layer they leave anyway when their stage's last backward ends, and one
@@ -33,7 +33,7 @@ from outsize.planner.floor import Work
 from outsize.planner.layout import Layout
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
-from outsize.planner.offload import BLOCKS, Blocks, Host, block_ends, layerwise
+from outsize.planner.offload import BLOCKS, Blocks, Host, block_ends, landing_reason, layerwise
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.reasons import fullest_reason, over_memory
 from outsize.planner.seconds import UnitSeconds
@@ -47,7 +47,7 @@ _BYTES: Final = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activat
 
 
 def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, weights: Weights) -> None:
-    """Raise BadOption where this degree makes no sense, or wants fewer devices."""
+    """Raise BadOption where this degree makes no sense."""
     if any(host_link(device) is None for device in cluster.devices):
         raise BadOption(
             "weights on the host want a device with a memory of its own",
@@ -59,12 +59,6 @@ def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, weights: Weight
         raise BadOption(
             f"{modules} runs by modules, in its own Python, and its weights stay where they are",
             next_step=f"leave out weights={weights!r}",
-        )
-    if len(cluster.devices) > 1:
-        raise BadOption(
-            "weights on the host come to one device",
-            numbers=f"cluster {cluster.name!r} has {len(cluster.devices)}",
-            next_step="--axes all, which takes one of them, or --what-if to price all",
         )
 
 
@@ -98,7 +92,8 @@ def _with_degrees(
     rows = {degree.weights: degree for degree in known}
     for weights in ("resident", *HOSTED):
         if weights not in rows:
-            other = plan.model_copy(update={"weights": weights})
+            how = "full" if weights == "host-activations" else plan.recompute
+            other = plan.model_copy(update={"weights": weights, "recompute": how})
             rows[weights] = _degree(other, graph, profile, cluster)
     degrees = tuple(rows[weights] for weights in ("resident", *HOSTED))
     return plan.model_copy(update={"expected": plan.expected.model_copy(update={"degrees": degrees})})
@@ -131,7 +126,8 @@ def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
 def _shown(made: Plan, plan: Plan, graph: ModelGraph, found: Estimate, bound: Bound) -> Plan:
     figures, before = _figures(made, found, graph), plan.expected
     kept = {} if before is None else {"gap": before.gap, "limited_by": before.limited_by}
-    why = (*plan.why[1:], str(bound))  # the first says which stage of a pipeline sets the pace
+    # The first says which stage of a pipeline sets the pace.
+    why = (*plan.why[1:], landing_reason(graph, made), str(bound))
     return made.model_copy(update={"expected": figures.model_copy(update=kept), "why": why})
 
 
@@ -143,7 +139,7 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
     figures = _figures(plan, found, graph).model_copy(update={"limited_by": limit})
     rooms = [found.pipeline.room.devices[rank] for rank in found.pipeline.ranks]
     full = fullest_reason(found.memories, found.devices, found.layout.ranks, found.layout.group)
-    why = (*over_memory(found.memories, rooms), full, str(bound))
+    why = (*over_memory(found.memories, rooms), full, landing_reason(graph, plan), str(bound))
     made = plan.model_copy(update={"expected": figures, "why": why})
     return _with_degrees(made, (), graph, profile, cluster)
 
@@ -176,12 +172,14 @@ def _bound(
     host, m, case = Host.of(cluster, 1), layout.microbatches, found.cases[0]
     blocks = Blocks.of(*coarse, UnitSeconds.of(coarse[1]), optimizer_bytes(optimizer))
     passes = 1 if layerwise(layout) else m
-    come, go = {"host": (2 * passes, passes), "host-optimizer": (1, 1)}.get(layout.weights, (0, 0))
+    streams = {"resident": (0, 0), "host-optimizer": (1, 1)}
+    come, go = streams.get(layout.weights, (2 * passes, passes))
+    handed = blocks.handed.moved_bytes if layout.weights == "host-activations" else (0, 0)
     again = 1 if case.recompute == "none" else 2
     return Bound(
         compute_s=m * sum(again * c.forward_s + c.backward_s for c in case.base.units),
-        to_device_s=come * host.link.seconds(sum(blocks.taken)),
-        to_host_s=go * host.link.seconds(sum(blocks.given)),
+        to_device_s=come * host.link.seconds(sum(blocks.taken)) + host.link.seconds(m * handed[0]),
+        to_host_s=go * host.link.seconds(sum(blocks.given)) + host.link.seconds(m * handed[1]),
         optimizer_s=found.sync_s,
     )
 

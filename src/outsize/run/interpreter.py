@@ -18,34 +18,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, final
+from functools import partial
+from typing import Any, final
 
 from torch import Tensor
 
 from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.boundary import Boundary
+from outsize.run.cells import MISSING, Cell, as_it_is, ready, take
 from outsize.run.clock import HOST, Clock
 from outsize.run.marks import Marks
 from outsize.run.moves import Moves, Resident
 from outsize.run.rng import Seed
 from outsize.run.stage import Gradients, Stage
 from outsize.run.transport import Pending, Transport
+from outsize.run.values import Values
 
 Message = tuple[int, int, int]  # boundary key, consuming stage, microbatch
-Cell = list[Any]  # one item: what came in or is about to leave, a Pending, or _MISSING
-_MISSING: Final = object()
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """What runs a step: `stage(number, microbatch)` of so many stages; channels; what moves weights."""
+    """What runs a step: `stage(number, microbatch)` of so many stages; channels; what moves weights, and what
+    stages of one rank hand to each other.
+    """
 
     stages: int
     stage: Callable[[int, int], Stage]
     channels: Sequence[int]  # by microbatch
     moves: Moves = field(default_factory=Resident)
+    values: Values = field(default_factory=Values)
 
 
 @final
@@ -162,6 +166,7 @@ class _Handlers:
         self._rank, self._rank_of = rank, schedule.rank_of
         self._row = schedule.actions[rank]
         self._programs, self._transport = programs, transport
+        self._lends = programs.values.lends
         self._stages: dict[int, Stage] = {}
         # Whoever takes a message, a compute action or a send, takes it out of its cell. A tied weight comes
         # with microbatch 0 and stays for the step.
@@ -177,7 +182,7 @@ class _Handlers:
         """A new step's data."""
         self._step, self.outputs = step, outputs
         for cell in self._tied.values():
-            cell[0] = _MISSING
+            cell[0] = MISSING
         for stage in self._stages.values():
             stage.begin()
 
@@ -186,7 +191,7 @@ class _Handlers:
         for stage in self._stages.values():
             stage.forget()
         for cell in (*self._values.values(), *self._tied.values(), *self._gradients.values()):
-            cell[0] = _MISSING
+            cell[0] = MISSING
         for held in self._held.values():
             held.clear()
 
@@ -232,7 +237,8 @@ class _Handlers:
         wanted = [self._wanted(b, action.stage, mb) for b in stage.program.received]
         held, release = self._held_of(action), self._release(action) if not self._trains else None
         pairs = [(b, c) for b in stage.program.sent for c in b.consumers]
-        leaving = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is None]
+        values = [(b, c) for b, c in pairs if b.weight is None]
+        leaving = [(self._value(b, c, mb), b.key, self._lender(b.key, c, mb)) for b, c in values]
         lent = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is not None and mb == 0]
 
         def run(received: list[Tensor] | None) -> None:
@@ -242,18 +248,18 @@ class _Handlers:
                 self.outputs.losses[mb] = result.loss.detach()
             if result.outputs:
                 self.outputs.outputs[mb] = result.outputs
-            for cell, key in leaving:
-                cell[0] = result.sent[key].detach()
+            for cell, key, lend in leaving:
+                cell[0] = lend(result.sent[key].detach())
             for cell, key in lent:
                 cell[0] = stage.own(key).detach()
             if release is not None:
                 release()
 
         def gather() -> list[Tensor]:
-            return [_take(cell, remote, keep, held) for cell, remote, keep in wanted]
+            return [take(cell, remote, keep, held) for cell, remote, keep in wanted]
 
         op = _Op(str(action), "compute", run)
-        return replace(op, gather=gather, ready=_ready([w[:2] for w in wanted])) if wanted else op
+        return replace(op, gather=gather, ready=ready([w[:2] for w in wanted])) if wanted else op
 
     def _backward(self, action: Action) -> _Op:
         return self._gradients_through(action, self._stage(action).backward, self._release(action))
@@ -278,21 +284,22 @@ class _Handlers:
         program = self._stage(action).program
         ours = [(b, b.following(number)) for b in (*program.sent, *program.received) if b.requires_grad]
         incoming = [(b.key, self._gradient(b.key, number, mb), far) for b, far in ours if far is not None]
-        incoming = [(key, cell, self._rank_of[far] != self._rank) for key, cell, far in incoming]
+        incoming = [(key, cell, self._pends(far)) for key, cell, far in incoming]
         back = [b for b in program.received if b.requires_grad]
-        returned = [(self._gradient(b.key, b.previous(number), mb), b.key) for b in back]
+        onward = [(b.key, b.previous(number)) for b in back]
+        returned = [(self._gradient(k, to, mb), k, self._lender(k, to, mb, back=True)) for k, to in onward]
 
         def run(gradients: Gradients | None) -> None:
             sink = backward(mb, self._step.weights[mb], gradients or {})
-            for cell, key in returned:
-                cell[0] = sink.get(key)
+            for cell, key, lend in returned:
+                cell[0] = lend(sink.get(key))
             end()
 
         def gather() -> Gradients:
-            return {key: _take(cell, remote, False, held) for key, cell, remote in incoming}
+            return {key: take(cell, remote, False, held) for key, cell, remote in incoming}
 
         op = _Op(str(action), "compute", run)
-        return replace(op, gather=gather, ready=_ready([i[1:] for i in incoming])) if incoming else op
+        return replace(op, gather=gather, ready=ready([i[1:] for i in incoming])) if incoming else op
 
     # -- transfers -----------------------------------------------------------------------------------
 
@@ -329,7 +336,7 @@ class _Handlers:
 
         def run(_: None) -> None:
             for cell, channel in leaving:
-                tensor, cell[0] = cell[0], _MISSING
+                tensor, cell[0] = cell[0], MISSING
                 send(rank, channel, mb, tensor)
 
         return _Op(str(action), "send", run)
@@ -347,17 +354,26 @@ class _Handlers:
 
     def _value(self, boundary: Boundary, stage: int, mb: int) -> Cell:
         if boundary.weight is not None:
-            return self._tied.setdefault((boundary.weight, stage), [_MISSING])
-        return self._values.setdefault((boundary.key, stage, mb), [_MISSING])
+            return self._tied.setdefault((boundary.weight, stage), [MISSING])
+        return self._values.setdefault((boundary.key, stage, mb), [MISSING])
 
     def _gradient(self, key: int, stage: int, mb: int) -> Cell:
-        return self._gradients.setdefault((key, stage, mb), [_MISSING])
+        return self._gradients.setdefault((key, stage, mb), [MISSING])
 
     def _wanted(self, boundary: Boundary, stage: int, mb: int) -> tuple[Cell, bool, bool]:
-        """The cell of a received value; does it come from another rank, does it stay for the step?"""
-        remote = self._rank_of[boundary.producer] != self._rank
+        """The cell of a received value; is it waited for, does it stay for the step?"""
         cell, tied = self._value(boundary, stage, mb), boundary.weight is not None
-        return cell, remote and (not tied or mb == 0), tied
+        remote = self._rank_of[boundary.producer] != self._rank
+        return cell, (remote and mb == 0) if tied else self._pends(boundary.producer), tied
+
+    def _pends(self, producer: int) -> bool:
+        """Does a cell of what that stage makes hold a Pending?"""
+        return self._lends or self._rank_of[producer] != self._rank
+
+    def _lender(self, key: int, taker: int, mb: int, *, back: bool = False) -> Callable[[Any], Any]:
+        """What puts a tensor into its cell, for a stage of this rank or to be sent."""
+        lends = self._lends and self._rank_of[taker] == self._rank
+        return partial(self._programs.values.lend, (key, taker, mb, back)) if lends else as_it_is
 
     def _held_of(self, action: Action) -> list[Pending]:
         return self._held.setdefault((action.stage, action.microbatch), [])
@@ -374,17 +390,6 @@ class _Handlers:
         return release
 
 
-def _take(cell: Cell, remote: bool, keep: bool, held: list[Pending]) -> Any:
-    """The message, waited for; of another rank's, the receive goes to `held` unless the message stays."""
-    found = cell[0]
-    if remote:
-        pending, found = found, found.wait()
-        if not keep:
-            held.append(pending)
-    cell[0] = found if keep else _MISSING
-    return found
-
-
 def _behind(arrival: Callable[[], None], gather: Callable[[], Any] | None) -> Callable[[], Any]:
     """Wait for both."""
 
@@ -393,7 +398,3 @@ def _behind(arrival: Callable[[], None], gather: Callable[[], Any] | None) -> Ca
         return gather() if gather is not None else None
 
     return both
-
-
-def _ready(wanted: Sequence[tuple[Cell, bool]]) -> Callable[[], bool]:
-    return lambda: all(c[0] is not _MISSING and (not remote or c[0].ready()) for c, remote in wanted)

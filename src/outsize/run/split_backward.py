@@ -57,10 +57,10 @@ class Later:
         torch.autograd.backward([self.edge], [self.gradient], inputs=self.weights)
 
 
-def input_backward(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor], *, whole: bool = False
-) -> list[Later]:
-    """The backward from `roots` without the weights that can wait: these are returned (`whole`: none)."""
+def input_backward(roots: Sequence[Any], gradients: Sequence[Tensor], *, whole: bool = False) -> list[Later]:
+    """The backward from `roots`, tensors, or edges if `whole`, without the weights that can wait: these are
+    returned (`whole`: none).
+    """
     graph = _Graph(() if whole else roots)
     waiting = [] if graph.is_hooked() else list(graph.separable())
     if not waiting:

@@ -16,21 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from outsize.errors import BoundaryMismatch
 from outsize.program.modes import casting_devices, outside_autocast
-from outsize.run.activations import Saved
 from outsize.run.cut import StageProgram
 from outsize.run.rng import Seed
 from outsize.run.split_backward import Later, input_backward
 
 Gradients = dict[int, Tensor | None]  # boundary key -> gradient
+Root = Tensor | GradientEdge
+Roots = dict[int, Any]  # boundary key -> where a backward begins
 _GONE: Final = (None,)
 _IN_PLACE: Final = nullcontext()
 
@@ -48,7 +49,21 @@ def enter(value: Tensor, sink: Gradients, key: int) -> Tensor:
     return alias
 
 
-def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+def enter_bare(value: Tensor, sink: Gradients, key: int) -> Tensor:
+    """As `enter`, where the graph is not to keep the value: its leaf has no memory."""
+    alias = enter(value, sink, key)
+    leaf = alias._base
+    assert leaf is not None
+    leaf.data = leaf.new_empty(0)
+    return alias
+
+
+def edges_of(tensors: Roots) -> Roots:
+    """Where their gradients enter the graph, without their memory."""
+    return {key: get_gradient_edge(tensor) for key, tensor in tensors.items() if tensor.requires_grad}
+
+
+def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
     """`torch.autograd.backward(roots, gradients)` for gradients that fit their roots."""
     Variable._execution_engine.run_backward(
         tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -62,8 +77,8 @@ class _Ends:
     __slots__ = ("aliases", "loss", "sent", "sink")
 
     def __init__(self) -> None:
-        self.aliases: dict[int, Tensor] = {}  # received boundaries
-        self.sent: dict[int, Tensor] = {}
+        self.aliases: Roots = {}  # received boundaries
+        self.sent: Roots = {}
         self.loss: Tensor | None = None
         self.sink: Gradients = {}
 
@@ -91,14 +106,28 @@ class Held(NamedTuple):
         return self.table[self.key]
 
 
+class Packing(Protocol):
+    """What autograd has in the place of what it saves of one forward."""
+
+    def pack(self, tensor: Tensor, /) -> Any:
+        """Something for the tensor, or itself."""
+
+    def unpack(self, packed: Any, /) -> Any:
+        """The tensor again."""
+
+    def keep(self, tensors: Any, /) -> None:
+        """The forward is over, and these are its exits."""
+
+
 # Microbatch, and tensors that stay -> what autograd saves of it.
-Saving = Callable[[int, Sequence[Tensor]], Saved]
+Saving = Callable[[int, Sequence[Tensor]], Packing]
 
 
 @final
 class Stage:
     """Runs one StageProgram on the user's modules; `again` is its function when some of it is recomputed,
-    `saving` begins what autograd saves of a microbatch, where the host has that meanwhile.
+    `saving` begins what autograd saves of a microbatch, where the host has that meanwhile; `bare`: nobody
+    here keeps what comes in and what is sent.
     """
 
     def __init__(
@@ -107,8 +136,12 @@ class Stage:
         model: nn.Module,
         again: Callable[..., Any] | None = None,
         saving: Saving | None = None,
+        *,
+        bare: bool = False,
     ) -> None:
         self.program = program
+        self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if bare else enter
+        self._roots_of: Callable[[Roots], Roots] = edges_of if bare else _as_it_is
         self._function, self._again, self._saving = program.function, again, saving
         self._inputs = program.inputs
         slots = [b for b in program.sent if b.weight is None]
@@ -150,7 +183,7 @@ class Stage:
         if not self._checked:
             self._check(sent, grad)
         if grad:
-            saved.sent, saved.loss = sent, loss
+            saved.sent, saved.loss = self._roots_of(sent), loss
             self._saved[microbatch] = saved
         return Result(sent, loss, exits[at + self.program.has_loss :])
 
@@ -180,9 +213,9 @@ class Stage:
             for later in self._later.pop(microbatch, ()):
                 later.run()
 
-    def _roots(self, saved: _Ends, weight: float, gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    def _roots(self, saved: _Ends, weight: float, gradients: Gradients) -> tuple[list[Root], list[Tensor]]:
         """Where the backward begins, and with which gradients."""
-        roots: list[Tensor] = []
+        roots: list[Root] = []
         grads: list[Tensor] = []
         for key, gradient in gradients.items():
             if gradient is not None:
@@ -206,20 +239,21 @@ class Stage:
         entries = []
         for boundary, value in zip(self.program.received, received, strict=True):
             if boundary.requires_grad:
-                value = saved.aliases[boundary.key] = enter(value, saved.sink, boundary.key)
+                value = saved.aliases[boundary.key] = self._entering(value, saved.sink, boundary.key)
             entries.append(value)
+        saved.aliases = self._roots_of(saved.aliases)
         return entries
 
     def _uncast(self) -> AbstractContextManager[Any]:
         return outside_autocast() if self._casts else _IN_PLACE
 
-    def _begin(self, microbatch: int, coming: list[Tensor]) -> Saved | None:
+    def _begin(self, microbatch: int, coming: list[Tensor]) -> Packing | None:
         """Where what autograd saves may go to the host; weights and what comes in stay."""
         if self._saving is None:
             return None
         return self._saving(microbatch, [*(held.tensor for held in self._weights), *coming])
 
-    def _keeping(self, away: Saved | None) -> AbstractContextManager[Any]:
+    def _keeping(self, away: Packing | None) -> AbstractContextManager[Any]:
         """The forward of a later microbatch may write a weight before this one's backward has read it."""
         if not self._written:
             return _IN_PLACE if away is None else saved_tensors_hooks(away.pack, away.unpack)
@@ -232,7 +266,7 @@ class Stage:
 
         return saved_tensors_hooks(pack, _as_it_is if away is None else away.unpack)
 
-    def _root(self, saved: _Ends, key: int) -> Tensor:
+    def _root(self, saved: _Ends, key: int) -> Root:
         if key in saved.aliases:
             return saved.aliases[key]
         return saved.sent[key] if key in saved.sent else self.own(key)
@@ -253,8 +287,8 @@ class Stage:
         self._checked = True
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
+def _as_it_is(given: Any) -> Any:
+    return given
 
 
 def _written_by_users(program: StageProgram, model: nn.Module) -> list[Held]:

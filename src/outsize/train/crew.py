@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, final
 
@@ -24,13 +25,13 @@ from outsize.run.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.clock import Clock, clock_of
 from outsize.run.cut import Cut
 from outsize.run.interpreter import Interpreter, Programs, StepInputs, StepOutputs
-from outsize.run.landing import Landing
 from outsize.run.marks import Marks
 from outsize.run.moves import Moves, Resident
 from outsize.run.near import connect
 from outsize.run.stage import Stage
 from outsize.run.together import OnePlace, Together
 from outsize.run.transport import CHANNELS, Groups, Transport
+from outsize.run.values import Values
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.schedules.planned import planned
@@ -59,6 +60,7 @@ class Crew(ABC):
     replicas: Replicas = Alone()
     beside: int = 1
     moves: Moves = Resident()  # of stages' weights
+    values: Values = Values()  # that stages of one device hand to each other
     device: torch.device | None = None  # where this rank's weights and batches belong; None: where they are
 
     def __init__(self, plan: Plan) -> None:
@@ -102,8 +104,9 @@ class Crew(ABC):
         def build() -> list[Interpreter]:
             schedule = self._schedule(variants)
             channels = [CHANNELS * variant.number for variant in variants]
-            moves = self.activations.beside(self.moves.of([variant.cut for variant in variants]))
-            programs = Programs(len(self._plan.stages), stage, channels, moves)
+            cuts = [variant.cut for variant in variants]
+            moves = self.activations.beside(self.values.beside(self.moves.of(cuts), cuts))
+            programs = Programs(len(self._plan.stages), stage, channels, moves, self.values)
             at_work = transports.items()
             return [Interpreter(r, schedule, programs, t, self._clock(r, replica)) for r, t in at_work]
 
@@ -167,6 +170,11 @@ class Crew(ABC):
         None: it may not.
         """
         self._early = optimizer, microbatches
+
+    def _around(self, load: Load) -> AbstractContextManager[None]:
+        """A run of these microbatches."""
+        optimizer, microbatches = self._early
+        return self.moves.at_work(optimizer if microbatches == len(load.variants) else None)
 
     def keep(self, rank: int, marks: Marks) -> None:
         """What a rank did in this step, for the timeline."""
@@ -245,14 +253,11 @@ class LocalCrew(Crew):
         self._together = together or OnePlace()
         ranks, transport = range(plan.axes.pp), self._together.transport
         self._transports = [{p: transport(p * beside + r) for p in ranks} for r in range(beside)]
-        self.landing: Landing | None = None
 
     def run(self, loads: Sequence[Load], make_stage: MakeStage) -> list[GroupOutputs]:
         pipelines = [self._begun(load, make_stage) for load in loads]
-        if self.landing is not None:
-            optimizer, microbatches = self._early
-            self.landing.use(optimizer if microbatches == len(loads[0].variants) else None)
-        self._run({seat: rank for pipeline in pipelines for seat, rank in pipeline.items()})
+        with self._around(loads[0]):
+            self._run({seat: rank for pipeline in pipelines for seat, rank in pipeline.items()})
         found = zip(loads, pipelines, strict=True)
         return [self._outputs(load, pipeline) for load, pipeline in found]
 
@@ -283,6 +288,7 @@ class LocalCrew(Crew):
                 interpreter.reset()
             self._together.reset()
             self.activations.forget()
+            self.values.forget()
             self._built.drop(lambda key: True)
             self._at_work.clear()
             raise
@@ -356,7 +362,8 @@ class ProcessCrew(Crew):
         (load,) = loads
         (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
         interpreter.begin(StepInputs(load.inputs, load.weights, load.seeds))
-        result = interpreter.run()
+        with self._around(load):
+            result = interpreter.run()
         self.keep(self.rank, result.marks)
         return [_outputs(load.variants, interpreter.schedule, [result])]
 

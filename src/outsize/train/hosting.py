@@ -1,52 +1,67 @@
-"""A crew of one device whose weights the host keeps."""
+"""Weights that the host keeps: a crew whose ranks, each a process with one device, bring their own stages."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.run.host_moves import HostMoves
-from outsize.run.hosted import Hosted
+from outsize.run.landing import Landing
+from outsize.run.lane import Lane
 from outsize.run.on_disk import Folder
 from outsize.run.residency import Residency
 from outsize.run.streams import TorchStreams
 from outsize.run.together import OnePlace
+from outsize.run.values import Values
 from outsize.schedules.offload import ROOM
-from outsize.train.crew import LocalCrew
+from outsize.train.crew import Crew, LocalCrew, ProcessCrew, device_of
 from outsize.train.devices import together_on
+from outsize.train.mesh import Mesh
 
 
 def hosted_crew(
     model: nn.Module,
     plan: Plan,
-    world_size: int,
+    group: dist.ProcessGroup | None,
     places: tuple[str, ...] | None,
     folder: str | Path | None = None,
-) -> LocalCrew:
-    """All stages on one device of this process; what the host has of them in files of `folder`.
+) -> Crew:
+    """Each rank's stages on its device, all ranks' without a group; what the host has of them in files of
+    `folder`.
 
-    Raises WorldMismatch for several processes or devices.
+    Raises WorldMismatch for several devices of one process, or another number of processes.
     """
+    crew, place = _alone(plan, places) if group is None else _one_of(plan, group)
+    files = None if folder is None else Folder(Path(folder))
+    streams = TorchStreams((place,))
+    residency = Residency(model, streams, place, files)
+    residency.landing = Landing(threaded=place != "cpu", room=residency.room, files=files)
+    crew.moves = HostMoves(residency, len(plan.stages) if plan.weights == "host-optimizer" else ROOM)
+    if plan.weights == "host-activations":
+        crew.values = Values(Lane(streams, place, both=True))
+    return crew
+
+
+def _one_of(plan: Plan, group: dist.ProcessGroup) -> tuple[Crew, str]:
+    device = device_of(plan)
+    return ProcessCrew(plan, Mesh(plan.axes, group, device), device), str(device)
+
+
+def _alone(plan: Plan, places: tuple[str, ...] | None) -> tuple[Crew, str]:
     found = set(places or ())
-    if world_size > 1 or len(found) > 1:
+    if plan.axes.pp > 1 or len(found) > 1:
         raise WorldMismatch(
-            "weights on the host are for one process with one device",
-            numbers=f"{world_size} processes, devices {', '.join(sorted(found)) or 'unnamed'}",
-            next_step="--nproc-per-node 1, or a plan whose weights the devices hold",
+            "weights on the host come to one device of a process",
+            numbers=f"one process, pp {plan.axes.pp}, devices {', '.join(sorted(found)) or 'unnamed'}",
+            next_step=f"--nproc-per-node {plan.axes.pp} (outsize check --processes), without devices=",
         )
     place = places[0] if places else _here(plan)
-    inner = OnePlace() if place == "cpu" else together_on((place,))
-    files = None if folder is None else Folder(Path(folder))
-    residency = Residency(model, TorchStreams((place,)), place, files)
-    hosted = Hosted(inner, residency, None if files is None else files.keep)
-    crew = LocalCrew(plan, hosted)
-    room = ROOM if plan.weights == "host" else len(plan.stages)
-    crew.moves, crew.landing = HostMoves(residency, room), hosted.landing
-    return crew
+    return LocalCrew(plan, OnePlace() if place == "cpu" else together_on((place,))), place
 
 
 def _here(plan: Plan) -> str:

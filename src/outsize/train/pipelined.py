@@ -194,7 +194,12 @@ class Pipelined(Way):
         if device is not None and self._home is not None:
             program = placed(program, variant.cut.tape, model, self._home, device)
         program = replace(program, function=self._through(program.function))
-        how, again, saving = self._plan.recompute_of(program.stage), None, None
+        values = self._crew.values
+        how, again, saving = (
+            self._plan.recompute_of(program.stage),
+            None,
+            values.begin if values.lends else None,
+        )
         if how == "full":
             whole = Recompute(model, program.written, self._statistics)
             again = partial(whole.run, program.function)
@@ -203,7 +208,7 @@ class Pipelined(Way):
             again = InSegments(program.spec, runs, model, modes, self._statistics, self._through)
         elif how == "offload":
             saving = partial(self._crew.activations.begin, program.stage)
-        return Stage(program, model, again, saving)
+        return Stage(program, model, again, saving, bare=values.lends)
 
     def _through(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self._backend is None else compiled(function, self._backend)

@@ -33,14 +33,16 @@ def shown(degrees: list[Degree], chosen: Weights = "host") -> list[str]:
 
 
 def test_a_row_for_each_in_80_columns() -> None:
-    lines = shown([degree("resident", False), degree("host-optimizer", True), degree("host", True)])
+    three = [degree("resident", False), degree("host-optimizer", True), degree("host", True)]
+    lines = shown([*three, degree("host-activations", True)])
     assert lines[0] == "What each degree of offload costs"
     assert " ".join(lines[1].split()) == "degree, s compute H2D D2H optim. bound step peak GiB fits"
     figures = ["13.9", "123", "61.5", "46.0", "123", "170", "12.1"]
-    assert [line.split() for line in lines[3:6]] == [
+    assert [line.split() for line in lines[3:7]] == [
         ["resident", *figures, "no"],
         ["host-optimizer", *figures, "yes"],
         ["host", *figures, "chosen"],
+        ["host-activations", *figures, "yes"],
     ]
     assert not any(":" in line and "microbatch" in line for line in lines), "all run alike"
 
@@ -77,5 +79,5 @@ def test_a_report_says_measured_and_bound() -> None:
     report = Utilisation(step_s=246.0, bound_s=14.0, devices=("cuda:0",), busy=(0.1,), transfer=0.5)
     assert "roofline" not in str(report)
     report = report.model_copy(update={"roofline": Bound(**SUMS)})
-    least = "123 s expected at least (weights to the device)"
+    least = "123 s expected at least (copies to the device)"
     assert f"roofline   246 s measured / {least} = 2.00" in str(report).splitlines()

@@ -1,0 +1,193 @@
+"""What stages hand on leaves and comes back, on no device: each order is needed; what moves when."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from fake_streams import Access, FakeEvent, FakeStream, FakeStreams
+from torch import Tensor, nn
+
+import outsize
+from outsize.ir.plan import Axes, Plan, stages_from_bounds
+from outsize.run.device_transport import Places
+from outsize.run.lane import Lane
+from outsize.run.moves import Resident
+from outsize.run.values import Lent, Stays, Value, Values
+from outsize.train.crew import LocalCrew
+from outsize.train.engine import Engine
+
+WIDTH, SAMPLES, MICROBATCHES = 6, 6, 3
+Fault = Callable[[FakeStream, FakeEvent], bool]
+
+
+def model(layers: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def planned(layers: int) -> Plan:
+    """Layer by layer."""
+    graph = outsize.capture(model(layers), (torch.zeros(SAMPLES // MICROBATCHES, WIDTH),), loss_fn=loss)
+    bounds = [2 * layer for layer in range(layers)] + [len(graph.units)]
+    return Plan(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        cluster="1xcpu",
+        axes=Axes(),
+        batch_size=SAMPLES,
+        microbatches=MICROBATCHES,
+        schedule="gpipe",
+        recompute="full",
+        stages=stages_from_bounds(graph, bounds, ("cpu:0",) * layers),
+    )
+
+
+class World:
+    """All stages on the place `a`; what is handed on is made by its kernels, and read by them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layers: int = 4) -> None:
+        self.streams, self.model, plan = FakeStreams(), model(layers), planned(layers)
+        crew = LocalCrew(plan, Places(self.streams, "a"))
+        self.lane = Lane(self.streams, "a", least_bytes=1, both=True)
+        self.values = crew.values = Values(self.lane)
+        self.engine = Engine(self.model, plan, crew, loss_fn=loss)
+        monkeypatch.setattr(Values, "lend", self._lending(Values.lend))
+        monkeypatch.setattr(Lent, "wait", self._waiting(Lent.wait))
+
+    def _lending(self, really: Any) -> Any:
+        def lend(values: Values, key: Any, tensor: Tensor | None) -> Any:
+            found = really(values, key, tensor)
+            if isinstance(found, Lent) and tensor is not None:
+                storage = self.streams.make(tensor, "a").untyped_storage()
+                weakref.finalize(storage, self.streams.made.pop, storage.data_ptr(), None)
+            return found
+
+        return lend
+
+    def _waiting(self, really: Any) -> Any:
+        def wait(lent: Lent) -> Tensor:
+            found = really(lent)
+            self.streams.use(found, "a")
+            return found
+
+        return wait
+
+    def insist_on_the_plain_loop(self) -> None:
+        wanted = model(len(self.model) // 2)
+        for step in range(3):
+            x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(step))
+            self.engine.step(x, update=False)
+            for part in x.chunk(MICROBATCHES):
+                (loss(wanted(part)) / MICROBATCHES).backward()
+        pairs = zip(self.model.parameters(), wanted.parameters(), strict=True)
+        assert all(torch.equal(p.grad, q.grad) for p, q in pairs if p.grad is not None and q.grad is not None)
+
+
+def test_late_copies_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    world.insist_on_the_plain_loop()
+    assert world.streams.copied > 3 * MICROBATCHES
+
+
+FAULTS: dict[str, Fault] = {
+    "they leave before they are made": lambda s, e: "a cpu" in s.name and "compute" in e.stream.name,
+    "they are let go before they left": lambda s, e: "compute a" in s.name and "a cpu" in e.stream.name,
+    "they come into memory that is in use": lambda s, e: "cpu a" in s.name and "compute" in e.stream.name,
+    "they are used before they are there": lambda s, e: "compute a" in s.name and "cpu a" in e.stream.name,
+    "they come back before they left": lambda s, e: "cpu a" in s.name and "a cpu" in e.stream.name,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_every_order_is_needed(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    world = World(monkeypatch)
+    world.streams.skip = fault
+    with pytest.raises((Access, AssertionError)):
+        world.insist_on_the_plain_loop()
+
+
+PICTURE = """
+compute   0F0 0F1 0F2 1F0 1F1 1F2 1B0 1B1 1B2 0B0 0B1 0B2
+leaves        x0  x1  x2  x0  x1  x2  g0  g1  g2
+comes             x0  x1  x2  x0  x1  x2  g0  g1  g2
+"""
+
+
+def test_the_picture_is_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, row = World(monkeypatch, layers=2), list[str]()
+    drawn: dict[str, dict[int, str]] = {"leaves": {}, "comes": {}}
+
+    def acting(moves: Resident, actions: Any, at: int) -> Callable[[], None]:
+        return lambda: row.append(str(actions[at]))
+
+    def noting(line: str, really: Callable[..., None]) -> Callable[..., None]:
+        def move(lane: Lane, *values: Value) -> None:
+            going = [v for v in values if (v.memory.here is not None if line == "leaves" else v.away)]
+            drawn[line] |= {len(row) - 1: name(world.values, value) for value in going}
+            really(lane, *values)
+
+        return move
+
+    monkeypatch.setattr(Resident, "arrival", acting)
+    monkeypatch.setattr(Lane, "send", noting("leaves", Lane.send))
+    monkeypatch.setattr(Lane, "fetch", noting("comes", Lane.fetch))
+    world.engine.step(torch.ones(SAMPLES, WIDTH), update=False)
+    first, *others = PICTURE.strip().splitlines()
+    assert row == first.split()[1:]
+    for line in others:
+        cells = {at: line[10 + 4 * at :][:4].strip() for at in range(len(row))}
+        assert drawn[line.split()[0]] == {at: cell for at, cell in cells.items() if cell}
+
+
+def name(values: Values, parcel: Value) -> str:
+    """`x0`, or `g0` for the gradient of microbatch 0."""
+    (key,) = (key for key, value in values._at.items() if value is parcel)  # pyright: ignore[reportPrivateUsage]
+    return f"{'g' if key[3] else 'x'}{key[2]}"
+
+
+def test_small_ones_stay_and_so_do_small_parts() -> None:
+    lane = Lane(FakeStreams(), "a", least_bytes=64)
+    values, whole = Values(lane), torch.arange(64.0)
+    assert isinstance(values.lend((0, 1, 0, False), torch.ones(4)), Stays)
+    assert isinstance(values.lend((0, 1, 0, False), whole[:8]), Stays)
+    assert isinstance(values.lend((0, 1, 0, True), None), Stays)
+    assert values.lend((0, 1, 0, True), None).wait() is None
+    assert isinstance(values.lend((0, 1, 0, False), whole[:32]), Lent)
+
+
+def test_two_parts_of_a_storage_move_once() -> None:
+    streams = FakeStreams()
+    lane = Lane(streams, "a", least_bytes=1, both=True)
+    values, whole = Values(lane), torch.arange(64.0).view(8, 8)
+    lent = [values.lend((key, 1, 0, False), part) for key, part in enumerate((whole[:4], whole[4:].t()))]
+    value = values._at[0, 1, 0, False]  # pyright: ignore[reportPrivateUsage]
+    assert value is values._at[1, 1, 0, False]  # pyright: ignore[reportPrivateUsage]
+    wanted = [whole[:4].clone(), whole[4:].t().clone()]
+    lane.send(value)
+    lane.settle()
+    whole.fill_(0)
+    found = [each.wait() for each in lent]
+    assert streams.copied == 2, "to the host and back"
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True) if a is not None)
+    assert found[1] is not None
+    assert found[1].stride() == (1, 8)
+
+
+def test_a_storage_that_took_the_place_of_another_is_not_taken_for_it() -> None:
+    """Its number may be that of one which is away."""
+    lane = Lane(FakeStreams(), "a", least_bytes=1)
+    values, tensor = Values(lane), torch.ones(8)
+    lent = values.lend((0, 1, 0, False), tensor)
+    assert isinstance(values.pack(tensor), Lent)
+    lane.send(values._at[0, 1, 0, False])  # pyright: ignore[reportPrivateUsage]
+    assert values.pack(tensor) is tensor
+    lane.settle()
+    assert torch.equal(cast(Tensor, lent.wait()), tensor)
