@@ -60,6 +60,16 @@ def ask(
     return Question(request, cluster, candidates)
 
 
+def finest(found: Subject, asked: Question) -> int | None:
+    """The most microbatches that the model takes; None where they were looked at, or are not to be chosen."""
+    request, size = asked.request, asked.request.batch_size
+    if request.microbatches or request.open or request.meshed:
+        return None
+    counts = (d for d in range(size, max(asked.candidates, default=0), -1) if size % d == 0)
+    under = found.under(request.precision)
+    return next((count for count in counts if under.taken(size // count, size) is not None), None)
+
+
 def styled(found: Subject, captured: Captured, tp: int, asked: bool = False) -> ModelGraph:
     """The graph, with what tensor parallelism divides where that is `asked` or the plan has some.
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
 
-from outsize.api.asking import Question, ask, checked, cluster_of, profile_of, styled
+from outsize.api.asking import Question, ask, checked, cluster_of, finest, profile_of, request_of, styled
 from outsize.capture.by_modules import capture_model
 from outsize.capture.ladder import LossFn
 from outsize.capture.measure import How, Progress
 from outsize.capture.precision import check_precision
-from outsize.errors import NoFeasiblePlan, TooManyStages
+from outsize.errors import NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.cluster import Cluster
 from outsize.ir.fit import Fit
 from outsize.ir.graph import ModelGraph
@@ -26,8 +27,9 @@ from outsize.planner import fit as fitting
 from outsize.planner import outlook as outlooking
 from outsize.planner import price as pricing
 from outsize.planner.fit import Ask
+from outsize.planner.fitted import as_asked, otherwise
 from outsize.planner.outlook import Outlook
-from outsize.planner.request import Space
+from outsize.planner.request import Request, Space
 from outsize.planner.roofline import roofline
 from outsize.planner.search import instead, search
 from outsize.train.batch_dims import Asked
@@ -128,8 +130,8 @@ def plan(
     pipeline fits (a pipeline has one device's bits, sums over replicas or tp are rounded otherwise), unless
     `axes="pp"`.
     `weights="host-optimizer"` keeps the optimizer and its states on the host, `weights="host"` weights and
-    gradients as well and brings stage after stage to one device; not given, the faster of the two is for a
-    model that fits in no other way.
+    gradients as well and brings stage after stage to one device, `weights="host-activations"` also what
+    stages hand to each other; not given, the fastest of the three is for a model that fits in no other way.
     `weights="resident"` beside `dp_shard` has weights and gradients whole during a step, and sends less.
     Raises NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
@@ -158,17 +160,31 @@ def plan(
 
 
 def _planned(found: Subject, cluster: Cluster, **wishes: Any) -> tuple[Question, Plan]:
-    """The best plan, and what was asked for it: of all axes that run where no pipeline fits and nobody has
-    said that it should be one.
+    """The best plan, and what was asked for it: a pipeline, with the smallest microbatches where none with
+    larger ones fits; of all axes that run where none does and nobody has said that it should be one.
     """
     asked = ask(found, cluster, **wishes)
     try:
         return asked, search(asked.request, asked.candidates, cluster)
     except (NoFeasiblePlan, TooManyStages) as refused:
+        finer = _finer(found, asked, wishes) if isinstance(refused, NoFeasiblePlan) else None
+        if finer is not None:
+            return finer
         if asked.request.open or not asked.request.further(len(cluster.devices)):
             raise
         more = ask(found, cluster, **{**wishes, "axes": "all"})
         return more, instead(refused, more.request, more.candidates, cluster)
+
+
+def _finer(found: Subject, asked: Question, wishes: Kwargs) -> tuple[Question, Plan] | None:
+    """With the most microbatches that the model takes, where they were not looked at."""
+    count = None if isinstance(wishes["measured"], ProfileSet) else finest(found, asked)
+    if count is None:
+        return None
+    more = ask(found, asked.cluster, **{**wishes, "microbatches": count})
+    with suppress(NoFeasiblePlan):
+        return more, search(more.request, more.candidates, more.cluster)
+    return None
 
 
 def outlook(
@@ -212,39 +228,67 @@ def fit(
     schedule: ScheduleName | None = None,
     optimizer: str = "adamw",
     precision: Precision = "fp32",
-    recompute: Recompute = "none",
+    recompute: Recompute | None = None,
+    axes: Space | None = None,
+    dp_replicate: int = 1,
+    dp_shard: int = 1,
+    tp: int = 1,
+    weights: Weights | None = None,
     loss_fn: LossFn | None = None,
     target: Any = None,
     batch_dims: Asked | None = None,
 ) -> Fit:
     """Whether a training step fits the cluster, on each device by cause, and what to change if it does not.
 
-    Weights may be on meta; nothing is allocated and no device needs to be there. What is not given is free.
-    Raises as `plan`, but what does not fit is an answer and no error.
+    Weights may be on meta; nothing is allocated and no device needs to be there. What is not given is free,
+    but for `recompute`: that a stage should compute its forwards anew is a change. Where no pipeline fits,
+    it is asked what `plan` would do, unless `axes="pp"`: a mesh of other axes, or weights on the host.
+    `axes="all"`, further axes, `weights`, schedule "auto" and recompute "selective" or "offload" are answered
+    by the plan that `plan` makes for them. Raises as `plan`, but what does not fit is an answer and no error.
     """
     check_precision(precision)
     found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
-    where = cluster_of(cluster)
+    wishes = {
+        "batch_size": found.batch.size if batch_size is None else batch_size,
+        "microbatches": microbatches,
+        "stages": stages,
+        "schedule": schedule,
+        "optimizer": optimizer,
+        "precision": precision,
+        "recompute": recompute,
+        "axes": axes,
+        "dp_replicate": dp_replicate,
+        "dp_shard": dp_shard,
+        "tp": tp,
+        "weights": weights,
+    }
+    request, where = request_of(**wishes), cluster_of(cluster)
+    judged = _judged(found, request, where) if request.plain else None
+    if judged is not None and judged.fits:
+        return judged
+    try:
+        _, plan = _planned(found, where, measured=False, progress=None, **wishes)
+    except (NoFeasiblePlan, TooManyStages) as refused:
+        return judged or _fitted(found, request, refused, where)
+    return otherwise(judged, plan, where) if judged else _fitted(found, request, plan, where)
 
-    request = checked(
-        Ask,
-        batch_size=found.batch.size if batch_size is None else batch_size,
-        microbatches=microbatches,
-        stages=stages,
-        schedule=schedule,
-        optimizer=optimizer,
-        precision=precision,
-        recompute=recompute,
-    )
 
-    least = request.batch_size // (request.microbatches or 1)
+def _judged(found: Subject, request: Request, cluster: Cluster) -> Fit:
+    """About pipelines, each of whose stages keeps all, or recomputes all."""
+    wanted = checked(Ask, **request.model_dump(include=set(Ask.model_fields)))
+    least = wanted.batch_size // (wanted.microbatches or 1)
 
     @functools.cache
     def at(samples: int, precision: str) -> tuple[ModelGraph, Profile] | None:
         taken = found.under(precision).taken(samples, least)
-        return (taken.graph, roofline(taken.graph, where.devices[0])) if taken else None
+        return (taken.graph, roofline(taken.graph, cluster.devices[0])) if taken else None
 
-    return fitting.fit(request, at, where)
+    return fitting.fit(wanted, at, cluster)
+
+
+def _fitted(found: Subject, request: Request, answer: Plan | OutsizeError, cluster: Cluster) -> Fit:
+    graph = found.under(request.precision).captured(request.batch_size).graph
+    return as_asked(request, answer, graph, cluster)
 
 
 def price(

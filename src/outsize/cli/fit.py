@@ -31,6 +31,11 @@ def fit(
     stages: options.Stages = None,
     schedule: options.Schedule = None,
     recompute: options.Recompute = None,
+    axes: options.Space = None,
+    dp_replicate: options.Replicas = None,
+    dp_shard: options.Shards = None,
+    tp: options.Tensor = None,
+    weights: options.Where = None,
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
@@ -40,6 +45,7 @@ def fit(
     """
     screen, wishes = Screen(json), {"stages": stages, "microbatches": microbatches, "schedule": schedule}
     wishes |= {"recompute": recompute, "optimizer": optimizer, "precision": precision, "cluster": cluster}
+    wishes |= {"axes": axes, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp, "weights": weights}
     with screen.working(f"{model} on {cluster}"):
         answer = _answer(model, input, batch_size(batch, None), seed, options.given(wishes))
     _deliver(screen, answer)

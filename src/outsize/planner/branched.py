@@ -7,9 +7,11 @@
     4  it is taken where a step is shorter by WORTH and fits
 
 Asked for schedule "auto", a plan gets a composed schedule in any case, also in a V and in turns where stages
-form a chain. Source of the idea: the branches of PipeDream's and Piper's graphs (arXiv 1806.03377; Tarnawski
-et al., NeurIPS 2021). No randomness. Complexity: a few hundred list schedules, for the TRIED most promising
-ways. Oracle: tests/unit/planner/test_branched.py, by hand; step times: benchmarks/branches.
+form a chain. On further axes each device of a group follows the row of its rank in the pipeline: seconds,
+bytes and messages are those of such a device, and replicas add up behind its last action. Source of the idea:
+the branches of PipeDream's and Piper's graphs (arXiv 1806.03377; Tarnawski et al., NeurIPS 2021). No
+randomness. Complexity: a few hundred list schedules, for the TRIED most promising ways.
+Oracle: tests/unit/planner/test_branched.py, by hand; step times: benchmarks/branches.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import Axes, Expected, Plan, stages_from_units
+from outsize.ir.plan import Expected, Plan, stages_from_units
 from outsize.ir.profile import Profile
 from outsize.ir.quotient import in_stages
 from outsize.ir.schedule import Schedule, placed
@@ -35,14 +37,14 @@ from outsize.planner.edges import Edge, Edges, edges_among, edges_of, flows
 from outsize.planner.either import as_alternative
 from outsize.planner.estimate import Estimate, estimate, expected, forward_bytes, reasons, stage_cost
 from outsize.planner.floor import Work
-from outsize.planner.layout import Layout
+from outsize.planner.layout import Layout, grouped
 from outsize.planner.levels import Placed, by_branches, stages_of
 from outsize.planner.limits import limited_by
 from outsize.planner.memory import Alive, Phase, held_bytes
 from outsize.planner.menu import Menu
 from outsize.planner.ranges import Ranges
 from outsize.planner.reasons import microbatches_text
-from outsize.planner.seconds import UnitSeconds, fastest
+from outsize.planner.seconds import fastest
 from outsize.planner.split import Pipeline
 from outsize.schedules.builders import NAMES, SEVERAL, build
 from outsize.schedules.compose import compose, is_split, quick_s
@@ -72,10 +74,10 @@ TWO: Final = Alive(2, 1, 1, 1, Phase.BACKWARD, batch=0)
 def branched(plan: Plan, candidates: Candidates, cluster: Cluster, *, anyhow: bool = False) -> Plan:
     """The plan, or one with branches at the same time; `anyhow`: with a composed schedule, chain or not.
 
-    `candidates`: microbatches -> the model at that size, as for `search`.
+    `candidates`: microbatches of a replica -> the model at that size.
     """
-    p = plan.axes.pp
-    if plan.expected is None or plan.form == "modules" or plan.axes.group_size > 1 or (p == 1 and not anyhow):
+    in_turn = plan.axes.pp == 1 or plan.axes.group_size > 1
+    if plan.expected is None or plan.form == "modules" or (in_turn and not anyhow):
         return plan
     best, limit_s = None, inf if anyhow else plan.expected.step_s * (1 - WORTH)
     for count, model in sorted(candidates.items()):
@@ -165,7 +167,17 @@ class _Composer:
     ) -> None:
         self._plan, self._count, self._cluster, self._anyhow = plan, count, cluster, anyhow
         self._graph, self._profile, self._p = graph, profile, plan.axes.pp
-        self._seconds, self._flows = UnitSeconds.of(profile), flows(graph)
+        self._layout = Layout(plan.axes, self._p, "auto", count, count, plan.weights)
+        self._layout = replace(self._layout, sequence=plan.sequence_parallel)
+        whole, groups = self._menu((graph, profile)), grouped(cluster, plan.axes.group_size)
+        assert groups is not None, "the plan is laid out on them"
+        self._groups, self._flows = groups, flows(graph)
+        self._seconds = whole.whole(self._layout, cluster.devices[0])[2]
+
+    def _menu(self, model: tuple[ModelGraph, Profile]) -> Menu:
+        """Of the model unit by unit."""
+        units = len(model[0].units)
+        return Menu({self._count: model}, self._cluster, self._plan.optimizer, most=units)
 
     def best(self, limit_s: float) -> _Found | None:
         """None where nothing can be composed, nothing fits, or no step is below the limit."""
@@ -241,7 +253,7 @@ class _Composer:
         )
         costs = tuple(StageCost(float(f), float(b)) for f, b in zip(*each, strict=True))
         edges = edges_among(self._flows, way.owners.__getitem__)
-        messages = self._messages(way.ranks, edges, self._cluster)
+        messages = self._messages(way.ranks, edges, self._groups)
         return quick_s(Job(way.ranks, self._count, costs, *messages, (0,) * len(costs), (0,) * self._p))
 
     def _messages(self, ranks: Sequence[int], edges: Edges, room: Cluster) -> tuple[Seconds, Seconds]:
@@ -261,10 +273,9 @@ class _Composer:
         """Schedules below the limit that fit, each shorter than the one before."""
         order = in_stages(way.owners)
         model = self._graph.in_order(order), self._profile.in_order(order)
-        menu = Menu({self._count: model}, self._cluster, self._plan.optimizer, most=len(order))
-        layout = Layout(Axes(pp=self._p), len(way.ranks), "auto", self._count, self._count)
+        layout = replace(self._layout, stages=len(way.ranks))
         again = "full" if self._plan.recompute == "full" else "none"
-        pipeline = menu.pipeline(layout, (again,), way.ranks)
+        pipeline = self._menu(model).pipeline(layout, (again,), way.ranks)
         if pipeline is None:
             return
         bounds = (0, *accumulate(map(len, way.units)))

@@ -4,6 +4,8 @@
     YES IF   there is one after a change that needs no other device; the cheapest comes first
     NO       none of these changes suffices; how many such devices would is said
 
+This is about pipelines; fitted.py tells of other axes and of weights on the host.
+
 A device holds a stage when it has its P95 (margin.py): the peak with what the account leaves out, the
 allocator's segments, and the context.
 
@@ -33,14 +35,15 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.fit import Answer, Change, Contributor, DeviceFit, Fit
 from outsize.ir.graph import ModelGraph
 from outsize.ir.names import compress
-from outsize.ir.plan import Count, Precision, Recompute, ScheduleName
+from outsize.ir.plan import Axes, Count, Precision, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.text import percent_text
 from outsize.planner.edges import edges_between
 from outsize.planner.estimate import check_enough, lower_along
 from outsize.planner.extents import Extents, refuted
+from outsize.planner.fitted import CHANGES_SHOWN, sure
 from outsize.planner.infeasible import device_part, widened
-from outsize.planner.margin import margin_text, p50_bytes, p95_bytes, rooms
+from outsize.planner.margin import p50_bytes, p95_bytes, rooms
 from outsize.planner.memory import StageMemory, account_ranges
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.ranges import bare_rows
@@ -54,7 +57,6 @@ At = Callable[[int, Precision], Found | None]
 
 # Microbatches per stage that keep the bubble small (GPipe, arXiv 1811.06965, sec. 2.3).
 PER_STAGE = 4
-CHANGES_SHOWN = 3
 LARGEST_SHOWN = 6
 MOST_DEVICES = 1024
 LEANER = {
@@ -81,7 +83,7 @@ class Ask(Record):
     schedule: ScheduleName | None = None
     optimizer: str = "adamw"
     precision: Precision = "fp32"
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full"] | None = None
 
 
 @final
@@ -119,7 +121,7 @@ def fit(ask: Ask, at: At, cluster: Cluster) -> Fit:
     if fitting is not None:
         return _told("YES", fitting, judge)
     leanest_asked = asked[-1]
-    suffice = tuple(islice(_sufficing(leanest_asked, judge), CHANGES_SHOWN))
+    suffice = tuple(islice(_sufficing(leanest_asked, ask, judge), CHANGES_SHOWN))
     told = _told("YES IF" if suffice else "NO", leanest_asked, judge)
     needed = None if suffice else _devices_needed(leanest_asked, judge)
     return told.model_copy(update={"changes": suffice, "devices_needed": needed})
@@ -213,7 +215,7 @@ def _asked(ask: Ask, judge: _Judge) -> Iterator[Setting]:
     stages = ask.stages or min(len(cluster.devices), len(graph.units))
     _check_stages(stages, len(graph.units), cluster)
     schedule: ScheduleName = "naive" if graph.form == "modules" else ask.schedule or "1f1b"
-    likely = Setting(batch, count, stages, schedule, ask.optimizer, ask.precision, ask.recompute)
+    likely = Setting(batch, count, stages, schedule, ask.optimizer, ask.precision, ask.recompute or "none")
     yield likely
     finest = ask.microbatches or judge.most_microbatches(batch, ask.precision)
     if finest != count:
@@ -235,13 +237,14 @@ def _check_stages(stages: int, units: int, cluster: Cluster) -> None:
         )
 
 
-def _sufficing(asked: Setting, judge: _Judge) -> Iterator[Change]:
+def _sufficing(asked: Setting, ask: Ask, judge: _Judge) -> Iterator[Change]:
     found: list[dict[str, object]] = []
     for setting in dict.fromkeys(_changed(asked, judge)):
         new = setting.changed_from(asked)
         if new and not any(earlier.items() <= new.items() for earlier in found) and judge.fits(setting):
             found.append(new)
-            yield _change(asked, setting, judge)
+            planned = all(getattr(ask, name) is None for name in new)
+            yield _change(asked, setting, judge).model_copy(update={"planned": planned})
 
 
 def _changed(asked: Setting, judge: _Judge) -> Iterator[Setting]:
@@ -299,23 +302,12 @@ def _told(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
         optimizer=setting.optimizer,
         precision=setting.precision,
         recompute=setting.recompute,
+        axes=Axes(pp=setting.stages),
         devices=tuple(_device(stage, judge.cluster, graph, bounds, m) for stage, m in enumerate(memories)),
         largest=_largest(case, judge.cluster, bounds, memories),
         alone=judge.fits(replace(setting, stages=1)),
         whole=graph.form == "tape",
-        sure=_sure(graph, judge.cluster),
-    )
-
-
-def _sure(graph: ModelGraph, cluster: Cluster) -> tuple[str, ...]:
-    """Where the figures are from, and what they leave open."""
-    seen = "its modules alone: activations are not known without weights"
-    if graph.form == "tape":
-        seen = "the model's own forward, op by op, and the actions of the schedule"
-    return (
-        f"bytes are counted from {seen}",
-        *dict.fromkeys(margin_text(device) for device in cluster.devices),
-        *(graph.notes if graph.form == "modules" else ()),
+        sure=sure(graph, judge.cluster),
     )
 
 

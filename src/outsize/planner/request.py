@@ -73,6 +73,12 @@ class Request(Record):
         return self.what_if or self.axes == "all"
 
     @property
+    def plain(self) -> bool:
+        """Is it a pipeline with a schedule that has a name, whose stages keep all or recompute all?"""
+        named = self.schedule not in ("auto", "custom") and self.recompute in (None, "none", "full")
+        return named and self.weights is None and not (self.open or self.meshed)
+
+    @property
     def given(self) -> Request:
         """The same with no axes but pp and those that were given."""
         return self.model_copy(update={"axes": None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -9,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outsize.ir.fit import Change, Contributor, DeviceFit, Fit
+from outsize.ir.offload import weights_text
 from outsize.ir.text import byte_unit, bytes_text, count_text, percent_text
 from outsize.report import pieces
 
@@ -29,14 +31,14 @@ CAUSES = {
 def fit_table(fit: Fit) -> Group:
     """The whole answer."""
     changes = pieces.spaced(_changes(fit.changes)) if fit.changes else []
-    largest = pieces.spaced(Text("Largest", "bold")) if fit.largest else []
+    largest = [*pieces.spaced(Text("Largest", "bold")), _largest(fit.largest)] if fit.largest else []
     notes = pieces.listed("How sure", fit.sure)
     return Group(
         _heading(fit),
         *changes,
-        *pieces.spaced(_devices(fit)),
+        *(pieces.spaced(_devices(fit.devices)) if fit.devices else ()),
+        *_others(fit.changes),
         *largest,
-        _largest(fit.largest),
         *pieces.spaced(*notes),
     )
 
@@ -58,15 +60,22 @@ def _heading(fit: Fit) -> RenderableType:
         lines.append(Text("One of the devices is enough: replicas on the others would be faster."))
     if fit.devices_needed is not None:
         lines.append(Text(f"{fit.devices_needed} such devices would do."))
+    if fit.refused:
+        lines.append(Text(fit.refused))
     return Group(*lines)
 
 
 def _setting(fit: Fit) -> str:
-    size = -(-fit.batch_size // fit.microbatches)
-    again = ", all recomputed" if fit.recompute == "full" else ""
-    stages = f"{len(fit.devices)} stage{'s' if len(fit.devices) > 1 else ''}"
-    batch = f"batch {fit.batch_size} as {fit.microbatches} x {size}"
-    return f"{stages}, {fit.schedule}, {batch}, {fit.optimizer}, {fit.precision}{again}"
+    replicas = fit.axes.replicas
+    size = -(-fit.batch_size // (fit.microbatches * replicas))
+    shared = f"{replicas} replicas x " if replicas > 1 else ""
+    again = {"none": "", "full": ", all recomputed", "offload": ", activations on the host"}
+    parts = [f"{fit.axes.pp} stage{'s' if fit.axes.pp > 1 else ''}", fit.axes.beyond_pp]
+    parts += [weights_text(fit.weights), fit.schedule]
+    cut = f" as {shared}{fit.microbatches} x {size}" if fit.devices else ""
+    parts += [f"batch {fit.batch_size}{cut}", fit.optimizer]
+    how = again.get(fit.recompute, ", some recomputed")
+    return ", ".join(filter(None, parts)) + f", {fit.precision}{how}"
 
 
 def _changes(changes: tuple[Change, ...]) -> Table:
@@ -77,10 +86,18 @@ def _changes(changes: tuple[Change, ...]) -> Table:
     return made
 
 
-def _devices(fit: Fit) -> Table:
-    unit, size = byte_unit(max(d.p95_bytes for d in fit.devices))
-    shown = {c: f for c, f in CAUSES.items() if any(getattr(d, f) >= 0.05 * size for d in fit.devices)}
-    limits = {d.memory_bytes for d in fit.devices}
+def _others(changes: tuple[Change, ...]) -> Iterator[RenderableType]:
+    """The devices after a change that is no pipeline of the same kind."""
+    for change in changes:
+        if change.devices:
+            yield from pieces.spaced(Text(f"With {change.options}", "bold"))
+            yield _devices(change.devices)
+
+
+def _devices(devices: tuple[DeviceFit, ...]) -> Table:
+    unit, size = byte_unit(max(d.p95_bytes for d in devices))
+    shown = {c: f for c, f in CAUSES.items() if any(getattr(d, f) >= 0.05 * size for d in devices)}
+    limits = {d.memory_bytes for d in devices}
     of = f"{unit} of {limits.pop() / size:.1f}" if len(limits) == 1 else unit
     made = pieces.table((of, "left"), *pieces.rights(*shown, "P50", "P95", "full"))
 
@@ -89,7 +106,7 @@ def _devices(fit: Fit) -> Table:
         sizes = (*held, device.p50_bytes, device.p95_bytes)
         return tuple(f"{number / size:.1f}" for number in sizes)
 
-    for texts, same in groupby(fit.devices, key=cells):
+    for texts, same in groupby(devices, key=cells):
         run = list(same)
         made.add_row(_run(run), *texts, pieces.full(run[0].share))
     return made

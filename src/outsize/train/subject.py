@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from torch import nn
@@ -25,12 +25,13 @@ _TAKEN = ("target", "update", "loss_scale")
 @final
 @dataclass(frozen=True)
 class Subject:
-    """A model whose batch dims are known; `precision` is what it is captured under."""
+    """A model whose batch dims are known; `precision` is what it is captured under, once for each size."""
 
     module: nn.Module
     batch: Batch
     loss_fn: LossFn | None
     precision: str = "fp32"
+    known: dict[tuple[str, int], Captured] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -50,10 +51,16 @@ class Subject:
         """The same model in another precision, its example too; weights stay where they are, or on meta."""
         args, kwargs = inputs_in_precision((self.batch.args, self.batch.kwargs), precision)
         batch = dataclasses.replace(self.batch, args=args, kwargs=kwargs)
-        return Subject(in_precision(self.module, precision), batch, self.loss_fn, precision)
+        return Subject(in_precision(self.module, precision), batch, self.loss_fn, precision, self.known)
 
     def captured(self, samples: int) -> Captured:
         """The model at so many samples."""
+        key = self.precision, samples
+        if key not in self.known:
+            self.known[key] = self._recorded(samples)
+        return self.known[key]
+
+    def _recorded(self, samples: int) -> Captured:
         batch = self.batch.resized(samples)
         with casting(self.precision):
             return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)

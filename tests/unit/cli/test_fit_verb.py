@@ -32,11 +32,35 @@ def test_yes(outsize: Outsize) -> None:
 
 
 def test_yes_if_names_what_to_type(outsize: Outsize) -> None:
-    answer = outsize("fit", WIDE, "--cluster", "2x0.403GB")
+    call = ("fit", WIDE, "--cluster", "2x0.403GB")
+    answer = outsize(*call, "--axes", "pp")
     assert answer.code == 1
     assert answer.out.startswith("YES IF")
     assert "--optimizer sgd" in answer.out
-    assert outsize("fit", WIDE, "--cluster", "2x0.403GB", "--optimizer", "sgd").code == 0
+    assert outsize(*call, "--optimizer", "sgd").code == 0
+
+
+def test_where_no_pipeline_fits_it_names_what_plan_would_do(outsize: Outsize) -> None:
+    """The same exit code; a table of the pipeline, and one of that way."""
+    call = ("fit", WIDE, "--cluster", "2x0.403GB")
+    answer = outsize(*call)
+    assert (answer.code, answer.out[:6]) == (1, "YES IF")
+    assert "nothing else fits; one device, optimizer on the host" in " ".join(answer.out.split())
+    assert "With --axes all --weights host-optimizer" in answer.out
+    assert "101 %" in answer.out
+    change, other = document(outsize(*call, "--json"))["changes"][:2]
+    assert [change["planned"], other["planned"]] == [True, False]
+    assert [device["device"] for device in change["devices"]] == ["cuda:0"]
+    asked = outsize(*call, *change["options"].split())
+    assert (asked.code, asked.out[:5]) == (0, "YES  ")
+    assert "Largest" not in asked.out
+
+
+def test_axes_of_ones_own_are_answered_in_one_word(outsize: Outsize) -> None:
+    yes, no = (outsize("fit", WIDE, "--cluster", f"2x{size}GB", "--tp", "2") for size in (0.6, 0.38))
+    assert (yes.code, no.code) == (0, 1)
+    assert "1 stage, tp 2" in yes.out
+    assert "stage 0 needs" in no.out
 
 
 def test_no_says_how_many_would_do(outsize: Outsize) -> None:

@@ -11,6 +11,7 @@ from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile
+from outsize.planner.price import price
 from outsize.planner.request import Request
 from outsize.planner.search import search
 
@@ -75,5 +76,27 @@ def test_axes_that_the_devices_do_not_have() -> None:
         asked(dp_replicate=3)
     with pytest.raises(BadOption, match=r"2 stages want 4 devices each.*Next: --cluster 8xcpu"):
         asked(dp_replicate=4, stages=2)
-    with pytest.raises(BadOption, match="'auto' is built for a pipeline alone; dp_replicate 2"):
-        asked(dp_replicate=2, schedule="auto")
+
+
+@pytest.mark.parametrize("axes", [{"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}, {"dp_replicate": 4}])
+def test_a_schedule_is_composed_for_the_axes_that_were_asked_for(axes: dict[str, int]) -> None:
+    """Never slower than one with a name by the same prediction, and priced as it was planned."""
+    composed, named = asked(schedule="auto", **axes), asked(**axes)
+    assert (composed.schedule, composed.axes, composed.weights) == ("auto", named.axes, named.weights)
+    assert composed.expected is not None
+    assert named.expected is not None
+    assert composed.expected.step_s <= named.expected.step_s * (1 + 1e-9)
+    again = price(composed, *candidates(1, 2, 4, 8)[composed.microbatches * composed.axes.replicas], FOUR)
+    assert again.expected is not None
+    assert again.expected.step_s == pytest.approx(composed.expected.step_s)
+    assert again.expected.stages == composed.expected.stages
+    assert any("add up in another order" in why for why in composed.why)
+
+
+def test_a_schedule_is_composed_for_the_best_of_all_axes() -> None:
+    composed, named = asked(schedule="auto", axes="all"), asked(axes="all")
+    assert composed.schedule == "auto"
+    assert composed.expected is not None
+    assert named.expected is not None
+    assert composed.expected.step_s <= named.expected.step_s * 1.01
+    assert asked(schedule="auto", axes="all", microbatches=2).microbatches == 2

@@ -1,0 +1,192 @@
+"""`fit` and `plan` agree: what fits has a plan, what does not has none, and the bytes are the same."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import outsize
+from outsize.api import price
+from outsize.errors import NoFeasiblePlan
+from outsize.ir.cluster import Cluster, parse_cluster
+from outsize.ir.fit import DeviceFit, Fit
+from outsize.ir.plan import Axes, Plan, Stage
+from outsize.planner.margin import p95_bytes
+
+BATCH = 8
+SHARES = (1.1, 0.8, 0.6, 0.35, 0.1)
+
+
+class Tagger(nn.Module):
+    """Nearly all weights are in one table, which no cut divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4096, 64)
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        return self.head(x + self.down(torch.relu(self.up(x)))).mean(1)
+
+
+class Filter(nn.Module):
+    """Nearly all weights are in one convolution, which tp leaves whole; BatchNorm wants two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 64, 1), nn.BatchNorm2d(64)
+        self.wide, self.head = nn.Conv2d(64, 64, 8), nn.Linear(64, 8)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.wide(torch.relu(self.norm(self.first(image)))).flatten(1))
+
+
+def tower() -> nn.Module:
+    """Much more activations than weights."""
+    return nn.Sequential(*(m for _ in range(8) for m in (nn.Conv2d(3, 3, 3, padding=1), nn.Sigmoid())))
+
+
+MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "tagger": (Tagger, (16,)),
+    "filter": (Filter, (3, 8, 8)),
+    "tower": (tower, (3, 64, 64)),
+}
+
+
+@cache
+def subject(name: str) -> tuple[nn.Module, tuple[Tensor]]:
+    kind, shape = MODELS[name]
+    with torch.device("meta"):
+        model = kind()
+    ids = torch.zeros(BATCH, *shape, dtype=torch.long)
+    return model, (ids if name == "tagger" else ids.float(),)
+
+
+@cache
+def whole_bytes(name: str, kind: str) -> int:
+    """What one device holds of all of it at its peak."""
+    (device,) = outsize.fit(*subject(name), cluster=f"1x{kind}", microbatches=1).devices
+    return device.p50_bytes - device.context_bytes
+
+
+def cluster(kind: str, devices: int, peak_bytes: float) -> Cluster:
+    """Devices that hold so much."""
+    found = parse_cluster(f"{devices}x{kind}")
+    least = (d.model_copy(update={"memory_bytes": p95_bytes(int(peak_bytes), d)}) for d in found.devices)
+    return found.model_copy(update={"devices": tuple(least)})
+
+
+def planned(name: str, where: Cluster, **wishes: Any) -> Plan | None:
+    try:
+        return outsize.plan(*subject(name), cluster=where, **wishes)
+    except NoFeasiblePlan:
+        return None
+
+
+def repriced(name: str, answer: Fit, where: Cluster) -> list[int]:
+    """P95 of each device by the plan's account, for the cuts that `fit` shows."""
+    graph = outsize.capture(*subject(name))
+    made = Plan(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        cluster=where.name,
+        axes=Axes(pp=len(answer.devices)),
+        batch_size=BATCH,
+        microbatches=answer.microbatches,
+        schedule=answer.schedule,
+        stages=tuple(Stage(units=device.units, device=device.device) for device in answer.devices),
+    )
+    found, _, _ = price(made, *subject(name))
+    assert found.expected is not None
+    return [p95_bytes(s.peak_bytes, d) for s, d in zip(found.expected.stages, where.devices, strict=False)]
+
+
+def check_devices(plan: Plan, devices: tuple[DeviceFit, ...]) -> None:
+    """Of each device all causes together, and P95, as the plan has them."""
+    assert plan.expected is not None
+    for device in devices:
+        causes = device.weights_bytes + device.gradients_bytes + device.optimizer_bytes
+        causes += device.activations_bytes + device.boundary_bytes
+        assert device.p50_bytes == pytest.approx(causes + device.context_bytes, abs=len(plan.stages))
+        assert device.p95_bytes in {figures.p95_bytes for figures in plan.expected.stages}
+        assert device.p95_bytes <= device.memory_bytes
+
+
+@pytest.mark.parametrize("kind", ["cpu", "h100-80gb"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_fits_has_a_plan_and_what_has_a_plan_fits(name: str, devices: int, kind: str) -> None:
+    seen = set()
+    for share in SHARES:
+        where = cluster(kind, devices, share * whole_bytes(name, kind))
+        answer, plan = outsize.fit(*subject(name), cluster=where), planned(name, where)
+        assert answer.fits == (plan is not None), (share, answer.answer, answer.changes)
+        change = answer.changes[0] if answer.changes else None
+        if plan is not None and change is not None and change.devices:
+            check_devices(plan, change.devices)
+            assert max(device.share for device in change.devices) == change.share <= 1
+        seen.add(answer.answer if change is None else change.options)
+    assert {"YES", "NO"} <= seen or len(seen) > 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bytes_of_a_pipeline_are_those_of_a_plan_with_its_cuts(name: str) -> None:
+    where = parse_cluster("2xcpu")
+    answer = outsize.fit(*subject(name), cluster=where)
+    assert answer.answer == "YES"
+    assert [device.p95_bytes for device in answer.devices] == repriced(name, answer, where)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "share", "way"),
+    [
+        ("tagger", "cpu", 0.7, "tp"),
+        ("filter", "cpu", 0.8, "dp_shard"),
+        ("filter", "h100-80gb", 0.7, "weights"),
+    ],
+)
+def test_what_it_says_to_type_fits_and_is_planned(name: str, kind: str, share: float, way: str) -> None:
+    where = cluster(kind, 2, share * whole_bytes(name, kind))
+    answer = outsize.fit(*subject(name), cluster=where)
+    assert answer.answer == "YES IF"
+    assert max(device.share for device in answer.devices) > 1, "the pipeline's own numbers are there, too"
+    change = answer.changes[0]
+    assert change.sentence.startswith("nothing else fits; " if way == "weights" else "no pipeline fits; ")
+    options = dict(re.findall(r"--([\w-]+) (\S+)", change.options))
+    wishes: dict[str, Any] = {
+        option.replace("-", "_"): int(word) if word.isdigit() else word for option, word in options.items()
+    }
+    assert way in wishes
+    plan, again = planned(name, where, **wishes), outsize.fit(*subject(name), cluster=where, **wishes)
+    assert plan is not None
+    assert (again.answer, again.changes, again.axes, again.weights) == ("YES", (), plan.axes, plan.weights)
+    check_devices(plan, again.devices)
+    assert again.devices == change.devices
+    assert outsize.fit(*subject(name), cluster=where, axes="all").answer == "YES"
+    alone = outsize.fit(*subject(name), cluster=where, axes="pp")
+    assert not alone.fits
+
+
+def test_axes_of_ones_own_that_do_not_fit_have_no_devices_and_say_what_they_lack() -> None:
+    where = cluster("cpu", 2, 0.3 * whole_bytes("tagger", "cpu"))
+    answer = outsize.fit(*subject("tagger"), cluster=where, tp=2)
+    assert (answer.answer, answer.fits, answer.devices, answer.axes) == ("NO", False, (), Axes(tp=2))
+    assert answer.refused.startswith("stage 0 needs")
+
+
+def test_the_smallest_microbatches_are_tried_before_other_axes() -> None:
+    """128 samples on two devices: usually 2 to 16 microbatches are looked at."""
+    model, (one,) = subject("tower")
+    batch = (one.repeat(16, 1, 1, 1),)
+    devices = outsize.fit(model, batch, cluster="2xcpu", microbatches=128).devices
+    where = cluster("cpu", 2, 1.01 * max(device.p50_bytes - device.context_bytes for device in devices))
+    answer, plan = outsize.fit(model, batch, cluster=where), outsize.plan(model, batch, cluster=where)
+    assert answer.answer == "YES"
+    assert (plan.axes, plan.microbatches) == (Axes(pp=2), 128)
