@@ -1,4 +1,4 @@
-"""Stages that one device streams: no cut is between devices, so nothing is said of links, shares or waiting."""
+"""Stages that one device streams: no cut is between devices, so nothing is said of links, shares, waits."""
 
 from __future__ import annotations
 
