@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from math import inf
 from operator import itemgetter
-from typing import Final
+from typing import Final, NamedTuple, Self, final
 
 import numpy as np
 
@@ -57,7 +58,7 @@ from outsize.planner.ranges import Bytes, Ranges
 from outsize.planner.reasons import fullest_reason
 from outsize.planner.request import Request
 from outsize.planner.rivals import CLOSE
-from outsize.planner.seconds import UnitSeconds
+from outsize.planner.seconds import Seconds, UnitSeconds
 from outsize.planner.sharding import each
 from outsize.planner.split import Case, Pipeline
 
@@ -66,6 +67,23 @@ MOST: Final = (16, 32, BLOCKS)
 Model = tuple[ModelGraph, Profile]
 Held = tuple[Bytes, Bytes]
 """Weights and gradients of each stage, shape (stages,)."""
+
+
+@final
+class Blocks(NamedTuple):
+    """A model whose units are stages; weights and gradients of each, and what its optimizer moves."""
+
+    whole: Case
+    held: Held
+    updated: Seconds
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile, bounds: Sequence[int], optimizer: str) -> Self:
+        """First unit of each stage, then their number."""
+        coarse = coarse_graph(graph, bounds)
+        whole = Case.of(coarse, coarse_profile(profile, bounds), 1, optimizer)
+        held = each(whole.ranges.weights - whole.ranges.buffers), each(whole.ranges.gradients)
+        return cls(whole, held, updated(coarse, optimizer_bytes(optimizer))[1])
 
 
 # -- the choice ------------------------------------------------------------------------------------------
@@ -98,13 +116,12 @@ def _in_turns(
     request: Request, candidates: Mapping[int, Model], cluster: Cluster, again: Sequence[bool]
 ) -> Plan | None:
     """The fastest that fits, of those as fast the one with fewest devices and stages."""
-    plans = _plans(request, candidates, cluster, again)
-    tried = [(_bound_s(plan, *candidates[plan.microbatches], cluster), plan) for plan in plans]
+    known = cache(lambda count, cut: Blocks.of(*candidates[count], cut, request.optimizer))
     found, best_s = list[tuple[float, Plan]](), inf
-    for bound_s, plan in sorted(tried, key=itemgetter(0)):
-        if bound_s > CLOSE * best_s:
+    for least_s, plan, cut in sorted(_plans(request, candidates, cluster, again), key=itemgetter(0)):
+        if least_s > CLOSE * best_s:
             break
-        here, _ = _found(plan, *candidates[plan.microbatches], cluster)
+        here, _ = _found(plan, known(plan.microbatches, cut), cluster)
         if here.fits:
             found.append((here.step_s, plan))
             best_s = min(best_s, here.step_s)
@@ -117,7 +134,8 @@ def _in_turns(
 
 def _plans(
     request: Request, candidates: Mapping[int, Model], cluster: Cluster, again: Sequence[bool]
-) -> Iterator[Plan]:
+) -> Iterator[tuple[float, Plan, tuple[int, ...]]]:
+    """Each with seconds that it takes at least, all devices computing, and its cut."""
     devices = len(cluster.devices)
     degrees: list[Weights] = [w for w in OF_SEVERAL if request.weights in (None, w)]
     wanted = request.schedule in (None, "gpipe") and not request.meshed and not cluster.unequal
@@ -126,9 +144,13 @@ def _plans(
     sizes = [p for p in range(2, devices + 1) if request.stages == p or not (request.stages or devices % p)]
     for pp, (count, model) in product(sizes, candidates.items()):
         if model[0].form == "tape" and request.count in (None, count):
-            cuts = dict.fromkeys(_cut(*model, pp, most) for most in MOST)
-            for cut, weights, anew in product(filter(None, cuts), degrees, again):
-                yield _plan(request, model[0], cluster, (pp, count, cut, weights, anew))
+            seconds, cuts = UnitSeconds.of(model[1]), dict.fromkeys(_cut(*model, pp, most) for most in MOST)
+            for cut in filter(None, cuts):
+                made = _plan(request, model[0], cluster, (pp, count, cut))
+                for weights, anew in product(degrees, again):
+                    compute = seconds.recomputed() if anew else seconds
+                    how = {"weights": weights, "recompute": "full" if anew else "none"}
+                    yield count * float(compute.total.sum()) / pp, made.model_copy(update=how), cut
 
 
 def _cut(graph: ModelGraph, profile: Profile, pp: int, most: int) -> tuple[int, ...]:
@@ -142,12 +164,9 @@ def _cut(graph: ModelGraph, profile: Profile, pp: int, most: int) -> tuple[int, 
 
 
 def _plan(
-    request: Request,
-    graph: ModelGraph,
-    cluster: Cluster,
-    how: tuple[int, int, tuple[int, ...], Weights, bool],
+    request: Request, graph: ModelGraph, cluster: Cluster, how: tuple[int, int, tuple[int, ...]]
 ) -> Plan:
-    pp, count, cut, weights, anew = how
+    pp, count, cut = how
     names = [cluster.devices[stage % pp].name for stage in range(len(cut) - 1)]
     return Plan(
         model=graph.model,
@@ -161,8 +180,6 @@ def _plan(
         stages=stages_from_bounds(graph, cut, names),
         optimizer=request.optimizer,
         precision=request.precision,
-        weights=weights,
-        recompute="full" if anew else "none",
         bn=request.bn,
     )
 
@@ -172,8 +189,9 @@ def _plan(
 
 def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
     """As planner/price.py's, of a pipeline whose weights come and go. Raises as that does."""
-    found, bound = _found(plan, graph, profile, cluster)
     bounds = plan.bounds(graph)
+    blocks = Blocks.of(graph, profile, bounds, plan.optimizer)
+    found, bound = _found(plan, blocks, cluster)
     whole = expected(found, plan.batch_size, bounds)
     # What is counted as the optimizer's are gradients on their way to it (`_on_device`).
     rows = (
@@ -185,7 +203,7 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
         update={
             "stages": tuple(rows),
             "limited_by": limit,
-            "degrees": tuple(_degrees(plan, graph, profile, cluster)),
+            "degrees": tuple(_degrees(plan, blocks, cluster)),
         }
     )
     why = (
@@ -200,7 +218,8 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
     """The predicted Timeline of one step; what a stage waits for is in its actions."""
-    found, _ = _found(plan, graph, profile, cluster)
+    blocks = Blocks.of(graph, profile, plan.bounds(graph), plan.optimizer)
+    found, _ = _found(plan, blocks, cluster)
     return play(found.pipeline, found.bounds, found.costs)
 
 
@@ -211,11 +230,11 @@ def _over(found: Estimate) -> Iterator[str]:
             yield f"{room.name} needs {bytes_text(held)} and has room for {bytes_text(room.memory_bytes)}"
 
 
-def _degrees(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Iterator[Degree]:
+def _degrees(plan: Plan, blocks: Blocks, cluster: Cluster) -> Iterator[Degree]:
     """What each would cost if all else were as in this plan."""
     degrees: tuple[Weights, ...] = ("resident", *OF_SEVERAL)
     for weights in degrees:
-        here, bound = _found(plan.model_copy(update={"weights": weights}), graph, profile, cluster)
+        here, bound = _found(plan.model_copy(update={"weights": weights}), blocks, cluster)
         yield Degree(
             weights=weights,
             microbatches=plan.microbatches,
@@ -227,37 +246,28 @@ def _degrees(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
         )
 
 
-def _bound_s(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> float:
-    """Below the step, without a schedule."""
-    return _bound(*_case(plan, graph, profile, cluster), cluster).step_s
-
-
-def _found(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> tuple[Estimate, Bound]:
+def _found(plan: Plan, blocks: Blocks, cluster: Cluster) -> tuple[Estimate, Bound]:
     """Each stage is a unit."""
     check_enough(plan.batch_size, plan.microbatches)
-    layout, case, held = _case(plan, graph, profile, cluster)
+    layout = Layout.of_plan(plan)
+    case = _case(plan, layout, blocks, cluster)
     places, stages = tuple(rank_named(stage.device, cluster) for stage in plan.stages), layout.stages
     pipeline = Pipeline(layout, cluster, rooms(cluster), places, ((case,),) * stages, (cluster,) * stages)
     found = estimate(pipeline, range(stages + 1), (0,) * stages)
-    return found, _bound(layout, case, held, cluster)
+    return found, _bound(layout, case, blocks.held, cluster)
 
 
-def _case(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> tuple[Layout, Case, Held]:
-    bounds, layout = plan.bounds(graph), Layout.of_plan(plan)
-    blocks, costs = coarse_graph(graph, bounds), coarse_profile(profile, bounds)
-    whole = Case.of(blocks, costs, plan.microbatches, plan.optimizer)
-    held = each(whole.ranges.weights - whole.ranges.buffers), each(whole.ranges.gradients)
+def _case(plan: Plan, layout: Layout, blocks: Blocks, cluster: Cluster) -> Case:
+    whole = replace(blocks.whole, microbatches=plan.microbatches)
     if any(plan.recompute_of(stage) != "none" for stage in range(layout.stages)):
         whole = whole.anew()
     if not layout.hosted:
-        return layout, whole, held
-    host = Host.of(cluster, layout.axes.pp)
-    _, moved = updated(blocks, optimizer_bytes(plan.optimizer))
-    after_s = np.zeros(layout.stages)
+        return whole
+    host, after_s = Host.of(cluster, layout.axes.pp), np.zeros(layout.stages)
     for own in _own(layout):
-        after_s[own] = moved[own].sum() / host.bytes_per_s
-    case = replace(whole, ranges=_on_device(whole, held, layout), after_s=np.diag(after_s, 1))
-    return layout, case.lasting(_waiting(whole.seconds, held, layout, host)), held
+        after_s[own] = blocks.updated[own].sum() / host.bytes_per_s
+    case = replace(whole, ranges=_on_device(whole, blocks.held, layout), after_s=np.diag(after_s, 1))
+    return case.lasting(_waiting(whole.seconds, blocks.held, layout, host))
 
 
 def rank_named(device: str, cluster: Cluster) -> int:

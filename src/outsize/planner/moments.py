@@ -20,6 +20,8 @@ Along = frozenset[tuple[int, int]]
 # Schedules that do the same over and over once they have had so many microbatches for each stage.
 # Of these what a stage holds depends on the stages behind it alone, but for what the first one lacks.
 FROM_BEHIND: Final = frozenset({"naive", "gpipe", "1f1b"})
+# Microbatches of a turn that are played: in a longer one more come and go as the third does.
+TURN: Final = 5
 ENOUGH: Final[dict[str, int]] = {"naive": 1, "1f1b": 1, "zero-bubble": 2, "interleaved": 3}
 
 
@@ -54,9 +56,22 @@ def moments_by_rank(
     schedule: ScheduleName, stages: int, microbatches: int, ranks: int
 ) -> tuple[tuple[tuple[Alive, ...], ...], ...]:
     """For each rank the joint moments of its stages in a chain."""
-    found = _by_rank(schedule, stages, held_in(schedule, stages, microbatches, ranks), ranks)
+    played = held_in(schedule, stages, microbatches, ranks)
+    if schedule == "gpipe":  # stages take turns: when one ends, it has all that were played
+        played = min(microbatches, TURN)
+    found = _by_rank(schedule, stages, played, ranks)
+    if schedule == "gpipe":
+        found = tuple(tuple(_more(moment, microbatches - played) for moment in rank) for rank in found)
     return tuple(
         tuple((*_of_batch(moment[:1], microbatches), *moment[1:]) for moment in rank) for rank in found
+    )
+
+
+def _more(moment: tuple[Alive, ...], microbatches: int) -> tuple[Alive, ...]:
+    """With so many more in flight where there are more than the first or the last ones of a turn."""
+    return tuple(
+        replace(alive, in_flight=alive.in_flight + microbatches * (alive.in_flight > TURN // 2))
+        for alive in moment
     )
 
 

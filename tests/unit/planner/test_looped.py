@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from planner_graphs import chain
 
@@ -14,9 +15,13 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.links import LINKS
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile
+from outsize.planner.memory import counts, joint_moments
+from outsize.planner.moments import moments_by_rank
 from outsize.planner.price import price, timeline
 from outsize.planner.request import Request
 from outsize.planner.search import search
+from outsize.schedules.builders import build
+from outsize.schedules.lower import lower
 
 MIB = 1 << 20
 Models = dict[int, tuple[ModelGraph, Profile]]
@@ -71,7 +76,7 @@ def test_it_is_asked_for_by_its_degree() -> None:
 
 
 def test_seconds_by_hand() -> None:
-    """Four stages a device, 20 ms forward and 40 backward a batch; the pipeline fills once. A device waits for
+    """Four stages a device, 20 ms forward and 40 backward a batch; the pipeline fills once. A device waits
     the weights of its first stage, gradients of that leave behind it, then the optimizer goes through a half
     of the states with a half of the host's memory.
     """
@@ -151,6 +156,19 @@ def test_more_memory_and_more_devices_never_make_it_slower() -> None:
     for fewer, more in pairwise(times.values()):
         assert all(b <= 1.01 * a for a, b in zip(fewer, more, strict=True))
     assert times[2][2] < 0.7 * times[1][2] < float("inf")
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "ranks"), [(4, 2, 2), (4, 7, 2), (6, 9, 3), (8, 12, 2)])
+def test_a_turn_of_many_microbatches_is_played_in_part(stages: int, microbatches: int, ranks: int) -> None:
+    """Whatever the bytes are: the peak is that of the whole step."""
+    edges = frozenset(pairwise(range(stages)))
+    whole = lower(build("gpipe", stages, microbatches, ranks), edges, frozenset((b, a) for a, b in edges))
+    drawn = np.random.default_rng(0)
+    for rank, found in enumerate(moments_by_rank("gpipe", stages, microbatches, ranks)):
+        moments = (joint_moments(whole, rank), found)
+        all_of, part = (np.array([[n for a in m for n in counts(a)] for m in each]) for each in moments)
+        sizes = drawn.random((20, all_of.shape[1]))
+        assert (all_of @ sizes.T).max(0) == pytest.approx((part @ sizes.T).max(0))
 
 
 def test_where_it_is_not() -> None:
