@@ -240,26 +240,29 @@ def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: 
 
 
 def host_bytes(graph: ModelGraph, plan: Plan) -> int:
-    """Of a plan's weights, states and gradients on the host, if the optimizer steps as gradients land: those
-    are of two stages in turn on each device (run/landing.py), or all where stages come for each microbatch.
+    """Of a plan's weights, states and gradients on the host. Where the optimizer steps as gradients land,
+    they are those of two stages in turn on each device (run/landing.py); else all, also where stages come
+    for each microbatch.
     """
     optimizer, bounds = optimizer_bytes(plan.optimizer), pairwise(plan.bounds(graph))
     held = [[optimizer.held(p) for p in graph.owned_parameters(a, b - 1)] for a, b in bounds]
     given = [sum(h.gradient for h in stage) for stage in held]
     rows = [[g for g, at in zip(given, plan.ranks, strict=True) if at == rank] for rank in set(plan.ranks)]
     turns = ([size for size in row if size][first::2] for row in rows for first in (0, 1))
-    once = plan.weights == "host-optimizer" or plan.schedule == "gpipe" or plan.microbatches == 1
-    landing = sum(max(turn, default=0) for turn in turns) if once else sum(given)
+    last = plan.weights == "host-optimizer" or plan.schedule == "gpipe" or plan.microbatches == 1
+    ring = sum(max(turn, default=0) for turn in turns)
+    landing = ring if last and optimizer.in_parts else sum(given)
     return landing - sum(given) + sum(h.total_bytes for stage in held for h in stage)
 
 
 def landing_reason(graph: ModelGraph, plan: Plan) -> str:
     """How much that is."""
-    each = host_bytes(graph, plan) / max(1, sum(p.numel for p in graph.parameters))
-    return (
-        f"where the optimizer steps as gradients land, the host holds {bytes_text(host_bytes(graph, plan))}, "
-        f"{each:.1f} bytes a parameter; more where gradients are kept (clip_norm, a GradScaler, update=False)"
-    )
+    held, numel = host_bytes(graph, plan), sum(p.numel for p in graph.parameters)
+    each = f"the host holds {bytes_text(held)}, {held / max(1, numel):.1f} bytes a parameter"
+    if not optimizer_bytes(plan.optimizer).in_parts:
+        return f"{each}: all gradients are kept, since {plan.optimizer} steps once, at the end"
+    kept = "clip_norm, a GradScaler, update=False"
+    return f"where the optimizer steps as gradients land, {each}; more where gradients are kept ({kept})"
 
 
 def _moved(

@@ -29,7 +29,7 @@ needs. Complexity: O(1) per parameter. Oracle: tests/unit/planner/test_optimizer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from typing import Final, Literal, final
@@ -139,12 +139,13 @@ def _adafactor_temporaries(sizes: Sequence[int], foreach: bool) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """One optimizer in one precision."""
+    """One optimizer in one precision; `in_parts`: it steps some parameters now and others later."""
 
     name: str
     state_of: StateOf
     step_of: StepOf
     precision: Precision = AS_CAPTURED
+    in_parts: bool = True  # torch's own
 
     def held(self, parameter: Parameter) -> Held:
         """Bytes by cause of one parameter; a frozen one has its weight alone."""
@@ -178,7 +179,7 @@ _KNOWN: Final = (
     OptimizerBytes("adam", _adam_state, _adam_temporaries),
     OptimizerBytes("adamw", _adam_state, _adam_temporaries),
     OptimizerBytes("adafactor", _adafactor_state, _adafactor_temporaries),
-    OptimizerBytes("adam8bit", _adam8bit_state, _no_temporaries),
+    OptimizerBytes("adam8bit", _adam8bit_state, _no_temporaries, in_parts=False),
 )
 
 
@@ -186,7 +187,7 @@ def optimizer_bytes(name: str, precision: Precision = AS_CAPTURED) -> OptimizerB
     """The optimizer called `name`; BadOption lists the known ones."""
     for known in _KNOWN:
         if known.name == name:
-            return OptimizerBytes(name, known.state_of, known.step_of, precision)
+            return replace(known, precision=precision)
     names = ", ".join(o.name for o in _KNOWN)
     raise BadOption(
         f"optimizer {name!r} is not known", numbers=f"known: {names}", next_step="--optimizer adamw"

@@ -133,8 +133,8 @@ def _turns(row: Sequence[Action], guest: Guest) -> bool:
 
 
 def users_of(cuts: Sequence[Cut], own: Collection[int]) -> dict[str, frozenset[int]]:
-    """Weight of these stages -> those that compute with it, in some of these cuts; and stages of any rank that
-    only have it lent, for which it stays where it is.
+    """Weight of these stages -> those that compute with it, in some of these cuts; and stages of any rank
+    that only have it lent, for which it stays where it is.
     """
     found: dict[str, set[int]] = {}
     for cut in cuts:

@@ -48,8 +48,17 @@ def test_one_device_that_is_too_small_gets_a_plan_that_runs() -> None:
     plan.check_runs()
     assert any("live on the host: 3.1 GiB at most" in why for why in plan.why)
     # 800 MiB of weights, twice as much of states, gradients of two units.
-    assert any("the host holds 2.5 GiB, 13.0 bytes a parameter" in why for why in plan.why)
+    assert any("as gradients land, the host holds 2.5 GiB, 13.0 bytes a parameter" in why for why in plan.why)
     assert not any("sets the pace" in why for why in plan.why)
+
+
+def test_where_gradients_are_kept_the_host_has_them_all() -> None:
+    """4 bytes a parameter each of weights and gradients; 8-bit states are 2 and a scale for each 256."""
+    for wishes, each in (
+        ({"schedule": "1f1b", "weights": "host"}, "16.0 bytes a parameter; more where"),
+        ({"optimizer": "adam8bit", "weights": "host"}, "10.0 bytes a parameter: all gradients are kept"),
+    ):
+        assert any(each in why for why in asked(9000, **wishes).why)
 
 
 def test_it_is_the_last_resort_unless_it_is_asked_for() -> None:
