@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ from outsize.capture.graph import build_graph
 from outsize.capture.ladder import record
 from outsize.capture.tensor import with_styles
 from outsize.errors import BadOption
+from outsize.ir.cluster import parse_cluster
+from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
+from outsize.ir.schedule import Action
+from outsize.planner.price import timeline
+from outsize.planner.roofline import roofline
 from outsize.program.tape import Tape
 from outsize.run.rng import borrowed_generators, seeder
 from outsize.run.spmd import full_of
@@ -108,13 +114,44 @@ def plain(model: nn.Module, batch: Batch, parts: list[Batch]) -> tuple[list[floa
     return losses, grads, {n: p.detach() for n, p in model.named_parameters()}
 
 
-def counted(model: nn.Module, parts: list[Batch], sequence: bool) -> Sent:
-    """Bytes of a step's all-reduces, and of its gathers and reduce-scatters, in the planner's account."""
+def styled(model: nn.Module, parts: list[Batch]) -> list[ModelGraph]:
+    """The model at the size of each microbatch, with what tp divides of it."""
     tapes = [record(model, part.args, part.kwargs, loss_of, ()) for part in parts]
-    graphs = [with_styles(build_graph(tape, model), model) for tape in tapes]
+    return [with_styles(build_graph(tape, model), model) for tape in tapes]
+
+
+def counted(graphs: list[ModelGraph], sequence: bool) -> Sent:
+    """Bytes of a step's all-reduces, and of its gathers and reduce-scatters, in the planner's account."""
     each = [u.in_sequence if sequence else u.divided for graph in graphs for u in graph.units]
     gathered = sum(of.forward_gather + of.backward_gather for of in each)
     return {"summed": sum(of.forward_sum + of.backward_sum for of in each), "gathered": gathered}
+
+
+def crossing(engine: Engine) -> Counter[str]:
+    """Bytes of forwards and backwards that this rank sends to other stages from now on."""
+    transport, found = engine.crew._transport, Counter[str]()  # pyright: ignore
+    send = transport.send
+
+    def counting(peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            found["SEND_B" if channel % 2 else "SEND_F"] += tensor.numel() * tensor.element_size()
+        send(peer, channel, microbatch, tensor)
+
+    transport.send = counting
+    return found
+
+
+def foretold(plan: Plan, graphs: list[ModelGraph], rank: int) -> dict[str, float]:
+    """The same as the planner plays it, with each microbatch's size in turn: seconds at a byte a second."""
+    cluster = parse_cluster(plan.cluster)
+    link = cluster.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": 1.0})
+    slow = cluster.model_copy(update={"inner": link, "outer": link})
+    played = [timeline(plan, graph, roofline(graph, cluster.devices[0]), slow) for graph in graphs]
+    spans = [span for of in played for span in of.spans if span.lane == "send" and span.rank == rank]
+    found = Counter[str]()
+    for span in spans:
+        found[str(Action.parse(span.action).kind)] += (span.end_s - span.start_s) / len(graphs)
+    return dict(found)
 
 
 def split(engine: Engine, batch: Batch) -> tuple[list[float], Numbers, Sent, Numbers]:
@@ -201,10 +238,11 @@ def compared(
     plan = plan_of(model, batch, world, replicas, recompute, sequence)
     engine = make_engine(model, plan, world.group, optimizer=adamw, clip_norm=CLIP, seed=SEED, **loss(batch))
     engine.prepare(batch)
-    held = sum(p.numel() for _, p in engine.named_parameters())
+    held, parts = sum(p.numel() for _, p in engine.named_parameters()), engine._parts(batch)  # pyright: ignore
+    graphs, crossed = styled(made(name, dtype)[0], parts), crossing(engine)
     losses, grads, sent, trained = split(engine, batch)
     # Rank 0 runs the plain loop, for all.
-    box: list[Any] = [plain(alone, batch, engine._parts(batch)) if world.rank == 0 else None]  # pyright: ignore
+    box: list[Any] = [plain(alone, batch, parts) if world.rank == 0 else None]
     dist.broadcast_object_list(box, src=0)
     expected_losses, expected_grads, expected = box[0]
     return {
@@ -214,7 +252,9 @@ def compared(
         "names": list(trained) == (list(alone.state_dict()) if world.rank == 0 else []),
         "share": held / sum(p.numel() for p in alone.parameters()),
         "sent": sent,
-        "counted": counted(made(name, dtype)[0], engine._parts(batch), plan.sequence_parallel),  # pyright: ignore
+        "counted": counted(graphs, plan.sequence_parallel),
+        "crossed": {kind: size / (2 * STEPS) for kind, size in crossed.items()},
+        "foretold": foretold(plan, graphs, engine.crew.rank),
     }
 
 

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import said_by
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(200)]
-
-HERE = Path(__file__).parent
-DRIVER = "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("axes")
-    command = [sys.executable, "-c", DRIVER, str(HERE / "axes_worker.py"), str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=190, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return said_by("axes_worker.py", 2, tmp_path_factory.mktemp("axes"), timeout_s=190)
 
 
 @pytest.mark.parametrize(("model", "axis"), [("tagger", "tp"), ("filter", "dp_shard")])

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launches import HERE, said_by
 
 pytestmark = pytest.mark.dist
 
-HERE = Path(__file__).parent
-DRIVER = "import sys; from outsize.train.launch import run_script; "
-DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 CHECKS = [
     "every_kind_in_double_precision",
     "accumulated_gradients_are_sums_after_every_step",
@@ -34,18 +28,10 @@ OVER_PIPELINES = ["every_model_in_single_precision", "evaluate_has_all_outputs_o
 Said = list[dict[str, str]]
 
 
-def launched(script: str, ranks: int, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", DRIVER, str(ranks), str(HERE / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
-
-
 def said(folder: Path, pp: int, only: str, request: pytest.FixtureRequest) -> Said:
     """What each rank says to each check of replicas_worker.py."""
     extent = "all" if request.config.getoption("--all") else "slice"
-    done = launched("replicas_worker.py", 2 * pp, str(folder), str(pp), only, extent, timeout_s=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2 * pp)]
+    return said_by("replicas_worker.py", 2 * pp, folder, str(pp), only, extent, timeout_s=280)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from test_tensor_plans import Found, launched
+from launches import said_by
+from test_tensor_plans import UNEVEN, Found
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -18,21 +19,21 @@ OTHERS = ("attention", "rotated", "mlp", "qwen3", "mixtral eager", "energy")
 def tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """In float64 and in float32, with dropout where the model has some; odd numbers of tokens."""
     cases = [*(f"{name}:sequence:double" for name in ALONE), *(f"{name}:sequence" for name in SINGLE)]
-    return launched(tmp_path_factory.mktemp("sequence2"), 2, *cases)
+    return said_by("tensor_plan_worker.py", 2, tmp_path_factory.mktemp("sequence2"), *cases, timeout_s=390)
 
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By `outsize.tensor_parallel`: research code, experts of two samples, a loss of gradients."""
     cases = [f"{name}:sequence" for name in OTHERS]
-    return launched(tmp_path_factory.mktemp("sequence"), 2, *cases, worker="tensor_worker.py")
+    return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("sequence"), *cases, timeout_s=390)
 
 
 @pytest.fixture(scope="module")
 def pp2_tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """In float64, with no, full and selective recompute in turns."""
     cases = [*(f"{name}:sequence" for name in PIPED), REPLICATED]
-    return launched(tmp_path_factory.mktemp("sequence4"), 4, *cases)
+    return said_by("tensor_plan_worker.py", 4, tmp_path_factory.mktemp("sequence4"), *cases, timeout_s=390)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -70,5 +71,6 @@ def test_models_divided_in_place_train_as_one_process(divided: Found, name: str)
 @pytest.mark.parametrize("case", [*(f"{name}:sequence" for name in PIPED), REPLICATED])
 def test_stages_and_replicas_of_such_pairs_train_as_one_process(pp2_tp2: Found, case: str) -> None:
     for rank in pp2_tp2:
+        assert rank[case]["crossed"] == pytest.approx(rank[case]["foretold"], rel=UNEVEN)
         assert max(rank[case]["loss"], rank[case]["gradients"]) < 1e-13
         assert rank[case]["trained"] < 1e-10

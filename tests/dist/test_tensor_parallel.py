@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import said_by
 from tensor_models import MODELS, NO_DOUBLE
 
 from outsize.capture.graph import build_graph
@@ -21,9 +17,6 @@ from outsize.planner.comm import collective_bytes
 
 pytestmark = pytest.mark.dist
 
-HERE = Path(__file__).parent
-DRIVER = "import sys; from outsize.train.launch import run_script; "
-DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 FLOAT32, FLOAT64 = "torch.float32", "torch.float64"
 
 Found = dict[str, dict[str, Any]]
@@ -32,12 +25,7 @@ Found = dict[str, dict[str, Any]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each of two ranks found, by model and dtype."""
-    folder = tmp_path_factory.mktemp("tensor")
-    command = [sys.executable, "-c", DRIVER, "2", str(HERE / "tensor_worker.py"), str(folder)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]
+    return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("tensor"), timeout_s=240)
 
 
 def of(rank: Found, name: str, dtype: str) -> dict[str, Any]:

@@ -2,55 +2,32 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import said_by
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
-HERE = Path(__file__).parent
-DRIVER = "import sys; from outsize.train.launch import run_script; "
-DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 ALONE = ("llama", "gpt2", "vit")
 PIPED = ("llama", "gpt2", "bert", "t5", "vit", "mixtral", "encoder", "convolutional")
 REPLICATED = ("gpt2:2", "convolutional:2")
+UNEVEN = 0.12  # 9 tokens or 61 rows are no two equal parts
 
 Found = list[dict[str, dict[str, Any]]]
-
-
-def launched(folder: Path, ranks: int, *names: str, worker: str = "tensor_plan_worker.py") -> Found:
-    """What each rank found."""
-    command = [
-        sys.executable,
-        "-c",
-        DRIVER,
-        str(ranks),
-        str(HERE / worker),
-        str(folder),
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *names], capture_output=True, text=True, timeout=390, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.fixture(scope="module")
 def tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """In float32."""
-    return launched(tmp_path_factory.mktemp("tp2"), 2, *ALONE)
+    return said_by("tensor_plan_worker.py", 2, tmp_path_factory.mktemp("tp2"), *ALONE, timeout_s=390)
 
 
 @pytest.fixture(scope="module")
 def pp2_tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """In float64, with no, full and selective recompute in turns."""
-    return launched(tmp_path_factory.mktemp("pp2"), 4, *PIPED, *REPLICATED)
+    names = (*PIPED, *REPLICATED)
+    return said_by("tensor_plan_worker.py", 4, tmp_path_factory.mktemp("pp2"), *names, timeout_s=390)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -82,6 +59,14 @@ def test_pipelines_of_two_by_two_train_as_one_process(pp2_tp2: Found, name: str)
     owned = [rank[name]["share"] for rank in pp2_tp2]
     assert max(owned) < 0.6
     assert sum(owned) < 1.3
+
+
+@pytest.mark.parametrize("name", PIPED)
+def test_a_rank_sends_the_next_stage_what_the_planner_plays(pp2_tp2: Found, name: str) -> None:
+    """All of its values: the ranks of tp do not divide what is whole on each of them."""
+    for rank in pp2_tp2:
+        assert rank[name]["crossed"] == pytest.approx(rank[name]["foretold"], rel=UNEVEN)
+    assert {kind for rank in pp2_tp2 for kind in rank[name]["crossed"]} == {"SEND_F", "SEND_B"}
 
 
 @pytest.mark.parametrize("name", REPLICATED)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from launches import launched, left_by
 from safetensors import safe_open
-from test_parity_processes import launched
 
 from outsize.run.weight_files import INDEX
 from outsize.run.weight_shards import ShardWriter, shards
@@ -95,6 +95,7 @@ def marked(name: str) -> float:
 
 
 def found_by(ranks: int, folder: Path, size: str) -> list[dict[str, Any]]:
+    """By interpreters of their own: what a fork holds is also its parent's."""
     done = launched("weights_worker.py", ranks, str(folder), size, timeout_s=120)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(ranks)]
+    return left_by(ranks, folder)

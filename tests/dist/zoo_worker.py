@@ -41,17 +41,17 @@ from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot
 
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 MICROBATCHES = (3, 4)
-LARGE = ("resnet50", "deeplabv3", "late_fusion")
-EXPENSIVE = ("resnet18", *LARGE)
+# All schedules and a third rank, a neighbour on both sides, without --all: on a model of each kind.
+KINDS = ("toy", "unet", "gpt2", "t5", "mixtral", "lstm")
 
 
 def combinations(name: str, stages: int, everything: bool) -> list[Combination]:
-    """The two in which each number of microbatches and each schedule occurs, or all four; zero-bubble and two
-    stages on each rank, except where that is expensive.
+    """The two in which each number of microbatches and each schedule occurs, or all four; of a model of each
+    kind zero-bubble and two stages on each rank as well.
     """
     found = [Combination(name, m, stages, how) for m in MICROBATCHES for how in SCHEDULES]
     found = found if everything else [found[0], found[3]]
-    if name in EXPENSIVE and not everything:
+    if name not in KINDS and not everything:
         return found
     found.append(Combination(name, 4, stages, "zero-bubble"))
     enough = len(captured(name, 4).graph.units) >= 2 * stages
@@ -116,9 +116,8 @@ def main(folder: Path, everything: bool) -> None:
     torch.set_num_threads(1)
     world = join()
     findings: dict[str, list[dict[str, Any]]] = {}
-    # Two ranks run all models; what a third adds, neighbours on both sides, the smaller ones show.
-    small = world.world_size > 2 and not everything
-    for known in (c for c in CASES if not (small and c.name in LARGE)):
+    few = world.world_size > 2 and not everything
+    for known in (c for c in CASES if not few or c.name in KINDS):
         place = folder / known.name
         place.mkdir(exist_ok=True)
         expected = share_references(known.name, world, place)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +21,41 @@ PATIENCE_S = 60
 
 def on_ranks(folder: Path, count: int, work: Callable[[dist.ProcessGroup], Any]) -> list[Any]:
     """`work(group)` on every rank; their results, or the first traceback."""
-    context = multiprocessing.get_context("fork")
-    started = [
-        context.Process(target=_rank, args=(folder, r, count, work), daemon=True) for r in range(count)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(PATIENCE_S)
-    if any(process.is_alive() for process in started):
-        for process in started:
-            process.kill()
-        raise AssertionError(f"ranks still wait for each other after {PATIENCE_S} s:\n{_said(folder)}")
-    assert all(process.exitcode == 0 for process in started), _said(folder)
+
+    def rank(number: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        meeting = f"file://{folder / 'store'}"
+        dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=count)
+        assert dist.group.WORLD is not None
+        torch.save(work(dist.group.WORLD), folder / f"rank{number}.pt")
+        dist.destroy_process_group()
+
+    in_forks(folder, count, rank)
     return [torch.load(folder / f"rank{r}.pt", weights_only=False) for r in range(count)]
 
 
-def _said(folder: Path) -> str:
-    return "\n".join(path.read_text() for path in sorted(folder.glob("rank*.txt")))
+def in_forks(folder: Path, count: int, work: Callable[[int], None], patience_s: float = PATIENCE_S) -> None:
+    """`work(rank)` in so many forks, a thread each; when one fails the others are ended, and it is told."""
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=_rank, args=(folder, r, work), daemon=True) for r in range(count)]
+    for process in started:
+        process.start()
+    deadline = time.monotonic() + patience_s
+    while waiting := [process for process in started if process.exitcode is None]:
+        if time.monotonic() > deadline or any(process.exitcode for process in started):
+            break
+        wait([process.sentinel for process in waiting], deadline - time.monotonic())
+    for process in waiting:
+        process.kill()
+    said = "\n".join(path.read_text() for path in sorted(folder.glob("rank*.txt")))
+    assert said or not waiting, f"ranks still wait for each other after {patience_s} s"
+    assert all(process.exitcode == 0 for process in started), said
 
 
-def _rank(folder: Path, rank: int, count: int, work: Callable[[dist.ProcessGroup], Any]) -> None:
-    import os
-
+def _rank(folder: Path, rank: int, work: Callable[[int], None]) -> None:
     try:
-        os.environ["GLOO_SOCKET_IFNAME"] = loopback_interface()
         torch.set_num_threads(1)
-        meeting = f"file://{folder / 'store'}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count)
-        assert dist.group.WORLD is not None
-        torch.save(work(dist.group.WORLD), folder / f"rank{rank}.pt")
-        dist.destroy_process_group()
+        work(rank)
     except BaseException:
         (folder / f"rank{rank}.txt").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)

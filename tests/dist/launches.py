@@ -1,0 +1,59 @@
+"""Scripts of this folder as ranks: under outsize's own launcher, or as forks of this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+
+from forked import in_forks
+
+HERE = Path(__file__).parent
+DRIVER = "import sys; from outsize.train.launch import run_script; "
+DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
+
+Done = subprocess.CompletedProcess[str]
+
+
+def run(command: list[str], timeout_s: float = 60) -> Done:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
+
+
+def launched(script: str, ranks: int, *arguments: str, timeout_s: float = 60) -> Done:
+    """`script` of this folder under outsize's launcher."""
+    return run([sys.executable, "-c", DRIVER, str(ranks), str(HERE / script), *arguments], timeout_s)
+
+
+def said_by(script: str, ranks: int, folder: Path, *arguments: str, timeout_s: float) -> list[Any]:
+    """What each rank of `script FOLDER ...` has left in FOLDER/rank<r>.json.
+
+    The ranks are forks, which have torch and the models already: interpreters of their own, under launchers,
+    take 6 s each until they have, and are test_launch_processes.py's to show.
+    """
+    for module in ("zoo", "torch.distributed.tensor", "outsize.train.launch"):
+        import_module(module)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+    def rank(number: int) -> None:
+        numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update(place | {name: str(value) for name, value in numbers.items()})
+        sys.argv = [script, str(folder), *arguments]
+        runpy.run_path(str(HERE / script), run_name="__main__")
+
+    in_forks(folder, ranks, rank, timeout_s)
+    return left_by(ranks, folder)
+
+
+def left_by(ranks: int, folder: Path) -> list[Any]:
+    """FOLDER/rank<r>.json of each rank."""
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
