@@ -239,8 +239,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     seconds = {name: statistics.median(each) for name, each in laps.items()}
     size = sum(p.nbytes for p in engine.model.parameters())
     four = bound(case, engine, seconds["in memory, checkpointed"])
-    together: Any = engine.crew._together  # pyright: ignore[reportAttributeAccessIssue]
-    residency = together.residency
+    moves: Any = engine.crew.moves
+    residency = moves.residency
     return {
         "weights_bytes": size,
         "stages": len(plan.stages),

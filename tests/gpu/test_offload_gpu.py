@@ -88,6 +88,31 @@ def test_steps_in_a_thread_are_those_at_the_end() -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, CUDA])])
+def test_steps_that_are_taken_back(device: str) -> None:
+    """All norms are over the limit, and of these bits nothing is left of the steps that were tried."""
+    x, y = batch(device)
+    engines = [
+        outsize.parallelize(
+            build(),
+            (x,),
+            plan=planned(),
+            loss_fn=F.mse_loss,
+            target=y,
+            optimizer=adamw,
+            clip_norm=1e-3,
+            clipping=how,
+        )
+        for how in ("speculative", "exact")
+    ]
+    for _ in range(2):
+        norms = [engine.step(x, target=y).grad_norm for engine in engines]
+        assert float(norms[0] or 0.0) == float(norms[1] or 0.0) > 1e-3
+    pairs = zip(*(engine.model.parameters() for engine in engines), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert "2 of 2 speculative steps were taken back" in str(engines[0].report())
+
+
 @pytest.mark.gpu
 @CUDA
 @pytest.mark.parametrize(("weights", "share"), [("host", 1.0), ("host-optimizer", 2.0)])
