@@ -5,6 +5,7 @@ promised: two stages, or all weights and the gradients of two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import outsize
 from outsize.errors import BadOption
 from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName, stages_from_bounds
-from outsize.run.hosted import Hosted
+from outsize.run.host_moves import HostMoves
+from outsize.run.lane import Lane
 from outsize.run.residency import Residency
+from outsize.train import hosting
 from outsize.train.engine import Engine
 from outsize.train.parallel import make_engine
 from outsize.train.parity import adamw, compare
@@ -28,6 +31,12 @@ from outsize.train.parity import adamw, compare
 MODELS = ["resnet50", "deeplabv3", "gpt2", "llama", "t5", "mixtral", "unet"]
 # Where weights stay on the device, and what of all it would need it has then (see CAPS).
 STAYING = {"resnet50": 0.5, "llama": 0.75, "t5": 0.72, "mixtral": 0.58}
+
+
+@pytest.fixture(autouse=True)
+def _all_values_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small, where stages hand them on by the host."""
+    monkeypatch.setattr(hosting, "Lane", partial(Lane, least_bytes=1))
 
 
 def on_host(name: str, stages: int = 6, weights: Weights = "host") -> Plan:
@@ -47,9 +56,9 @@ def hosted(
 
 
 def residency_of(engine: Engine) -> Residency:
-    together: Any = engine.crew._together  # pyright: ignore[reportAttributeAccessIssue]
-    assert isinstance(together, Hosted)
-    return together.residency
+    moves = engine.crew.moves
+    assert isinstance(moves, HostMoves)
+    return moves.residency
 
 
 BOTH = [*((name, "host") for name in MODELS), *((name, "host-optimizer") for name in STAYING)]

@@ -112,9 +112,8 @@ def on_the_host(engine: Engine) -> list[Tensor]:
     return [*kept, *(lane.buffers if lane is not None else ())]
 
 
-def peak_values(layers: int, microbatches: int, weights: Weights) -> float:
+def peak_values(layers: int, microbatches: int, plan: Plan) -> float:
     """Of a step after the first, without the batch and the places of weights, in values of a microbatch."""
-    plan = layer_by_layer(layers, microbatches, weights)
     engine = make_engine(deep(layers), plan, None, loss_fn=mean_square, seed=SEED)
     x = torch.ones(microbatches, ROWS, WIDTH)
     engine.step(x, update=False)
@@ -127,13 +126,27 @@ def peak_values(layers: int, microbatches: int, weights: Weights) -> float:
 def test_depth_and_microbatches_do_not_matter() -> None:
     """Beside weights on the host the device has all values of all microbatches, and here a few."""
     small, deeper, more = (
-        peak_values(layers, m, "host-activations") for layers, m in ((6, 4), (18, 4), (6, 12))
+        peak_values(layers, m, layer_by_layer(layers, m, "host-activations"))
+        for layers, m in ((6, 4), (18, 4), (6, 12))
     )
     assert deeper == pytest.approx(small, abs=0.5)
     assert more == pytest.approx(small, abs=0.5)
-    assert small < 9, "three of a forward or five of a backward, and what a layer makes"
-    assert peak_values(6, 4, "host") > 5 * 4 + 1
-    assert peak_values(18, 4, "host") > 17 * 4 + 1
+    assert small < 9, "what is at work, what comes, and what a layer makes"
+    assert peak_values(6, 4, layer_by_layer(6, 4, "host")) > 5 * 4 + 1
+    assert peak_values(18, 4, layer_by_layer(18, 4, "host")) > 17 * 4 + 1
+
+
+@pytest.mark.parametrize(("layers", "microbatches"), [(6, 4), (6, 8), (18, 4)])
+def test_the_account_is_what_is_counted(layers: int, microbatches: int) -> None:
+    """And two values that are leaving: on a CPU a copy is made at once."""
+    x = torch.ones(microbatches, ROWS, WIDTH)
+    asked: Any = {"cluster": "1x12GB", "microbatches": microbatches, "weights": "host-activations"}
+    plan = outsize.plan(deep(layers), (x,), loss_fn=mean_square, **asked)
+    assert (plan.schedule, plan.recompute) == ("gpipe", "full")
+    assert plan.expected is not None
+    predicted = sum(stage.activations_bytes for stage in plan.expected.stages) / SMALL_BYTES
+    counted = peak_values(layers, microbatches, plan)
+    assert predicted - microbatches == pytest.approx(counted + 2, abs=0.5), "without the batch"
 
 
 # -- what a loop may do ----------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ class Value(Parcel):
         self.memory = memory
 
     def memories(self) -> list[Memory]:
+        """It alone."""
         return [self.memory]
 
 
