@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def check_weights_that_stay(world: World) -> None:
 
 
 def check_clipping_by_the_norm_of_all_ranks(world: World) -> None:
-    for weights in OF_SEVERAL:
-        pair = pair_of(world, "gpt2", weights, clip_norm=0.05)
+    for weights, how in product(OF_SEVERAL, ("exact", "speculative")):
+        pair = pair_of(world, "gpt2", weights, clip_norm=0.05, clipping=how)
         for _ in range(2):
             found = pair.step()
             pair.accumulate()

@@ -194,7 +194,7 @@ WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="As --axes all, with what this version only plans: cp, weights of several devices on the host.",
+        help="As --axes all, with what this version only plans: sequences shared by devices (cp).",
     ),
 ]
 PlanFile = Annotated[

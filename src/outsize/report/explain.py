@@ -237,10 +237,10 @@ _E206 = """
 WhatIfPlan [E206]: the plan is one to read, not to run.
 
 outsize plan --what-if  also looks at ways that this version of outsize does
-not run yet: sequences shared by devices (cp), and weights in the memory of the
-host for several devices. Such a plan is marked what_if, and says what the
-devices could do, not what they will. The axes and the weights tell as well: to
-take the mark out of the file changes nothing.
+not run yet: sequences shared by devices (cp). Such a plan is marked what_if,
+and says what the devices could do, not what they will. The axes and the
+weights tell as well (weights on the host with dp or tp beside pp): to take the
+mark out of the file changes nothing.
 
 What to do
   outsize plan --axes all  has every axis that runs, and without either option

@@ -72,7 +72,7 @@ def edit(folder: Path) -> Edit:
     [
         ({"what_if": True}, "pp 2, marked what_if"),
         ({"axes": AXES}, "pp 2, cp 2"),
-        ({"weights": "host"}, "pp 2, weights on the host"),
+        ({"weights": "host-activations"}, "pp 2, weights and activations on the host"),
     ],
 )
 def test_it_is_refused_before_the_model_is_built(
@@ -195,11 +195,14 @@ def test_where_no_pipeline_fits_the_plan_has_other_axes_and_says_so(outsize: Out
     assert (both.axes, both.stages) == (plan.axes, plan.stages)
 
 
-def test_the_last_way_is_one_device_with_its_weights_on_the_host(outsize: Outsize) -> None:
+def test_the_last_way_has_its_weights_on_the_host(outsize: Outsize) -> None:
     call = ("plan", "toy:build?width=8192", "--cluster", "2x2GB")
     answer = outsize(*call, "--report", "plan.html")
     assert (answer.code, answer.err) == (0, "")
     for words in ("no pipeline fits", "limited by  the host: devices compute for", "PCIe 4.0 x16"):
         assert words in answer.out
     assert "WHAT-IF" not in answer.out
-    assert "weights on the host; 2 devices" in outsize(*call, "--what-if").out
+    plan = Plan.model_validate_json(outsize(*call, "--json").out)
+    assert (plan.streams, plan.beyond) == (True, "")
+    assert any(why.startswith("one device would take") for why in plan.why), "both were priced"
+    assert Plan.model_validate_json(outsize(*call, "--what-if", "--json").out).axes == plan.axes
