@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,14 +13,15 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.api import price
-from outsize.errors import NoFeasiblePlan
+from outsize.errors import NoFeasiblePlan, TooManyStages
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.fit import DeviceFit, Fit
 from outsize.ir.plan import Axes, Plan, Stage
 from outsize.planner.margin import p95_bytes
 
 BATCH = 8
-SHARES = (1.1, 0.8, 0.6, 0.35, 0.1)
+SHARES = (1.1, 0.75, 0.4, 0.1)
+CLUSTERS = ("1xcpu", "2xcpu", "6xcpu", "1xh100-80gb", "2xh100-80gb")
 
 
 class Tagger(nn.Module):
@@ -76,9 +78,9 @@ def whole_bytes(name: str, kind: str) -> int:
     return device.p50_bytes - device.context_bytes
 
 
-def cluster(kind: str, devices: int, peak_bytes: float) -> Cluster:
+def cluster(spec: str, peak_bytes: float) -> Cluster:
     """Devices that hold so much."""
-    found = parse_cluster(f"{devices}x{kind}")
+    found = parse_cluster(spec)
     least = (d.model_copy(update={"memory_bytes": p95_bytes(int(peak_bytes), d)}) for d in found.devices)
     return found.model_copy(update={"devices": tuple(least)})
 
@@ -86,7 +88,7 @@ def cluster(kind: str, devices: int, peak_bytes: float) -> Cluster:
 def planned(name: str, where: Cluster, **wishes: Any) -> Plan | None:
     try:
         return outsize.plan(*subject(name), cluster=where, **wishes)
-    except NoFeasiblePlan:
+    except (NoFeasiblePlan, TooManyStages):
         return None
 
 
@@ -119,21 +121,21 @@ def check_devices(plan: Plan, devices: tuple[DeviceFit, ...]) -> None:
         assert device.p95_bytes <= device.memory_bytes
 
 
-@pytest.mark.parametrize("kind", ["cpu", "h100-80gb"])
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_what_fits_has_a_plan_and_what_has_a_plan_fits(name: str, devices: int, kind: str) -> None:
-    seen = set()
+@pytest.mark.parametrize(
+    ("name", "spec"), [*product(MODELS, CLUSTERS), ("tagger", "1x2xh100-80gb+1x2xv100-32gb")]
+)
+def test_what_fits_has_a_plan_and_what_has_a_plan_fits(name: str, spec: str) -> None:
+    seen, kind = set[bool](), "cpu" if "cpu" in spec else "h100-80gb"
     for share in SHARES:
-        where = cluster(kind, devices, share * whole_bytes(name, kind))
+        where = cluster(spec, share * whole_bytes(name, kind))
         answer, plan = outsize.fit(*subject(name), cluster=where), planned(name, where)
         assert answer.fits == (plan is not None), (share, answer.answer, answer.changes)
         change = answer.changes[0] if answer.changes else None
         if plan is not None and change is not None and change.devices:
             check_devices(plan, change.devices)
             assert max(device.share for device in change.devices) == change.share <= 1
-        seen.add(answer.answer if change is None else change.options)
-    assert {"YES", "NO"} <= seen or len(seen) > 1
+        seen.add(answer.fits)
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -153,7 +155,7 @@ def test_the_bytes_of_a_pipeline_are_those_of_a_plan_with_its_cuts(name: str) ->
     ],
 )
 def test_what_it_says_to_type_fits_and_is_planned(name: str, kind: str, share: float, way: str) -> None:
-    where = cluster(kind, 2, share * whole_bytes(name, kind))
+    where = cluster(f"2x{kind}", share * whole_bytes(name, kind))
     answer = outsize.fit(*subject(name), cluster=where)
     assert answer.answer == "YES IF"
     assert max(device.share for device in answer.devices) > 1, "the pipeline's own numbers are there, too"
@@ -175,7 +177,7 @@ def test_what_it_says_to_type_fits_and_is_planned(name: str, kind: str, share: f
 
 
 def test_axes_of_ones_own_that_do_not_fit_have_no_devices_and_say_what_they_lack() -> None:
-    where = cluster("cpu", 2, 0.3 * whole_bytes("tagger", "cpu"))
+    where = cluster("2xcpu", 0.3 * whole_bytes("tagger", "cpu"))
     answer = outsize.fit(*subject("tagger"), cluster=where, tp=2)
     assert (answer.answer, answer.fits, answer.devices, answer.axes) == ("NO", False, (), Axes(tp=2))
     assert answer.refused.startswith("stage 0 needs")
@@ -186,7 +188,7 @@ def test_the_smallest_microbatches_are_tried_before_other_axes() -> None:
     model, (one,) = subject("tower")
     batch = (one.repeat(16, 1, 1, 1),)
     devices = outsize.fit(model, batch, cluster="2xcpu", microbatches=128).devices
-    where = cluster("cpu", 2, 1.01 * max(device.p50_bytes - device.context_bytes for device in devices))
+    where = cluster("2xcpu", 1.01 * max(device.p50_bytes - device.context_bytes for device in devices))
     answer, plan = outsize.fit(model, batch, cluster=where), outsize.plan(model, batch, cluster=where)
     assert answer.answer == "YES"
     assert (plan.axes, plan.microbatches) == (Axes(pp=2), 128)
