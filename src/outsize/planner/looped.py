@@ -51,6 +51,7 @@ from outsize.planner.offload import (
     landing_reason,
     staying,
     streamed,
+    two_places,
     updated,
 )
 from outsize.planner.optimizer import optimizer_bytes
@@ -83,7 +84,7 @@ class Blocks(NamedTuple):
         coarse = coarse_graph(graph, bounds)
         whole = Case.of(coarse, coarse_profile(profile, bounds), 1, optimizer)
         held = each(whole.ranges.weights - whole.ranges.buffers), each(whole.ranges.gradients)
-        return cls(whole, held, updated(coarse, optimizer_bytes(optimizer))[1])
+        return cls(whole, held, updated(coarse, optimizer_bytes(optimizer)))
 
 
 # -- the choice ------------------------------------------------------------------------------------------
@@ -312,8 +313,7 @@ def _on_device(whole: Case, held: Held, layout: Layout) -> Ranges:
             landing[flow.producer] += flow.size_bytes * flow.gradient
     for own in _own(layout):
         alone, graded = (held[0] - kept)[own], (held[1] - landing)[own]
-        two = sum(int(alone[first::2].max(initial=0)) for first in (0, 1))
-        places = two if layout.weights == "host" else int(alone.sum())
+        places = two_places(alone) if layout.weights == "host" else int(alone.sum())
         weights[own] = _shares(places + int(kept[own].sum()), len(own))
         pair = max((graded + np.append(graded[1:], 0)).tolist())
         gradients[own] = _shares(pair + int(landing[own].sum()), len(own))

@@ -8,7 +8,7 @@ crosses (coarse.py). With W_b, G_b the weights and gradients of block b, F_b, B_
     backward    sum over b of max(B_b, move(W_b-1 in, G_b+1 out)),  and move(G_0) behind
     move        max(larger direction / link, both / the device's share of its host's memory)
     optimizer   after the last backward, on the CPU, at the speed of the host's memory: gradients read,
-                weights and states read and written. Replicas add up their gradients before
+                weights and states read and written
 
 Where only the optimizer is on the host ("host-optimizer", ZeRO-Offload), weights come once, one block behind
 the other from the beginning of the step, and stay; gradients go with the last microbatch of their block:
@@ -29,9 +29,9 @@ adds up gradients: 4 G_b instead of G_b through its memory. A device holds
 
 Sources: ZeRO-Offload (arXiv 2101.06840, sec. 4: gradients out beside the backward, Adam on the CPU),
 ZeRO-Infinity (arXiv 2104.07857, sec. 6.2: prefetch, overlap), layer by layer as in L2L (arXiv 2002.05645).
-Deviations: no optimizer step beside the backward (run/landing.py has it on GPUs), each replica reads all
-weights by itself, no weights are kept from forward to backward (schedules/offload.py keeps two blocks). How
-much memory the host has nobody says. One device runs it (streamed.py), and a pipeline of them (looped.py).
+Deviations: no optimizer step beside the backward (run/landing.py has it on GPUs), no weights are kept from
+forward to backward (schedules/offload.py keeps two blocks). How much memory the host has nobody says. One
+device runs it (streamed.py), and a pipeline of them (looped.py).
 Complexity: O(units + blocks^2). Oracle: tests/unit/planner/test_offload.py plays the two buffers.
 """
 
@@ -53,7 +53,6 @@ from outsize.ir.plan import Plan, Recompute
 from outsize.ir.profile import Profile
 from outsize.ir.text import bytes_text
 from outsize.planner.coarse import coarse_graph, coarse_profile, crossing_bytes, pieces
-from outsize.planner.comm import collective_s
 from outsize.planner.handed import Handed
 from outsize.planner.layout import Layout
 from outsize.planner.optimizer import Held, OptimizerBytes, optimizer_bytes
@@ -98,15 +97,14 @@ def layerwise(layout: Layout) -> bool:
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
     """What is streamed, the same for every layout: first unit of each block of a model, then their number;
-    bytes of runs of blocks; weights that each uses, gradients that it makes; of each unit gradients, and what
-    its optimizer's step reads and writes; what blocks hand to each other.
+    bytes of runs of blocks; weights that each uses, gradients that it makes; what the optimizer's step reads
+    and writes of each unit; what blocks hand to each other.
     """
 
     cut: tuple[int, ...]
     ranges: Ranges
     taken: tuple[int, ...]
     given: tuple[int, ...]
-    gradients: Seconds
     updated: Seconds
     handed: Handed
 
@@ -117,7 +115,7 @@ class Blocks:
         coarse = coarse_graph(graph, cut)
         ranges = Ranges.of(coarse, coarse_profile(profile, cut), optimizer)
         return cls(
-            cut, ranges, *_moved(graph, cut, optimizer), *updated(graph, optimizer), Handed.of(coarse, ranges)
+            cut, ranges, *_moved(graph, cut, optimizer), updated(graph, optimizer), Handed.of(coarse, ranges)
         )
 
 
@@ -153,7 +151,7 @@ def hosted(
         ranges=_on_device(whole.ranges, blocks, ends, layout, again),
         microbatches=layout.microbatches,
         recompute="full" if again else "none",
-        after_s=_after_s(blocks, ends, layout, cluster),
+        after_s=_sums(np.add.reduceat(blocks.updated / HOST_BYTES_PER_S, np.array(ends[:-1]))),
     ).lasting(fetching(blocks, alone, layout, cluster, again).merged(ends))
 
 
@@ -162,7 +160,7 @@ def fetching(
 ) -> UnitSeconds:
     """Seconds of units with the weights that they wait for; `again`: a backward begins with a forward."""
     compute = alone.recomputed() if again else alone
-    host = Host.of(cluster, layout.axes.world_size)
+    host = Host.of(cluster, 1)
     moved = blocks.cut, blocks.taken, blocks.given, layout, host
     if layout.weights == "host-optimizer":
         return staying(compute, *moved)
@@ -232,9 +230,10 @@ def host_reason(graph: ModelGraph, layout: Layout, cluster: Cluster, optimizer: 
         moves = f"{bytes_text(weights)} of weights come once a step and stay on the device"
     if layout.weights == "host-activations":
         moves += "; what stages hand to each other goes there and comes back with each microbatch"
+    room = ", and nobody says whether it has as much" if cluster.host_memory_bytes is None else ""
     return (
         f"weights, gradients and states live on the host: {bytes_text(sum(h.total_bytes for h in held))} at "
-        f"most, and nobody says whether it has as much. {moves}, over {host.link.source}; of the host's "
+        f"most{room}. {moves}, over {host.link.source}; of the host's "
         f"memory, {host.bytes_per_s / 1e9:.0f} GB/s for each device are assumed"
     )
 
@@ -291,9 +290,7 @@ def _on_device(whole: Ranges, streamed: Blocks, ends: Sequence[int], layout: Lay
     stay, away = layout.weights == "host-optimizer", layout.weights == "host-activations" and again
     weights = whole.weights - whole.buffers + whole.replicas
     if not stay:
-        weights = np.minimum(
-            weights, _places(each(blocks.weights - blocks.buffers + blocks.replicas), layout)
-        )
+        weights = np.minimum(weights, two_places(each(blocks.weights - blocks.buffers + blocks.replicas)))
     gradients = whole.gradients
     if layerwise(layout) or not stay:
         gradients = np.minimum(gradients, neighbours(each(blocks.gradients + blocks.replicas))[0, -1])
@@ -320,32 +317,19 @@ def _on_device(whole: Ranges, streamed: Blocks, ends: Sequence[int], layout: Lay
     )
 
 
-def _places(weights: Bytes, layout: Layout) -> int:
-    """Of two neighbours; one device has two places that blocks take in turn (schedules/offload.py)."""
-    if layout.axes.world_size == 1:
-        return sum(int(weights[first::2].max(initial=0)) for first in (0, 1))
-    return int(neighbours(weights)[0, -1])
+def two_places(weights: Bytes) -> int:
+    """Bytes of the places that a device's blocks take in turn (schedules/offload.py)."""
+    return sum(int(weights[first::2].max(initial=0)) for first in (0, 1))
 
 
-def updated(graph: ModelGraph, optimizer: OptimizerBytes) -> tuple[Seconds, Seconds]:
-    """Of each unit the bytes of its gradients, and those that the optimizer reads and writes."""
-    gradients, moved = np.zeros(len(graph.units)), np.zeros(len(graph.units))
+def updated(graph: ModelGraph, optimizer: OptimizerBytes) -> Seconds:
+    """Of each unit the bytes that the optimizer reads and writes."""
+    moved = np.zeros(len(graph.units))
     trained = (p for p in graph.parameters if p.trainable and p.name in graph.owner_of)
     for owner, held in ((graph.owner_of[p.name], optimizer.held(p)) for p in trained):
-        gradients[owner] += held.gradient
         moved[owner] += held.gradient + 2 * (held.master or held.weight) + 2 * held.state
         moved[owner] += held.weight if held.master else 0
-    return gradients, moved
-
-
-def _after_s(blocks: Blocks, ends: Sequence[int], layout: Layout, cluster: Cluster) -> Seconds:
-    """What a stage does after the last backward, for all runs: gradients added up, the optimizer."""
-    total = int(blocks.gradients.sum())
-    together_s = collective_s("all_reduce", total, range(layout.group), cluster)
-    # One stage is updated once in each node, by all that its memory has.
-    speed = HOST_BYTES_PER_S if layout.axes.pp == 1 else Host.of(cluster, layout.axes.world_size).bytes_per_s
-    each_s = blocks.updated / speed + blocks.gradients * (together_s / max(total, 1))
-    return _sums(np.add.reduceat(each_s, np.array(ends[:-1])))
+    return moved
 
 
 def _sums(per_piece: NDArray[Number]) -> NDArray[Number]:
