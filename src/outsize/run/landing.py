@@ -8,14 +8,14 @@ torch's optimizers treat each parameter by itself, so a step in parts is the ste
 somebody has hooks on the step, which would be called for each part: these step once, at the end. Gradients
 that were taken are dropped, so the step at the end finds nothing left to do, and their memory serves the next
 stage: a ring of buffers, each as large as the largest stage that has it, written again behind the step that
-reads it. Gradients that are kept, since nobody steps or the step may be taken back (speculation.py), have
-room of their own (flat.py).
+reads it. Gradients that are kept, since nobody steps, the step may be taken back (speculation.py), or the
+parameter is not the optimizer's, have room of their own (flat.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -44,6 +44,7 @@ class Landing:
         self._ring = [heap(0)] * BUFFERS
         self._steps: list[Future[None]] = []
         self._optimizer: Optimizer | None = None
+        self._taken = frozenset[int]()  # ids of its parameters
         self.speculation: Speculation | None = None
 
     def speculate(self) -> Speculation:
@@ -60,14 +61,19 @@ class Landing:
     def use(self, optimizer: Optimizer | None) -> None:
         """From now on; None: gradients are left for a step at the end."""
         self._optimizer = optimizer if optimizer is not None and steps_in_parts(optimizer) else None
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        self._taken = frozenset(id(parameter) for group in groups for parameter in group["params"])
 
     def berths(self, gradients: Sequence[Going]) -> list[Berth]:
         """Where these go, which the next call is for."""
-        if self._optimizer is None or self.speculation is not None:
+        dropped = self._taken if self.speculation is None else frozenset[int]()
+        going = [each for each in gradients if id(each[0].masters[each[1]]) in dropped]
+        if not going:
             return kept(gradients)
-        parts, size = packed(Layout.of(gradient) for _, _, gradient in gradients)
+        parts, size = packed(Layout.of(gradient) for _, _, gradient in going)
         buffer = self._turn(size)
-        return [part.berth(buffer) for part in parts]
+        ring = {name: part.berth(buffer) for (_, name, _), part in zip(going, parts, strict=True)}
+        return [ring.get(name) or block.kept(name, gradient) for block, name, gradient in gradients]
 
     def _turn(self, size_bytes: int) -> Tensor:
         """The next buffer of the ring, once the step that reads it has ended."""
@@ -80,9 +86,10 @@ class Landing:
         return self._ring[at]
 
     def __call__(self, parameters: Sequence[nn.Parameter], landed: Event) -> None:
-        """Step these parameters, and drop their gradients."""
-        if self._optimizer is not None:
-            self._steps.append(self._pool.submit(self._step, self._optimizer, parameters, landed))
+        """Step those of them that the optimizer has, and drop their gradients."""
+        stepped = [parameter for parameter in parameters if id(parameter) in self._taken]
+        if self._optimizer is not None and stepped:
+            self._steps.append(self._pool.submit(self._step, self._optimizer, stepped, landed))
 
     def _step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], landed: Event) -> None:
         landed.wait()
@@ -97,16 +104,20 @@ class Landing:
 
     def finish(self) -> None:
         """Wait for all steps; raises what one of them raised."""
-        steps, self._steps = self._steps, []
-        for error in [step.exception() for step in steps]:
-            if error is not None:
-                raise error
+        found = self._ended()
+        self._steps.clear()
+        for error in found:
+            raise error
 
     def abandon(self) -> None:
         """The row has failed: what may be taken back is."""
-        wait(self._steps)
+        self._ended()
         if self.speculation is not None:
             self.speculation.settle(stands=False)
+
+    def _ended(self) -> list[BaseException]:
+        """What the steps raised, all of which are waited for."""
+        return [error for step in self._steps if (error := step.exception()) is not None]
 
 
 @final
@@ -125,7 +136,10 @@ class _AtOnce(Executor):
 def steps_in_parts(optimizer: Optimizer) -> bool:
     """Whether its step for some parameters now and the others later is its step for all."""
     hooks: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    ours = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+    # Adafactor says that it is of torch.optim, AdamW of torch.optim.adamw.
+    ours = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"] and not isinstance(
+        optimizer, LBFGS
+    )
     return ours and not any(hooks)
 
 

@@ -28,11 +28,15 @@ class LateStep(Future[Any]):
         self._step = step
 
     def result(self, timeout: float | None = None) -> Any:
-        return self.exception(timeout) or super().result(0)
+        self.exception(timeout)
+        return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
-            self.set_result(self._step())
+            try:
+                self.set_result(self._step())
+            except TypeError as error:
+                self.set_exception(error)
         return super().exception(0)
 
 
