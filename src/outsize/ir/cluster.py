@@ -47,7 +47,8 @@ class Cluster(Record):
     """Devices in rank order; `devices_per_node` neighbours share the inner link.
 
     `outer` is one NIC, of which each node has `nics_per_node`. Where nodes differ, `parts` says how, in rank
-    order, and `devices_per_node`, `inner` and `nics_per_node` are those of the first part.
+    order, and `devices_per_node`, `inner` and `nics_per_node` are those of the first part. Of a node's memory
+    and its disk a user says how much and how fast; None: nobody does.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Cluster(Record):
     outer: Link
     nics_per_node: int = Field(default=1, ge=1)
     parts: tuple[Part, ...] = ()
+    host_memory_bytes: int | None = Field(default=None, gt=0)
+    disk_bytes_per_s: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -37,21 +37,23 @@ def weights_text(weights: Weights) -> str:
 
 @final
 class Bound(Record):
-    """Seconds of a step that each of four takes, which may all be at work at the same time."""
+    """Seconds of a step that each of four takes, and a disk if there is one; all may be at work at once."""
 
     compute_s: float
     to_device_s: float
     to_host_s: float
     optimizer_s: float
+    disk_s: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """The four with their names."""
+        """Each with its name."""
         return {
             "compute": self.compute_s,
             "copies to the device": self.to_device_s,
             "copies to the host": self.to_host_s,
             "the optimizer on the host": self.optimizer_s,
+            **({"the disk": self.disk_s} if self.disk_s else {}),
         }
 
     @property
@@ -73,7 +75,7 @@ class Bound(Record):
 class Degree(Record):
     """One degree on one device: its bound, its predicted step, and the bytes of the device at its peak.
 
-    `recompute`: in its backward a stage computes its forward anew.
+    `recompute`: in its backward a stage computes its forward anew. `disk`: what the host lacks is on a disk.
     """
 
     weights: Weights
@@ -83,3 +85,4 @@ class Degree(Record):
     step_s: float
     peak_bytes: int
     fits: bool
+    disk: bool = False

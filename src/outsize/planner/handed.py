@@ -12,15 +12,33 @@ Complexity: O(users of all flows). Oracle: tests/unit/planner/test_handed.py, by
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self, final
 
 import numpy as np
 
 from outsize.ir.graph import SMALL_BYTES, ModelGraph
+from outsize.ir.plan import Plan
+from outsize.ir.text import bytes_text
+from outsize.planner.coarse import coarse_graph
 from outsize.planner.edges import flows
 from outsize.planner.ranges import Bytes, Ranges
 from outsize.planner.sharding import each
+
+
+def waiting_bytes(graph: ModelGraph, plan: Plan) -> int:
+    """What all microbatches have between all stages, on the host when forwards turn to backwards."""
+    if plan.weights != "host-activations":
+        return 0
+    blocks = coarse_graph(graph, plan.bounds(graph))
+    return plan.microbatches * sum(flow.size_bytes for flow in flows(blocks) if not flow.step)
+
+
+def waiting_reasons(graph: ModelGraph, plan: Plan) -> Iterator[str]:
+    """How much that is."""
+    if found := waiting_bytes(graph, plan):
+        yield f"of what stages hand to each other the host holds {bytes_text(found)} more"
 
 
 @final

@@ -30,6 +30,7 @@ from outsize.ir.timeline import Timeline
 from outsize.planner.coarse import coarse_graph, coarse_profile
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, stage_cost
 from outsize.planner.floor import Work
+from outsize.planner.handed import waiting_reasons
 from outsize.planner.layout import Layout
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
@@ -38,6 +39,7 @@ from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.reasons import fullest_reason, over_memory
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.simulate import StageCost, simulate
+from outsize.planner.spill import spill_reasons, with_disk
 from outsize.schedules.planned import planned
 
 # Blocks that are tried; the fewest within NEAR of the fastest are taken, since each is a stage to read.
@@ -95,8 +97,13 @@ def _with_degrees(
             how = "full" if weights == "host-activations" else plan.recompute
             other = plan.model_copy(update={"weights": weights, "recompute": how})
             rows[weights] = _degree(other, graph, profile, cluster)
-    degrees = tuple(rows[weights] for weights in ("resident", *HOSTED))
-    return plan.model_copy(update={"expected": plan.expected.model_copy(update={"degrees": degrees})})
+    disk = tuple(with_disk(rows[plan.weights], graph, plan, cluster))
+    changed: dict[str, object] = {"degrees": (*(rows[weights] for weights in ("resident", *HOSTED)), *disk)}
+    for row in disk:
+        changed |= {"step_s": row.step_s, "samples_per_s": plan.batch_size / row.step_s}
+    figures = plan.expected.model_copy(update=changed)
+    why = (*plan.why, *waiting_reasons(graph, plan), *spill_reasons(graph, plan, cluster))
+    return plan.model_copy(update={"expected": figures, "why": why})
 
 
 def _degree(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Degree:

@@ -55,7 +55,7 @@ def utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utili
 def _roofline(plan: Plan) -> Bound | None:
     """Of its degree of offload, where it has one."""
     degrees = plan.expected.degrees if plan.expected is not None else ()
-    return next((degree.bound for degree in degrees if degree.weights == plan.weights), None)
+    return next((degree.bound for degree in reversed(degrees) if degree.weights == plan.weights), None)
 
 
 def _utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utilisation:

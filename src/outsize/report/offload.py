@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from outsize.ir.offload import Degree, Weights
-from outsize.ir.text import byte_unit, rate_text
+from outsize.ir.text import byte_unit, rate_text, seconds_text
 from outsize.report import pieces
 
 TITLE: Final = "What each degree of offload costs"
@@ -36,12 +36,14 @@ def degree_rows(degrees: Sequence[Degree], chosen: Weights) -> Rows | None:
         return None
     memory, size = byte_unit(max(degree.peak_bytes for degree in degrees))
     unit, second = ("s", 1.0) if max(degree.step_s for degree in degrees) >= 1 else ("ms", 1e-3)
-    rows = list[tuple[str, ...]]()
+    rows, best = list[tuple[str, ...]](), [degree for degree in degrees if degree.weights == chosen][-1:]
     for degree in degrees:
         times = [rate_text(seconds / second) if seconds else "-" for seconds in _seconds(degree)]
-        rows.append((degree.weights, *times, f"{degree.peak_bytes / size:.1f}", _fits(degree, chosen)))
+        name = "disk" if degree.disk else degree.weights
+        fits = "no" if not degree.fits else "chosen" if degree in best else "yes"
+        rows.append((name, *times, f"{degree.peak_bytes / size:.1f}", fits))
     names = ("compute", "H2D", "D2H", "optim.", "bound", "step", f"peak {memory}")
-    return Rows((f"degree, {unit}", *names, "fits"), tuple(rows), f"{NOTE} {_ways(degrees)}".strip())
+    return Rows((f"degree, {unit}", *names, "fits"), tuple(rows), " ".join([NOTE, *_ways(degrees)]))
 
 
 def degrees_table(degrees: Sequence[Degree], chosen: Weights) -> list[RenderableType]:
@@ -58,21 +60,17 @@ def degrees_table(degrees: Sequence[Degree], chosen: Weights) -> list[Renderable
 
 
 def _seconds(degree: Degree) -> tuple[float, ...]:
-    return *degree.bound.parts.values(), degree.bound.step_s, degree.step_s
+    four = tuple(degree.bound.parts.values())[:4]
+    return *four, degree.bound.step_s, degree.step_s
 
 
-def _fits(degree: Degree, chosen: Weights) -> str:
-    if not degree.fits:
-        return "no"
-    return "chosen" if degree.weights == chosen else "yes"
-
-
-def _ways(degrees: Sequence[Degree]) -> str:
-    """How each of them runs, where they differ in more than the degree."""
+def _ways(degrees: Sequence[Degree]) -> Iterator[str]:
+    """How each of them runs, where they differ in more than the degree; what a disk takes."""
     ways = {degree.weights: _way(degree) for degree in degrees}
-    if len(set(ways.values())) == 1:
-        return ""
-    return "; ".join(f"{weights}: {way}" for weights, way in ways.items()) + "."
+    if len(set(ways.values())) > 1:
+        yield "; ".join(f"{weights}: {way}" for weights, way in ways.items()) + "."
+    for degree in (degree for degree in degrees if degree.disk):
+        yield f"disk: {degree.weights}, and {seconds_text(degree.bound.disk_s)} of a disk."
 
 
 def _way(degree: Degree) -> str:

@@ -57,6 +57,17 @@ def test_degrees_that_run_in_other_ways_say_so() -> None:
     assert "host-optimizer: 4 microbatches, recomputed; host: 1 microbatch." in lines
 
 
+def test_the_disk_is_the_last_row() -> None:
+    host = degree("host", True)
+    slower = host.bound.model_copy(update={"disk_s": 400.0})
+    spilled = host.model_copy(update={"bound": slower, "step_s": 400.0, "disk": True})
+    lines = shown([degree("resident", False), host, spilled])
+    assert [line.split()[0] for line in lines[3:6]] == ["resident", "host", "disk"]
+    assert [line.split()[-1] for line in lines[3:6]] == ["no", "yes", "chosen"]
+    assert lines[5].split()[5:7] == ["400", "400"]
+    assert "disk: host, and 400 s of a disk." in " ".join(lines)
+
+
 def test_no_degrees_no_table() -> None:
     assert degrees_table((), "resident") == []
 
