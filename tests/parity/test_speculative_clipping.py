@@ -1,4 +1,4 @@
-"""Steps that begin before the norm is known: the plain loop to the bit, whether they stand or are taken back."""
+"""Steps that begin before the norm is known: the plain loop to the bit, if they stand or are taken back."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ LIMITS: dict[str, tuple[float, range]] = {
     "over": (1e-4, range(STEPS, STEPS + 1)),
     "both": (7.0, range(1, STEPS)),
 }
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
 
 
 def clipped(weights: Weights, limit: float, **how: Any) -> Engine:
@@ -62,7 +66,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("hosted", HOSTED)
-@pytest.mark.parametrize("make", [adamw, momentum])
+@pytest.mark.parametrize("make", [adamw, momentum, adafactor])
 @pytest.mark.parametrize("limit", list(LIMITS))
 def test_bit_equal_to_steps_that_wait(limit: str, make: Any, hosted: Weights) -> None:
     most, expected = LIMITS[limit]
@@ -93,6 +97,31 @@ def test_after_accumulation_and_in_files(limit: str, tmp_path: Path) -> None:
                 scheduler.step()
     insist_on_same(ours, theirs)
     assert list(tmp_path.iterdir()) == []
+
+
+def half(parameters: Any) -> torch.optim.Optimizer:
+    """Over some of the parameters, as where another optimizer has the rest."""
+    return adamw(list(parameters)[::2])
+
+
+@pytest.mark.parametrize("hosted", HOSTED)
+@pytest.mark.parametrize("how", [{}, {"clip_norm": 1e3}, {"clip_norm": 1e3, "clipping": "speculative"}])
+def test_gradients_that_the_optimizer_does_not_take_are_kept(hosted: Weights, how: dict[str, Any]) -> None:
+    """They add up until somebody drops them, and count in the norm."""
+    ours = odd_engine(hosted, optimizer=half, **how)
+    theirs = odd_engine("resident", optimizer=half, **{k: v for k, v in how.items() if k != "clipping"})
+    for engine in (ours, theirs):
+        engine.prepare(Batch((ids(),), {}))
+    for step in range(3):
+        norms = [engine.step(ids(step)).grad_norm for engine in (ours, theirs)]
+        assert norms[0] is None or torch.equal(*map(torch.as_tensor, norms))
+        insist_on_same(ours, theirs)
+        left, right = ([p.grad for p in engine.model.parameters()] for engine in (ours, theirs))
+        assert [a is None for a in left] == [b is None for b in right]
+        assert all(
+            torch.equal(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None
+        )
+    assert any(gradient is not None for gradient in left)
 
 
 def test_what_it_costs_of_the_host() -> None:
