@@ -137,11 +137,9 @@ def test_random_cuts_are_not_the_planners() -> None:
 
 
 def dropout_cells() -> list[Any]:
-    found = []
-    for name, how in product(sorted(WITH_RANDOMNESS), SCHEDULES):
-        rare = name in EXPENSIVE and how != "1f1b"
-        found.append(pytest.param(name, how, marks=[pytest.mark.full] if rare else []))
-    return found
+    rare = [pytest.mark.full]
+    cells = product(sorted(WITH_RANDOMNESS), SCHEDULES)
+    return [pytest.param(name, how, marks=rare if name in EXPENSIVE else []) for name, how in cells]
 
 
 @pytest.mark.parametrize(("name", "how"), dropout_cells())
