@@ -33,7 +33,7 @@ from torch import Tensor
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action, Kind
 from outsize.run.beside import Beside
-from outsize.run.lane import Handle, Lane, Memory, Parcel
+from outsize.run.lane import Bundle, Handle, Lane, Memory
 from outsize.run.moves import Moves
 from outsize.run.streams import TorchStreams
 
@@ -42,7 +42,7 @@ Key = tuple[int, int]  # stage, microbatch
 
 
 @final
-class Saved(Parcel):
+class Saved(Bundle):
     """What autograd saves in one forward of a stage."""
 
     def __init__(self, lane: Lane, staying: Iterable[Tensor]) -> None:

@@ -27,6 +27,6 @@ def ready(wanted: Sequence[tuple[Cell, bool]]) -> Callable[[], bool]:
     return lambda: all(c[0] is not MISSING and (not pends or c[0].ready()) for c, pends in wanted)
 
 
-def as_it_is(tensor: Any) -> Any:
-    """Into the cell of what stays."""
-    return tensor
+def as_it_is(given: Any) -> Any:
+    """Of what stays."""
+    return given

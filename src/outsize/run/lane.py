@@ -5,7 +5,7 @@
     arrive    what is launched from now on may read it
 
 One direction at a time: before the next one moves, compute is behind the copies of the last, so that one
-parcel at most is on its way. Or `both`, where much is small: what leaves is let go one move later.
+bundle at most is on its way. Or `both`, where much is small: what leaves is let go one move later.
 Orders, on CUDA by events: no copy before the value is there, none into memory whose last use is not over, no
 use before the copy, no letting go before it. On a CPU device and host are the same memory, and copies are
 made all the same. Oracle: tests/unit/run/test_activations.py, test_values.py on fake streams, each order left
@@ -72,7 +72,7 @@ class Block:
     over: Event
 
 
-class Parcel(ABC):
+class Bundle(ABC):
     """Memories that leave and come back together; where it is on the host, and from where it is coming."""
 
     def __init__(self) -> None:
@@ -107,37 +107,37 @@ class Lane:
             return False
         return tensor.untyped_storage().nbytes() >= self.least_bytes
 
-    def send(self, *parcels: Parcel) -> None:
+    def send(self, *bundles: Bundle) -> None:
         """Launch the copies to the host."""
-        found = [(p, [(m, m.here) for m in p.memories() if m.here is not None]) for p in parcels]
-        going = [(parcel, memories) for parcel, memories in found if memories]
+        found = [(p, [(m, m.here) for m in p.memories() if m.here is not None]) for p in bundles]
+        going = [(bundle, memories) for bundle, memories in found if memories]
         if not going:
             return
         self.settle()
         self._out.after(self._compute.record())
-        for parcel, memories in going:
-            block = parcel.away = self._take(sum(_aligned(here) for _, here in memories))
+        for bundle, memories in going:
+            block = bundle.away = self._take(sum(_aligned(here) for _, here in memories))
             first = 0
             for memory, here in memories:
                 memory.away, memory.here = block.data[first : first + here.numel()], None
                 self._out.copy(memory.away, here)
                 first += _aligned(here)
         left = self._out.record()
-        for parcel, _ in going:
-            assert parcel.away is not None
-            parcel.away.over = left
+        for bundle, _ in going:
+            assert bundle.away is not None
+            bundle.away.over = left
         self._leaving = left, [here for _, memories in going for _, here in memories]
         if left.done():
             self.settle()
 
-    def fetch(self, parcel: Parcel) -> None:
+    def fetch(self, bundle: Bundle) -> None:
         """Launch the copies to the device, if it is away."""
-        block = parcel.away
+        block = bundle.away
         if block is None:
             return
         if not self._both:
             self.settle()
-        coming = [(m, m.away) for m in parcel.memories() if m.away is not None]
+        coming = [(m, m.away) for m in bundle.memories() if m.away is not None]
         for memory, away in coming:
             memory.here, memory.away = self._streams.empty(self._place, away.numel()), None
         self._back.after(self._compute.record())
@@ -146,15 +146,15 @@ class Lane:
             assert memory.here is not None
             self._back.copy(memory.here, away)
         block.over = self._back.record()
-        parcel.away, parcel.coming = None, block
+        bundle.away, bundle.coming = None, block
 
-    def arrive(self, parcel: Parcel) -> None:
+    def arrive(self, bundle: Bundle) -> None:
         """What is launched on the device from now on may read it, and may write what it was copied from."""
-        self.fetch(parcel)
-        if parcel.coming is not None:
-            self._compute.after(parcel.coming.over)
-            self._spare.append(parcel.coming)
-            parcel.coming = None
+        self.fetch(bundle)
+        if bundle.coming is not None:
+            self._compute.after(bundle.coming.over)
+            self._spare.append(bundle.coming)
+            bundle.coming = None
 
     def settle(self) -> None:
         """The last ones that were sent have left: their memory on the device may be used anew."""

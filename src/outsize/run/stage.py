@@ -25,6 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from outsize.errors import BoundaryMismatch
 from outsize.program.modes import casting_devices, outside_autocast
+from outsize.run.cells import as_it_is
 from outsize.run.cut import StageProgram
 from outsize.run.rng import Seed
 from outsize.run.split_backward import Later, input_backward
@@ -141,7 +142,7 @@ class Stage:
     ) -> None:
         self.program = program
         self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if bare else enter
-        self._roots_of: Callable[[Roots], Roots] = edges_of if bare else _as_it_is
+        self._roots_of: Callable[[Roots], Roots] = edges_of if bare else as_it_is
         self._function, self._again, self._saving = program.function, again, saving
         self._inputs = program.inputs
         slots = [b for b in program.sent if b.weight is None]
@@ -264,7 +265,7 @@ class Stage:
             found = tensor.clone() if held else tensor
             return found if away is None else away.pack(found)
 
-        return saved_tensors_hooks(pack, _as_it_is if away is None else away.unpack)
+        return saved_tensors_hooks(pack, as_it_is if away is None else away.unpack)
 
     def _root(self, saved: _Ends, key: int) -> Root:
         if key in saved.aliases:
@@ -285,10 +286,6 @@ class Stage:
                     next_step="outsize check MODEL, which names the unit",
                 )
         self._checked = True
-
-
-def _as_it_is(given: Any) -> Any:
-    return given
 
 
 def _written_by_users(program: StageProgram, model: nn.Module) -> list[Held]:

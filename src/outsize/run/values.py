@@ -21,7 +21,7 @@ tests/parity/test_value_offload.py against the plain loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Self, final
 from weakref import WeakValueDictionary
@@ -31,7 +31,7 @@ from torch import Tensor
 from outsize.ir.schedule import Action, Kind
 from outsize.run.beside import Beside, Move
 from outsize.run.cut import Cut
-from outsize.run.lane import Handle, Lane, Memory, Parcel
+from outsize.run.lane import Bundle, Handle, Lane, Memory
 from outsize.run.moves import Moves
 from outsize.run.transport import Pending
 
@@ -39,7 +39,7 @@ Key = tuple[int, int, int, bool]  # boundary, stage that takes it, microbatch; i
 
 
 @final
-class Value(Parcel):
+class Value(Bundle):
     """One storage that stages hand on."""
 
     def __init__(self, memory: Memory) -> None:
@@ -53,37 +53,19 @@ class Value(Parcel):
 
 @final
 class Lent(Pending):
-    """Stands for a tensor that may be on the host."""
+    """In a cell or a graph in the place of a tensor; what it takes is on the device."""
 
-    def __init__(self, values: Values, value: Value, tensor: Tensor) -> None:
-        self._values, self._value = values, value
-        self._handle = Handle.of(value.memory, tensor)
-
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> Tensor:
-        return self._values.take(self._value, self._handle)
-
-    def release(self) -> None:
-        """Whoever has the last handle lets go."""
-
-
-@final
-class Stays(Pending):
-    """A tensor that is where it was, or no gradient."""
-
-    def __init__(self, tensor: Tensor | None) -> None:
-        self._tensor = tensor
+    def __init__(self, take: Callable[[], Tensor | None]) -> None:
+        self._take = take
 
     def ready(self) -> bool:
         return True
 
     def wait(self) -> Tensor | None:
-        return self._tensor
+        return self._take()
 
     def release(self) -> None:
-        """As above."""
+        """Whoever has the last one of a value lets go of it."""
 
 
 @final
@@ -102,20 +84,11 @@ class Values:
 
     def lend(self, key: Key, tensor: Tensor | None) -> Pending:
         """What goes into a cell."""
-        value = self._of(tensor) if tensor is not None else None
+        value = None if tensor is None else self._of(tensor)
         if tensor is None or value is None:
-            return Stays(tensor)
+            return Lent(lambda: tensor)
         self._at[key] = value
-        return Lent(self, value, tensor)
-
-    def take(self, value: Value, handle: Handle) -> Tensor:
-        """The tensor, on the device."""
-        assert self.lane is not None
-        if value.memory.here is None:
-            self.lane.arrive(value)
-        tensor = handle.tensor()
-        self._in[_storage(tensor)] = value
-        return tensor
+        return self._lent(value, tensor)
 
     def begin(self, microbatch: int, staying: Sequence[Tensor]) -> Self:
         """A forward begins: what autograd saves of it goes through `pack`."""
@@ -124,9 +97,9 @@ class Values:
     def pack(self, tensor: Tensor) -> Tensor | Lent:
         """Of a value that was lent."""
         value = self._known(tensor)
-        return tensor if value is None else Lent(self, value, tensor)
+        return tensor if value is None else self._lent(value, tensor)
 
-    def unpack(self, packed: Tensor | Lent) -> Tensor:
+    def unpack(self, packed: Tensor | Lent) -> Tensor | None:
         """The tensor, on the device."""
         return packed.wait() if isinstance(packed, Lent) else packed
 
@@ -161,6 +134,16 @@ class Values:
         """Each once."""
         found = (self._at.get(key) for key in keys)
         return list({id(value): value for value in found if value is not None}.values())
+
+    def _lent(self, value: Value, tensor: Tensor) -> Lent:
+        return Lent(partial(self._take, value, Handle.of(value.memory, tensor)))
+
+    def _take(self, value: Value, handle: Handle) -> Tensor:
+        if value.memory.here is None and self.lane is not None:
+            self.lane.arrive(value)
+        tensor = handle.tensor()
+        self._in[_storage(tensor)] = value
+        return tensor
 
     def _of(self, tensor: Tensor) -> Value | None:
         """A new one where nobody has lent the storage; None where it stays."""

@@ -194,12 +194,8 @@ class Pipelined(Way):
         if device is not None and self._home is not None:
             program = placed(program, variant.cut.tape, model, self._home, device)
         program = replace(program, function=self._through(program.function))
-        values = self._crew.values
-        how, again, saving = (
-            self._plan.recompute_of(program.stage),
-            None,
-            values.begin if values.lends else None,
-        )
+        how, again, values = self._plan.recompute_of(program.stage), None, self._crew.values
+        saving = values.begin if values.lends else None
         if how == "full":
             whole = Recompute(model, program.written, self._statistics)
             again = partial(whole.run, program.function)
