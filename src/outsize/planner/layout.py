@@ -150,7 +150,9 @@ def hosted(
     """Weights or their optimizer in host memory, of one device; not on CPUs."""
     if any(host_link(device) is None for device in cluster.devices):
         return
-    names: list[ScheduleName] = [name for name in schedules if name in ("gpipe", "1f1b")]
+    known: dict[ScheduleName, ScheduleName] = {"gpipe": "gpipe", "1f1b": "1f1b", "naive": "1f1b"}
+    # naive is 1f1b of one rank.
+    names = list(dict[ScheduleName, None].fromkeys(known[name] for name in schedules if name in known))
     for layout in pipelines(Axes(), counts_for(sorted(captured), Axes()), names, units):
         yield from (replace(layout, weights=weights) for weights in HOSTED)
 

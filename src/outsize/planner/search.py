@@ -122,7 +122,7 @@ def _composed(request: Request, plan: Plan, candidates: Candidates, cluster: Clu
 def _by_runs(request: Request, candidates: Candidates, cluster: Cluster) -> Plan:
     """The fastest plan whose stages are runs of the model's own order."""
     if request.weights in HOSTED:
-        check_hosted([graph for graph, _ in candidates.values()], cluster, request.weights)
+        check_hosted(request, [graph for graph, _ in candidates.values()], cluster)
         check_recompute(request.recompute, request.weights)
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:

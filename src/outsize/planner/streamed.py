@@ -23,8 +23,8 @@ from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import Cluster
 from outsize.ir.devices import host_link
 from outsize.ir.graph import ModelGraph
-from outsize.ir.offload import HOSTED, Bound, Degree, Weights
-from outsize.ir.plan import Expected, Plan, StageFigures, stages_from_bounds
+from outsize.ir.offload import HOSTED, OF_SEVERAL, Bound, Degree, weights_text
+from outsize.ir.plan import Expected, Plan, ScheduleName, StageFigures, beyond, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.coarse import coarse_graph, coarse_profile
@@ -37,6 +37,7 @@ from outsize.planner.menu import Menu
 from outsize.planner.offload import BLOCKS, Blocks, Host, block_ends, landing_reason, layerwise
 from outsize.planner.optimizer import optimizer_bytes
 from outsize.planner.reasons import fullest_reason, over_memory
+from outsize.planner.request import Request
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.simulate import StageCost, simulate
 from outsize.planner.spill import spill_reasons, with_disk
@@ -45,11 +46,13 @@ from outsize.schedules.planned import planned
 # Blocks that are tried; the fewest within NEAR of the fastest are taken, since each is a stage to read.
 MOST: Final = (16, 32, BLOCKS)
 NEAR: Final = 1.02
+# Schedules with weights on the host; one device has the last two, which are one there, as well.
+ORDERS: Final[tuple[ScheduleName, ...]] = ("gpipe", "1f1b", "naive")
 _BYTES: Final = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
 
 
-def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, weights: Weights) -> None:
-    """Raise BadOption where this degree makes no sense."""
+def check_hosted(request: Request, graphs: Sequence[ModelGraph], cluster: Cluster) -> None:
+    """Raise BadOption where the degree asked for makes no sense, or runs in another way alone."""
     if any(host_link(device) is None for device in cluster.devices):
         raise BadOption(
             "weights on the host want a device with a memory of its own",
@@ -60,7 +63,22 @@ def check_hosted(graphs: Sequence[ModelGraph], cluster: Cluster, weights: Weight
     if modules is not None:
         raise BadOption(
             f"{modules} runs by modules, in its own Python, and its weights stay where they are",
-            next_step=f"leave out weights={weights!r}",
+            next_step=f"leave out weights={request.weights!r}",
+        )
+    axes, weights = request.mesh(request.stages or 1), request.weights or "resident"
+    if beyond(axes, weights):
+        ranks = "a pipeline with one device a rank" if weights in OF_SEVERAL else "one device"
+        raise BadOption(
+            f"{weights_text(weights)}: that is for {ranks}",
+            numbers=f"asked for: {axes.used_besides(())}",
+            next_step=f"leave these out, or weights={weights!r}",
+        )
+    orders = ORDERS[: len(ORDERS) if axes.pp == 1 else 1]
+    if request.schedule not in (None, *orders):
+        raise BadOption(
+            f"schedule {request.schedule!r} is none in which weights come and go",
+            numbers=f"pp {axes.pp}, weights {weights!r}: {', '.join(orders)}",
+            next_step="--schedule gpipe",
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from planner_graphs import chain
 
@@ -127,6 +129,28 @@ def test_what_has_no_memory_of_its_own_or_no_stages_is_told_so() -> None:
     whole = {2: (graph.model_copy(update={"form": "modules"}), profile)}
     with pytest.raises(BadOption, match="runs by modules"):
         search(Request(batch_size=2, weights="host"), whole, one(1400))
+
+
+@pytest.mark.parametrize(
+    ("wishes", "said"),
+    [
+        ({"weights": "host", "tp": 2}, "a pipeline with one device a rank; asked for: tp 2"),
+        ({"weights": "host-optimizer", "dp_shard": 2, "what_if": True}, "asked for: dp_shard 2"),
+        ({"weights": "host-activations", "stages": 2}, "that is for one device; asked for: pp 2"),
+        ({"weights": "host", "schedule": "1f1b", "stages": 2}, "pp 2, weights 'host': gpipe. Next"),
+        ({"weights": "host", "schedule": "zero-bubble"}, "pp 1, weights 'host': gpipe, 1f1b, naive"),
+    ],
+)
+def test_what_weights_on_the_host_are_not_for(wishes: dict[str, Any], said: str) -> None:
+    """It lacks no memory, and no other microbatches would help."""
+    with pytest.raises(BadOption, match=said):
+        search(Request(batch_size=2, **wishes), model(), parse_cluster("2xh100-80gb"))  # pyright: ignore[reportArgumentType]
+
+
+def test_naive_is_an_order_of_one_device() -> None:
+    naive, alike = (asked(9000, weights="host", schedule=s) for s in ("naive", "1f1b"))
+    assert naive == alike
+    assert naive.schedule == "naive"
 
 
 def test_stages_add_up_to_what_the_device_holds() -> None:
