@@ -152,7 +152,7 @@ def hosted(
         return
     known: dict[ScheduleName, ScheduleName] = {"gpipe": "gpipe", "1f1b": "1f1b", "naive": "1f1b"}
     # naive is 1f1b of one rank.
-    names = list(dict[ScheduleName, None].fromkeys(known[name] for name in schedules if name in known))
+    names: dict[ScheduleName, None] = {known[name]: None for name in schedules if name in known}
     for layout in pipelines(Axes(), counts_for(sorted(captured), Axes()), names, units):
         yield from (replace(layout, weights=weights) for weights in HOSTED)
 
