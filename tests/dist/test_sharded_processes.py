@@ -16,7 +16,8 @@ from torch import Tensor, nn
 sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("parity", "unit"))
 
 from forked import on_ranks
-from parity_runs import SEED, Combination, batch_of, captured, fresh, planned
+from layouts_worker import made
+from parity_runs import SEED, Combination, captured, planned
 from tensor_worker import all_in
 from zoo import case
 
@@ -42,13 +43,6 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
-    def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-    return fresh(name).to(dtype), batch_of(case(name)).mapped(cast)
 
 
 def plan_of(name: str, pp: int, *, replicate: int = 1, **changes: Any) -> Plan:
