@@ -119,8 +119,24 @@ def odd() -> Odd:
     return Odd().train()
 
 
+class Handing(Odd):
+    """And a view of a weight that goes through all stages, whose place others take meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(4, 20))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        row = self.shift[1]
+        return super().forward(ids) + row
+
+
 def odd_engine(
-    weights: Weights, schedule: ScheduleName = "gpipe", recompute: Recompute = "full", **how: Any
+    weights: Weights,
+    schedule: ScheduleName = "gpipe",
+    recompute: Recompute = "full",
+    odd: Callable[[], nn.Module] = odd,
+    **how: Any,
 ) -> Engine:
     """Every unit a stage."""
     graph = outsize.capture(odd(), (ids(samples=4),), loss_fn=loss)
@@ -246,6 +262,21 @@ def test_whatever_a_loop_does(loop: str, hosted: Weights) -> None:
     ours, theirs = found
     assert list(ours) == list(theirs)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def handing() -> Handing:
+    torch.manual_seed(0)
+    return Handing().train()
+
+
+@pytest.mark.parametrize("weights", HOSTED)
+def test_a_view_of_a_weight_is_handed_on(weights: Weights) -> None:
+    both: tuple[Weights, ...] = (weights, "resident")
+    ours, theirs = (odd_engine(each, odd=handing) for each in both)
+    for engine in (ours, theirs):
+        plain_steps(engine)
+    state = theirs.full_state_dict()
+    assert [n for n, t in ours.full_state_dict().items() if not torch.equal(t, state[n])] == []
 
 
 @pytest.mark.parametrize("hosted", HOSTED)

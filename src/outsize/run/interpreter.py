@@ -26,7 +26,7 @@ from torch import Tensor
 from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.boundary import Boundary
-from outsize.run.cells import MISSING, Cell, as_it_is, ready, take
+from outsize.run.cells import MISSING, Cell, ready, take
 from outsize.run.clock import HOST, Clock
 from outsize.run.marks import Marks
 from outsize.run.moves import Moves, Resident
@@ -372,8 +372,8 @@ class _Handlers:
 
     def _lender(self, key: int, taker: int, mb: int, *, back: bool = False) -> Callable[[Any], Any]:
         """What puts a tensor into its cell, for a stage of this rank or to be sent."""
-        lends = self._lends and self._rank_of[taker] == self._rank
-        return partial(self._programs.values.lend, (key, taker, mb, back)) if lends else as_it_is
+        lends, values = self._lends and self._rank_of[taker] == self._rank, self._programs.values
+        return partial(values.lend, (key, taker, mb, back)) if lends else values.apart
 
     def _held_of(self, action: Action) -> list[Pending]:
         return self._held.setdefault((action.stage, action.microbatch), [])

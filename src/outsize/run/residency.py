@@ -35,7 +35,7 @@ from outsize.errors import BadOption, InvalidSchedule
 from outsize.program.tree import map_leaves
 from outsize.run.flat import Berth, Block, Going, Room, kept
 from outsize.run.landing import Landing
-from outsize.run.layout import Layout, packed_bytes
+from outsize.run.layout import Layout, pack, packed_bytes
 from outsize.run.streams import Event, Streams
 from outsize.run.weights import like, places
 
@@ -173,6 +173,16 @@ class Residency:
             self.landing(landed, self._leaving[-1][0])
         if last:
             self.landing.finish()
+
+    def apart(self, value: Tensor | None) -> Tensor | None:
+        """What a stage hands on: a copy where it is a view of a weight, whose place others take in turn."""
+        here = {place.data.untyped_storage().data_ptr() for place in self._places.values()} - {0}
+        if value is None or value.untyped_storage().data_ptr() not in here:
+            return value
+        layout = Layout.of(value)
+        copy = layout.empty(value.device)
+        layout.memory(copy).copy_(pack(value))
+        return copy
 
     def _hide(self, names: Iterable[str]) -> None:
         """Whatever computes with these weights now fails."""

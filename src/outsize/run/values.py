@@ -30,6 +30,7 @@ from torch import Tensor
 
 from outsize.ir.schedule import Action, Kind
 from outsize.run.beside import Beside, Move
+from outsize.run.cells import as_it_is
 from outsize.run.cut import Cut
 from outsize.run.lane import Bundle, Handle, Lane, Memory
 from outsize.run.moves import Moves
@@ -70,10 +71,12 @@ class Lent(Pending):
 
 @final
 class Values:
-    """Of the stages of one device; without a lane all stay."""
+    """Of the stages of one device; without a lane all stay. `apart` has memory of its own for what is a view
+    of a weight that goes.
+    """
 
-    def __init__(self, lane: Lane | None = None) -> None:
-        self.lane = lane
+    def __init__(self, lane: Lane | None = None, apart: Callable[[Any], Any] = as_it_is) -> None:
+        self.lane, self.apart = lane, apart
         self._at = WeakValueDictionary[Key, Value]()
         self._in = WeakValueDictionary[int, Value]()  # by storage
 
@@ -84,6 +87,7 @@ class Values:
 
     def lend(self, key: Key, tensor: Tensor | None) -> Pending:
         """What goes into a cell."""
+        tensor = self.apart(tensor)
         value = None if tensor is None else self._of(tensor)
         if tensor is None or value is None:
             return Lent(lambda: tensor)

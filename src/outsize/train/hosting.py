@@ -42,8 +42,8 @@ def hosted_crew(
     residency = Residency(model, streams, place, files)
     residency.landing = Landing(threaded=place != "cpu", room=residency.room, files=files)
     crew.moves = HostMoves(residency, len(plan.stages) if plan.weights == "host-optimizer" else ROOM)
-    if plan.weights == "host-activations":
-        crew.values = Values(Lane(streams, place, both=True))
+    lane = Lane(streams, place, both=True) if plan.weights == "host-activations" else None
+    crew.values = Values(lane, residency.apart)
     return crew
 
 
