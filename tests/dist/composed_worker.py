@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from layouts_worker import CLIP, MICROBATCHES, SEED, case, distances, expected_of, made, optimizer_of, split
+from layouts_worker import (
+    CLIP,
+    MICROBATCHES,
+    SEED,
+    STEPS,
+    case,
+    distances,
+    expected_of,
+    made,
+    optimizer_of,
+    split,
+)
 from tensor_worker import all_in
 
 import outsize
@@ -52,7 +63,7 @@ def tried(plan: Plan, world: World, folder: Path) -> dict[str, Any]:
         optimizer=lambda parameters: optimizer_of(torch.float64, parameters),
     )  # fmt: skip
     expected = expected_of(folder, NAME, "fp64", world.rank)
-    return distances(split(engine, batch), expected)
+    return distances(split(engine, batch, STEPS), expected)
 
 
 def main(folder: Path) -> None:
