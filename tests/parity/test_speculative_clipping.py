@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_offload_parity import adamw, ids, momentum, odd_engine, residency_of
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from outsize.errors import BadOption
 from outsize.ir.offload import HOSTED, Weights
@@ -122,6 +123,18 @@ def test_gradients_that_the_optimizer_does_not_take_are_kept(hosted: Weights, ho
             torch.equal(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None
         )
     assert any(p.grad is not None for p in ours.model.parameters())
+
+
+def test_hooks_on_all_optimizers_see_a_step_once() -> None:
+    called: list[Any] = []
+    hook = register_optimizer_step_post_hook(lambda *given: called.append(given))
+    try:
+        engine = odd_engine("host")
+        engine.prepare(Batch((ids(),), {}))
+        engine.step(ids())
+    finally:
+        hook.remove()
+    assert len(called) == 1
 
 
 def test_what_it_costs_of_the_host() -> None:

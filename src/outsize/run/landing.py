@@ -21,6 +21,7 @@ from typing import Any, Final, final
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from outsize.program.modes import outside_autocast
 from outsize.run.flat import Berth, Going, Room, heap, kept, packed
@@ -135,12 +136,13 @@ class _AtOnce(Executor):
 
 def steps_in_parts(optimizer: Optimizer) -> bool:
     """Whether its step for some parameters now and the others later is its step for all."""
-    hooks: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    own: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    everyones = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
     # Adafactor says that it is of torch.optim, AdamW of torch.optim.adamw.
     ours = type(optimizer).__module__.split(".")[:2] == ["torch", "optim"] and not isinstance(
         optimizer, LBFGS
     )
-    return ours and not any(hooks)
+    return ours and not any((*own, *everyones))
 
 
 @contextmanager
