@@ -193,6 +193,11 @@ def test_where_no_step_could_be_taken_back(weights: Weights, how: dict[str, Any]
         odd_engine(weights, clipping="speculative", **how)
 
 
+def test_another_word_hears_those_that_there_are() -> None:
+    with pytest.raises(BadOption, match="clipping='exactt': 'exact' or 'speculative'"):
+        odd_engine("host", clipping="exactt", clip_norm=1.0)
+
+
 def test_an_optimizer_that_steps_once_is_refused() -> None:
     with pytest.raises(BadOption, match="wants an optimizer that steps in parts, and LBFGS steps once"):
         clipped("host", 1.0, clipping="speculative", optimizer=torch.optim.LBFGS)

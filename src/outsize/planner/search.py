@@ -56,7 +56,7 @@ from outsize.planner.request import Request
 from outsize.planner.rivals import alternative, choose, compared_with, rivals, shown
 from outsize.planner.selective import by_blocks, counted, selective_reasons, written
 from outsize.planner.space import Candidates, in_a_row, meshes, on_host
-from outsize.planner.streamed import check_hosted, fastest, in_blocks
+from outsize.planner.streamed import check_hosted, fastest, in_blocks, too_small
 from outsize.planner.tight import selective
 
 # Meshes that are tried with several stages on a device.
@@ -220,6 +220,9 @@ def _nothing_fits(
     request: Request, candidates: Candidates, layouts: Sequence[Layout], menu: Menu, cluster: Cluster
 ) -> NoFeasiblePlan:
     """Who lacks how much, and what would fit."""
+    streaming = tuple(on_host(request, candidates, cluster)) if request.weights in HOSTED else ()
+    if streaming:
+        return too_small(streaming, menu, _recompute(request)[:2][-1])
     plain = [layout for layout in layouts if layout.chunks == 1] or [
         Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), "1f1b", count, count)
         for count in candidates

@@ -15,28 +15,30 @@ Oracle: tests/unit/planner/test_streamed.py adds the four up by hand, and a plan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
-from outsize.errors import BadOption, UnknownDevice
+from outsize.errors import BadOption, NoFeasiblePlan, UnknownDevice
 from outsize.ir.cluster import Cluster
 from outsize.ir.devices import host_link
 from outsize.ir.graph import ModelGraph
 from outsize.ir.offload import HOSTED, OF_SEVERAL, Bound, Degree, weights_text
-from outsize.ir.plan import Expected, Plan, ScheduleName, StageFigures, beyond, stages_from_bounds
+from outsize.ir.plan import Expected, Plan, Recompute, ScheduleName, StageFigures, beyond, stages_from_bounds
 from outsize.ir.profile import Profile
+from outsize.ir.text import bytes_text
 from outsize.ir.timeline import Timeline
 from outsize.planner.coarse import coarse_graph, coarse_profile
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, stage_cost
 from outsize.planner.floor import Work
 from outsize.planner.handed import waiting_reasons
+from outsize.planner.infeasible import ANEW
 from outsize.planner.layout import Layout
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
 from outsize.planner.offload import BLOCKS, Blocks, Host, block_ends, landing_reason, layerwise
 from outsize.planner.optimizer import optimizer_bytes
-from outsize.planner.reasons import fullest_reason, over_memory
+from outsize.planner.reasons import fullest_reason, microbatches_text, needs_text, over_memory, parts_text
 from outsize.planner.request import Request
 from outsize.planner.seconds import UnitSeconds
 from outsize.planner.simulate import StageCost, simulate
@@ -80,6 +82,23 @@ def check_hosted(request: Request, graphs: Sequence[ModelGraph], cluster: Cluste
             numbers=f"pp {axes.pp}, weights {weights!r}: {', '.join(orders)}",
             next_step="--schedule gpipe",
         )
+
+
+def too_small(layouts: Iterable[Layout], menu: Menu, recompute: Recompute) -> NoFeasiblePlan:
+    """The error where no degree fits that was asked for: what the one lacks that fills the device least."""
+    tried = [each for layout in layouts if (each := menu.pipeline(layout, (recompute,)))]
+    priced = [estimate(each, (0, each.case.units), (0,)) for each in tried]
+    found = min(priced, key=lambda found: found.peak_bytes)
+    (memory,), weights, m = found.memories, found.layout.weights, found.layout.microbatches
+    name, size = memory.largest[0]
+    steps = [f"--microbatches {2 * m}"] * (found.graph.batch_size > 1)
+    steps += ["--weights host-activations"] * (weights == "host")
+    return NoFeasiblePlan(
+        f"{weights_text(weights)}, {microbatches_text(m)}{ANEW[recompute]}: "
+        + needs_text(0, memory, found.pipeline.room.devices[0]),
+        numbers=f"{parts_text(memory)}; the largest unit there is {name} with {bytes_text(size)}",
+        next_step=", or ".join([*steps, "devices with more memory"]),
+    )
 
 
 def in_blocks(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:

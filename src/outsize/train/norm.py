@@ -68,8 +68,12 @@ def speculation_for(
     """What takes steps back; None: each waits for its norm. Raises BadOption where none could be taken."""
     if clipping == "exact":
         return None
+    if clipping != "speculative":
+        raise BadOption(
+            f"clipping={clipping!r}", numbers="'exact' or 'speculative'", next_step='clipping="exact"'
+        )
     found = None if clip_norm is None or scaler is not None else crew.moves.speculation()
-    if clipping != "speculative" or found is None:
+    if found is None:
         raise BadOption(
             f"clipping={clipping!r} is for steps that begin while gradients land on the host",
             numbers=f"clip_norm={clip_norm}, weights {plan.weights!r}, scaler {scaler is not None}",

@@ -63,6 +63,17 @@ def test_where_gradients_are_kept_the_host_has_them_all() -> None:
         assert any(each in why for why in asked(9000, **wishes).why)
 
 
+def test_a_device_too_small_for_the_degree_asked_for_hears_what_that_lacks() -> None:
+    """Two units of 100 MiB and their gradients, and no states; not what a resident model would need."""
+    with pytest.raises(NoFeasiblePlan) as refused:
+        asked(700, weights="host")
+    text = str(refused.value)
+    assert "weights on the host, 2 microbatches, all recomputed: stage 0 needs 513.0 MiB" in text
+    assert "weights 200.0 + gradients 200.0 + activations 113.0 MiB" in text
+    assert refused.value.next_step == "--weights host-activations, or devices with more memory"
+    assert asked(2300, weights="host").weights == "host"
+
+
 def test_it_is_the_last_resort_unless_it_is_asked_for() -> None:
     """The least degree that fits, of those that are as fast."""
     assert asked(9000).weights == "resident"
