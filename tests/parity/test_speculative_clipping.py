@@ -194,7 +194,7 @@ def test_where_no_step_could_be_taken_back(weights: Weights, how: dict[str, Any]
 
 
 def test_another_word_hears_those_that_there_are() -> None:
-    with pytest.raises(BadOption, match="clipping='exactt': 'exact' or 'speculative'"):
+    with pytest.raises(BadOption, match="clipping='exactt'; 'exact' or 'speculative'"):
         odd_engine("host", clipping="exactt", clip_norm=1.0)
 
 
