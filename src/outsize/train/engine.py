@@ -150,8 +150,8 @@ class Engine:
         return StepResult(loss, norm)
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
-        """Forward in eval mode, at any batch size, or of microbatches as in `step`; gradients, buffers and
-        generators stay as they are.
+        """Forward in eval mode, at any batch size, or of microbatches as in `step`; gradients and generators
+        stay as they are, and buffers that the model does not write in eval mode.
         """
         # Not in the caller's inference mode, if any: a program that is kept must run outside of it, too.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
