@@ -1,6 +1,6 @@
 """Question: which axis when: what do two devices cost and save along each axis, on the same model?
 
-python benchmarks/axes/run.py                    two pinned processes, about two minutes
+python benchmarks/axes/run.py                    two pinned processes, about three minutes
 """
 
 from __future__ import annotations

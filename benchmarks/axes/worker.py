@@ -23,6 +23,7 @@ import outsize
 from outsize.capture.providers import import_transformers
 from outsize.train.launch import World, join, leave
 from outsize.train.memory_watch import MemoryWatch, reader
+from outsize.train.parallel import make_engine
 
 BATCH, TOKENS, WORDS, MICROBATCHES = 16, 64, 2048, 8
 CPU = torch.device("cpu")
@@ -39,6 +40,13 @@ AXES: dict[str, dict[str, Any]] = {
     },
     "tp 2": {"tp": 2, "stages": 1, "microbatches": MICROBATCHES, "sequence_parallel": False},
     "tp 2, sequence": {"tp": 2, "stages": 1, "microbatches": MICROBATCHES, "sequence_parallel": True},
+}
+# Weights on the host: of one device, which rank 0 is, and of two in turns.
+ON_HOST: dict[str, tuple[str, dict[str, Any]]] = {
+    "host-optimizer": ("1x12GB", {"weights": "host-optimizer"}),
+    "host": ("1x12GB", {"weights": "host"}),
+    "host-activations": ("1x12GB", {"weights": "host-activations"}),
+    "pp 2, host": ("2x12GB", {"weights": "host", "stages": 2}),
 }
 Step = Callable[[], Tensor]
 Build = Callable[[], Step]
@@ -95,6 +103,31 @@ def along(axes: dict[str, Any]) -> Step:
     return lambda: engine.step(**inputs).loss
 
 
+def from_host(whole: nn.Module, name: str) -> outsize.Plan:
+    """Layer by layer, each stage computed anew in its backward; a device is part of this machine's memory."""
+    cluster, wishes = ON_HOST[name]
+    asked = {"batch_size": BATCH, "microbatches": MICROBATCHES, "schedule": "gpipe", "recompute": "full"}
+    return outsize.plan(whole, (), batch(), cluster=cluster, **asked, **wishes)
+
+
+def streaming(world: World, name: str) -> Step:
+    """outsize's engine; with one device the other rank rests."""
+    whole, inputs = model(), batch()
+    plan = from_host(whole, name)
+    if world.rank >= plan.axes.world_size:
+        return lambda: torch.zeros(())
+    group = world.group if plan.axes.world_size > 1 else None
+    engine: Any = make_engine(whole, plan, group, optimizer=optimizer)
+    return lambda: engine.step(**inputs).loss
+
+
+def device_bytes(plan: outsize.Plan) -> int:
+    """What the fullest device holds by the plan: here it has no memory of its own that could be counted."""
+    assert plan.expected is not None
+    chosen = [degree.peak_bytes for degree in plan.expected.degrees if degree.weights == plan.weights]
+    return chosen[0] if chosen else max(stage.peak_bytes for stage in plan.expected.stages)
+
+
 def peak_bytes(build: Build, counted: Callable[[], int]) -> int:
     """More than before, at the peak of a step after the first two, which make states and buffers."""
     gc.collect()
@@ -133,6 +166,7 @@ def main() -> None:
     torch.set_num_threads(1)
     builds: dict[str, Build] = {"one process": partial(plain, world)}
     builds |= {name: partial(along, axes) for name, axes in AXES.items()}
+    builds |= {name: partial(streaming, world, name) for name in ON_HOST}
     counted = reader(CPU)
     peak_bytes(builds["one process"], counted)  # what the process itself needs for a first step
     own = {name: peak_bytes(build, counted) for name, build in builds.items()}
@@ -141,6 +175,7 @@ def main() -> None:
     times_s, losses = laps(builds, asked.rounds)
     if world.rank == 0:
         peaks = {name: [found[name] for found in of_ranks] for name in builds}
+        peaks |= {name: [device_bytes(from_host(model(), name))] for name in ON_HOST}
         asked.out.write_text(json.dumps({"times_s": times_s, "peak_bytes": peaks, "losses": losses}))
     leave(world)
 
