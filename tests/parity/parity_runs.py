@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 from typing import Any, final
 from unittest.mock import patch
 
+import torch
 from torch import nn
 from zoo import Case, case
 
@@ -67,17 +68,30 @@ def fresh(name: str, dropout: bool = False) -> nn.Module:
     return copy.deepcopy(_built(name, dropout))
 
 
-@cache
 def captured(name: str, microbatches: int, dropout: bool = False) -> Captured:
-    """The model at the size of one microbatch."""
+    """The model at the size of one microbatch, as it is under the autocast of the moment."""
+    return _captured(name, microbatches, dropout, autocast())
+
+
+def autocast() -> torch.dtype | None:
+    """In which products are computed, if not in their own."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+@cache
+def _captured(name: str, microbatches: int, dropout: bool, _: torch.dtype | None) -> Captured:
     found, part = case(name), batch_of(case(name)).split(microbatches)[0]
     model = _built(name, dropout)
     return build_graph(record(model, part.args, part.kwargs, found.loss, part.target), model)
 
 
-@lru_cache(maxsize=1)
 def reference(name: str, microbatches: int, dropout: bool = False) -> Snapshot:
     """The plain loop; all combinations of one model and number of microbatches share it."""
+    return _reference(name, microbatches, dropout, autocast())
+
+
+@lru_cache(maxsize=1)
+def _reference(name: str, microbatches: int, dropout: bool, _: torch.dtype | None) -> Snapshot:
     tape = captured(name, microbatches, dropout).tape
     found, model = case(name), fresh(name, dropout)
     return reference_snapshot(model, tape, batch_of(found), microbatches, found.loss, steps=STEPS, seed=SEED)
