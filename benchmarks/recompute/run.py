@@ -160,6 +160,8 @@ def main() -> None:
     asked.add_argument("--json", action="store_true")
     asked.add_argument("--out", type=Path, help="a folder for curve.json and curve.png")
     options = asked.parse_args()
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     rows = [row for name in options.models for row in measured(name, options.rounds)]
     found = {"rows": rows, "machine": f"{platform.machine()}, torch {torch.__version__}, one thread"}
