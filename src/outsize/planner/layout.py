@@ -27,6 +27,7 @@ from itertools import groupby, product
 from math import gcd
 from typing import Final, final
 
+from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, Part
 from outsize.ir.devices import Device, host_link
 from outsize.ir.offload import HOSTED, Weights
@@ -271,3 +272,15 @@ def _largest(replicas: int, most: int) -> int:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def rank_named(device: str, cluster: Cluster) -> int:
+    """Its number in the cluster. Raises UnknownDevice."""
+    names = [d.name for d in cluster.devices]
+    if device in names:
+        return names.index(device)
+    raise UnknownDevice(
+        f"the plan names {device!r}, which cluster {cluster.name!r} has not",
+        numbers=f"its devices: {', '.join(names)}",
+        next_step=f"set the stage's device to {names[-1]!r}, or give a larger --cluster",
+    )

@@ -28,7 +28,6 @@ from typing import Final, NamedTuple, Self, final
 
 import numpy as np
 
-from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster
 from outsize.ir.devices import host_link
 from outsize.ir.graph import ModelGraph
@@ -40,7 +39,7 @@ from outsize.ir.timeline import Timeline
 from outsize.planner.coarse import coarse_graph, coarse_profile
 from outsize.planner.estimate import Estimate, check_enough, estimate, expected, play
 from outsize.planner.floor import Work
-from outsize.planner.layout import Layout
+from outsize.planner.layout import Layout, rank_named
 from outsize.planner.limits import limited_by
 from outsize.planner.margin import rooms
 from outsize.planner.offload import (
@@ -269,18 +268,6 @@ def _case(plan: Plan, layout: Layout, blocks: Blocks, cluster: Cluster) -> Case:
         after_s[own] = blocks.updated[own].sum() / host.bytes_per_s
     case = replace(whole, ranges=_on_device(whole, blocks.held, layout), after_s=np.diag(after_s, 1))
     return case.lasting(_waiting(whole.seconds, blocks.held, layout, host))
-
-
-def rank_named(device: str, cluster: Cluster) -> int:
-    """Its number in the cluster. Raises UnknownDevice."""
-    names = [d.name for d in cluster.devices]
-    if device in names:
-        return names.index(device)
-    raise UnknownDevice(
-        f"the plan names {device!r}, which cluster {cluster.name!r} has not",
-        numbers=f"its devices: {', '.join(names)}",
-        next_step=f"set the stage's device to {names[-1]!r}, or give a larger --cluster",
-    )
 
 
 def _own(layout: Layout) -> list[list[int]]:

@@ -17,7 +17,7 @@ from outsize.planner import looped, streamed
 from outsize.planner.aside import check_recompute, offload_reasons, offloads
 from outsize.planner.estimate import Estimate, check_enough, expected, play, reasons
 from outsize.planner.floor import Work
-from outsize.planner.layout import Layout, grouped
+from outsize.planner.layout import Layout, grouped, rank_named
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
 from outsize.planner.reasons import over_memory
@@ -69,7 +69,7 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     groups = grouped(cluster, layout.group)
     if groups is None:
         raise _no_groups(plan, cluster)
-    places = tuple(looped.rank_named(stage.device, groups) for stage in plan.stages)
+    places = tuple(rank_named(stage.device, groups) for stage in plan.stages)
     chosen = _chosen(plan, graph)
     by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
     hows = [plan.recompute_of(stage) for stage in range(len(plan.stages))]

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final
 
-from outsize.errors import BadOption, NoFeasiblePlan, UnknownDevice
+from outsize.errors import BadOption, NoFeasiblePlan
 from outsize.ir.cluster import Cluster
 from outsize.ir.devices import host_link
 from outsize.ir.graph import ModelGraph
@@ -33,7 +33,7 @@ from outsize.planner.estimate import Estimate, check_enough, estimate, expected,
 from outsize.planner.floor import Work
 from outsize.planner.handed import waiting_reasons
 from outsize.planner.infeasible import ANEW
-from outsize.planner.layout import Layout
+from outsize.planner.layout import Layout, rank_named
 from outsize.planner.limits import limited_by
 from outsize.planner.menu import Menu
 from outsize.planner.offload import BLOCKS, Blocks, Host, block_ends, landing_reason, layerwise
@@ -198,7 +198,8 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
 def _found(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> tuple[Estimate, Bound]:
     """The whole model as one stage, whose units are the plan's stages."""
     check_enough(plan.batch_size, plan.microbatches)
-    device, m, bounds = _device_of(plan, cluster), plan.microbatches, plan.bounds(graph)
+    (name,) = {stage.device for stage in plan.stages}
+    device, m, bounds = rank_named(name, cluster), plan.microbatches, plan.bounds(graph)
     coarse = coarse_graph(graph, bounds), coarse_profile(profile, bounds)
     how = "gpipe" if plan.schedule == "gpipe" else "1f1b"
     layout = Layout(plan.axes, 1, how, m, m, plan.weights)
@@ -248,16 +249,3 @@ def _figures(plan: Plan, found: Estimate, graph: ModelGraph) -> Expected:
         changed |= {"parameters": sum(p.numel for p in graph.owned_parameters(first, end - 1))}
         rows.append(device.model_copy(update=changed))
     return whole.model_copy(update={"stages": tuple(rows)})
-
-
-def _device_of(plan: Plan, cluster: Cluster) -> int:
-    """Its number in the cluster. Raises UnknownDevice."""
-    names = [device.name for device in cluster.devices]
-    (name,) = {stage.device for stage in plan.stages}
-    if name in names:
-        return names.index(name)
-    raise UnknownDevice(
-        f"the plan names {name!r}, which cluster {cluster.name!r} has not",
-        numbers=f"its devices: {', '.join(names)}",
-        next_step=f"set the stages' device to {names[-1]!r}, or give another --cluster",
-    )

@@ -187,3 +187,13 @@ class FakeStreams(Streams):
         pending.into.copy_(flat)
         if pending.moment[0].endswith("damaged"):
             pending.into[5:8] ^= 1
+
+
+Fault = Callable[[FakeStream, FakeEvent], bool]
+# What must not be left out between the place `a` and the host, by what goes wrong then.
+LANE_FAULTS: dict[str, Fault] = {
+    "they leave before they are made": lambda s, e: "a cpu" in s.name and "compute" in e.stream.name,
+    "they are let go before they left": lambda s, e: "compute a" in s.name and "a cpu" in e.stream.name,
+    "they come into memory that is in use": lambda s, e: "cpu a" in s.name and "compute" in e.stream.name,
+    "they are used before they are there": lambda s, e: "compute a" in s.name and "cpu a" in e.stream.name,
+}

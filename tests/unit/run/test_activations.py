@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_streams import Access, FakeEvent, FakeStream, FakeStreams
+from fake_streams import LANE_FAULTS, Access, FakeStreams, Fault
 from torch import Tensor, nn
 
 import outsize
@@ -21,7 +21,6 @@ from outsize.train.crew import LocalCrew
 from outsize.train.engine import Engine
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 12, 6
-Fault = Callable[[FakeStream, FakeEvent], bool]
 
 
 def model() -> nn.Sequential:
@@ -104,15 +103,7 @@ def test_late_copies_change_nothing(
     assert world.streams.copied > 3 * MICROBATCHES
 
 
-FAULTS: dict[str, Fault] = {
-    "they leave before they are made": lambda s, e: "a cpu" in s.name and "compute" in e.stream.name,
-    "they are let go before they left": lambda s, e: "compute a" in s.name and "a cpu" in e.stream.name,
-    "they come into memory that is in use": lambda s, e: "cpu a" in s.name and "compute" in e.stream.name,
-    "they are used before they are there": lambda s, e: "compute a" in s.name and "cpu a" in e.stream.name,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+@pytest.mark.parametrize("fault", LANE_FAULTS.values(), ids=list(LANE_FAULTS))
 @pytest.mark.parametrize(("schedule", "ranks"), WAYS)
 def test_every_order_is_needed(
     monkeypatch: pytest.MonkeyPatch, schedule: ScheduleName, ranks: int, fault: Fault

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fake_streams import Access, FakeEvent, FakeStream, FakeStreams
+from fake_streams import Access, FakeEvent, FakeStreams, Fault
 from torch import Tensor, nn
 
 import outsize
@@ -28,7 +27,6 @@ from outsize.train.crew import LocalCrew
 from outsize.train.engine import Engine
 
 WIDTH, STAGES, SAMPLES = 6, 4, 8
-Fault = Callable[[FakeStream, FakeEvent], bool]
 
 
 def model() -> nn.Sequential:
