@@ -170,8 +170,9 @@ def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
 def _shown(made: Plan, plan: Plan, graph: ModelGraph, found: Estimate, bound: Bound) -> Plan:
     figures, before = _figures(made, found, graph), plan.expected
     kept = {} if before is None else {"gap": before.gap, "limited_by": before.limited_by}
-    # The first says which stage of a pipeline sets the pace.
-    why = (*plan.why[1:], landing_reason(graph, made), str(bound))
+    full = fullest_reason(found.memories, found.devices, found.layout.ranks, found.layout.group)
+    # The first two are of the blocks before: which of them sets the pace, how full the device is.
+    why = (full, *plan.why[2:], landing_reason(graph, made), str(bound))
     return made.model_copy(update={"expected": figures.model_copy(update=kept), "why": why})
 
 

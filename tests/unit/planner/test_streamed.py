@@ -13,6 +13,7 @@ from outsize.ir.devices import HOST_BYTES_PER_S
 from outsize.ir.links import LINKS
 from outsize.ir.offload import HOSTED
 from outsize.ir.plan import Plan
+from outsize.ir.text import bytes_text
 from outsize.planner.offload import block_ends
 from outsize.planner.price import price, timeline
 from outsize.planner.request import Request
@@ -212,3 +213,14 @@ def test_a_block_ends_where_little_crosses() -> None:
     )
     graph = graph.model_copy(update={"values": values})
     assert block_ends(graph, UnitSeconds.of(profile), 64) == (0, 1, 3, 5)
+
+
+def test_the_fullest_device_is_said_of_the_stages_that_were_cut() -> None:
+    """The search had 64 blocks, of which 16 stages were made: two of those hold more than two blocks."""
+    graph, profile = chain([0.01] * 64, value_bytes=MIB, weight_bytes=50 * MIB, saved_bytes=MIB)
+    candidates = {2: (graph, profile.model_copy(update={"device": "h100-80gb"}))}
+    plan = search(Request(batch_size=2, weights="host"), candidates, one(3000))
+    assert plan.expected is not None
+    (taken,) = [degree for degree in plan.expected.degrees if degree.weights == "host"]
+    assert len(plan.stages) < 64
+    assert f"cuda:0 is the fullest device: {bytes_text(taken.peak_bytes)} of" in " ".join(plan.why)
