@@ -4,50 +4,61 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
+SITE   := .venv-docs
 HOUSE  := $(wildcard src tests benchmarks examples)
 
-.PHONY: help demo test parity check bench bench-optimality docs clean clean-venv
+.PHONY: help demo test test-quick parity check bench bench-optimality docs docs-site clean clean-venv
 .DEFAULT_GOAL := help
 
-help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s%s\n", $$1, $$2}' Makefile
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s%s\n", $$1, $$2}' Makefile
 
 demo: $(STAMP)  ## plan, split, check and train real models over two processes; at most 3 minutes
 	$(BIN)/outsize demo
 
-# A file stays in one process, which shares its fixtures and captures; one thread each, for libgomp's would spin.
-test: $(STAMP)  ## all tests, a process per core; at most 15 minutes on two
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# A file stays in one process, which shares its fixtures and captures; the longest files come first (conftest.py)
+# and are not sorted again by their number of tests. One thread each, because libgomp's would spin.
+test: $(STAMP)  ## run all tests, one process per core; benchmarks/test-time has their times
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
-parity: $(STAMP)  ## all models, cuts, schedules, microbatches; 20 minutes, writes docs/parity.md, coverage.md
-	$(BIN)/python -m pytest tests/parity/test_one_process.py tests/parity/test_coverage.py --all --update-golden
+test-quick: $(STAMP)  ## run the tests nearest to your change from main, in about a minute
+	OMP_NUM_THREADS=1 $(BIN)/python tests/quick.py
 
-check: $(STAMP)  ## style, types, floors, house rules
+PARITY := tests/parity/test_one_process.py tests/parity/test_coverage.py
+parity: $(STAMP)  ## run all models, of which `make test` runs a sample; writes docs/parity.md, docs/coverage.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARITY) --all --update-golden
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -m full --all $(PARITY:%=--ignore=%)
+
+check: $(STAMP)  ## check style, types, import contracts and house rules
 	$(BIN)/ruff check $(HOUSE)
 	$(BIN)/ruff format --check $(HOUSE)
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest tests/house
 
-bench: $(STAMP)  ## every question of benchmarks/; those that want data of their own (they end with 2) are passed over
+bench: $(STAMP)  ## run every benchmark; those that need data which is not here are skipped
 	@for question in $(wildcard benchmarks/*/run.py); do \
 	    echo "$$question"; $(BIN)/python "$$question" || [ $$? -eq 2 ] || exit 1; \
 	done
 
-bench-optimality: $(STAMP)  ## the planner against all splits of 10,000 small graphs; PROFILES=DIR adds real ones
+bench-optimality: $(STAMP)  ## compare the planner with all splits of 10,000 small graphs; PROFILES=DIR adds real ones
 	$(BIN)/python benchmarks/optimality/brute_force.py --graphs 10000
 	$(if $(PROFILES),$(BIN)/python benchmarks/optimality/run.py --profiles $(PROFILES))
 
-docs: $(STAMP)  ## write golden files anew; read the diff before you commit it
+docs: $(STAMP)  ## write the golden files again; read the diff before you commit it
 	$(BIN)/python -m pytest tests/golden tests/house --update-golden
 	@git --no-pager diff --stat -- docs tests/golden
 
+docs-site: $(SITE)/installed  ## build the documentation into site/ and check its links; torch is not needed
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
+	@echo "Built site/. Read it with: $(SITE)/bin/python -m http.server --bind 127.0.0.1 --directory site 8000"
+
 clean:  ## remove what a run leaves behind; .venv stays
-	rm -rf build dist demo-out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist site demo-out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find $(HOUSE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:  ## remove .venv; the next make builds it again
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SITE)
 
 # torchvision comes without its dependencies: it must not exchange the pinned torch for another build.
 $(STAMP): pyproject.toml constraints.txt
@@ -60,4 +71,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -c constraints.txt -e '.[hf,plot,test,dev]'
 	@$(PIP) install -c constraints.txt pillow
 	@$(PIP) install -c constraints.txt --no-deps torchvision
+	@touch $@
+
+# Only the packages of the extra `docs`, and not outsize itself: docstrings are read without importing torch.
+$(SITE)/installed: pyproject.toml constraints.txt
+	@echo "Installing into $(SITE), once: less than a minute."
+	@$(PYTHON) -m venv $(SITE)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	    | $(SITE)/bin/python -m pip -qq --disable-pip-version-check install -c constraints.txt -r /dev/stdin
 	@touch $@

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 import outsize
-from outsize.capture.providers import import_transformers
+from outsize.capture.models.imports import import_transformers
 
 # `import transformers`, also where the installed torchvision was built for another torch.
 transformers = import_transformers()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outsize
-from outsize.capture.providers import import_torchvision
+from outsize.capture.models.imports import import_torchvision
 
 # `import torchvision`, also where it was built for another torch.
 models = import_torchvision().models

@@ -6,12 +6,31 @@ Look at `git diff tests/golden` before you commit an update: it is a change of b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import resource
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked_python import forked_interpreters
 
 GOLDEN = Path(__file__).parent / "golden"
+SECONDS = Path(__file__).parent / "seconds.json"
+STARTED = {"programs": 0}
+AT_START = pytest.StashKey[tuple[float, int]]()
+
+
+def pytest_configure() -> None:
+    """Counts the programs and forks that this process starts."""
+    forked_python = str(Path(__file__).parent / "unit" / "forked_python.py")
+
+    def count(event: str, _: Any) -> None:
+        is_fork = event == "os.fork" and sys._getframe(1).f_code.co_filename != forked_python
+        STARTED["programs"] += is_fork or event == "subprocess.Popen"
+
+    sys.addaudithook(count)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,12 +43,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, tests marked `full` are left out."""
-    if config.getoption("--all"):
-        return
-    rare = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=rare)
-    items[:] = [item for item in items if item not in rare]
+    """Without --all, leaves out tests marked `full`. Workers of pytest-xdist take the longest files first."""
+    if not config.getoption("--all"):
+        rare = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=rare)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    if hasattr(config, "workerinput"):
+        seconds = {config.rootpath / name: s for name, s in json.loads(SECONDS.read_text()).items()}
+        items.sort(key=lambda item: -seconds.get(item.path, 0.0))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Notes the CPU seconds and the programs before the test."""
+    item.stash[AT_START] = (_cpu_s(), STARTED["programs"])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """Records what the test has taken; benchmarks/test-time/run.py reads it from a junit file."""
+    try:
+        return (yield)
+    finally:
+        cpu_s, programs = item.stash[AT_START]
+        item.user_properties.append(("cpu_s", round(_cpu_s() - cpu_s, 3)))
+        item.user_properties.append(("started", STARTED["programs"] - programs))
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of the processes that it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 @pytest.fixture
@@ -46,3 +91,13 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return compare
+
+
+@pytest.fixture
+def forked_python(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Python programs that the test starts are forks of this process, unless it is marked `interpreters`."""
+    if request.node.get_closest_marker("interpreters"):
+        yield
+        return
+    with forked_interpreters():
+        yield

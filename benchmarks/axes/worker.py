@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
-from outsize.capture.providers import import_transformers
-from outsize.train.launch import World, join, leave
-from outsize.train.memory_watch import MemoryWatch, reader
-from outsize.train.parallel import make_engine
+from outsize.capture.models.imports import import_transformers
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import World, join, leave
+from outsize.train.measure.memory import MemoryWatch, reader
 
 BATCH, TOKENS, WORDS, MICROBATCHES = 16, 64, 2048, 8
 CPU = torch.device("cpu")
@@ -117,7 +118,7 @@ def streaming(world: World, name: str) -> Step:
     if world.rank >= plan.axes.world_size:
         return lambda: torch.zeros(())
     group = world.group if plan.axes.world_size > 1 else None
-    engine: Any = make_engine(whole, plan, group, optimizer=optimizer)
+    engine: Any = make_engine(whole, plan, group, EngineOptions(optimizer=optimizer))
     return lambda: engine.step(**inputs).loss
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
-from outsize.train.launch import join, leave
+from outsize.train.launch.launch import join, leave
 
 BLOCKS = 2
 Size = tuple[int, int]  # tokens of a microbatch, width

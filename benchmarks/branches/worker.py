@@ -18,14 +18,15 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.api import price
-from outsize.capture.providers import import_torchvision
+from outsize.capture.models.imports import import_torchvision
 from outsize.ir.plan import Plan, stages_from_units
 from outsize.ir.profile import ProfileSet
+from outsize.report.wording import sentence
 from outsize.schedules.compose import compose
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.planned import written
-from outsize.train.launch import World, join, leave
-from outsize.train.parallel import agreed
+from outsize.train.engine.factory import agreed
+from outsize.train.launch.launch import World, join, leave
 
 
 @final
@@ -136,7 +137,7 @@ class Case:
             "stages_on_ranks": plan.ranks,
             "predicted_s": plan.expected.step_s,
             "laps_s": self.laps_s,
-            "why": plan.why[0],
+            "why": sentence(plan.why[0]),
         }
 
 

@@ -61,7 +61,7 @@ def main() -> None:
 
 def all_cases(config: Path) -> dict[str, list[str]]:
     """Name -> arguments of Python; every builder that torchvision lists."""
-    from outsize.capture.providers import import_torchvision
+    from outsize.capture.models.imports import import_torchvision
 
     fit = ["-W", "ignore", "-c", "from outsize.cli import main; main()", "fit"]
     llama = [*fit, f"transformers:{config}", *WHERE]

@@ -9,7 +9,7 @@ eight numbers to their noise. Solved by Levenberg-Marquardt on iteratively rewei
 
 Source: Levenberg (1944), Marquardt (1963); Huber, Ann. Math. Statist. 35 (1964). Symbols: x -> logarithms,
 J -> jacobian. Deviations: J by forward differences. Complexity: O(rounds x multipliers) predictions. Oracle:
-tests/unit/planner/test_calibrate.py recovers known multipliers, with and without an outlier.
+tests/benchmarks/test_calibrate.py recovers known multipliers, with and without an outlier.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ choice under correlated beliefs: Frazier, Powell, Dayanik, INFORMS J. Computing 
 K -> covariance, n -> noise, s -> spread, l -> lengths. Deviations: the share of removed variance stands for
 the change of the expected loss itself, which has no closed form; rows of no choice count a little (REST), so
 that a file without choices is calibrated too. Complexity: O(count x rows^2). Oracle:
-tests/unit/planner/test_kriging.py, the posterior by one solve and losses by sampling.
+tests/benchmarks/test_kriging.py, the posterior by one solve and losses by sampling.
 """
 
 from __future__ import annotations

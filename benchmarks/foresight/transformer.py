@@ -13,7 +13,7 @@ Source: Korthikanti et al., "Reducing Activation Recomputation", arXiv 2205.0519
 appendix A (FLOPs); sequence parallelism ibid. Symbols: b -> microbatch, s -> seq_len, h -> hidden, a ->
 heads, t -> tp, c -> cp, v -> vocabulary. Deviations: biases and norms are counted; the triangle of a
 causal mask is not taken off, as no published FLOP count does. Complexity: O(1). Oracle:
-tests/unit/planner/test_transformer.py compares with the capture of a real GPT-2 and Llama, and with the
+tests/benchmarks/test_transformer.py compares with the capture of a real GPT-2 and Llama, and with the
 closed form above.
 """
 
@@ -26,7 +26,7 @@ from typing import Literal, final
 from pydantic import Field
 
 from outsize.ir.base import Record
-from outsize.ir.graph import Family, Work
+from outsize.ir.graph import OpFamily, Work
 
 Recompute = Literal["none", "selective", "full"]
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
@@ -109,7 +109,7 @@ class Op:
     saved   bytes kept for the backward, none of which another op of the layer keeps too
     """
 
-    family: Family
+    family: OpFamily
     flops: float
     moved: float
     launches: int = 1

@@ -8,7 +8,7 @@
 The peak of the last stage is the backward of its first microbatch, when the gradient of the logits exists
 and no layer has let go yet. Source: ZeRO, arXiv 1910.02054, sec. 3; in flight: PTD-P, arXiv 2104.04473,
 sec. 2.2 and the warm-up of Megatron-LM's interleaved schedule. Symbols: p -> stages, v -> chunks, m ->
-microbatches. Complexity: O(1). Oracle: tests/unit/planner/test_transformer_bytes.py executes the
+microbatches. Complexity: O(1). Oracle: tests/benchmarks/test_transformer_bytes.py executes the
 schedules.
 """
 

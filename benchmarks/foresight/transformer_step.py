@@ -14,7 +14,7 @@ sends 1/t of a boundary). Symbols: p -> pp, t -> tp, v -> chunks, m -> microbatc
 other, then dp, then pp, as Megatron-LM lays them out. Deviations: gradients do not overlap the backward,
 nor does the all-reduce between the two ends' tied matrices count. Complexity: that of the simulation, for
 at most 3 p microbatches: beyond them a step grows by the same seconds with each microbatch.
-Oracle: tests/unit/planner/test_transformer_step.py.
+Oracle: tests/benchmarks/test_transformer_step.py.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import Work
 from outsize.ir.schedule import Schedule
-from outsize.planner.comm import collective_s
-from outsize.planner.roofline import seconds
-from outsize.planner.simulate import StageCost, simulate
+from outsize.planner.costs.collectives import collective_s
+from outsize.planner.costs.roofline import seconds
+from outsize.planner.simulation.simulate import StageCost, simulate
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 

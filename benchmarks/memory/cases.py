@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.capture.providers import import_torchvision, import_transformers
-from outsize.train.batch import Batch
+from outsize.capture.models.imports import import_torchvision, import_transformers
+from outsize.train.batch.batch import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "prediction"))
 from models import UNet  # the same U-Net as the other questions'

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID251  a tracker of storages
 from torch.utils._pytree import tree_leaves
 
-from outsize.run import transport
-from outsize.run.interpreter import Interpreter
-from outsize.run.layout import pack
+from outsize.run.interpreter.interpreter import Interpreter
+from outsize.run.transport import base, local
+from outsize.run.transport.wire_layout import pack
 
 Place = tuple[int, int, int, int]
 
@@ -111,7 +111,7 @@ def _owners(storage: torch.UntypedStorage) -> int:
 
 
 @final
-class Posted(transport.Pending):
+class Posted(base.Pending):
     """A receive with a buffer of its own, where the layout is known from an earlier step."""
 
     def __init__(self, boxes: dict[Place, Tensor | None], key: Place, buffer: Tensor | None) -> None:
@@ -154,15 +154,15 @@ def metered(meter: Meter) -> Iterator[None]:
             layouts[key] = torch.empty_like(tensor, device="meta")
         meter.stage = stage
 
-    def post(self: Any, peer: int, channel: int, microbatch: int) -> transport.Pending:
+    def post(self: Any, peer: int, channel: int, microbatch: int) -> base.Pending:
         key = (peer, self._rank, channel, microbatch)
         like = layouts.get(key)
         return Posted(self._boxes, key, None if like is None else _here(like))
 
     with (
         mock.patch.object(Interpreter, "_execute", attributed),
-        mock.patch.object(transport.LocalTransport, "send", send),
-        mock.patch.object(transport.LocalTransport, "post", post),
+        mock.patch.object(local.LocalTransport, "send", send),
+        mock.patch.object(local.LocalTransport, "post", post),
     ):
         yield
 

@@ -19,24 +19,24 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from caching_allocator import replay
 from cases import CASES, MORE, Case
 from meter import Meter, Split, metered
 
 import outsize
 from outsize.api import price
-from outsize.capture.cluster import find_cluster
+from outsize.capture.measure.local_cluster import find_cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.names import compress_units
 from outsize.ir.plan import Stage
 from outsize.ir.profile import Profile
-from outsize.planner.allocator import replay
-from outsize.planner.edges import edges_between
-from outsize.planner.estimate import lower_along
-from outsize.planner.layout import Layout
-from outsize.planner.memory import StageMemory, account_ranges
-from outsize.planner.menu import Menu
-from outsize.planner.selective import recomputing
-from outsize.planner.split import Case as Tables
+from outsize.ir.units.names import compress_units
+from outsize.planner.costs.stage_edges import edges_between
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import lower_along
+from outsize.planner.layout.layout import Layout
+from outsize.planner.memory.account import StageMemory, account_stages
+from outsize.planner.partition.stage_prices import Case as Tables
+from outsize.planner.strategies.selective_recompute import recomputing
 from outsize.schedules.builders import build
 
 Schedule = Literal["gpipe", "1f1b", "zero-bubble"]
@@ -110,7 +110,7 @@ def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
         return _selective(plan, graph, profile)
     tables = Tables.of(graph, profile, plan.microbatches, plan.optimizer, plan.recompute).ranges
     schedule = build(plan.schedule, len(plan.stages), plan.microbatches)
-    return account_ranges(tables, graph, bounds, lower_along(edges_between(graph, bounds), schedule))
+    return account_stages(tables, graph, bounds, lower_along(edges_between(graph, bounds), schedule))
 
 
 def some_again(case: Case, plan: outsize.Plan, draw: random.Random, every: bool = False) -> outsize.Plan:
@@ -131,7 +131,7 @@ def some_again(case: Case, plan: outsize.Plan, draw: random.Random, every: bool 
 
 def _selective(plan: outsize.Plan, graph: ModelGraph, profile: Profile) -> tuple[StageMemory, ...]:
     cluster, layout = find_cluster(plan.cluster), Layout.of_plan(plan)
-    menu = Menu({plan.microbatches: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
+    menu = CostTables({plan.microbatches: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
     names, stages = [u.name for u in graph.units], range(len(plan.stages))
     pipeline = menu.pipeline(layout, ("none", "full"))
     assert pipeline is not None

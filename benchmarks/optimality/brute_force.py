@@ -2,7 +2,7 @@
 
 Every convex split into at most 4 stages x every way to run each stage, of random DAGs of at most 9 units
 (by hypothesis, the same ones every time): the step (memory by position, transfers) and the bottleneck.
-The comparison is that of tests/unit/planner/test_convex.py and test_downsets.py, on more graphs.
+The comparison is that of tests/benchmarks/test_convex.py and test_dag_partition.py, on more graphs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, settings
 
-TESTS = Path(__file__).parents[2] / "tests" / "unit" / "planner"
+TESTS = Path(__file__).parents[2] / "tests" / "unit"
 
 
 def main(arguments: list[str]) -> int:

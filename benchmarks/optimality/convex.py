@@ -9,7 +9,7 @@ and where i is not inside j there is none. So everything that is exact for any t
 
 Complexity: O(N^2) per table for N downsets; more than `most` of them are refused, never sampled: for the
 bottleneck alone downsets.py goes further, and says how far from the optimum it stopped.
-Oracle: tests/unit/planner/test_convex.py tries all splits of small graphs.
+Oracle: tests/benchmarks/test_convex.py tries all splits of small graphs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from options import Choice, Way
 
 from outsize.errors import BadOption
-from outsize.planner.dag import Dag, Units, members
-from outsize.planner.lattice import between
+from outsize.planner.dag.dag import Dag, Units, members
+from outsize.planner.dag.ideals import between
 
 MOST_DOWNSETS = 3000
 NEVER = np.iinfo(np.int64).max // 4

@@ -12,7 +12,7 @@ first or the last pass costs), the second the steady pace of GPipe and 1F1B (arX
 maximum and a sum do not decompose together, so the pace T is fixed: under a T the least sum is a dynamic
 program (Bokhari 1988, as in partition.py). T runs downward over the paces that answers have; a T for which
 (m - 1) T and the least sum of all already exceed the best step cannot win.
-Exact. Complexity: O(p n^2 ways) for each T tried. Oracle: tests/unit/planner/test_options.py tries all.
+Exact. Complexity: O(p n^2 ways) for each T tried. Oracle: tests/benchmarks/test_options.py tries all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.planner.partition import SAME, bottleneck
+from outsize.planner.partition.chain_dp import SAME, bottleneck
 
 Seconds = NDArray[np.float64]
 Bytes = NDArray[np.int64]

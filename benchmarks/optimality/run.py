@@ -26,8 +26,8 @@ import oracle
 from profiles import BadProfile, LayerGraph, read
 
 from outsize.errors import OutsizeError
-from outsize.planner.dag import Dag, members
-from outsize.planner.downsets import Split, split_dag
+from outsize.planner.dag.dag import Dag, members
+from outsize.planner.dag.partition import DagPartition, split_dag
 
 HERE = Path(__file__).parent
 PUBLISHED = {
@@ -67,7 +67,11 @@ def compare(graph: LayerGraph, stages: int, options: argparse.Namespace) -> dict
 
 
 def independent(
-    graph: LayerGraph, stages: int, split: Split, crossing: tuple[int, ...], options: argparse.Namespace
+    graph: LayerGraph,
+    stages: int,
+    split: DagPartition,
+    crossing: tuple[int, ...],
+    options: argparse.Namespace,
 ) -> tuple[int | None, str]:
     """The optimum by other code, and by which."""
     least = oracle.least_mean(graph.ticks, stages)
@@ -118,7 +122,7 @@ def _crossing(graph: LayerGraph, bytes_per_s: float | None) -> tuple[int, ...]:
     return tuple(round(2 * size / bytes_per_s * 1000 * graph.ticks_per_ms) for size in graph.output_bytes)
 
 
-def _check(dag: Dag, split: Split, crossing: tuple[int, ...]) -> None:
+def _check(dag: Dag, split: DagPartition, crossing: tuple[int, ...]) -> None:
     """The split is one, and as slow as it says: from its sets alone."""
     stage_of = {u: s for s, units in enumerate(split.stages) for u in members(units)}
     assert sum(units.bit_count() for units in split.stages) == len(stage_of) == len(dag.weights)

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import outsize
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
-from outsize.train.launch import join, leave
+from outsize.train.launch.launch import join, leave
 
 WIDTH, ROWS, LAYERS = 64, 8, 4
 Lap = Callable[[], None]

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from outsize.planner.simulate import StageCost, bound_s
+from outsize.planner.simulation.simulate import StageCost, bound_s
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
@@ -29,9 +29,8 @@ def measure(microbatches: int, schedule: str, extra: list[str]) -> dict[str, Any
     """One launch of two processes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        launcher = (
-            "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
-        )
+        launcher = "import sys; from outsize.train.launch.launch import run_script; "
+        launcher += "sys.exit(run_script(sys.argv[1:], 2))"
         command = [sys.executable, "-c", launcher, str(HERE / "worker.py"), "--out", str(out)]
         command += ["--microbatches", str(microbatches), "--schedule", schedule, *extra]
         subprocess.run(command, check=True)

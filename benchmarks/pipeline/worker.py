@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import outsize
-from outsize.capture.providers import import_transformers
+from outsize.capture.models.imports import import_transformers
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
-from outsize.train.launch import join, leave
+from outsize.train.launch.launch import join, leave
 
 VOCABULARY = 256
 

@@ -11,10 +11,10 @@ from typing import Any, Final, final
 import torch
 import torch.nn.functional as F
 
-from outsize.capture.providers import import_torchvision, import_transformers
+from outsize.capture.models.imports import import_torchvision, import_transformers
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Precision
-from outsize.train.subject import Subject, as_batch
+from outsize.train.measure.training_case import TrainingCase, as_batch
 
 VOCABULARY: Final = 51200
 CLASSES: Final = 1000
@@ -31,7 +31,7 @@ class Case:
     """
 
     name: str
-    build: Callable[[], Subject]
+    build: Callable[[], TrainingCase]
     cluster: str
     batch_size: int
     sizes: tuple[int, ...]
@@ -57,7 +57,7 @@ class Case:
         return folder / f"{self.name}_{size}.json"
 
 
-def gpt(layers: int, hidden: int, heads: int, length: int) -> Subject:
+def gpt(layers: int, hidden: int, heads: int, length: int) -> TrainingCase:
     """GPT-2's architecture with its own loss."""
     library: Any = import_transformers()
     config = library.GPT2Config(
@@ -71,28 +71,28 @@ def gpt(layers: int, hidden: int, heads: int, length: int) -> Subject:
     return _language(library.GPT2LMHeadModel, config, length)
 
 
-def llama(length: int, **config: Any) -> Subject:
+def llama(length: int, **config: Any) -> TrainingCase:
     """A Llama with its own loss."""
     library: Any = import_transformers()
     return _language(library.LlamaForCausalLM, library.LlamaConfig(use_cache=False, **config), length)
 
 
-def _language(kind: Callable[[Any], Any], config: Any, length: int) -> Subject:
+def _language(kind: Callable[[Any], Any], config: Any, length: int) -> TrainingCase:
     with torch.device("meta"):
         model = kind(config)
     # Token numbers are real: what a model decides on them is a guard, on meta it would be a guess.
     ids = torch.zeros(EXAMPLE, length, dtype=torch.long)
-    return Subject.of(model, as_batch((), {"input_ids": ids, "labels": ids}, None), None, None)
+    return TrainingCase.of(model, as_batch((), {"input_ids": ids, "labels": ids}, None), None, None)
 
 
-def wide_resnet(width_per_group: int, side: int = 224) -> Subject:
+def wide_resnet(width_per_group: int, side: int = 224) -> TrainingCase:
     """A ResNet-101 whose inner convolutions are wide, on square images."""
     library: Any = import_torchvision().models.resnet
     with torch.device("meta"):
         model = library.ResNet(library.Bottleneck, [3, 4, 23, 3], CLASSES, width_per_group=width_per_group)
         x = torch.empty(EXAMPLE, 3, side, side)
     y = torch.zeros(EXAMPLE, dtype=torch.long)
-    return Subject.of(model, as_batch((x,), {}, y), F.cross_entropy, None)
+    return TrainingCase.of(model, as_batch((x,), {}, y), F.cross_entropy, None)
 
 
 CASES: Final = (

@@ -27,18 +27,19 @@ import numpy as np
 from cases import CASES, Case
 
 from outsize.errors import OutsizeError
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
-from outsize.planner.coarse import pieces
-from outsize.planner.edges import flows
-from outsize.planner.margin import rooms
-from outsize.planner.optimizer import optimizer_bytes
-from outsize.planner.request import Request
-from outsize.planner.roofline import roofline
-from outsize.planner.search import search
-from outsize.planner.seconds import UnitSeconds
-from outsize.planner.unequal import Arrangement, balance, lowest_first
+from outsize.planner.costs.coarsening import pieces
+from outsize.planner.costs.roofline import roofline
+from outsize.planner.costs.stage_edges import flows
+from outsize.planner.costs.unit_times import UnitSeconds
+from outsize.planner.heterogeneous.probe import Arrangement, balance, lowest_first
+from outsize.planner.memory.headroom import with_usable_memory
+from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.search.search import search
+from outsize.report.wording import sentence
 
 HERE = Path(__file__).parent
 Ends = np.ndarray[Any, np.dtype[np.int64]]
@@ -52,7 +53,7 @@ def planned(case: Case, graphs: dict[int, ModelGraph]) -> dict[str, Any]:
     begin = time.process_time()
     candidates = {count: (graph, roofline(graph, cluster.devices[0])) for count, graph in graphs.items()}
     costs_s, begin = time.process_time() - begin, time.process_time()
-    request = Request(batch_size=case.batch_size, precision=case.precision, what_if=True)
+    request = PlanRequest(batch_size=case.batch_size, precision=case.precision, what_if=True)
     try:
         plan = search(request, candidates, cluster)
     except OutsizeError as error:
@@ -62,6 +63,7 @@ def planned(case: Case, graphs: dict[int, ModelGraph]) -> dict[str, Any]:
 
 def _figures(plan: Plan, graphs: dict[int, ModelGraph]) -> dict[str, Any]:
     graph = graphs[plan.microbatches * plan.axes.replicas]
+    limit = plan.expected.limited_by if plan.expected else None
     return {
         "units": len(graph.units),
         "parameters": sum(p.numel for p in graph.parameters),
@@ -73,13 +75,13 @@ def _figures(plan: Plan, graphs: dict[int, ModelGraph]) -> dict[str, Any]:
         "recomputed_stages": sum(plan.recompute_of(s) == "full" for s in range(len(plan.stages))),
         "step_s": plan.expected.step_s if plan.expected else None,
         "gap": plan.expected.gap if plan.expected else None,
-        "limited_by": plan.expected.limited_by if plan.expected else None,
+        "limited_by": None if limit is None else sentence(limit),
         "alternatives": len(plan.alternatives),
     }
 
 
 def balanced(case: Case, graphs: dict[int, ModelGraph]) -> dict[str, Any]:
-    """Order of kinds and cuts alone, one stage a device that recomputes, as planner/unequal.py finds them."""
+    """Order of kinds and cuts alone, one recomputing stage a device (planner/heterogeneous/probe.py)."""
     (count, graph), *_ = graphs.items()
     cluster = parse_cluster(case.cluster)
     kinds = {device.kind: device for device in cluster.devices}
@@ -136,7 +138,7 @@ class _Room:
                 self._fixed[owner[parameter.name]] += held.held(parameter).total_bytes
         self._saved = np.array([unit.saved_bytes for unit in graph.units], np.int64)
         self._fixed, self._saved = (np.add.reduceat(each, ends[:-1]) for each in (self._fixed, self._saved))
-        self._rooms = list({d.kind: d.memory_bytes for d in rooms(cluster).devices}.values())
+        self._rooms = list({d.kind: d.memory_bytes for d in with_usable_memory(cluster).devices}.values())
         self._fattest = int(_crossing(graph)[ends].max())
         self._microbatches = microbatches
 

@@ -21,7 +21,9 @@ from typing import Any
 
 HERE = Path(__file__).parent
 CASES = ("resnet50-24x96x96", "resnet50-64x128x128", "gpt2-8-layers", "unet")
-LAUNCH = "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+LAUNCH = (
+    "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+)
 
 
 def measure(case: str, extra: list[str]) -> dict[str, Any]:

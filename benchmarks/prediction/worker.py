@@ -18,20 +18,20 @@ import torch.distributed as dist
 from models import CASES, Case
 
 import outsize
-from outsize.capture.by_modules import capture_model
-from outsize.capture.graph import Captured
-from outsize.capture.links import measure_links
-from outsize.capture.measure import How, measure_units
+from outsize.capture.graph.build import Captured
+from outsize.capture.graph.by_modules import capture_model
+from outsize.capture.measure.links import measure_links
+from outsize.capture.measure.units import How, measure_units
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
-from outsize.planner.price import price
-from outsize.planner.request import Request
-from outsize.planner.search import search
-from outsize.run import clock
-from outsize.run.rng import seeder
-from outsize.train.launch import World, join, leave
-from outsize.train.wire import make_wire
+from outsize.planner.search.evaluate_plan import price
+from outsize.planner.search.search import search
+from outsize.run.device import clock
+from outsize.run.stage.rng import seeder
+from outsize.train.launch.launch import World, join, leave
+from outsize.train.measure.round_trip import make_wire
 
 
 def main() -> None:
@@ -108,7 +108,7 @@ def measured(case: Case, captured: Captured, world: World, options: argparse.Nam
 
 def planned(case: Case, captured: Captured, profile: Profile, cluster: Cluster) -> Plan:
     """The planner's choice for two processes and so many microbatches."""
-    request = Request(batch_size=case.batch.size, microbatches=case.microbatches, stages=2)
+    request = PlanRequest(batch_size=case.batch.size, microbatches=case.microbatches, stages=2)
     return search(request, {case.microbatches: (captured.graph, profile)}, cluster)
 
 

@@ -7,13 +7,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile
-from outsize.planner.price import price
-from outsize.planner.request import Request
-from outsize.planner.search import search
-from outsize.planner.simulate import StageCost, simulate
+from outsize.planner.search.evaluate_plan import price
+from outsize.planner.search.search import search
+from outsize.planner.simulation.simulate import StageCost, simulate
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 
@@ -28,7 +28,7 @@ def growth(
     """One split into eight stages run with more and more microbatches; and more and more equal stages."""
     graph, profile = next(found for found in candidates.values() if found[0].batch_size == size)
     most = COUNTS[-1]
-    request = Request(batch_size=size * most, microbatches=most, stages=EIGHT, schedule="1f1b")
+    request = PlanRequest(batch_size=size * most, microbatches=most, stages=EIGHT, schedule="1f1b")
     plan = search(request, {most: (graph, profile)}, cluster)
     steps = []
     for count in COUNTS:

@@ -26,19 +26,22 @@ import torch
 from growth import draw, growth
 from models import NETWORKS, PAPER, Case
 
-from outsize.capture.by_modules import capture_model
-from outsize.capture.graph import Captured
-from outsize.capture.measure import How, measure_units
+from outsize.capture.graph.build import Captured
+from outsize.capture.graph.by_modules import capture_model
+from outsize.capture.measure.units import How, measure_units
 from outsize.errors import PlanError
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
-from outsize.planner.request import Request
-from outsize.planner.search import search
+from outsize.planner.search.search import search
+from outsize.report.wording import sentence
 
 HERE: Final = Path(__file__).parent
-LAUNCH = "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+LAUNCH = (
+    "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
+)
 # The batches of torchgpipe's figures for eight devices; microbatches up to theirs.
 BATCHES: Final = {"resnet101": 5400, "amoebanet-d-18": 1280, "unet-5": 640}
 SIZES: Final = {"resnet101": (9, 18, 36), "amoebanet-d-18": (10, 20, 40), "unet-5": (4, 8, 16)}
@@ -135,7 +138,7 @@ def speedups(network: Measured, kind: str) -> list[dict[str, Any]]:
     for count in DEVICES:
         cluster = cluster_of(kind, count)
         candidates = network.on(cluster)
-        plan = search(Request(batch_size=network.batch, stages=count), candidates, cluster)
+        plan = search(PlanRequest(batch_size=network.batch, stages=count), candidates, cluster)
         rows.append({"devices": count, **row_of(plan, one_device_s(candidates))})
     return rows
 
@@ -156,7 +159,7 @@ def row_of(plan: Plan, one_s: float) -> dict[str, Any]:
         "bubble": expected.bubble,
         "balance": sum(paces) / len(paces) / max(paces),
         "gap": expected.gap,
-        "limited_by": expected.limited_by,
+        "limited_by": sentence(expected.limited_by) if expected.limited_by else None,
     }
 
 
@@ -164,7 +167,7 @@ def at_eight(network: Measured, kind: str, **wishes: Any) -> dict[str, Any]:
     """Eight devices, run in another way than the planner would; the baseline stays what it is."""
     cluster = cluster_of(kind, 8)
     candidates = network.on(cluster)
-    request = Request(batch_size=network.batch, stages=8).model_copy(update=wishes)
+    request = PlanRequest(batch_size=network.batch, stages=8).model_copy(update=wishes)
     try:
         return row_of(search(request, candidates, cluster), one_device_s(candidates))
     except PlanError as error:

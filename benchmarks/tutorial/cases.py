@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.capture.providers import import_torchvision, import_transformers
+from outsize.capture.models.imports import import_torchvision, import_transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "prediction"))
 from models import UNet  # the same U-Net as the other questions'

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import outsize
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
-from outsize.train.launch import World, join
+from outsize.train.launch.launch import World, join
 
 Lap = Callable[[], None]
 System = tuple[nn.Module, Lap]

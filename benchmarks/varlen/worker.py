@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
-from outsize.capture.providers import import_transformers
-from outsize.train.launch import join, leave
+from outsize.capture.models.imports import import_transformers
+from outsize.train.launch.launch import join, leave
 
 MOST, BUCKET, SEQUENCES, MICROBATCHES, STEPS = 256, 16, 2, 16, 4
 WIDTH, LAYERS, WORDS = 192, 4, 1024

@@ -2,8 +2,8 @@
 
 A layer is an nn.Linear with hooks. Its forward waits; the node of its backward waits for the gradient that it
 has just made: that of the input, that of the weight, or both. So a split backward waits in I and in W for its
-part, and whether it is split is the affair of run/split_backward.py, as for any layer. Who waits sleeps until
-an absolute time and leaves the core to others: four devices on a machine of two cores.
+part, and whether it is split is the affair of run/stage/split_backward.py, as for any layer. Who waits
+sleeps until an absolute time and leaves the core to others: four devices on a machine of two cores.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
-from outsize.ir.segments import blocks
+from outsize.ir.units.recompute_segments import blocks
 
 
 @final

@@ -24,11 +24,12 @@ from devices import Passes, by_block, network, profile_of
 from meter import Meter, metered  # pyright: ignore[reportMissingImports]
 
 import outsize
-from outsize.capture.providers import import_torchvision, import_transformers
+from outsize.capture.models.imports import import_torchvision, import_transformers
 from outsize.ir.cluster import make_cluster
 from outsize.ir.plan import Plan
-from outsize.train.launch import World, join, leave
-from outsize.train.parallel import agreed, make_engine
+from outsize.train.engine.factory import agreed, make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import World, join, leave
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto")
 TIGHT = "auto, memory of 1f1b"
@@ -146,7 +147,7 @@ def held_bytes(plan: Plan, model: nn.Module, options: argparse.Namespace) -> dic
     All ranks in this process, each tensor by whose action made it (benchmarks/memory/meter.py).
     """
     x, y = batch_of(options)
-    engine, meter = make_engine(model, plan, None, loss_fn=F.mse_loss), Meter(RANKS)
+    engine, meter = make_engine(model, plan, None, EngineOptions(loss_fn=F.mse_loss)), Meter(RANKS)
     with metered(meter):
         engine.step(x, target=y, update=False)
         for weight in model.parameters():

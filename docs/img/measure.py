@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outsize
-from outsize.capture.cluster import find_cluster
-from outsize.planner.hindsight import expected_timeline
-from outsize.train.launch import run_script
+from outsize import api
+from outsize.train.launch.launch import run_script
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "parity"))
@@ -40,21 +39,19 @@ def launch(target: Path) -> None:
     model, images, labels = subject()
     loss: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": labels}
     how: dict[str, Any] = {"cluster": "2xcpu", "stages": 2, "microbatches": 4, "schedule": "1f1b"}
-    plan = outsize.plan(model, (images,), **how, **loss, measured=True)
-    graph = outsize.capture(model, (images[:2],), loss_fn=F.cross_entropy, target=labels[:2])
-    predicted = expected_timeline(plan, graph, find_cluster(plan.cluster))
-    profile = outsize.measure(model, (images[:2],), loss_fn=F.cross_entropy, target=labels[:2]).at(2)
+    seen = api.outlook(model, (images,), **how, **loss, measured=True)
+    plan, graph = seen.plan, seen.graph
     verdict = outsize.check(model, (images,), plan=plan, **loss)
     plan.save(target)
     assert run_script([str(HERE / "measure.py"), "worker", str(target)], 2) == 0
     record = {
-        "units": [{"name": u.name, "s": u.forward_s + u.backward_s} for u in profile.units],
+        "units": [{"name": u.name, "s": u.forward_s + u.backward_s} for u in seen.profile.units],
         "values": [
             {"producer": v.producer, "consumers": v.consumers, "bytes": v.size_bytes} for v in graph.values
         ],
         "bounds": plan.bounds(graph),
         "bit_equal": verdict.bit_equal,
-        "predicted": predicted.model_dump(mode="json"),
+        "predicted": seen.timeline.model_dump(mode="json"),
         "measured": json.loads(target.read_text()),
     }
     target.write_text(json.dumps(record) + "\n")

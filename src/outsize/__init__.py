@@ -5,6 +5,11 @@ plan   = outsize.plan(model, args, kwargs, cluster="2xcpu", batch_size=32)
 engine = outsize.parallelize(model, args, kwargs, plan=plan, loss_fn=loss_fn, optimizer=make_optimizer)
 result = engine.step(x, target=y)
 
+To read the package, start at a room's first paragraph: `capture` records a model, `planner` decides,
+`schedules` orders the work, `run` executes a stage, `train` is the training step and its processes, `ir` has
+the records that pass between them, `report` and `cli` show them, `api` joins them. CONTRIBUTING.md lists
+what you may want to change and where to start.
+
 Names are imported when first used: `import outsize` alone loads neither torch nor the planner.
 """
 
@@ -13,24 +18,26 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The subpackage `outsize.capture` has the name of a public function. Importing it binds that name once;
-# done here, before the function below is bound over it, it can never hide the function later.
+# The subpackage `outsize.capture` has the name of a public function. Importing it binds that name once. It is
+# imported here, before the function below is bound to the name, so that it can never hide the function later.
 importlib.import_module("outsize.capture")
+# Plans check the names of schedules and place their stages by these records, which are a floor above them.
+importlib.import_module("outsize.schedules.families")
 
 if TYPE_CHECKING:
     from outsize.api import check, estimate, fit, measure, parallelize, plan, tune
     from outsize.errors import OutsizeError
+    from outsize.ir.answers.verdict import Verdict
     from outsize.ir.cluster import Cluster
     from outsize.ir.graph import ModelGraph
     from outsize.ir.plan import Plan
     from outsize.ir.profile import Profile, ProfileSet
     from outsize.ir.schedule import Schedule
-    from outsize.ir.tensor_styles import TensorStyles
     from outsize.ir.timeline import Timeline
-    from outsize.ir.verdict import Verdict
-    from outsize.run.parallel_linear import ColumnParallelLinear, RowParallelLinear
-    from outsize.train.batch import microbatch
-    from outsize.train.engine import Engine
+    from outsize.ir.units.tensor_styles import TensorStyles
+    from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+    from outsize.train.batch.batch import microbatch
+    from outsize.train.engine.engine import Engine
     from outsize.train.tensor_parallel import tensor_parallel, tensor_styles
 
 __version__ = "0.1.0"
@@ -40,25 +47,25 @@ _HOME = {
     "estimate": "outsize.api",
     "fit": "outsize.api",
     "measure": "outsize.api",
-    "microbatch": "outsize.train.batch",
+    "microbatch": "outsize.train.batch.batch",
     "parallelize": "outsize.api",
     "plan": "outsize.api",
     "tensor_parallel": "outsize.train.tensor_parallel",
     "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.api",
     "Cluster": "outsize.ir.cluster",
-    "ColumnParallelLinear": "outsize.run.parallel_linear",
-    "Engine": "outsize.train.engine",
+    "ColumnParallelLinear": "outsize.run.tensor_parallel.linear",
+    "Engine": "outsize.train.engine.engine",
     "ModelGraph": "outsize.ir.graph",
     "OutsizeError": "outsize.errors",
     "Plan": "outsize.ir.plan",
     "Profile": "outsize.ir.profile",
     "ProfileSet": "outsize.ir.profile",
-    "RowParallelLinear": "outsize.run.parallel_linear",
+    "RowParallelLinear": "outsize.run.tensor_parallel.linear",
     "Schedule": "outsize.ir.schedule",
-    "TensorStyles": "outsize.ir.tensor_styles",
+    "TensorStyles": "outsize.ir.units.tensor_styles",
     "Timeline": "outsize.ir.timeline",
-    "Verdict": "outsize.ir.verdict",
+    "Verdict": "outsize.ir.answers.verdict",
 }
 
 __all__ = [

@@ -16,7 +16,7 @@
     │   ├── NoFeasiblePlan      E201   no split fits the devices
     │   ├── TooManyStages       E202   more stages than units
     │   ├── ModelMismatch       E203   the plan was made for another model
-    │   ├── WorldMismatch       E204   the plan wants another number of processes, or they differ
+    │   ├── WorldMismatch       E204   the plan needs another number of processes, or they differ
     │   ├── BadPlan             E205   the plan file cannot be read or contradicts itself
     │   └── WhatIfPlan          E206   the plan is one to read: this version does not run it
     ├── ScheduleError

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import make_cluster
-from outsize.train.launch import join, leave
+from outsize.train.launch.launch import join, leave
 
 WORDS, WIDTH, CLASSES, STEPS = 4096, 16, 8, 3
 Found = dict[str, Any]
@@ -92,7 +92,7 @@ def tried(kind: type[nn.Module], x: Tensor, kib: int) -> Found:
     off = [float((state[name] - one).abs().max()) for name, one in weights.items() if state]
     return {
         "refused": refused,
-        "why": plan.why,
+        "why": [reason.code for reason in plan.why],
         "axes": plan.axes.model_dump(),
         "loss_off": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
         "weights_off": max(off, default=0.0),

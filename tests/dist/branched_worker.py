@@ -33,9 +33,10 @@ from branched import (
 )
 
 from outsize.ir.plan import Axes, Plan
-from outsize.train.launch import join, leave
-from outsize.train.parallel import make_engine
-from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot
+from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine_snapshot
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import join, leave
 
 
 def plans() -> Iterator[tuple[str, str, Plan]]:
@@ -61,13 +62,15 @@ def main(folder: Path) -> None:
     world = join()
     found: dict[str, str] = {}
     for what, name, plan in plans():
-        engine = make_engine(built(name), plan, world.group, loss_fn=LOSS, optimizer=adamw, seed=SEED)
+        engine = make_engine(
+            built(name), plan, world.group, EngineOptions(loss_fn=LOSS, optimizer=adamw, seed=SEED)
+        )
         ours, whole = engine_snapshot(engine, batch_of(name), steps=STEPS), reference(name, 4)
         tables = (
             (getattr(whole, field), getattr(ours, field)) for field in ("grads", "buffers", "parameters")
         )
         expected = [{n: t for n, t in theirs.items() if n in own} for theirs, own in tables]
-        differences = compare(Snapshot(whole.loss, *expected), ours)
+        differences = compare(TrainingSnapshot(whole.loss, *expected), ours)
         found[what] = "ok" if differences.bit_equal else str(differences)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
     leave(world)

@@ -27,8 +27,9 @@ from tensor_worker import all_in
 
 import outsize
 from outsize.ir.plan import Plan
-from outsize.train.launch import World, join, leave
-from outsize.train.parallel import make_engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import World, join, leave
 
 NAME: Final = "gpt2"
 MESHES: Final = ("dp_replicate", "dp_shard", "tp")
@@ -59,9 +60,16 @@ def halved(plan: Plan) -> Plan:
 def tried(plan: Plan, world: World, folder: Path) -> dict[str, Any]:
     model, batch = made(NAME, torch.float64)
     engine = make_engine(
-        model, plan, world.group, loss_fn=case(NAME).loss, seed=SEED, clip_norm=CLIP,
-        optimizer=lambda parameters: optimizer_of(torch.float64, parameters),
-    )  # fmt: skip
+        model,
+        plan,
+        world.group,
+        EngineOptions(
+            loss_fn=case(NAME).loss,
+            seed=SEED,
+            clip_norm=CLIP,
+            optimizer=lambda parameters: optimizer_of(torch.float64, parameters),
+        ),
+    )
     expected = expected_of(folder, NAME, "fp64", world.rank)
     return distances(split(engine, batch, STEPS), expected)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from outsize.train.launch import run_script
+from forked_python import preload
+
+from outsize.train.launch.launch import run_script
 
 
 @final
@@ -74,11 +77,13 @@ def launch_in_fork(
     out, err = folder / f"{name}.out", folder / f"{name}.err"
     for path in (out, err):
         path.touch()
+    preload()
     pid = os.fork()
     if pid:
         return ForkedLauncher(pid, out, err)
     code = 70
     try:
+        gc.freeze()
         for fd, path in ((1, out), (2, err)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), fd)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

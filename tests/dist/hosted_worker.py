@@ -23,14 +23,14 @@ from outsize.errors import WhatIfPlan, WorldMismatch
 from outsize.ir.offload import OF_SEVERAL, Weights
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.schedule import Kind
-from outsize.run.host_moves import HostMoves
-from outsize.run.residency import Residency
-from outsize.train.launch import World, join, leave
-from outsize.train.parallel import make_engine
+from outsize.run.host.residency import Residency
+from outsize.run.moves.host import HostMoves
+from outsize.train.engine.factory import make_engine
+from outsize.train.launch.launch import World, join, leave
 
 MICROBATCHES = 3
 # Stages, of which each of two ranks has every second one, and what they recompute.
-MODELS = {"gpt2": (6, "none"), "unet": (4, "full"), "resnet18": (6, "none")}
+MODELS = {"gpt2": (6, "none"), "unet": (4, "full"), "narrow_resnet18": (6, "none")}
 
 
 def changes(name: str, weights: Weights) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def check_what_does_not_run_is_refused(world: World) -> None:
         make_engine(pair.plain, plan.model_copy(update={"axes": Axes(pp=2, dp_replicate=2)}), world.group)
     with pytest.raises(WorldMismatch, match=r"one device of a process.*pp 2.*--nproc-per-node 2"):
         make_engine(pair.plain, plan, None)
-    with pytest.raises(WorldMismatch, match="wants 3 processes, this run has 2"):
+    with pytest.raises(WorldMismatch, match="needs 3 processes, this run has 2"):
         make_engine(pair.plain, plan.model_copy(update={"axes": Axes(pp=3)}), world.group)
 
 

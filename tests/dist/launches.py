@@ -8,16 +8,21 @@ import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from forked import in_forks
+from recorded_once import recorded_once
+
+from outsize.train.batch.batch_dims import BatchDims, acceptance
 
 HERE = Path(__file__).parent
-DRIVER = "import sys; from outsize.train.launch import run_script; "
+DRIVER = "import sys; from outsize.train.launch.launch import run_script; "
 DRIVER += "sys.exit(run_script(sys.argv[2:], int(sys.argv[1])))"
 
 Done = subprocess.CompletedProcess[str]
@@ -37,10 +42,10 @@ def said_by(script: str, ranks: int, folder: Path, *arguments: str, timeout_s: f
     """What each rank of `script FOLDER ...` has left in FOLDER/rank<r>.json.
 
     The ranks are forks, which have torch and the models already: interpreters of their own, under launchers,
-    take 6 s each until they have, and are test_launch_processes.py's to show.
+    take 6 s each until they have, and are test_launch_processes.py's to show. What this process has recorded
+    they do not record again.
     """
-    for module in ("zoo", "torch.distributed.tensor", "outsize.train.launch"):
-        import_module(module)
+    import_module("zoo")
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
 
@@ -48,10 +53,22 @@ def said_by(script: str, ranks: int, folder: Path, *arguments: str, timeout_s: f
         numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update(place | {name: str(value) for name, value in numbers.items()})
         sys.argv = [script, str(folder), *arguments]
-        runpy.run_path(str(HERE / script), run_name="__main__")
+        with recorded_once():
+            runpy.run_path(str(HERE / script), run_name="__main__")
 
     in_forks(folder, ranks, rank, timeout_s)
     return left_by(ranks, folder)
+
+
+def record_ahead(names: Iterable[str], microbatches: Iterable[int]) -> None:
+    """Captures models of the zoo, and finds their batch dims, once for all ranks that are started after it."""
+    from parity_runs import batch_of, captured, fresh
+    from zoo import case
+
+    with recorded_once():
+        for name, count in product(names, microbatches):
+            captured(name, count)
+            BatchDims(acceptance(fresh(name), case(name).loss)).of(batch_of(case(name)))
 
 
 def left_by(ranks: int, folder: Path) -> list[Any]:

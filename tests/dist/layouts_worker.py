@@ -24,16 +24,17 @@ from tensor_worker import all_in, worst
 from zoo import case
 
 import outsize
-from outsize.capture.ladder import record
+from outsize.capture.recording.fallbacks import record
 from outsize.errors import BadOption
-from outsize.run.rng import seeder
-from outsize.run.spmd import full_of
-from outsize.train.batch import Batch
-from outsize.train.engine import Engine
-from outsize.train.launch import World, join, leave
-from outsize.train.loss import LossShares
-from outsize.train.parallel import make_engine
-from outsize.train.reference import reference_step
+from outsize.run.stage.rng import seeder
+from outsize.run.tensor_parallel.collectives import full_of
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_weights import LossShares
+from outsize.train.check.reference import reference_step
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import World, join, leave
 
 STEPS, MICROBATCHES, CLIP = 3, 4, 0.5
 DTYPES: Final = {"fp32": torch.float32, "fp64": torch.float64}
@@ -118,9 +119,16 @@ def engine_of(name: str, dtype: torch.dtype, axes: dict[str, int], world: World)
         microbatches=MICROBATCHES // replicas, **wishes,
     )  # fmt: skip
     engine = make_engine(
-        model, plan, world.group, loss_fn=loss, seed=SEED, clip_norm=CLIP,
-        optimizer=lambda parameters: optimizer_of(dtype, parameters),
-    )  # fmt: skip
+        model,
+        plan,
+        world.group,
+        EngineOptions(
+            loss_fn=loss,
+            seed=SEED,
+            clip_norm=CLIP,
+            optimizer=lambda parameters: optimizer_of(dtype, parameters),
+        ),
+    )
     return engine, batch
 
 

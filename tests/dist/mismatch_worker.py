@@ -24,6 +24,12 @@ how: dict[str, Any] = {"stages": 3, "dp_replicate": 2}
 if case != "wishes":
     name = {"mesh": "mesh", "eight": "eight", "plans": f"rank{rank}"}.get(case, "rank0")
     how = {"plan": outsize.Plan.load(f"{name}.json")}
+if case == "activation":
+    model.append(nn.ReLU() if rank == "0" else nn.GELU())
+loss_fn = nn.L1Loss() if case == "loss" and rank != "0" else nn.MSELoss()
 parallelize = outsize.parallelize  # the first use of this name imports what it needs
 Path(f"called{rank}").touch()
-parallelize(model, (x,), loss_fn=nn.MSELoss(), target=x, **how)
+engine = parallelize(model, (x,), loss_fn=loss_fn, target=x, **how)
+if case == "batch":
+    engine.step(x, target=x)
+    engine.step(x + int(rank), target=x)

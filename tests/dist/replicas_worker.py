@@ -32,19 +32,20 @@ import outsize
 from outsize import microbatch
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Axes
-from outsize.run.rng import seeder
-from outsize.run.statistics import Statistics
-from outsize.train import handshake
-from outsize.train.batch import Batch
-from outsize.train.engine import Engine, MakeOptimizer
-from outsize.train.launch import World, join, leave
-from outsize.train.loss import LossShares
-from outsize.train.parallel import agreed, make_engine
-from outsize.train.reference import reference_step
+from outsize.run.stage.batchnorm import DeferredStatistics
+from outsize.run.stage.rng import seeder
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_weights import LossShares
+from outsize.train.check.reference import reference_step
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import agreed, make_engine
+from outsize.train.engine.options import EngineOptions, MakeOptimizer, RankOptions
+from outsize.train.launch import handshake
+from outsize.train.launch.launch import World, join, leave
 
 MICROBATCHES, REPLICAS = 4, 2
 ALL = sys.argv[4:] == ["all"]  # pytest --all; else each model in one precision
-MODELS = ("llama", "gpt2", "t5", "vit", "resnet18", "unet")
+MODELS = ("llama", "gpt2", "t5", "vit", "narrow_resnet18", "unet")
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -81,6 +82,7 @@ class Pair:
         dtype: torch.dtype = torch.float32,
         dropout: bool = False,
         changes: dict[str, Any] | None = None,
+        own_batches: bool = False,
         **options: Any,
     ) -> None:
         found = case(name)
@@ -97,9 +99,9 @@ class Pair:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(0.01)
-        self.engine: Engine = make_engine(
-            model, self.plan, world.group, loss_fn=found.loss, optimizer=optimizer, seed=SEED, **options
-        )
+        engine_options = EngineOptions(loss_fn=found.loss, optimizer=optimizer, seed=SEED, **options)
+        ranks = RankOptions(own_batches=own_batches)
+        self.engine: Engine = make_engine(model, self.plan, world.group, engine_options, ranks)
 
     def _cast(self, batch: Batch) -> Batch:
         def cast(leaf: Any) -> Any:
@@ -182,7 +184,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def check_every_model_in_single_precision(world: World, pp: int) -> None:
-    for name in MODELS if ALL else ("llama", "gpt2", "t5", "resnet18"):
+    for name in MODELS if ALL else ("llama", "gpt2", "t5", "narrow_resnet18"):
         pair = Pair(world, pp, name, clip_norm=0.5)
         try:
             pair.insist(pair.run(3), pair.expected(3), 1e-6)
@@ -196,7 +198,7 @@ def check_every_kind_in_double_precision(world: World, pp: int) -> None:
         pair = Pair(world, pp, name, optimizer=adamw, dtype=torch.float64)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("outsize.train.gradient_sum.BUCKET_BYTES", 20_000)
+                patch.setattr("outsize.train.ranks.gradient_allreduce.BUCKET_BYTES", 20_000)
                 pair.insist(pair.run(3), pair.expected(3), 1e-10)
         except AssertionError as error:
             raise AssertionError(f"{name}: {str(error)[:1500]}") from None
@@ -273,8 +275,8 @@ def check_evaluate_has_all_outputs_on_the_first_replica(world: World, pp: int) -
 
 
 def check_statistics_are_those_of_the_first_replica(world: World, pp: int) -> None:
-    pair = Pair(world, pp, "resnet18")
-    found, plain = pair.run(1), fresh("resnet18")
+    pair = Pair(world, pp, "narrow_resnet18")
+    found, plain = pair.run(1), fresh("narrow_resnet18")
     for part in pair.batch.split(MICROBATCHES)[: MICROBATCHES // REPLICAS]:
         plain(*part.args)
     expected = dict(plain.named_buffers())
@@ -288,7 +290,7 @@ def check_deferred_statistics_are_those_of_the_whole_batch(world: World, pp: int
     for size in (12, 3):
         batch = batch_of(case("unet"), size)
         pair.engine.step(*batch.args, target=batch.target, update=False)
-        with Statistics(plain).collecting():
+        with DeferredStatistics(plain).collecting():
             for part in batch.split(pair.plan.microbatches_of(size)):
                 plain(*part.args)
     expected, found = dict(plain.named_buffers()), dict(pair.engine.model.named_buffers())
@@ -343,7 +345,7 @@ def check_ranks_that_disagree_all_hear_of_it(world: World, pp: int) -> None:
                 handshake.shake_hands(world.group, its_plan, its_model)
     larger = plan.model_copy(update={"axes": Axes(pp=pp, dp_replicate=3)})
     with pytest.raises(
-        WorldMismatch, match=rf"wants {3 * pp} processes, this run has {2 * pp}; pp {pp}, dp_rep"
+        WorldMismatch, match=rf"needs {3 * pp} processes, this run has {2 * pp}; pp {pp}, dp_rep"
     ):
         make_engine(fresh("mlp"), larger, world.group)
 

@@ -14,9 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from test_schedule_matrix import BATCH, LOSS, SCHEDULES, SEED, STEPS, built, plan_of, reference
 
 from outsize.ir.plan import Plan, ScheduleName
-from outsize.train.launch import join, leave
-from outsize.train.parallel import make_engine
-from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot
+from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine_snapshot
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import join, leave
 
 RANKS = 4
 
@@ -33,13 +34,15 @@ def main(folder: Path) -> None:
     world, whole = join(), reference()
     found: dict[str, str] = {}
     for what, plan in plans().items():
-        engine = make_engine(built(), plan, world.group, loss_fn=LOSS, optimizer=adamw, seed=SEED)
+        engine = make_engine(
+            built(), plan, world.group, EngineOptions(loss_fn=LOSS, optimizer=adamw, seed=SEED)
+        )
         ours = engine_snapshot(engine, BATCH, steps=STEPS)
         tables = (
             (getattr(whole, field), getattr(ours, field)) for field in ("grads", "buffers", "parameters")
         )
         expected = [{n: t for n, t in theirs.items() if n in own} for theirs, own in tables]
-        differences = compare(Snapshot(whole.loss, *expected), ours)
+        differences = compare(TrainingSnapshot(whole.loss, *expected), ours)
         found[what] = "ok" if differences.bit_equal else str(differences)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
     leave(world)

@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 from parity_runs import fresh
 from shapes_runs import differing, engine_of, plain_step, steps_of
 
-from outsize.run.transport import ProcessTransport
-from outsize.train import crew
-from outsize.train.launch import join, leave
+from outsize.run.transport.process_group import ProcessTransport
+from outsize.train.crew import crew
+from outsize.train.launch.launch import join, leave
 
-NEAR = ("gpt2 interleaved", "llama 1f1b", "resnet18 1f1b")  # others: tests/parity/test_shapes.py
+NEAR = ("gpt2 interleaved", "llama 1f1b", "narrow_resnet18 1f1b")  # others: tests/parity/test_shapes.py
 FAR = ("gpt2 interleaved",)
 
 

@@ -6,38 +6,43 @@ import copy
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from recorded_once import recorded_once
 from safetensors.torch import save_file
 from tensor_models import MODELS, Made
 from tensor_worker import all_in, doubled, loss_of, worst
 from torch import Tensor, nn
 
 import outsize
-from outsize.capture.graph import build_graph
-from outsize.capture.ladder import record
-from outsize.capture.tensor import with_styles
+from outsize.capture.graph.build import build_graph
+from outsize.capture.graph.tensor_parallel import with_styles
+from outsize.capture.recording.fallbacks import record
 from outsize.errors import BadOption
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action
-from outsize.planner.price import timeline
-from outsize.planner.roofline import roofline
+from outsize.planner.costs.roofline import roofline
+from outsize.planner.search.evaluate_plan import timeline
 from outsize.program.tape import Tape
-from outsize.run.rng import borrowed_generators, seeder
-from outsize.run.spmd import full_of
-from outsize.run.weight_files import WeightFiles
-from outsize.train.batch import Batch
-from outsize.train.engine import Engine
-from outsize.train.launch import World, join, leave
-from outsize.train.loss import LossShares, is_sum
-from outsize.train.parallel import make_engine
-from outsize.train.reference import reference_step
-from outsize.train.tensor_ranks import TensorRanks
+from outsize.run.stage.rng import borrowed_generators, seeder
+from outsize.run.tensor_parallel.collectives import full_of
+from outsize.run.weights.safetensors import WeightFiles
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.batch_dims import BatchDims, acceptance
+from outsize.train.batch.loss_weights import LossShares, LossTrial
+from outsize.train.check.reference import reference_step
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import World, join, leave
+from outsize.train.ranks.tensor_parallel import TensorRanks
 
 CLIP, SEED, STEPS = 0.5, 5, 3
 Numbers = dict[str, Tensor]
@@ -71,16 +76,51 @@ def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, Batch]:
     return model.to(dtype), Batch(tuple(args), kwargs)
 
 
-def plan_of(
-    model: nn.Module, batch: Batch, world: World, replicas: int, recompute: str, sequence: bool = False
-) -> Plan:
-    """Two ranks share a stage, so many pipelines the batch's two microbatches, and stages the rest."""
-    stages = world.world_size // (2 * replicas)
-    wishes: dict[str, Any] = {"stages": stages, "recompute": recompute, "tp": 2, "dp_replicate": replicas}
-    wishes |= {"microbatches": 2 // replicas, "sequence_parallel": sequence}
-    return outsize.plan(
-        model, batch.args, batch.kwargs, cluster=f"{world.world_size}xcpu", **loss(batch), **wishes
+@final
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is divided; see `main`."""
+
+    name: str
+    dtype: torch.dtype
+    ranks: int
+    replicas: int = 1
+    recompute: str = "none"
+    sequence: bool = False
+
+
+def parsed(text: str, number: int, ranks: int) -> Case:
+    """The case of this text, the `number`-th of a launch of so many ranks."""
+    name, *marks = text.split(":")
+    double = (ranks > 2 or "double" in marks) and name not in NO_DOUBLE
+    return Case(
+        name,
+        torch.float64 if double else torch.float32,
+        ranks,
+        replicas=next((int(mark) for mark in marks if mark.isdigit()), 1),
+        recompute=("none", "full", "selective")[number % 3 if ranks > 2 else 0],
+        sequence="sequence" in marks,
     )
+
+
+def record_cases(texts: Iterable[str], ranks: int) -> None:
+    """Records what the ranks of a launch need, in the process that they are forks of."""
+    with recorded_once():
+        for case in (parsed(text, number, ranks) for number, text in enumerate(texts)):
+            with all_in(case.dtype):
+                model, batch = made(case.name, case.dtype)
+                plan_of(model, batch, case)
+                dims = BatchDims(acceptance(model, loss_of), loss(batch)["batch_dims"])
+                styled(model, dims.of(batch).split(2))
+
+
+def plan_of(model: nn.Module, batch: Batch, case: Case) -> Plan:
+    """Two ranks share a stage, so many pipelines the batch's two microbatches, and stages the rest."""
+    replicas = case.replicas
+    stages = case.ranks // (2 * replicas)
+    wishes: dict[str, Any] = {"stages": stages, "recompute": case.recompute, "tp": 2}
+    wishes |= {"dp_replicate": replicas, "microbatches": 2 // replicas, "sequence_parallel": case.sequence}
+    return outsize.plan(model, batch.args, batch.kwargs, cluster=f"{case.ranks}xcpu", **loss(batch), **wishes)
 
 
 def loss(batch: Batch) -> dict[str, Any]:
@@ -96,7 +136,7 @@ def plain(model: nn.Module, batch: Batch, parts: list[Batch]) -> tuple[list[floa
     def tape_of(part: Batch) -> Tape:
         return tapes[id(part)]
 
-    counter = LossShares(first, model, summed=is_sum(loss_of, first, parts[0]))
+    counter = LossShares(first, model, trial=LossTrial(loss_of, parts[0], lambda _: first))
     optimizer, losses, grads = adamw(model.parameters()), list[float](), Numbers()
     for step in range(2 * STEPS):
         seeds = [seeder(SEED, step, mb) for mb in range(2)]
@@ -188,12 +228,16 @@ def features(folder: Path, world: World) -> dict[str, Any]:
     dist.barrier()
     with torch.device("meta"):
         empty = type(model)(model.config)
-    plan = plan_of(model, batch, world, 1, "none")
+    plan = plan_of(model, batch, Case("llama", torch.float32, world.world_size))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     engine = make_engine(
-        empty.train(), plan, world.group, optimizer=adamw, scaler=scaler, clip_norm=CLIP,
-        weights=WeightFiles(files), **loss(batch),
-    )  # fmt: skip
+        empty.train(),
+        plan,
+        world.group,
+        EngineOptions(
+            optimizer=adamw, scaler=scaler, clip_norm=CLIP, weights=WeightFiles(files), **loss(batch)
+        ),
+    )
     engine.prepare(batch)
     state = engine.full_state_dict()
     longer = {k: torch.cat([v, v.flip(1)], 1) for k, v in batch.kwargs.items()}
@@ -230,16 +274,16 @@ def features(folder: Path, world: World) -> dict[str, Any]:
     }
 
 
-def compared(
-    name: str, dtype: torch.dtype, world: World, replicas: int, recompute: str, sequence: bool
-) -> dict[str, Any]:
-    model, batch = made(name, dtype)
+def compared(case: Case, world: World) -> dict[str, Any]:
+    model, batch = made(case.name, case.dtype)
     alone = copy.deepcopy(model)
-    plan = plan_of(model, batch, world, replicas, recompute, sequence)
-    engine = make_engine(model, plan, world.group, optimizer=adamw, clip_norm=CLIP, seed=SEED, **loss(batch))
+    plan = plan_of(model, batch, case)
+    engine = make_engine(
+        model, plan, world.group, EngineOptions(optimizer=adamw, clip_norm=CLIP, seed=SEED, **loss(batch))
+    )
     engine.prepare(batch)
     held, parts = sum(p.numel() for _, p in engine.named_parameters()), engine._parts(batch)  # pyright: ignore
-    graphs, crossed = styled(made(name, dtype)[0], parts), crossing(engine)
+    graphs, crossed = styled(made(case.name, case.dtype)[0], parts), crossing(engine)
     losses, grads, sent, trained = split(engine, batch)
     # Rank 0 runs the plain loop, for all.
     box: list[Any] = [plain(alone, batch, parts) if world.rank == 0 else None]
@@ -266,16 +310,11 @@ def main(folder: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
     world = join()
     found: dict[str, Any] = {}
-    for number, case in enumerate(cases):
-        name, *marks = case.split(":")
-        replicas = next((int(mark) for mark in marks if mark.isdigit()), 1)
-        many = world.world_size > 2
-        recompute = ("none", "full", "selective")[number % 3 if many else 0]
-        double = (many or "double" in marks) and name not in NO_DOUBLE
-        dtype = torch.float64 if double else torch.float32
-        with all_in(dtype):
-            found[case] = compared(name, dtype, world, replicas, recompute, "sequence" in marks)
-    if not any("sequence" in case for case in cases):
+    for number, text in enumerate(cases):
+        case = parsed(text, number, world.world_size)
+        with all_in(case.dtype):
+            found[text] = compared(case, world)
+    if not any("sequence" in text for text in cases):
         found["features"] = features(folder, world)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
     leave(world)

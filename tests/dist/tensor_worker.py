@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from outsize.errors import BadOption
-from outsize.run.parallel_linear import ColumnParallelLinear, RowParallelLinear
-from outsize.run.spmd import full_of
-from outsize.train.launch import join
+from outsize.run.tensor_parallel.collectives import full_of
+from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from outsize.train.launch.launch import join
 from outsize.train.tensor_parallel import tensor_parallel, traffic
 
 Numbers = dict[str, Tensor]

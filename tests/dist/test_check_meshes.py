@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import outsize
-from outsize.cli.subject import make_subject
-from outsize.ir.verdict import WITHIN, WITHIN_DOUBLE
+from outsize.cli.model_input import make_model_input
+from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -57,7 +57,7 @@ def test_every_mesh_has_the_numbers_of_one_process(mesh: str) -> None:
 
 
 def test_the_command_says_what_was_compared(tmp_path: Path) -> None:
-    subject = make_subject(LLAMA, "8", 4)
+    subject = make_model_input(LLAMA, "8", 4)
     plan = outsize.plan(*subject.call, **subject.loss, cluster="2xcpu", stages=1, microbatches=2, tp=2)
     plan.save(tmp_path / "plan.json")
     code = "import sys; sys.argv[0] = 'outsize'; from outsize.cli import main; main()"

@@ -40,6 +40,7 @@ def gradient(threads: int, data: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.interpreters  # libgomp does not survive a fork with threads
 def test_the_threads_of_the_asking_process_do_not_matter(three_threads: None) -> None:
     data = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     if torch.equal(gradient(1, data), gradient(THREADS, data)):

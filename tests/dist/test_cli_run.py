@@ -121,6 +121,7 @@ def test_the_models_own_error_keeps_its_traceback(folder: Path) -> None:
     assert json.loads(done.stdout)["error"]["exit_code"] == done.returncode
 
 
+@pytest.mark.interpreters
 def test_the_same_script_under_both_launchers(folder: Path) -> None:
     ours = outsize(folder, "run", "--nproc_per_node", "2", "train.py", "--steps", "7")
     assert ours.returncode == 0, ours.stderr

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from outsize.demo import main
-from outsize.demo.job import Recipe
-from outsize.demo.needs import check_needs
+from outsize.demo.job import TrainingRecipe
+from outsize.demo.show import check_extras
 from outsize.errors import ModelNotImportable
+from outsize.ir.formatting import seconds_text
 from outsize.ir.plan import Plan
 
 pytestmark = pytest.mark.dist
@@ -39,20 +40,34 @@ def assert_complete(folder: Path) -> None:
         "X",
         "s",
     }
+    assert_one_prediction(folder)
     with (folder / "losses.csv").open(newline="") as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     assert losses[-1] < losses[0]
+
+
+def assert_one_prediction(folder: Path) -> None:
+    """The plan, the trace and the report show one predicted step time; the report shows the cuts."""
+    expected = Plan.load(folder / "plan.json").expected
+    assert expected is not None
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    steps_us = [event["dur"] for event in events if event["name"] == "step" and event["pid"] == 1]
+    assert steps_us == pytest.approx([1e6 * expected.step_s] * len(steps_us), abs=0.01)
+    report = (folder / "report.html").read_text()
+    assert report.count(f"{seconds_text(expected.step_s)} predicted") == 1
+    assert f"ranks, {seconds_text(expected.step_s)}, bubble" in report
+    assert [h for h in ("The cuts in the network", "Instead") if f">{h}<" not in report] == []
 
 
 def test_what_is_not_installed_is_named_with_the_command() -> None:
     with pytest.raises(
         ModelNotImportable, match=r"not installed: nowhere_\. Next: pip install 'outsize\[hf\]'"
     ):
-        check_needs({"torch": "base", "nowhere_": "hf"})
+        check_extras({"torch": "base", "nowhere_": "hf"})
 
 
 def test_the_learning_rate_rises_and_then_falls_to_a_tenth() -> None:
-    recipe = Recipe(batch_size=1, steps=50, learning_rate=1.0, warmup=5)
+    recipe = TrainingRecipe(batch_size=1, steps=50, learning_rate=1.0, warmup=5)
     factors = [recipe.factor(step) for step in range(51)]
     assert factors[0] == pytest.approx(0.2)
     assert max(factors) == factors[5] == pytest.approx(1.0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from launches import said_by
+from hosted_worker import MICROBATCHES, MODELS
+from launches import record_ahead, said_by
 
 pytestmark = pytest.mark.dist
 
@@ -19,6 +20,7 @@ CHECKS = [
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of two ranks says to each check of hosted_worker.py."""
+    record_ahead(MODELS, (MICROBATCHES,))
     return said_by("hosted_worker.py", 2, tmp_path_factory.mktemp("hosted"), timeout_s=200)
 
 

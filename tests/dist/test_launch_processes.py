@@ -32,7 +32,7 @@ JOINED = (
     PREAMBLE
     + """
 import torch, torch.distributed as dist
-from outsize.train.launch import join, leave
+from outsize.train.launch.launch import join, leave
 world = join(timeout_s=60)
 ones = torch.ones(2)
 dist.all_reduce(ones)
@@ -172,6 +172,7 @@ raise ValueError("boom")
     launcher.assert_all_gone()
 
 
+@pytest.mark.interpreters
 def test_collectives_in_flight_do_not_hold_a_failing_rank(torchrun: Callable[[str], Launcher]) -> None:
     """An ordinary exit of rank 1 would wait in gloo's destructor for rank 0, which does something else."""
     body = """
@@ -289,6 +290,7 @@ leave(world)
     assert (result.code, result.out) == (0, ""), result.err
 
 
+@pytest.mark.interpreters
 def test_a_good_end_right_after_a_collective_does_not_abort(start: Start) -> None:
     """torch alone aborts about every second time when someone still holds the group (ending.py)."""
     raw = "import torch, torch.distributed as dist\ndist.init_process_group('gloo')\nones = torch.ones(2)\n"
@@ -298,12 +300,14 @@ def test_a_good_end_right_after_a_collective_does_not_abort(start: Start) -> Non
         assert result.code == 0, result.err
 
 
+@pytest.mark.interpreters
 def test_the_same_script_under_torchrun(torchrun: Callable[[str], Launcher]) -> None:
     good = torchrun(JOINED + "dist.all_reduce(ones)\nprint(f'{world.rank} {ones[0]}\\n', end='')\n").finish()
     assert good.code == 0, good.err
     assert sorted(good.out.split()) == ["0", "1", "4.0", "4.0"]
 
 
+@pytest.mark.interpreters
 def test_torchrun_names_the_root_cause(torchrun: Callable[[str], Launcher]) -> None:
     body = "if rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(ones)\n"
     result = torchrun(JOINED + body).finish()

@@ -33,11 +33,11 @@ TRAIN = """
 import sys
 import torch
 import outsize
-from outsize.run import near
+from outsize.run.transport import same_host
 from torch import nn
 
 if "apart" in sys.argv:  # as between machines: no memory of the other rank can be opened
-    near.Shared.open = classmethod(lambda cls, pid, file: (_ for _ in ()).throw(OSError("another machine")))
+    same_host.SharedMemory.open = classmethod(lambda cls, pid, file: (_ for _ in ()).throw(OSError("another machine")))
 
 torch.manual_seed(0)
 model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
@@ -95,7 +95,7 @@ def test_two_of_our_agents_on_one_machine_share_memory(
         agents.append(agent)
     done = [agent.finish() for agent in agents]
     assert [one.code for one in done] == [0, 0], done
-    assert [one.out for one in done] == [f"NearTransport {losses}\n", f"[1] NearTransport {losses}\n"]
+    assert [one.out for one in done] == [f"SameHostTransport {losses}\n", f"[1] SameHostTransport {losses}\n"]
 
 
 def test_two_torchruns_whose_hosts_share_no_memory(folder: Path, losses: str) -> None:
@@ -110,12 +110,12 @@ def test_two_torchruns_whose_hosts_share_no_memory(folder: Path, losses: str) ->
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: apt-get install openmpi-bin")
 def test_a_script_under_mpirun(folder: Path, losses: str) -> None:
     out, err = _started(folder, *MPIRUN, sys.executable, "train.py", **LENIENT).communicate(timeout=100)
-    assert sorted(out.splitlines()) == [f"NearTransport {losses}"] * 2, err
+    assert sorted(out.splitlines()) == [f"SameHostTransport {losses}"] * 2, err
 
 
 def test_two_processes_by_hand_with_open_mpis_variables(folder: Path) -> None:
     (folder / "join.py").write_text(
-        "import torch, torch.distributed as dist\nfrom outsize.train.launch import join\nworld = join()\n"
+        "import torch, torch.distributed as dist\nfrom outsize.train.launch.launch import join\nworld = join()\n"
         "from outsize.errors import BadPlan\n"
         "sum = torch.tensor([1.0 + world.rank])\ndist.all_reduce(sum)\nimport os\n"
         "print(world.rank, world.world_size, world.local_rank, sum.item(), os.environ['RANK'])\n"
@@ -132,7 +132,7 @@ def test_what_ends_one_machine_is_said_on_all(folder: Path, agents: list[ForkedL
     """The other one's rank waits in `join` for half an hour if nobody tells it."""
     (folder / "train.py").write_text(
         "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('no data on this host')\n"
-        "from outsize.train.launch import join\njoin()\n"
+        "from outsize.train.launch.launch import join\njoin()\n"
     )
     port = _port()
     for node in (0, 1):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outsize.capture.links import SIZES
+from outsize.capture.measure.links import SIZES
 from outsize.ir.cluster import Cluster
 
 pytestmark = pytest.mark.dist

@@ -18,6 +18,7 @@ from test_launchers import _port as free_port
 from torch import nn
 
 import outsize
+from outsize.ir.plan import Plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -26,13 +27,17 @@ WITHIN_S = 30.0  # a hang; 0.5 to 2 s is what it takes where nothing else comput
 NOT_ALIKE = "WorldMismatch [E204]: the ranks of this run were not started with the same"
 # case: ranks, what the error says
 CASES = {
-    "mesh": (3, "the plan wants 4 processes, this run has 3; pp 2, dp_replicate 2; world size 3"),
-    "eight": (4, "the plan wants 8 processes, this run has 4; pp 8; world size 4"),
+    "mesh": (3, "the plan needs 4 processes, this run has 3; pp 2, dp_replicate 2; world size 3"),
+    "eight": (4, "the plan needs 8 processes, this run has 4; pp 8; world size 4"),
     "plans": (2, f"{NOT_ALIKE} plan; rank 0 has "),
     "outsize": (2, f"{NOT_ALIKE} outsize; rank 0 has {outsize.__version__}, rank 1 has 0.0.7"),
     "torch": (2, f"{NOT_ALIKE} torch; rank 0 has 2."),
+    "activation": (2, "WorldMismatch [E204]: the ranks of this run have models or losses that differ in 8.class"),
+    "loss": (2, "the ranks of this run have models or losses that differ in loss_fn"),
+    "batch": (2, "the ranks of this run were given different batches in step 1; tensor 0: rank 0 has (8, 4) "),
     "wishes": (2, "BadOption [E106]: 3 stages want 2 devices each"),
 }
+CASES_OF_LAUNCHERS = ("mesh", "eight", "plans", "outsize", "activation", "loss", "batch")
 
 
 class Ended(NamedTuple):
@@ -41,9 +46,9 @@ class Ended(NamedTuple):
     seconds: float  # since the last rank called `parallelize`
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """With the plans that the ranks are given."""
+@pytest.fixture(scope="module")
+def plans() -> dict[str, Plan]:
+    """The plans that the ranks are given."""
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), torch.zeros(16, 4)
     wishes: dict[str, dict[str, Any]] = {
         "rank0": {"cluster": "2xcpu", "microbatches": 2},
@@ -51,8 +56,14 @@ def folder(tmp_path: Path) -> Path:
         "mesh": {"cluster": "4xcpu", "stages": 2, "dp_replicate": 2, "microbatches": 2},
         "eight": {"cluster": "8xcpu", "stages": 8, "microbatches": 2},
     }
-    for name, how in wishes.items():
-        plan = outsize.plan(model, (x,), loss_fn=nn.MSELoss(), target=x, **how)
+    asked: dict[str, Any] = {"loss_fn": nn.MSELoss(), "target": x}
+    return {name: outsize.plan(model, (x,), **asked, **how) for name, how in wishes.items()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, plans: dict[str, Plan]) -> Path:
+    """With the files of the plans."""
+    for name, plan in plans.items():
         plan.save(tmp_path / f"{name}.json")
     return tmp_path
 
@@ -104,8 +115,22 @@ def ended(launch: Callable[[Path, str, int], tuple[list[int], str]], folder: Pat
     return Ended(codes, err, at - max(called))
 
 
-@pytest.mark.parametrize("case", ["mesh", "eight", "plans", "outsize"])
-@pytest.mark.parametrize("launch", [outsize_run, torchrun], ids=lambda launch: launch.__name__)
+def launches() -> list[Any]:
+    """All cases under `outsize run`; under torchrun one, which ranks find together, and with --all the rest."""
+    ours = [pytest.param(outsize_run, case, id=f"outsize_run-{case}") for case in CASES_OF_LAUNCHERS]
+    theirs = [
+        pytest.param(
+            torchrun,
+            case,
+            id=f"torchrun-{case}",
+            marks=[pytest.mark.interpreters, *([] if case == "plans" else [pytest.mark.full])],
+        )
+        for case in CASES_OF_LAUNCHERS
+    ]
+    return ours + theirs
+
+
+@pytest.mark.parametrize(("launch", "case"), launches())
 def test_one_error_from_rank_0_and_all_have_ended(
     folder: Path, launch: Callable[[Path, str, int], tuple[list[int], str]], case: str
 ) -> None:

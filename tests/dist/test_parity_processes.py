@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import HERE, Done, launched, run, said_by
-from parity_runs import captured
+from launches import HERE, Done, launched, record_ahead, run, said_by
 from zoo import CASES
-from zoo_worker import KINDS, MICROBATCHES
+from zoo_worker import MICROBATCHES, models
 
 pytestmark = pytest.mark.dist
 
@@ -29,13 +28,12 @@ Zoo = Callable[[int], Findings]
 @pytest.fixture(scope="module")
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     """What each of so many ranks found, from one launch for all tests."""
-    extent = "all" if request.config.getoption("--all") else "slice"
+    everything = bool(request.config.getoption("--all"))
+    extent = "all" if everything else "slice"
 
     @cache
     def found(ranks: int) -> Findings:
-        for name in (c.name for c in CASES if ranks == 2 or c.name in KINDS):
-            for microbatches in MICROBATCHES:
-                captured(name, microbatches)  # once, for all ranks
+        record_ahead(models(ranks, everything), MICROBATCHES)
         return said_by("zoo_worker.py", ranks, tmp_path_factory.mktemp("zoo"), extent, timeout_s=560)
 
     return found
@@ -45,7 +43,7 @@ in_time = pytest.mark.timeout(600)
 every_model = pytest.mark.parametrize(
     ("ranks", "name"),
     [
-        pytest.param(ranks, c.name, marks=[pytest.mark.full] if ranks > 2 and c.name not in KINDS else [])
+        pytest.param(ranks, c.name, marks=[] if c.name in models(ranks, False) else [pytest.mark.full])
         for ranks in (2, 3)
         for c in CASES
     ],
@@ -90,13 +88,14 @@ CHECKS = [
     "batches_of_any_size_are_bit_equal",
     "the_users_generator_is_untouched",
     "another_batch_shape_runs_under_the_same_plan",
-    "forty_batch_sizes_run_and_the_oldest_programs_are_dropped",
+    "ten_batch_sizes_run_and_the_oldest_programs_are_dropped",
 ]
 
 
 @pytest.fixture(scope="module")
 def features(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of two ranks says to each check of features_worker.py."""
+    record_ahead(("unet", "gpt2", "mlp", "llama", "bert", "toy"), (3,))
     return said_by("features_worker.py", 2, tmp_path_factory.mktemp("features"), timeout_s=200)
 
 

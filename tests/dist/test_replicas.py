@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launches import HERE, said_by
+from launches import HERE, record_ahead, said_by
 
 pytestmark = pytest.mark.dist
 
@@ -25,12 +25,14 @@ CHECKS = [
     "a_model_that_runs_by_modules",
 ]
 OVER_PIPELINES = ["every_model_in_single_precision", "evaluate_has_all_outputs_on_the_first_replica"]
+MODELS = ("llama", "gpt2", "t5", "vit", "narrow_resnet18", "unet")
 Said = list[dict[str, str]]
 
 
 def said(folder: Path, pp: int, only: str, request: pytest.FixtureRequest) -> Said:
     """What each rank says to each check of replicas_worker.py."""
     extent = "all" if request.config.getoption("--all") else "slice"
+    record_ahead(MODELS + ("mlp",), (4,))
     return said_by("replicas_worker.py", 2 * pp, folder, str(pp), only, extent, timeout_s=280)
 
 

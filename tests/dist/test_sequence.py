@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from launches import said_by
-from test_tensor_plans import UNEVEN, Found
+from test_tensor_plans import UNEVEN, Found, plans_over
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -19,7 +19,7 @@ OTHERS = ("attention", "rotated", "mlp", "qwen3", "mixtral eager", "energy")
 def tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """In float64 and in float32, with dropout where the model has some; odd numbers of tokens."""
     cases = [*(f"{name}:sequence:double" for name in ALONE), *(f"{name}:sequence" for name in SINGLE)]
-    return said_by("tensor_plan_worker.py", 2, tmp_path_factory.mktemp("sequence2"), *cases, timeout_s=390)
+    return plans_over(2, tmp_path_factory.mktemp("sequence2"), *cases)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Found:
 def pp2_tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """In float64, with no, full and selective recompute in turns."""
     cases = [*(f"{name}:sequence" for name in PIPED), REPLICATED]
-    return said_by("tensor_plan_worker.py", 4, tmp_path_factory.mktemp("sequence4"), *cases, timeout_s=390)
+    return plans_over(4, tmp_path_factory.mktemp("sequence4"), *cases)
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from outsize.ir.findings import Measured
 from outsize.ir.plan import Plan
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -23,12 +24,12 @@ def build():
 """
 CLI = ("-c", "import sys; sys.argv[0] = 'outsize'; from outsize.cli import main; main()")
 BENCH = """
-from outsize.cli.experiment import TutorialJob
-from outsize.cli.launching import Place, run_worker
+from outsize.cli.processes.bench_experiment import TutorialJob
+from outsize.cli.processes.launch import LaunchPlace, run_worker
 from outsize.cli.screen import Screen
 
 job = TutorialJob(model="toy:build", cut="4", input="8", batch=4, splits=(2,), repeats=1, trials=1)
-print(run_worker("bench_worker", job, 2, Place(), Screen(True), shown_as="bench"))
+print(run_worker("bench_worker", job, 2, LaunchPlace(), Screen(True), shown_as="bench"))
 """
 
 
@@ -71,7 +72,7 @@ def test_tune_runs_real_steps_and_writes_the_plan(folder: Path) -> None:
     assert 1 <= len(found["trials"]) <= 3
     assert found["step_s"] == min(t["step_s"] for t in found["trials"])
     plan = Plan.load(folder / "plan.json")
-    assert plan.why[0].startswith("tuned: ")
+    assert isinstance(plan.why[0], Measured)
     assert plan.batch_size == 8
     plan.check_runs()
 

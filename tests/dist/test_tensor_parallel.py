@@ -9,11 +9,11 @@ import pytest
 from launches import said_by
 from tensor_models import MODELS, NO_DOUBLE
 
-from outsize.capture.graph import build_graph
-from outsize.capture.ladder import record
-from outsize.capture.tensor import with_styles
+from outsize.capture.graph.build import build_graph
+from outsize.capture.graph.tensor_parallel import with_styles
+from outsize.capture.recording.fallbacks import record
 from outsize.ir.graph import ModelGraph
-from outsize.planner.comm import collective_bytes
+from outsize.planner.costs.collectives import collective_bytes
 
 pytestmark = pytest.mark.dist
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from launches import said_by
+from tensor_plan_worker import record_cases
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 
@@ -21,10 +23,16 @@ piped = pytest.mark.parametrize(
 )
 
 
+def plans_over(ranks: int, folder: Path, *cases: str) -> Found:
+    """What each rank found of the cases of tensor_plan_worker.py."""
+    record_cases(cases, ranks)
+    return said_by("tensor_plan_worker.py", ranks, folder, *cases, timeout_s=390)
+
+
 @pytest.fixture(scope="module")
 def tp2(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """In float32."""
-    return said_by("tensor_plan_worker.py", 2, tmp_path_factory.mktemp("tp2"), *ALONE, timeout_s=390)
+    return plans_over(2, tmp_path_factory.mktemp("tp2"), *ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,7 @@ def pp2_tp2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """In float64, with no, full and selective recompute in turns."""
     everything = request.config.getoption("--all")
     names = (*REPLICATED, *(name for name in PIPED if everything or name not in RARE))
-    return said_by("tensor_plan_worker.py", 4, tmp_path_factory.mktemp("pp2"), *names, timeout_s=390)
+    return plans_over(4, tmp_path_factory.mktemp("pp2"), *names)
 
 
 @pytest.mark.parametrize("name", ALONE)

@@ -1,7 +1,9 @@
-"""One rank of the zoo over processes: `zoo_worker.py FOLDER ALL?`, started by outsize's launcher.
+"""One rank of the zoo over processes: `zoo_worker.py FOLDER ALL?`, a fork of the test process.
 
 For each model the ranks share out the references (one microbatch count each, through files), then run every
-combination split and compare what they own. FOLDER/rank<r>.json holds one list of findings per model.
+combination split and compare what they own. Over two ranks the engine of a model's first combination records
+itself; the others begin with what the test process has recorded. FOLDER/rank<r>.json holds one list of
+findings per model.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +31,32 @@ from parity_runs import (
     fresh,
     interleaved,
     planned,
-    recorded,
     reference,
 )
+from recorded_once import always_recorded
 from zoo import CASES, case
 
 from outsize.ir.plan import Plan, ScheduleName
-from outsize.train.engine import Engine
-from outsize.train.launch import World, join, leave
-from outsize.train.parallel import make_engine
-from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot
+from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine_snapshot
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import World, join, leave
 
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
 MICROBATCHES = (3, 4)
 # All schedules and a third rank, a neighbour on both sides, without --all: on a model of each kind.
 KINDS = ("toy", "unet", "gpt2", "t5", "mixtral", "lstm")
+# 20 to 60 million parameters: only with --all; resnet18 and unet have their operations.
+LARGE = ("resnet50", "deeplabv3", "late_fusion")
+
+
+def models(ranks: int, everything: bool) -> list[str]:
+    """What so many ranks run: of three ranks one model of each kind, of two all but the large ones."""
+    names = [known.name for known in CASES]
+    if everything:
+        return names
+    return [name for name in names if (name in KINDS if ranks > 2 else name not in LARGE)]
 
 
 def combinations(name: str, stages: int, everything: bool) -> list[Combination]:
@@ -58,7 +72,7 @@ def combinations(name: str, stages: int, everything: bool) -> list[Combination]:
     return [*found, Combination(name, 4, 2 * stages, "interleaved")] if enough else found
 
 
-def share_references(name: str, world: World, folder: Path) -> dict[int, Snapshot]:
+def share_references(name: str, world: World, folder: Path) -> dict[int, TrainingSnapshot]:
     """Each is computed on one rank and read by all."""
     for number, microbatches in enumerate(MICROBATCHES):
         if number % world.world_size == world.rank:
@@ -82,19 +96,20 @@ def plan_of(wanted: Combination, ranks: int) -> Plan:
     return at_random(wanted, seed=0) if wanted.schedule == "zero-bubble" else planned(wanted)
 
 
-def run(wanted: Combination, expected: Snapshot, world: World) -> dict[str, Any]:
-    """One combination: how far this rank's tensors are from the reference's, and whose they are."""
+def run(wanted: Combination, expected: TrainingSnapshot, world: World, *, records: bool) -> dict[str, Any]:
+    """One combination: how far this rank's tensors are from the reference's, and whose they are; `records`:
+    the engine records the model in this process.
+    """
     found = case(wanted.model)
     plan = plan_of(wanted, world.world_size)
     engine: Engine = make_engine(
-        fresh(wanted.model), plan, world.group, loss_fn=found.loss, optimizer=adamw, seed=SEED
+        fresh(wanted.model), plan, world.group, EngineOptions(loss_fn=found.loss, optimizer=adamw, seed=SEED)
     )
-    if wanted.schedule not in SCHEDULES:  # for these the engine has recorded itself
-        with recorded(captured(wanted.model, wanted.microbatches).tape):
-            engine.prepare(batch_of(found))
+    with always_recorded() if records else nullcontext():
+        engine.prepare(batch_of(found))
     snapshot = engine_snapshot(engine, batch_of(found), steps=STEPS)
     own = set(snapshot.parameters)
-    ours = Snapshot(
+    ours = TrainingSnapshot(
         expected.loss,
         only(expected.grads, own),
         only(expected.buffers, snapshot.buffers),
@@ -116,13 +131,15 @@ def main(folder: Path, everything: bool) -> None:
     torch.set_num_threads(1)
     world = join()
     findings: dict[str, list[dict[str, Any]]] = {}
-    few = world.world_size > 2 and not everything
-    for known in (c for c in CASES if not few or c.name in KINDS):
-        place = folder / known.name
+    for name in models(world.world_size, everything):
+        place = folder / name
         place.mkdir(exist_ok=True)
-        expected = share_references(known.name, world, place)
-        wanted = combinations(known.name, world.world_size, everything)
-        findings[known.name] = [run(w, expected[w.microbatches], world) for w in wanted]
+        expected = share_references(name, world, place)
+        wanted = combinations(name, world.world_size, everything)
+        findings[name] = [
+            run(w, expected[w.microbatches], world, records=world.world_size == 2 and w == wanted[0])
+            for w in wanted
+        ]
         dist.barrier(group=world.group)
         if world.rank == 0:
             shutil.rmtree(place)

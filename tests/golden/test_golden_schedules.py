@@ -10,9 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from outsize.ir.schedule import Schedule
-from outsize.schedules.builders import NAMES, build
+from outsize.schedules.builders import build
 from outsize.schedules.check import check, check_compute
 from outsize.schedules.compose import compose
+from outsize.schedules.families import built
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.lower import lower
 
@@ -35,7 +36,7 @@ def flipped(edges: frozenset[tuple[int, int]]) -> frozenset[tuple[int, int]]:
     return frozenset((b, a) for a, b in edges)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", built())
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_compute(name: str, stages: int, microbatches: int, golden: Golden) -> None:
     schedule = build(name, stages, microbatches)
@@ -43,7 +44,7 @@ def test_compute(name: str, stages: int, microbatches: int, golden: Golden) -> N
     golden(f"schedules/{name}-p{stages}-m{microbatches}.csv", schedule.to_csv())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", built())
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_chain(name: str, stages: int, microbatches: int, golden: Golden) -> None:
     forward, backward = chain(stages), flipped(chain(stages))
@@ -78,14 +79,14 @@ def test_composed(golden: Golden) -> None:
     golden("schedules/auto-p3-m4-uneven-chain.csv", schedule.to_csv())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", built())
 def test_skip(name: str, golden: Golden) -> None:
     schedule = lower(build(name, 4, 4), SKIP_FORWARD, SKIP_BACKWARD)
     check(schedule, SKIP_FORWARD, SKIP_BACKWARD)
     golden(f"schedules/{name}-p4-m4-skip.csv", schedule.to_csv())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", built())
 def test_tied(name: str, golden: Golden) -> None:
     schedule = lower(build(name, 4, 4), chain(4), TIED_BACKWARD, TIED_STEP)
     check(schedule, chain(4), TIED_BACKWARD, TIED_STEP)

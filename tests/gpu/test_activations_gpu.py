@@ -3,7 +3,7 @@
     pytest tests/gpu                      # skips, with the reason, where torch sees no CUDA device
 
 The same tests run on the CPU in tests/parity/test_activation_offload.py, orders of copies on fake streams in
-tests/unit/run/test_activations.py.
+tests/unit/run/moves/test_moves_activations.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 import outsize
 from outsize.ir.plan import Recompute
-from outsize.train.engine import Engine
+from outsize.train.engine.engine import Engine
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 WIDTH, LAYERS, SAMPLES, MICROBATCHES = 1024, 12, 8192, 8

@@ -18,8 +18,8 @@ from zoo import case
 
 import outsize
 from outsize.program.tree import map_leaves
-from outsize.run.links import checked_link
-from outsize.run.streams import TorchStreams
+from outsize.run.device.streams import TorchStreams
+from outsize.run.transport.device_copies import checked_link
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 CUDA = pytest.mark.skipif(not GPUS, reason="torch sees no CUDA device")
@@ -129,12 +129,12 @@ def test_many_tensors_in_flight_arrive_whole(places: tuple[str, str]) -> None:
         del value
         torch.zeros(size, device=near)
         if len(parcels) == 4:
-            parcel, (count, wanted) = parcels.pop(0), expected.pop(0)
-            found = parcel.open()
+            device_copy, (count, wanted) = parcels.pop(0), expected.pop(0)
+            found = device_copy.open()
             assert found.shape == (count,)
             assert bool((found == wanted).all())
             del found
-            parcel.give_back()
+            device_copy.release()
     link.flush()
     assert link.pool.made < 60
 
@@ -146,11 +146,11 @@ def test_copies_overlap_with_kernels() -> None:
     streams = TorchStreams(("cuda:0", "cpu"))
     link = checked_link(streams, "cuda:0", "cpu")
     value = torch.ones(1 << 20, device="cuda:0")
-    parcel = link.carry(value)
+    device_copy = link.carry(value)
     busy = torch.randn(8192, 8192, device="cuda:0")
     for _ in range(50):
         busy = torch.tanh(busy @ busy)
     behind = torch.cuda.current_stream().record_event()
-    parcel.copied.wait()
+    device_copy.copied.wait()
     assert not behind.query(), "the copy was over before the kernels that were launched behind it"
-    assert bool((parcel.open() == 1).all())
+    assert bool((device_copy.open() == 1).all())

@@ -25,7 +25,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def spot(path: Path, node: ast.expr | ast.stmt) -> str:
-    """`capture/record.py:12`, as a failing test should say it."""
+    """`capture/recording/recorder.py:12`, as a failing test should say it."""
     name = path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path.name
     return f"{name}:{node.lineno}"
 

@@ -1,7 +1,7 @@
 """Every class is abstract or final (equinox's law): nobody inherits from a concrete class of the house.
 
 Abstract: ABC or Protocol among the bases. Final: decorated with typing.final. An Enum with members cannot
-be subclassed anyway.
+be subclassed anyway. A TypedDict (its class line says `total=`) has no instances of its own and no methods.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def neither_abstract_nor_final(path: Path) -> list[str]:
 def _lawful(node: ast.ClassDef) -> bool:
     bases = {last_name(base) for base in node.bases}
     decorators = {last_name(decorator) for decorator in node.decorator_list}
-    return bool(bases & (ABSTRACT | SEALED)) or "final" in decorators
+    typed_dict = any(keyword.arg == "total" for keyword in node.keywords)
+    return bool(bases & (ABSTRACT | SEALED)) or "final" in decorators or typed_dict
 
 
 def test_every_class_is_abstract_or_final() -> None:
@@ -45,6 +46,7 @@ def test_every_class_is_abstract_or_final() -> None:
         ("class A(Base, ABC): ...", True),
         ("class A(typing.Protocol[T]): ...", True),
         ("class A(StrEnum): ...", True),
+        ("class A(B, total=False): ...", True),
     ],
 )
 def test_the_law_can_be_broken(tmp_path: Path, text: str, lawful: bool) -> None:

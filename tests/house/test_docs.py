@@ -21,6 +21,13 @@ PAGES = [
 ]
 REFERENCE = re.compile(r"`((?:src|tests|docs|benchmarks|examples)/[\w./-]+?)(?:::?(\w+))?`")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+README_LINES = 140
+NAVIGATION = re.compile(r"^ +- ([\w-]+\.md)$", re.M)
+FROM_OUTSIDE = (
+    "index.md",
+    "contributing.md",
+    "changelog.md",
+)  # docs/site/hooks.py adds them, and the decisions
 Named = ast.FunctionDef | ast.ClassDef
 
 
@@ -42,6 +49,27 @@ def exists(path: str, name: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_reference_leads_somewhere(page: Path) -> None:
     assert dangling(page) == []
+
+
+def test_the_readme_is_a_first_read() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= README_LINES
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = NAVIGATION.findall((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert sorted(listed) == sorted([*pages, *FROM_OUTSIDE])
+
+
+def test_the_reference_has_every_public_name() -> None:
+    reference = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    described = re.findall(r"^::: outsize\.(?:[\w.]+\.)?(\w+)$", reference, re.M)
+    package = parse(ROOT / "src" / "outsize" / "__init__.py")
+    assigned = [node for node in package.body if isinstance(node, ast.Assign)]
+    public = next(ast.literal_eval(a.value) for a in assigned if ast.unparse(a.targets[0]) == "__all__")
+    assert sorted(described) == sorted(set(public) - {"__version__"})
 
 
 def test_decisions_are_numbered_in_a_row_and_fit_a_page() -> None:

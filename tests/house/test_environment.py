@@ -12,7 +12,7 @@ import pytest
 
 from house import PACKAGE, parse, sources, spot
 
-OWNERS = {*sources(PACKAGE / "cli"), PACKAGE / "train" / "launch.py"}
+OWNERS = {*sources(PACKAGE / "cli"), PACKAGE / "train" / "launch" / "launch.py"}
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 

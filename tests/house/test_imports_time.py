@@ -23,7 +23,7 @@ def heavy_after(code: str) -> list[str]:
     [
         "import outsize",
         "import outsize\nfor name in getattr(outsize, '__all__', ()): getattr(outsize, name)",
-        "import outsize.train.engine",
+        "import outsize.train.engine.engine",
     ],
     ids=["outsize", "every public name", "engine"],
 )

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from zoo import import_torchvision
 from zoo_models import UNet
 
-from outsize.capture.graph import Captured, build_graph
-from outsize.capture.ladder import record
+from outsize.capture.graph.build import Captured, build_graph
+from outsize.capture.recording.fallbacks import record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_units
-from outsize.ir.quotient import summed
-from outsize.planner.edges import edges_among, flows
+from outsize.ir.stage_graph import summed
+from outsize.planner.costs.stage_edges import edges_among, flows
 from outsize.schedules.compose import compose
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.planned import written
-from outsize.train.batch import Batch, as_target
-from outsize.train.parity import Snapshot, reference_snapshot
+from outsize.train.batch.batch import Batch, as_target
+from outsize.train.check.compare import TrainingSnapshot, reference_snapshot
 
 tv = import_torchvision()
 CLASSES = 5
@@ -251,7 +251,7 @@ def captured(name: str, microbatches: int) -> Captured:
 
 
 @cache
-def reference(name: str, microbatches: int) -> Snapshot:
+def reference(name: str, microbatches: int) -> TrainingSnapshot:
     """The plain loop."""
     tape = captured(name, microbatches).tape
     given = built(name), tape, batch_of(name), microbatches, LOSS

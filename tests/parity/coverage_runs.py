@@ -1,7 +1,8 @@
 """One model of the zoo through everything that docs/coverage.md tells.
 
 Captured as a user would, in train mode with its own dropout; cut into three stages at the planner's cuts and
-at three random ones; run with four microbatches under 1F1B; compared bit by bit with the plain loop.
+at three random ones; run with four microbatches under 1F1B; compared bit by bit with the plain loop. Without
+`each_records` only the engine with the planner's cuts records the model; the others get the capture's tape.
 
     python tests/parity/coverage_runs.py vgg11 gpt_neox     prints the lines of these models
 """
@@ -15,31 +16,41 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, final
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from forked import on_ranks
-from parity_runs import SEED, random_bounds
+from parity_runs import SEED, random_bounds, recorded
 from torch import distributed as dist
 from torch import nn
 from zoo import Case, case
 
-from outsize.capture.by_modules import capture_model
-from outsize.capture.cluster import find_cluster
-from outsize.capture.graph import Captured
+from outsize.capture.graph.build import Captured
+from outsize.capture.graph.by_modules import capture_model
+from outsize.capture.measure.local_cluster import find_cluster
 from outsize.errors import OutsizeError
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
-from outsize.planner.request import Request
-from outsize.planner.roofline import roofline
-from outsize.planner.search import search
+from outsize.planner.costs.roofline import roofline
+from outsize.planner.search.search import search
 from outsize.program.tape import Tape
-from outsize.train.batch import Batch, as_target
-from outsize.train.parallel import make_engine
-from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot, merge, reference_snapshot
-from outsize.train.variant import Variants
+from outsize.train.batch.batch import Batch, as_target
+from outsize.train.check.compare import (
+    TrainingSnapshot,
+    adamw,
+    compare,
+    engine_snapshot,
+    merge,
+    reference_snapshot,
+)
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.variants.variant import Variants
 
 MICROBATCHES, STAGES, RANDOM_CUTS = 4, 3, 3
 Verdict = Literal["equal", "by modules", "refused", "different"]
@@ -60,12 +71,12 @@ class Line:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
 
-def cover(found: Case) -> Line:
+def cover(found: Case, *, each_records: bool = True) -> Line:
     """Runs the model; a refusal is an OutsizeError, whose text becomes the note. Other errors are raised."""
     model = found.build(dropout=True)
     kind = type(model).__name__
     try:
-        return _covered(found, model, kind)
+        return _covered(found, model, kind, each_records)
     except OutsizeError as refusal:
         return Line(found.name, kind, "refused", notes=(str(refusal),))
     except AssertionError as said:  # the tracebacks of ranks
@@ -75,15 +86,21 @@ def cover(found: Case) -> Line:
         return Line(found.name, kind, "refused", notes=(refusal[0],))
 
 
-def _covered(found: Case, model: nn.Module, kind: str) -> Line:
+def _covered(found: Case, model: nn.Module, kind: str, each_records: bool) -> Line:
     batch = whole_batch(found)
     part = batch.split(MICROBATCHES)[0]
     start = time.perf_counter()
     captured = capture_model(model, part.args, part.kwargs, found.loss, part.target, part.size)
     capture_s = time.perf_counter() - start
-    expected = plain(found, captured, batch)
+    records = each_records or captured.graph.form == "modules"
+    known = nullcontext if records else partial(recorded, captured.tape)
+    with known():
+        expected = plain(found, captured, batch)
     plans = list(dict.fromkeys([planned(captured, batch), *at_random(found.name, captured, batch)]))
-    differences = [compare(expected, split(found, plan, batch)) for plan in plans]
+    differences = [compare(expected, split(found, plans[0], batch))]
+    for plan in plans[1:]:
+        with known():
+            differences.append(compare(expected, split(found, plan, batch)))
     equal = sum(d.bit_equal for d in differences)
     notes = tuple(str(d) for d in differences if not d.bit_equal) or captured.graph.notes
     return Line(
@@ -111,7 +128,7 @@ def whole_batch(found: Case) -> Batch:
     return Batch(args, kwargs, as_target(found.target(size)))
 
 
-def plain(found: Case, captured: Captured, batch: Batch) -> Snapshot:
+def plain(found: Case, captured: Captured, batch: Batch) -> TrainingSnapshot:
     """The reference, one step."""
     model = found.build(dropout=True)
     whole = planned(captured, batch, stages=1)
@@ -124,12 +141,14 @@ def plain(found: Case, captured: Captured, batch: Batch) -> Snapshot:
     return reference_snapshot(model, tape_of, batch, MICROBATCHES, found.loss, steps=1, seed=SEED)
 
 
-def split(found: Case, plan: Plan, batch: Batch) -> Snapshot:
+def split(found: Case, plan: Plan, batch: Batch) -> TrainingSnapshot:
     """The same step on an engine; by modules one process would split nothing, so it is one per stage."""
 
-    def run(group: dist.ProcessGroup | None) -> Snapshot:
+    def run(group: dist.ProcessGroup | None) -> TrainingSnapshot:
         model = found.build(dropout=True)
-        engine = make_engine(model, plan, group, loss_fn=found.loss, optimizer=adamw, seed=SEED)
+        engine = make_engine(
+            model, plan, group, EngineOptions(loss_fn=found.loss, optimizer=adamw, seed=SEED)
+        )
         return engine_snapshot(engine, batch, steps=1)
 
     if plan.form == "tape":
@@ -143,7 +162,7 @@ def planned(captured: Captured, batch: Batch, stages: int = STAGES) -> Plan:
     graph = captured.graph
     stages = min(stages, len(graph.units))
     cluster = find_cluster(f"{stages}xcpu")
-    request = Request(batch_size=batch.size, microbatches=MICROBATCHES, stages=stages, schedule="1f1b")
+    request = PlanRequest(batch_size=batch.size, microbatches=MICROBATCHES, stages=stages, schedule="1f1b")
     return search(request, {MICROBATCHES: (graph, roofline(graph, cluster.devices[0]))}, cluster)
 
 

@@ -15,24 +15,25 @@ import torch
 from torch import nn
 from zoo import Case, case
 
-from outsize.capture.cluster import find_cluster
-from outsize.capture.graph import Captured, build_graph
-from outsize.capture.ladder import record
+from outsize.capture.graph.build import Captured, build_graph
+from outsize.capture.measure.local_cluster import find_cluster
+from outsize.capture.recording.fallbacks import record
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
-from outsize.planner.request import Request
-from outsize.planner.roofline import roofline
-from outsize.planner.search import search
+from outsize.planner.costs.roofline import roofline
+from outsize.planner.search.search import search
 from outsize.program.tape import Tape
-from outsize.train import variant
-from outsize.train.batch import Batch, as_target
-from outsize.train.engine import Engine
-from outsize.train.parallel import make_engine
-from outsize.train.parity import Snapshot, adamw, engine_snapshot, reference_snapshot
-from outsize.train.pipelined import Pipelined
-from outsize.train.variant import Variants
+from outsize.train.batch.batch import Batch, as_target
+from outsize.train.check.compare import TrainingSnapshot, adamw, engine_snapshot, reference_snapshot
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.engine.pipelined import Pipelined
+from outsize.train.variants import variant
+from outsize.train.variants.variant import Variants
 
 BATCH_SIZE = 12
-STEPS = 3
+STEPS = 2  # AdamW's second step is the first that has moments, and that runs what the first has prepared.
 SEED = 5
 
 
@@ -69,29 +70,35 @@ def fresh(name: str, dropout: bool = False) -> nn.Module:
 
 
 def captured(name: str, microbatches: int, dropout: bool = False) -> Captured:
-    """The model at the size of one microbatch, as it is under the autocast of the moment."""
-    return _captured(name, microbatches, dropout, autocast())
+    """The model at the size of one microbatch, under the precision of the moment."""
+    return _captured(name, microbatches, dropout, precision())
 
 
-def autocast() -> torch.dtype | None:
-    """In which products are computed, if not in their own."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+Precision = tuple[torch.dtype, torch.dtype | None]
+
+
+def precision() -> Precision:
+    """The global state that decides in which dtypes a model computes: what `torch.float32` is, which a test
+    may have replaced (`all_in` of tests/dist/tensor_worker.py), and autocast's dtype if it is on.
+    """
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return torch.float32, autocast
 
 
 @cache
-def _captured(name: str, microbatches: int, dropout: bool, _: torch.dtype | None) -> Captured:
+def _captured(name: str, microbatches: int, dropout: bool, _: Precision) -> Captured:
     found, part = case(name), batch_of(case(name)).split(microbatches)[0]
     model = _built(name, dropout)
     return build_graph(record(model, part.args, part.kwargs, found.loss, part.target), model)
 
 
-def reference(name: str, microbatches: int, dropout: bool = False) -> Snapshot:
+def reference(name: str, microbatches: int, dropout: bool = False) -> TrainingSnapshot:
     """The plain loop; all combinations of one model and number of microbatches share it."""
-    return _reference(name, microbatches, dropout, autocast())
+    return _reference(name, microbatches, dropout, precision())
 
 
 @lru_cache(maxsize=1)
-def _reference(name: str, microbatches: int, dropout: bool, _: torch.dtype | None) -> Snapshot:
+def _reference(name: str, microbatches: int, dropout: bool, _: Precision) -> TrainingSnapshot:
     tape = captured(name, microbatches, dropout).tape
     found, model = case(name), fresh(name, dropout)
     return reference_snapshot(model, tape, batch_of(found), microbatches, found.loss, steps=STEPS, seed=SEED)
@@ -101,7 +108,7 @@ def planned(wanted: Combination, dropout: bool = False) -> Plan:
     """The planner's own cuts."""
     graph = captured(wanted.model, wanted.microbatches, dropout).graph
     cluster = find_cluster(f"{wanted.stages}xcpu")
-    request = Request(
+    request = PlanRequest(
         batch_size=BATCH_SIZE,
         microbatches=wanted.microbatches,
         stages=wanted.stages,
@@ -143,7 +150,9 @@ def interleaved(wanted: Combination, ranks: int) -> Plan:
 def engine_for(name: str, plan: Plan, dropout: bool = False) -> Engine:
     """All stages in this process, on new weights."""
     found = case(name)
-    return make_engine(fresh(name, dropout), plan, None, loss_fn=found.loss, optimizer=adamw, seed=SEED)
+    return make_engine(
+        fresh(name, dropout), plan, None, EngineOptions(loss_fn=found.loss, optimizer=adamw, seed=SEED)
+    )
 
 
 @contextmanager
@@ -158,7 +167,7 @@ def recorded(tape: Tape) -> Iterator[None]:
         yield
 
 
-def split_run(name: str, plan: Plan, dropout: bool = False) -> Snapshot:
+def split_run(name: str, plan: Plan, dropout: bool = False) -> TrainingSnapshot:
     """What the engine leaves behind after the steps; that engines record themselves is the zoo's to show."""
     engine, batch = engine_for(name, plan, dropout), batch_of(case(name))
     with recorded(captured(name, plan.microbatches, dropout).tape):
@@ -168,6 +177,6 @@ def split_run(name: str, plan: Plan, dropout: bool = False) -> Snapshot:
 
 def variants_of(engine: Engine) -> Variants:
     """The programs that a pipelined engine keeps."""
-    way = engine._way  # pyright: ignore[reportPrivateUsage]
+    way = engine._executor  # pyright: ignore[reportPrivateUsage]
     assert isinstance(way, Pipelined)
     return way.variants

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from zoo import case
 
 import outsize
-from outsize.train.batch import Batch
-from outsize.train.engine import Engine
+from outsize.train.batch.batch import Batch
+from outsize.train.engine.engine import Engine
 
 LENGTHS = ([8, 5, 12, 5, 8, 8], [5, 12, 5, 8])  # of each step
 SIZES = ([64, 96, 64, 64], [96, 64, 64, 64])
@@ -21,7 +21,7 @@ NAMES = ("gpt2", "llama", "resnet18")
 def steps_of(name: str) -> list[list[tuple[Batch, int]]]:
     """Microbatches with the samples or tokens that their losses are means over; the last one is short."""
     draw = torch.Generator().manual_seed(1)
-    if name == "resnet18":
+    if name.endswith("resnet18"):
         return [[_images(size, 1 if n == 3 else 2, draw) for n, size in enumerate(sizes)] for sizes in SIZES]
     return [
         [_tokens(length, 1 if n == len(lengths) - 1 else 2, draw) for n, length in enumerate(lengths)]

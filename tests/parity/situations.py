@@ -23,20 +23,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from zoo import Case
 
-from outsize.capture.graph import Captured, build_graph
-from outsize.capture.ladder import LossFn, find_loss, record
+from outsize.capture.graph.build import Captured, build_graph
+from outsize.capture.recording.fallbacks import LossFn, find_loss, record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.program.tape import Tape
-from outsize.run.rng import borrowed_generators, seeder
-from outsize.train.batch import Batch, as_target
-from outsize.train.engine import Engine
-from outsize.train.parallel import make_engine
-from outsize.train.parity import adamw, difference
-from outsize.train.reference import eager
-from outsize.train.results import EvalResult, StepResult
-from outsize.train.settings import Settings
-from outsize.train.variant import Variants
+from outsize.run.stage.rng import borrowed_generators, seeder
+from outsize.train.batch.batch import Batch, as_target
+from outsize.train.check.compare import adamw, difference
+from outsize.train.check.reference import eager
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.variants.model_state import Settings
+from outsize.train.variants.results import EvalResult, StepResult
+from outsize.train.variants.variant import Variants
 
 SEED, STEPS, MICROBATCHES, SIZE = 7, 3, 4, 8
 
@@ -167,6 +168,7 @@ class Situation:
     weigh: Weigh = equally
     dropout: bool = False
     changes: bool = True
+    changes_state: bool = False  # the loop changes attributes of a model that has been prepared
     schedule: ScheduleName = "1f1b"
     stages: int = 3
     cuts: int | None = None  # seed of random cuts; None: evenly many units per stage
@@ -241,8 +243,11 @@ class Both:
         return wrapped(self.known, self.found.wrap, self.found.dropout)
 
     def _recorded(self) -> AbstractContextManager[None]:
-        """A tape of an equal model, unless the situation may have put objects of one model into another's."""
-        return recorded(self.captured.tape) if self.found.wrap is as_it_is else nullcontext()
+        """A tape of an equal model, unless the situation may have put objects of one model into another's, or
+        changes what Python reads of this one.
+        """
+        shared = self.found.wrap is as_it_is and not self.found.changes_state
+        return recorded(self.captured.tape) if shared else nullcontext()
 
     def plain(self) -> Plain:
         trainer = Plain(self._model(), self.found, self.plan, self.known.loss)
@@ -253,7 +258,9 @@ class Both:
 
     def engine(self) -> Engine:
         options = {"clip_norm": self.found.clip_norm, "seed": SEED, "optimizer": self.found.optimizer}
-        engine = make_engine(self._model(), self.plan, None, loss_fn=self.known.loss, **options)
+        engine = make_engine(
+            self._model(), self.plan, None, EngineOptions(loss_fn=self.known.loss, **options)
+        )
         with self._recorded():
             engine.prepare(self.batches[0])
         return engine

@@ -20,16 +20,20 @@ from branched import (
     plan_of,
     reference,
 )
+from parity_runs import recorded
 
 from outsize.errors import BadPlan
 from outsize.ir.plan import Plan, ScheduleName
-from outsize.train.batch import Batch
-from outsize.train.parallel import make_engine
-from outsize.train.parity import adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.batch.batch import Batch
+from outsize.train.check.compare import adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
 
 
 def insist_on_same_bits(name: str, plan: Plan) -> None:
-    engine = make_engine(built(name), plan, None, loss_fn=LOSS, optimizer=adamw, seed=SEED)
+    engine = make_engine(built(name), plan, None, EngineOptions(loss_fn=LOSS, optimizer=adamw, seed=SEED))
+    with recorded(captured(name, plan.microbatches).tape):
+        engine.prepare(batch_of(name))
     found = engine_snapshot(engine, batch_of(name), steps=STEPS)
     differences = compare(reference(name, plan.microbatches), found)
     assert differences.bit_equal, (differences, [stage.units for stage in plan.stages])
@@ -82,7 +86,9 @@ def test_a_shorter_batch_leaves_out_the_last_microbatches() -> None:
     """Two microbatches of a schedule for four: as the plain loop over two."""
     graph = captured("siamese", 4).graph
     plan = composed(graph, by_name(graph, SPLITS["siamese"]), (0, 1, 0), BATCH_SIZE, 4, random.Random(1))
-    engine = make_engine(built("siamese"), plan, None, loss_fn=LOSS, optimizer=adamw, seed=SEED)
+    engine = make_engine(
+        built("siamese"), plan, None, EngineOptions(loss_fn=LOSS, optimizer=adamw, seed=SEED)
+    )
     whole = batch_of("siamese")
     half = Batch(
         tuple(t[: BATCH_SIZE // 2] for t in whole.args), {}, tuple(t[: BATCH_SIZE // 2] for t in whole.target)

@@ -1,7 +1,8 @@
 """One law, written twice: which stage sends what to which.
 
-`planner/edges.py` says it for graphs (the thinking wing sees no tape), `run/boundary.py` for tapes (the doing
-wing sees no planner). What is planned must be what is sent; here the two are compared on real models.
+`planner/costs/stage_edges.py` says it for graphs (the thinking wing sees no tape), `run/stage/boundary.py`
+for tapes (the doing wing sees no planner). What is planned must be what is sent; here the two are compared
+on real models.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import pytest
 from zoo import CASES, Case
 
-from outsize.capture.graph import build_graph
-from outsize.capture.ladder import record
-from outsize.planner.edges import edges_between
-from outsize.run.boundary import backward_edges, forward_edges, step_edges
-from outsize.run.cut import cut, in_runs
+from outsize.capture.graph.build import build_graph
+from outsize.capture.recording.fallbacks import record
+from outsize.planner.costs.stage_edges import edges_between
+from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
+from outsize.run.stage.cut import cut, in_runs
 
 STAGES = 4
 

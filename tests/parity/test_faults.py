@@ -12,17 +12,20 @@ from parity_runs import BATCH_SIZE, SEED, Combination, batch_of, captured, fresh
 from zoo import case, tokens
 
 import outsize
+from outsize.ir.answers.verdict import Verdict
 from outsize.ir.schedule import Kind, Schedule
-from outsize.ir.verdict import Verdict
-from outsize.run.boundary import Boundary
-from outsize.run.rng import seeder
-from outsize.run.stage import Gradients, Stage
+from outsize.run.stage.boundary import Boundary
+from outsize.run.stage.rng import seeder
+from outsize.run.stage.stage import Gradients, StageExecutor
 from outsize.schedules.builders import build
-from outsize.train import crew, pipelined, variant
-from outsize.train.batch import Batch
-from outsize.train.loss import Counted
-from outsize.train.parallel import make_engine
-from outsize.train.parity import adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_weights import Counted
+from outsize.train.check.compare import adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.crew import crew
+from outsize.train.engine import pipelined
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.variants import variant
 
 Patch = pytest.MonkeyPatch
 
@@ -51,17 +54,19 @@ def healthy(name: str, stages: int = 3, dropout: bool = False) -> bool:
 
 # -- the faults -----------------------------------------------------------------------------------------
 
-Backward = Callable[[Stage, int, float, Gradients], Gradients]
-backward: Backward = Stage.backward
+Backward = Callable[[StageExecutor, int, float, Gradients], Gradients]
+backward: Backward = StageExecutor.backward
 
 
-def drop_tied_gradients(stage: Stage, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+def drop_tied_gradients(
+    stage: StageExecutor, microbatch: int, weight: float, gradients: Gradients
+) -> Gradients:
     """Law 3 broken: the owner of a tied weight does not hear of its other use."""
     kept = {key: g for key, g in gradients.items() if key not in stage._own}
     return backward(stage, microbatch, weight, kept)
 
 
-def add_at_the_end(stage: Stage, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+def add_at_the_end(stage: StageExecutor, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
     """Law 2 broken: a later consumer's part is added to this stage's when that is complete."""
     received = {b.key for b in stage.program.received if b.weight is None}
     later = {key: g for key, g in gradients.items() if key in received and g is not None}
@@ -72,10 +77,10 @@ def add_at_the_end(stage: Stage, microbatch: int, weight: float, gradients: Grad
     return sink
 
 
-forward = Stage.forward
+forward = StageExecutor.forward
 
 
-def run_twice(stage: Stage, *args: Any) -> Any:
+def run_twice(stage: StageExecutor, *args: Any) -> Any:
     """Law 5 broken: a hidden extra forward, as a careless recompute would do."""
     with torch.no_grad():
         stage._function(*(args[1][p] for p in stage.program.inputs), *args[2], args[3])
@@ -97,7 +102,7 @@ def backward_in_reverse(name: Any, stages: int, microbatches: int, ranks: int, _
 
 def test_a_dropped_tied_gradient_is_found(monkeypatch: Patch) -> None:
     assert healthy("gpt2")
-    monkeypatch.setattr(Stage, "backward", drop_tied_gradients)
+    monkeypatch.setattr(StageExecutor, "backward", drop_tied_gradients)
     found = verdict("gpt2")
     assert not found.bit_equal
     assert (found.loss_diff, found.buffer_diff) == (0, 0)
@@ -107,7 +112,7 @@ def test_a_dropped_tied_gradient_is_found(monkeypatch: Patch) -> None:
 
 def a_chain(name: str, stages: int) -> Boundary:
     """A value of the model that several stages use."""
-    from outsize.run.cut import cut, in_runs
+    from outsize.run.stage.cut import cut, in_runs
 
     found = captured(name, 4)
     plan = planned(Combination(name, 4, stages, "1f1b"))
@@ -119,7 +124,7 @@ def a_chain(name: str, stages: int) -> Boundary:
 def test_partial_gradients_added_at_the_end_are_found(monkeypatch: Patch) -> None:
     assert len(a_chain("t5", 4).consumers) > 1
     assert healthy("t5", 4)
-    monkeypatch.setattr(Stage, "backward", add_at_the_end)
+    monkeypatch.setattr(StageExecutor, "backward", add_at_the_end)
     found = verdict("t5", 4)
     assert not found.bit_equal
     assert found.loss_diff == 0
@@ -129,7 +134,7 @@ def test_partial_gradients_added_at_the_end_are_found(monkeypatch: Patch) -> Non
 
 def test_a_second_forward_of_batchnorm_is_found(monkeypatch: Patch) -> None:
     assert healthy("unet")
-    monkeypatch.setattr(Stage, "forward", run_twice)
+    monkeypatch.setattr(StageExecutor, "forward", run_twice)
     found = verdict("unet")
     assert not found.bit_equal
     assert (found.loss_diff, found.grad_diff) == (0, 0), "the statistics of a batch do not show it"
@@ -166,7 +171,9 @@ def test_one_over_m_on_ragged_tokens_is_found() -> None:
     reference = reference_snapshot(fresh("gpt2"), tape, batch, 4, None, steps=1, seed=SEED)
 
     def split_with(counting: Any) -> Any:
-        made = make_engine(fresh("gpt2"), plan, None, optimizer=adamw, seed=SEED, counting=counting)
+        made = make_engine(
+            fresh("gpt2"), plan, None, EngineOptions(optimizer=adamw, seed=SEED, counting=counting)
+        )
         return compare(reference, engine_snapshot(made, batch, steps=1))
 
     assert split_with("auto").bit_equal
@@ -189,6 +196,8 @@ def test_check_names_the_weights_of_microbatches(monkeypatch: Patch) -> None:
 class EqualShares:
     """Microbatches of one sample each, whatever they have."""
 
+    doubt = None
+
     def counted(self, part: Batch) -> Counted:
         return Counted(1)
 
@@ -196,7 +205,9 @@ class EqualShares:
 def test_compare_tells_missing_from_zero() -> None:
     wanted = Combination("mlp", 4, 2, "1f1b")
     found = engine_snapshot(
-        make_engine(fresh("mlp"), planned(wanted), None, loss_fn=case("mlp").loss, optimizer=adamw),
+        make_engine(
+            fresh("mlp"), planned(wanted), None, EngineOptions(loss_fn=case("mlp").loss, optimizer=adamw)
+        ),
         batch_of(case("mlp")),
         steps=1,
     )

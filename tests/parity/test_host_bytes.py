@@ -9,10 +9,11 @@ import torch
 from test_offload_parity import residency_of
 
 import outsize
-from outsize.capture.providers import import_transformers
+from outsize.capture.models.imports import import_transformers
+from outsize.ir.findings import HostStates
 from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Plan
-from outsize.planner.offload import host_bytes
+from outsize.planner.offload.host_traffic import host_bytes
 
 hf = import_transformers()
 LAYERS, WIDTH, SAMPLES = 16, 64, 4
@@ -54,7 +55,8 @@ def test_twelve_bytes_a_parameter_and_gradients_of_two_stages(weights: Weights) 
     found = counted(model, plan, None)
     assert promised <= found <= 1.02 * promised
     assert found <= 14
-    (said,) = [why for why in plan.why if "steps as gradients land" in why]
-    assert f"{promised:.1f} bytes a parameter" in said
+    (said,) = [reason for reason in plan.why if isinstance(reason, HostStates)]
+    assert said.in_parts
+    assert said.bytes_per_parameter == pytest.approx(promised)
     if weights == "host":
         assert 16 <= counted(llama(), plan, 1.0) <= 1.02 * 16

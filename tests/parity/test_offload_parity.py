@@ -4,7 +4,7 @@ promised: two stages, or all weights and the gradients of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ import outsize
 from outsize.errors import BadOption
 from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName, stages_from_bounds
-from outsize.run.host_moves import HostMoves
-from outsize.run.lane import Lane
-from outsize.run.residency import Residency
-from outsize.train import hosting
-from outsize.train.engine import Engine
-from outsize.train.parallel import make_engine
-from outsize.train.parity import adamw, compare
+from outsize.run.host.copy_lane import CopyLane
+from outsize.run.host.residency import Residency
+from outsize.run.moves.host import HostMoves
+from outsize.train.check.compare import adamw, compare
+from outsize.train.crew import hosted as hosted_crew
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions, RankOptions
 
+LARGE = ("resnet50", "deeplabv3")  # 24 and 61 million parameters: with --all alone
 MODELS = ["resnet50", "deeplabv3", "gpt2", "llama", "t5", "mixtral", "unet"]
 # Where weights stay on the device, and what of all it would need it has then (see CAPS).
 STAYING = {"resnet50": 0.5, "llama": 0.75, "t5": 0.72, "mixtral": 0.58}
@@ -36,7 +38,7 @@ STAYING = {"resnet50": 0.5, "llama": 0.75, "t5": 0.72, "mixtral": 0.58}
 @pytest.fixture(autouse=True)
 def _all_values_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small, where stages hand them on by the host."""
-    monkeypatch.setattr(hosting, "Lane", partial(Lane, least_bytes=1))
+    monkeypatch.setattr(hosted_crew, "CopyLane", partial(CopyLane, least_bytes=1))
 
 
 def on_host(name: str, stages: int = 6, weights: Weights = "host") -> Plan:
@@ -61,7 +63,12 @@ def residency_of(engine: Engine) -> Residency:
     return moves.residency
 
 
-BOTH = [*((name, "host") for name in MODELS), *((name, "host-optimizer") for name in STAYING)]
+def slice_of(names: Iterable[str], *values: str) -> list[Any]:
+    """The large models are marked `full`."""
+    return [pytest.param(n, *values, marks=[pytest.mark.full] if n in LARGE else []) for n in names]
+
+
+BOTH = [*slice_of(["resnet18", *MODELS], "host"), *slice_of(["resnet18", *STAYING], "host-optimizer")]
 
 
 @pytest.mark.parametrize(("name", "weights"), BOTH)
@@ -136,6 +143,7 @@ def odd_engine(
     schedule: ScheduleName = "gpipe",
     recompute: Recompute = "full",
     odd: Callable[[], nn.Module] = odd,
+    offload_folder: Path | None = None,
     **how: Any,
 ) -> Engine:
     """Every unit a stage."""
@@ -153,7 +161,8 @@ def odd_engine(
         recompute=recompute,
     )
     plan = hosted(plan, recompute, schedule, weights) if weights in HOSTED else plan
-    return make_engine(odd(), plan, None, loss_fn=loss, **{"optimizer": adamw, **how})
+    options = EngineOptions(loss_fn=loss, **{"optimizer": adamw, **how})
+    return make_engine(odd(), plan, None, options, RankOptions(offload_folder=offload_folder))
 
 
 def loss(output: Tensor) -> Tensor:
@@ -310,7 +319,7 @@ def test_a_folder_is_for_plans_with_something_on_the_host(tmp_path: Path) -> Non
     with pytest.raises(BadOption, match="offload_folder= is for a plan"):
         odd_engine("resident", offload_folder=tmp_path)
     (tmp_path / "file").touch()
-    with pytest.raises(BadOption, match="has no room for what the host keeps"):
+    with pytest.raises(BadOption, match="has no room for the weights, gradients and states of the host"):
         plain_steps(odd_engine("host", offload_folder=tmp_path / "file"))
 
 
@@ -354,12 +363,12 @@ CAPS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slice_of(MODELS))
 def test_the_device_holds_less_than_its_cap(name: str) -> None:
     insist_on_cap(name, on_host(name, stages=8), CAPS[name])
 
 
-@pytest.mark.parametrize("name", STAYING)
+@pytest.mark.parametrize("name", slice_of(STAYING))
 def test_where_weights_stay_it_has_no_states_and_few_gradients(name: str) -> None:
     """8 of 16 bytes a parameter are gone, and the gradients of all stages but two."""
     insist_on_cap(name, on_host(name, stages=8, weights="host-optimizer"), STAYING[name])

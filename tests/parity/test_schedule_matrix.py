@@ -16,21 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from outsize.capture.graph import Captured, build_graph
-from outsize.capture.ladder import record
+from outsize.capture.graph.build import Captured, build_graph
+from outsize.capture.recording.fallbacks import record
 from outsize.errors import BadOption
-from outsize.ir.names import compress_units
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.ir.schedule import placed
+from outsize.ir.units.names import compress_units
 from outsize.schedules.compose import compose
+from outsize.schedules.families import families
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.planned import written
-from outsize.train.batch import Batch, as_target
-from outsize.train.parallel import make_engine
-from outsize.train.parity import Snapshot, adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.batch.batch import Batch, as_target
+from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
 
 COUNT, RANKS, STEPS, SEED = 4, 2, 2, 3
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto", "custom")
+SCHEDULES = tuple(family.name for family in families())
 LOSS = nn.CrossEntropyLoss()
 CUSTOM = """
 0F0,0F1,2F0,0F2,2F1,2I0,0B0,2W0,2B1,0I1,2F2,2B2,0F3,2F3,2I3,0W1,0B2,0B3,2W3
@@ -73,7 +75,7 @@ def captured() -> Captured:
 
 
 @cache
-def reference() -> Snapshot:
+def reference() -> TrainingSnapshot:
     return reference_snapshot(built(), captured().tape, BATCH, COUNT, LOSS, steps=STEPS, seed=SEED)
 
 
@@ -119,12 +121,12 @@ def plan_of(
     )
 
 
-def run(plan: Plan, compiled: str | None) -> tuple[Snapshot, set[str]]:
+def run(plan: Plan, compiled: str | None) -> tuple[TrainingSnapshot, set[str]]:
     """What the steps leave behind, and the kinds of actions that computed."""
     torch.compiler.reset()
     counters.clear()
     engine: Any = make_engine(
-        built(), plan, None, loss_fn=LOSS, optimizer=adamw, seed=SEED, compiled=compiled
+        built(), plan, None, EngineOptions(loss_fn=LOSS, optimizer=adamw, seed=SEED, compiled=compiled)
     )
     found = engine_snapshot(engine, BATCH, steps=STEPS)
     assert (compiled is None) is (counters["frames"]["ok"] == 0)

@@ -20,14 +20,14 @@ from parity_runs import (
 from zoo import case
 
 from outsize.errors import NoFeasiblePlan
+from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import make_cluster, parse_cluster
-from outsize.ir.names import compress_units
 from outsize.ir.plan import Plan, ScheduleName, Stage
-from outsize.planner.price import price
-from outsize.planner.request import Request
-from outsize.planner.roofline import roofline
-from outsize.planner.search import search
-from outsize.train.parity import compare, engine_snapshot
+from outsize.ir.units.names import compress_units
+from outsize.planner.costs.roofline import roofline
+from outsize.planner.search.evaluate_plan import price
+from outsize.planner.search.search import search
+from outsize.train.check.compare import compare, engine_snapshot
 
 
 def some_again(plan: Plan, name: str, draw: random.Random, share: float = 0.6) -> Plan:
@@ -77,7 +77,7 @@ def test_what_the_planner_chooses_runs() -> None:
     graph, devices = captured("gpt2", 3, True).graph, parse_cluster("2xcpu").devices
     models, ask = (
         {3: (graph, roofline(graph, devices[0]))},
-        Request(batch_size=12, microbatches=3, schedule="1f1b"),
+        PlanRequest(batch_size=12, microbatches=3, schedule="1f1b"),
     )
     peaks = [
         peak_bytes(search(ask.model_copy(update={"recompute": how}), models, parse_cluster("2xcpu")))
@@ -93,7 +93,7 @@ def test_block_by_block_where_no_stage_fits_as_a_whole() -> None:
     """Half of what a stage holds that is recomputed at once, beside what is there in any case."""
     graph, devices = captured("gpt2", 3, True).graph, parse_cluster("2xcpu").devices
     models = {3: (graph, roofline(graph, devices[0]))}
-    ask = Request(batch_size=12, microbatches=3, schedule="1f1b", optimizer="sgd")
+    ask = PlanRequest(batch_size=12, microbatches=3, schedule="1f1b", optimizer="sgd")
     whole = search(ask.model_copy(update={"recompute": "full"}), models, parse_cluster("2xcpu"))
     cluster = make_cluster("2xcpu", "cpu", 1, 2, round(0.9 * peak_bytes(whole)))
     with pytest.raises(NoFeasiblePlan):

@@ -12,13 +12,13 @@ from torch import nn
 
 import outsize
 from outsize.errors import BadOption
-from outsize.train.pipelined import Pipelined
-from outsize.train.variant import Variants
+from outsize.train.engine.pipelined import Pipelined
+from outsize.train.variants.variant import Variants
 
 
 def variants_of(engine: outsize.Engine) -> Variants:
-    assert isinstance(engine._way, Pipelined)
-    return engine._way.variants
+    assert isinstance(engine._executor, Pipelined)
+    return engine._executor.variants
 
 
 EVERY = [("gpt2", how) for how in ("gpipe", "1f1b", "interleaved", "zero-bubble")]
@@ -72,7 +72,7 @@ def test_more_shapes_than_are_kept_in_one_step_and_over_steps() -> None:
         assert torch.equal(found.loss, plain_step(plain, "gpt2", parts))
         assert len(variants_of(engine)) <= 2
         kept = {v.number for same in variants_of(engine)._known.values() for v in same}
-        assert {number for number, *_ in engine.crew._at_work} <= kept
+        assert {number for number, *_ in engine.crew._executors} <= kept
         assert all(kept.issuperset(numbers) for numbers, _ in engine.crew._built._values)
     assert differing(engine, plain) == []
     assert variants_of(engine)._made > 8, "what went was captured again"

@@ -176,7 +176,7 @@ def _as(dtype: torch.dtype, value: Any) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet18", "late_fusion"])
+@pytest.mark.parametrize("name", ["unet", "resnet18", pytest.param("late_fusion", marks=[pytest.mark.full])])
 def test_channels_last(name: str) -> None:
     known = case(name)
 

@@ -29,8 +29,8 @@ from situations import (
 from torch import Tensor
 from zoo import Case, case
 
-from outsize.train.batch import Batch
-from outsize.train.engine import Engine
+from outsize.train.batch.batch import Batch
+from outsize.train.engine.engine import Engine
 
 MODELS = ("toy", "mlp", "unet", "gpt2", "llama", "bert", "t5", "lstm")
 RANDOM = ("gpt2", "t5", "bart", "bert", "swin", "lstm")
@@ -77,7 +77,7 @@ def drawing(trainer: Trainer, batches: Sequence[Batch], note: Note) -> None:
 SITUATIONS = (
     Situation("evaluation between", loop=evaluating, changes=False),
     Situation("eval mode", loop=in_eval_mode, changes=False),
-    Situation("half in eval mode", loop=half_in_eval_mode, changes=False, dropout=True),
+    Situation("half in eval mode", loop=half_in_eval_mode, changes=False, changes_state=True, dropout=True),
     Situation("the user draws", loop=drawing, dropout=True),
 )
 

@@ -10,7 +10,7 @@ from situations_models import SHARING, Gated, LoraLinear, linears, named, with_r
 from torch import nn
 from zoo import Case
 
-from outsize.train.batch import Batch
+from outsize.train.batch.batch import Batch
 
 SMALL = named("mlp", "unet", "gpt2", "llama", "bert", "lstm")
 LINEAR = named("mlp", "gpt2", "llama", "bert", "vit", "t5")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zoo import case
 
-from outsize.train.batch import Batch
+from outsize.train.batch.batch import Batch
 
 MODELS = ("toy", "mlp", "unet", "gpt2", "llama", "bert", "vit", "lstm")
 

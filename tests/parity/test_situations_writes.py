@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo import Case
 from zoo_case import CLASSES
 
-from outsize.train.batch import Batch
+from outsize.train.batch.batch import Batch
 
 
 class Layered(nn.Module):

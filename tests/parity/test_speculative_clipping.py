@@ -15,10 +15,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from outsize.errors import BadOption
 from outsize.ir.offload import HOSTED, Weights
-from outsize.planner.utilisation import utilisation
-from outsize.run.stage import Stage
-from outsize.train.batch import Batch
-from outsize.train.engine import Engine
+from outsize.planner.advice.utilisation import utilisation
+from outsize.run.stage.stage import StageExecutor
+from outsize.train.batch.batch import Batch
+from outsize.train.engine.engine import Engine
 
 STEPS = 4
 # Largest norm -> steps of STEPS that are taken back, with AdamW; under 1e3 none is, over 1e-4 all are.
@@ -152,14 +152,14 @@ def test_what_it_costs_of_the_host() -> None:
 
 def test_a_step_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the backward of the first stage, when the last ones have stepped."""
-    really, broken = Stage.backward, list[int]()
+    really, broken = StageExecutor.backward, list[int]()
 
-    def failing(stage: Stage, *given: Any) -> Any:
+    def failing(stage: StageExecutor, *given: Any) -> Any:
         if stage.program.stage in broken:
             raise RuntimeError("no memory")
         return really(stage, *given)
 
-    monkeypatch.setattr(Stage, "backward", failing)
+    monkeypatch.setattr(StageExecutor, "backward", failing)
     engine = clipped("host", 1e3, clipping="speculative")
     engine.step(ids(0))
     before = {name: torch.as_tensor(value).clone() for name, value in trained(engine)}

@@ -19,25 +19,26 @@ import outsize
 from outsize.ir.graph import SMALL_BYTES
 from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
-from outsize.run import stage
-from outsize.run.host_moves import HostMoves
-from outsize.run.lane import Lane
-from outsize.train import hosting
-from outsize.train.engine import Engine
-from outsize.train.parallel import make_engine
-from outsize.train.parity import adamw, compare
+from outsize.run.host.copy_lane import CopyLane
+from outsize.run.moves.host import HostMoves
+from outsize.run.stage import stage
+from outsize.train.check.compare import adamw, compare
+from outsize.train.crew import hosted as hosted_crew
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
 
 
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch) -> list[Lane]:
+def lanes(monkeypatch: pytest.MonkeyPatch) -> list[CopyLane]:
     """Those that engines make, on which all goes, however small."""
-    found: list[Lane] = []
+    found: list[CopyLane] = []
 
-    def lane(*given: Any, **how: Any) -> Lane:
-        found.append(Lane(*given, **how, least_bytes=1))
+    def lane(*given: Any, **how: Any) -> CopyLane:
+        found.append(CopyLane(*given, **how, least_bytes=1))
         return found[-1]
 
-    monkeypatch.setattr(hosting, "Lane", lane)
+    monkeypatch.setattr(hosted_crew, "CopyLane", lane)
     return found
 
 
@@ -61,7 +62,7 @@ CASES: list[tuple[str, int, int, ScheduleName]] = [
 
 @pytest.mark.parametrize(("name", "microbatches", "stages", "how"), CASES)
 def test_values_on_the_host_change_no_bit(
-    name: str, microbatches: int, stages: int, how: ScheduleName, lanes: list[Lane]
+    name: str, microbatches: int, stages: int, how: ScheduleName, lanes: list[CopyLane]
 ) -> None:
     """Dropout and BatchNorm as they are; values that several stages read; the loss, gradients, buffers, and
     parameters after AdamW steps.
@@ -114,7 +115,7 @@ def on_the_host(engine: Engine) -> list[Tensor]:
 
 def peak_values(layers: int, microbatches: int, plan: Plan) -> float:
     """Of a step after the first, without the batch and the places of weights, in values of a microbatch."""
-    engine = make_engine(deep(layers), plan, None, loss_fn=mean_square, seed=SEED)
+    engine = make_engine(deep(layers), plan, None, EngineOptions(loss_fn=mean_square, seed=SEED))
     x = torch.ones(microbatches, ROWS, WIDTH)
     engine.step(x, update=False)
     engine.model.zero_grad()
@@ -197,7 +198,9 @@ def failing_at(call: int, really: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def test_views_shapes_evaluations_and_failures(lanes: list[Lane], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_shapes_evaluations_and_failures(
+    lanes: list[CopyLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     both: tuple[Weights, ...] = ("host-activations", "host")
     for weights in both:
@@ -214,7 +217,9 @@ def test_views_shapes_evaluations_and_failures(lanes: list[Lane], monkeypatch: p
             schedule="gpipe",
             stages=stages_from_bounds(graph, range(len(graph.units) + 1), ["cpu:0"] * len(graph.units)),
         )
-        engine = make_engine(model, on_host(plan, weights), None, loss_fn=mean_square, optimizer=adamw)
+        engine = make_engine(
+            model, on_host(plan, weights), None, EngineOptions(loss_fn=mean_square, optimizer=adamw)
+        )
         found.append(steps_of(engine, monkeypatch))
     ours, theirs = found
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 from zoo_case import (
@@ -32,8 +33,8 @@ from zoo_case import (
 )
 from zoo_models import LateFusion, LSTMClassifier, ToyModel, UNet, mlp
 
-from outsize.capture.models import import_torchvision
-from outsize.capture.providers import import_transformers
+from outsize.capture.models.imports import import_transformers
+from outsize.capture.models.load import import_torchvision
 
 __all__ = ["CASES", "CLASSES", "Case", "case", "classes", "everything", "hf", "images", "tokens", "tv"]
 
@@ -57,6 +58,20 @@ def late_fusion() -> nn.Module:
 
 def resnet(name: str) -> Callable[[], nn.Module]:
     return lambda: tv.models.get_model(name, weights=None, num_classes=CLASSES)
+
+
+class NarrowResNet(tv.models.ResNet):
+    """torchvision's ResNet with an eighth of the channels behind its first convolution."""
+
+    def _make_layer(self, block: Any, planes: int, *rest: Any, **options: Any) -> nn.Sequential:
+        return super()._make_layer(block, planes // 8, *rest, **options)
+
+
+def narrow_resnet18() -> nn.Module:
+    """ResNet-18 with 0.2 million parameters instead of 11."""
+    model = NarrowResNet(tv.models.resnet.BasicBlock, [2, 2, 2, 2])
+    model.fc = nn.Linear(512 // 8, CLASSES)
+    return model
 
 
 def gpt2() -> nn.Module:
@@ -194,7 +209,8 @@ def mamba() -> nn.Module:
 CASES: tuple[Case, ...] = (
     Case("toy", ToyModel, lambda n: ((features(n, 10),), {}), squared_error, lambda n: features(n, 5)),
     Case("mlp", mlp, lambda n: ((features(n, 12),), {}), cross_entropy, classes),
-    Case("resnet18", resnet("resnet18"), lambda n: ((images(n, 64),), {}), cross_entropy, classes),
+    # 40 pixels are the fewest of which one image has several values per channel at the end (BatchNorm).
+    Case("resnet18", resnet("resnet18"), lambda n: ((images(n, 40),), {}), cross_entropy, classes),
     # One image of 32 pixels is one value per channel at the end, which BatchNorm refuses.
     Case("resnet50", resnet("resnet50"), lambda n: ((images(n, 32),), {}), cross_entropy, classes, 2),
     Case(
@@ -209,7 +225,7 @@ CASES: tuple[Case, ...] = (
     Case(
         "late_fusion",
         late_fusion,
-        lambda n: ((images(n, 64), images(n, 64, seed=8)), {}),
+        lambda n: ((images(n, 40), images(n, 40, seed=8)), {}),
         cross_entropy,
         classes,
     ),
@@ -228,6 +244,10 @@ CASES: tuple[Case, ...] = (
 )
 
 
+# ResNet-18 where ranks do what does not depend on the width, such as sharding or a step from the host.
+NARROW = Case("narrow_resnet18", narrow_resnet18, lambda n: ((images(n, 64),), {}), cross_entropy, classes)
+
+
 _SHELVES = ("zoo_torchvision", "zoo_odd", "zoo_text", "zoo_text2", "zoo_media", "zoo_media2")
 
 
@@ -240,5 +260,5 @@ def everything() -> tuple[Case, ...]:
 
 def case(name: str) -> Case:
     """The case of this name; KeyError otherwise."""
-    known = {c.name: c for c in CASES}
+    known = {c.name: c for c in (*CASES, NARROW)}
     return known[name] if name in known else {c.name: c for c in everything()}[name]

@@ -102,7 +102,7 @@ def causal_batch(batch_size: int) -> Batch:
 
 
 def seq2seq_batch(batch_size: int) -> Batch:
-    return (), {"input_ids": tokens(batch_size), "labels": tokens(batch_size, 12, seed=6)}
+    return (), {"input_ids": tokens(batch_size), "labels": tokens(batch_size, 10, seed=6)}
 
 
 def masked_batch(batch_size: int) -> Batch:
@@ -118,7 +118,7 @@ def image_labels_batch(batch_size: int) -> Batch:
 
 def whisper_batch(batch_size: int) -> Batch:
     mel = torch.randn(batch_size, 8, 64, generator=_seeded(7))
-    return (), {"input_features": mel, "labels": tokens(batch_size, 12)}
+    return (), {"input_features": mel, "labels": tokens(batch_size, 10)}
 
 
 # -- losses outside the model ----------------------------------------------------------------------

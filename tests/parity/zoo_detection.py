@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from zoo_case import CLASSES, Batch, Case
 
-from outsize.capture.models import import_torchvision
+from outsize.capture.models.load import import_torchvision
 
 tv = import_torchvision()
 models, detection = tv.models, tv.models.detection

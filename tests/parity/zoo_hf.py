@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from zoo_case import CLASSES, Batch, Case, classes, image_labels_batch, images
 
-from outsize.capture.providers import import_transformers
+from outsize.capture.models.imports import import_transformers
 
 hf = import_transformers()
 Config = dict[str, Any]

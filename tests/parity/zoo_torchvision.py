@@ -17,7 +17,7 @@ import zoo_detection
 from torch import Tensor, nn
 from zoo_case import CLASSES, Batch, Case, classes, cross_entropy, images, label_map, segmentation_loss
 
-from outsize.capture.models import import_torchvision
+from outsize.capture.models.load import import_torchvision
 
 tv = import_torchvision()
 models, video = tv.models, tv.models.video

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_python import preload, reset_malloc
 
-from outsize.train.rendezvous import loopback_interface
+from outsize.train.launch.rendezvous import loopback_interface
 
 PATIENCE_S = 60
 
@@ -36,6 +38,7 @@ def on_ranks(folder: Path, count: int, work: Callable[[dist.ProcessGroup], Any])
 
 def in_forks(folder: Path, count: int, work: Callable[[int], None], patience_s: float = PATIENCE_S) -> None:
     """`work(rank)` in so many forks, a thread each; when one fails the others are ended, and it is told."""
+    preload()
     context = multiprocessing.get_context("fork")
     started = [context.Process(target=_rank, args=(folder, r, work), daemon=True) for r in range(count)]
     for process in started:
@@ -54,6 +57,8 @@ def in_forks(folder: Path, count: int, work: Callable[[int], None], patience_s: 
 
 def _rank(folder: Path, rank: int, work: Callable[[int], None]) -> None:
     try:
+        gc.freeze()  # what the parent has is not looked through, and not copied, again and again
+        reset_malloc()
         torch.set_num_threads(1)
         work(rank)
     except BaseException:

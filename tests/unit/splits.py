@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from outsize.capture.graph import Captured, build_graph
-from outsize.capture.ladder import record
+from outsize.capture.graph.build import Captured, build_graph
+from outsize.capture.recording.fallbacks import record
+from outsize.ir.answers.verdict import Verdict
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
-from outsize.ir.verdict import Verdict
 from outsize.program.tape import Instruction
 from outsize.program.tree import leaves
-from outsize.train.batch import Batch, as_target
-from outsize.train.parallel import make_engine
+from outsize.train.batch.batch import Batch, as_target
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
 
 
 def energy(output: Any, *target: Any) -> Tensor:
@@ -68,15 +69,19 @@ def check_every_cut(
     outputs: bool = True,
     **kwargs: Any,
 ) -> Captured:
-    """Assert that every cut into two, and the cut into single units, give the plain loop's bits."""
+    """Assert that every cut into two, and the cut into single units, give the plain loop's bits.
+
+    Outputs of an evaluation are compared at the first cut and at the last, which has the boundaries of all.
+    """
     batch = Batch(args, kwargs, as_target(target))
     part = batch.split(microbatches)[0]
     found = captured(model, *part.args, loss_fn=loss_fn, target=part.target, **part.kwargs)
-    for bounds in _all_bounds(len(found.graph.units)):
+    cuts = list(_all_bounds(len(found.graph.units)))
+    for bounds in cuts:
         plan = plan_of(found.graph, bounds, batch.size, microbatches)
         verdict = outsize.check(model, args, kwargs, plan=plan, loss_fn=loss_fn, target=target, steps=steps)
         assert verdict.bit_equal, describe(verdict)
-        if outputs:
+        if outputs and bounds in (cuts[0], cuts[-1]):
             _insist_on_outputs(model, plan, batch, loss_fn)
     return found
 
@@ -89,7 +94,7 @@ def _all_bounds(units: int) -> Iterator[tuple[int, ...]]:
 
 def _insist_on_outputs(model: nn.Module, plan: Plan, batch: Batch, loss_fn: Any) -> None:
     plain = copy.deepcopy(model).eval()
-    engine = make_engine(copy.deepcopy(model), plan, None, loss_fn=loss_fn)
+    engine = make_engine(copy.deepcopy(model), plan, None, EngineOptions(loss_fn=loss_fn))
     target = batch.target or None
     result = engine.evaluate(*batch.args, target=target, **batch.kwargs)
     assert result.outputs is not None

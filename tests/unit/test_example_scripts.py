@@ -14,11 +14,15 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = "05_train_script.py"
-OUTSIZE_RUN = "import sys; from outsize.train.launch import run_script; sys.exit(run_script(sys.argv[2:], 2))"
+OUTSIZE_RUN = (
+    "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[2:], 2))"
+)
 LAUNCHERS = {
     "outsize run": ("-c", OUTSIZE_RUN, "--"),
     "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2"),
 }
+
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 def printed(*command: str) -> str:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from shared_captures import each_model_captured_once
 from torch import Tensor, nn
 
 import outsize
 from outsize.api import price
 from outsize.errors import NoFeasiblePlan, TooManyStages
+from outsize.ir.answers.fit import DeviceFit, Fit, PlanSearched
 from outsize.ir.cluster import Cluster, parse_cluster
-from outsize.ir.fit import DeviceFit, Fit
 from outsize.ir.plan import Axes, Plan, Stage
-from outsize.planner.margin import p95_bytes
+from outsize.planner.memory.headroom import p95_bytes
 
 BATCH = 8
 SHARES = (1.1, 0.75, 0.4, 0.1)
 CLUSTERS = ("1xcpu", "2xcpu", "6xcpu", "1xh100-80gb", "2xh100-80gb")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _shared_captures() -> Iterator[None]:
+    with each_model_captured_once():
+        yield
 
 
 class Tagger(nn.Module):
@@ -160,11 +167,10 @@ def test_what_it_says_to_type_fits_and_is_planned(name: str, kind: str, share: f
     assert answer.answer == "YES IF"
     assert max(device.share for device in answer.devices) > 1, "the pipeline's own numbers are there, too"
     change = answer.changes[0]
-    assert change.sentence.startswith("nothing else fits; " if way == "weights" else "no pipeline fits; ")
-    options = dict(re.findall(r"--([\w-]+) (\S+)", change.options))
-    wishes: dict[str, Any] = {
-        option.replace("-", "_"): int(word) if word.isdigit() else word for option, word in options.items()
-    }
+    (effect,) = change.effects
+    assert isinstance(effect, PlanSearched)
+    assert effect.fits_by == ("offload" if way == "weights" else "mesh")
+    wishes: dict[str, Any] = dict(change.options)
     assert way in wishes
     plan, again = planned(name, where, **wishes), outsize.fit(*subject(name), cluster=where, **wishes)
     assert plan is not None
@@ -180,7 +186,8 @@ def test_axes_of_ones_own_that_do_not_fit_have_no_devices_and_say_what_they_lack
     where = cluster("2xcpu", 0.3 * whole_bytes("tagger", "cpu"))
     answer = outsize.fit(*subject("tagger"), cluster=where, tp=2)
     assert (answer.answer, answer.fits, answer.devices, answer.axes) == ("NO", False, (), Axes(tp=2))
-    assert answer.refused.startswith("stage 0 needs")
+    assert answer.refused is not None
+    assert answer.refused.what.startswith("stage 0 needs")
 
 
 def test_the_smallest_microbatches_are_tried_before_other_axes() -> None:

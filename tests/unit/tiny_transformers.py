@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outsize.capture.providers import import_transformers
+from outsize.capture.models.imports import import_transformers
 
 transformers = import_transformers()
 

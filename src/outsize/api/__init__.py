@@ -1,4 +1,4 @@
-"""The composition root: the only package that sees the thinking and the doing wing.
+"""Joins the packages: only this one imports both the planner and the engine.
 
 graph  = capture(model, args, kwargs)                    what is it made of
 costs  = estimate(graph, cluster) | measure(model, ...)  what does each unit cost
@@ -34,7 +34,7 @@ _HOME = {"check": "running", "parallelize": "running", "tune": "tuning"}
 
 
 def __getattr__(name: str) -> Any:
-    """A function from its file on first use: what is only asked loads nothing that runs."""
+    """Imports a function from its file on first use: a question loads nothing that runs."""
     if name not in __all__:
         raise AttributeError(f"module 'outsize.api' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"outsize.api.{_HOME.get(name, 'planning')}"), name)

@@ -1,4 +1,4 @@
-"""`doctor`: what is here and what is missing, without loading more than torch."""
+"""Finds what this machine offers outsize and what is missing, without loading more than torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from outsize.ir.health import FoundDevice, Health
-from outsize.ir.text import bytes_text
-from outsize.run import futex
-from outsize.run.shared_memory import Shared
-from outsize.train.variant import KEPT
+from outsize.ir.answers.health import FoundDevice, Health
+from outsize.ir.formatting import bytes_text
+from outsize.run.device import futex
+from outsize.run.transport.shared_memory import SharedMemory
+from outsize.train.variants.variant import KEPT
 
 _PACKAGES: Final = ("outsize", "torch", "transformers", "torchvision", "matplotlib", "highspy")
-# Package -> the extra that installs it, and what it is for.
+# Each package with the extra that installs it, and what it is for.
 _EXTRAS: Final = {
     "transformers": ("hf", "models named transformers:..."),
     "torchvision": ("vision", "models named torchvision:..."),
@@ -31,7 +31,7 @@ _PAGE: Final = 4096
 
 
 def doctor() -> Health:
-    """This machine, as this process sees it."""
+    """Returns what this machine offers, as this process sees it."""
     versions = {name: _version(name) for name in _PACKAGES}
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     backends = {"gloo": dist.is_available() and dist.is_gloo_available(), "nccl": _nccl()}
@@ -65,17 +65,17 @@ def _devices() -> Iterator[FoundDevice]:
     memory = psutil.virtual_memory().total
     yield FoundDevice(name="cpu", kind=platform.machine(), memory_bytes=memory)
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found = torch.cuda.get_device_properties(index)
-        yield FoundDevice(name=f"cuda:{index}", kind=found.name, memory_bytes=found.total_memory)
+        properties = torch.cuda.get_device_properties(index)
+        yield FoundDevice(name=f"cuda:{index}", kind=properties.name, memory_bytes=properties.total_memory)
 
 
 def _shares_memory() -> bool:
-    """Can processes of this machine open each other's memory? Tried with a page of our own."""
+    """Tells whether processes of this machine can open each other's memory, tried with one page."""
     if not futex.AVAILABLE:
         return False
     try:
-        made = Shared.make(_PAGE)
-        Shared.open(os.getpid(), made.file)
+        made = SharedMemory.make(_PAGE)
+        SharedMemory.open(os.getpid(), made.file)
         os.close(made.file)
     except OSError:
         return False
@@ -92,13 +92,13 @@ def _missing(
         built = "this torch is built without CUDA" if torch.version.cuda is None else "the driver shows none"
         yield f"CUDA devices ({built}): stages run on the CPU"
     elif not backends["nccl"]:
-        yield "NCCL, for a process on each GPU: devices=[...] in one process works without"
+        yield "NCCL, for a process on each GPU: devices=[...] in one process works without it"
     if not backends["gloo"]:
-        yield "gloo, for several processes: stages run in one"
+        yield "gloo, for several processes: stages run in one process"
     if not shared:
         yield "memory between processes: values between stages of one machine go over gloo"
     free = psutil.virtual_memory().available
     if free < psutil.virtual_memory().total // 10:
-        yield f"memory: {bytes_text(free)} are free, less than a tenth"
+        yield f"memory: {bytes_text(free)} are free, less than a tenth of all"
     if torch.get_num_threads() > cores:
-        yield f"cores: {torch.get_num_threads()} threads want {cores}; set OMP_NUM_THREADS={cores}"
+        yield f"cores: {torch.get_num_threads()} threads share {cores} cores; set OMP_NUM_THREADS={cores}"

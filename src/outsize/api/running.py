@@ -1,197 +1,227 @@
-"""A plan at work: train by it, and check that its numbers are those of one process."""
+"""Trains by a plan, and checks that its numbers are those of one process."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Unpack
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 
-from outsize.api.asking import request_of
-from outsize.api.planning import Kwargs
-from outsize.api.planning import plan as make_plan
-from outsize.capture.cluster import find_cluster
-from outsize.capture.ladder import LossFn
+from outsize.api.options import (
+    CheckOptions,
+    ParallelizeOptions,
+    PlanOptions,
+    planning_options,
+    reads_options,
+    request_of,
+)
+from outsize.api.planning import Args, Kwargs, plan_case
+from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.capture.measure.local_cluster import find_cluster
 from outsize.errors import BadOption
-from outsize.ir.devices import places_in
-from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
-from outsize.ir.verdict import Verdict
-from outsize.planner.roofline import roofline
-from outsize.planner.search import search
-from outsize.planner.utilisation import utilisation
-from outsize.run.load import load_weights
-from outsize.run.statistics import of_one_replica
-from outsize.run.weight_files import WeightFiles
+from outsize.ir.answers.request import LayoutOptions, PlanRequest
+from outsize.ir.answers.verdict import Verdict
+from outsize.ir.cluster import Cluster
+from outsize.ir.hardware.devices import places_in
+from outsize.ir.plan import Plan
+from outsize.planner.advice.utilisation import utilisation
+from outsize.planner.costs.roofline import roofline
+from outsize.planner.search.search import search
+from outsize.run.stage.batchnorm import use_local_statistics
+from outsize.run.weights.load import load_weights
+from outsize.run.weights.safetensors import WeightFiles
+from outsize.schedules.families import DEFAULT
 from outsize.schedules.refine import by_blocks
-from outsize.train.batch_dims import Asked
-from outsize.train.devices import cluster_of, places_for, places_of
-from outsize.train.engine import Engine, MakeOptimizer
-from outsize.train.handshake import shake_hands
-from outsize.train.launch import World, join
-from outsize.train.norm import Clipping
-from outsize.train.parallel import agreed, make_engine
-from outsize.train.subject import Subject, as_batch
-from outsize.train.tensor_ranks import insist_on_bits
-from outsize.train.variant import KEPT
-from outsize.train.verify import Question, verify
+from outsize.train.check.check import Question, verify
+from outsize.train.crew.devices import cluster_of as cluster_of_places
+from outsize.train.crew.devices import places_for, places_of
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import agreed, make_engine
+from outsize.train.engine.options import EngineOptions, RankOptions
+from outsize.train.launch.handshake import shake_hands
+from outsize.train.launch.launch import World, join
+from outsize.train.measure.training_case import TrainingCase
+from outsize.train.ranks.tensor_parallel import insist_on_bits
+
+# A check without a plan splits a model into this many stages and microbatches.
+STAGES: Final = 2
+MICROBATCHES: Final = 4
 
 
+@reads_options(ParallelizeOptions)
 def parallelize(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
+    args: Args = (),
     kwargs: Kwargs | None = None,
     *,
     plan: Plan | None = None,
-    loss_fn: LossFn | None = None,
-    optimizer: MakeOptimizer | None = None,
-    target: Any = None,
-    clip_norm: float | None = None,
-    clipping: Clipping = "exact",
-    seed: int = 0,
-    weights: str | Path | None = None,
-    batch_dims: Asked | None = None,
-    scaler: GradScaler | None = None,
-    devices: Sequence[str | torch.device] | None = None,
-    captures: int = KEPT,
-    own_batches: bool = False,
-    offload_folder: str | Path | None = None,
-    compiled: str | None = None,
-    backend: str | None = None,
-    **wishes: Any,
+    **options: Unpack[ParallelizeOptions],
 ) -> Engine:
-    """An engine that trains by the plan: under torchrun one process per stage, else all stages here.
+    """Returns an engine that trains by the plan: under torchrun a process per stage, else all stages here.
 
-    `devices=["cuda:0", "cuda:1"]`: here, in one process, a rank on each of them (or all on one, named as
-    often). A plan that was made for such devices needs no `devices`. Batches may be anywhere.
+    Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
+    freed. Without a plan one is made on rank 0, by the options of `plan`. The other options:
 
-    Each shape of a microbatch is captured when first met; the `captures` used last are kept. `compiled` is a
-    backend of torch.compile for the stages' functions: "inductor" fuses kernels, "aot_eager" keeps every bit.
+    - `loss_fn`, `target`, `batch_dims`: as for `plan`.
+    - `optimizer`: gets this rank's parameters and returns a torch optimizer (`engine.optimizer`).
+    - `devices`: `["cuda:0", "cuda:1"]` runs in this process, with a rank on each device; name a device
+      several times for several ranks on it. A plan made for such devices needs none. Batches may be on any.
+    - `clip_norm`: clips by the norm of all gradients, for which an optimizer on the host waits.
+    - `clipping`: "speculative" does not wait, and undoes a step where the norm was too large: the same bits,
+      for 12 more bytes per parameter on the host (AdamW); "exact" by default.
+    - `scaler`: a GradScaler of torch.
+    - `own_batches`: each replica passes its own samples alone (`engine.batch_sampler`).
+    - `seed`: the seed of random numbers in the model; 0 by default.
+    - `weights`: a .safetensors file, an index, or a folder with one, for a model on meta: every rank reads
+      its own tensors only.
+    - `offload_folder`: the folder for the files of weights, gradients or states that a plan puts on the host.
+    - `captures`: how many shapes of a microbatch keep their recorded programs.
+    - `compiled`: a backend of torch.compile for the stages' functions: "inductor" fuses kernels,
+      "aot_eager" keeps every bit.
+    - `backend`: torch's name of the communication backend ("mpi", "nccl"); by default gloo for CPUs and the
+      device's own. A process group that exists already is used as it is.
 
-    Every rank builds the same model (same seed) and passes the same batches, or under `own_batches` its own
-    replica's samples alone (`engine.batch_sampler`); weights of other stages are freed. `optimizer` gets
-    this rank's parameters and returns an ordinary torch optimizer (`engine.optimizer`). Without a plan one is
-    made on rank 0; `wishes` are keyword arguments of `plan`. `clip_norm` clips by the norm of all gradients,
-    for which an optimizer on the host waits; with `clipping="speculative"` it does not, and takes its step
-    back where the norm was too large: the same bits, for 12 bytes of the host more per parameter (AdamW).
-    `weights` (a .safetensors file, an index, or a folder with one) is for a model on meta: every rank
-    reads its own tensors only. `offload_folder`: where a plan with `weights="host"` or another degree has
-    weights, gradients and states, as files and not in memory. `backend` is torch's name of what joins the
-    processes ("mpi", "nccl"), when it shall not be gloo for CPUs and the device's own; a group that is there
-    already is taken as it is.
     Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice.
     """
-    _insist_on_plan(plan, wishes)
+    _check_plan(plan, options)
+    devices = options.get("devices")
     named = None if devices is None else places_of(devices)
-    files = WeightFiles(weights) if weights is not None else None
+    engine_options = _engine_options(options)
     cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
-    world = join("cuda" if cuda else "cpu", backend=backend)
+    world = join("cuda" if cuda else "cpu", backend=options.get("backend"))
     group = world.group
     if world.world_size == 1 and (named or (plan is not None and places_in(plan.cluster))):
         group = None  # one process, started by a launcher
     if group is not None:
-        _insist_on_no_devices(named, world)
-        of_one_replica(model)
-        shake_hands(group, plan, model)
+        _check_no_devices(named, world)
+        use_local_statistics(model)
+        shake_hands(group, plan, model, options.get("loss_fn"))
+    case = case_of(model, args, kwargs, options)
     if plan is None:
-        cluster = "local" if cuda else f"{max(world.world_size, wishes.get('stages') or 1)}xcpu"
-        cluster = cluster if named is None else _cluster_of(named, wishes)
-        given = {"loss_fn": loss_fn, "target": target, "batch_dims": batch_dims}
-        wishes = {"cluster": cluster, **given, **wishes}
-        plan = agreed(group, lambda: make_plan(model, args, kwargs, **wishes))
-    subject = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
+        planning = planning_options(options)
+        planning["cluster"] = _cluster(planning, named, "local" if cuda else world.world_size)
+        plan = agreed(group, lambda: _made_plan(case, planning))
     if plan.shards and group is not None:
-        plan = by_blocks(plan, subject.captured(plan.microbatch_size).graph)
+        plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
     engine = make_engine(
         model,
         plan,
         group,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        clip_norm=clip_norm,
-        clipping=clipping,
-        seed=seed,
-        weights=files,
-        batch_dims=batch_dims,
-        scaler=scaler,
-        explain=utilisation,
-        captures=captures,
-        compiled=compiled,
-        places=places_for(plan, named) if group is None else None,
-        own_batches=own_batches,
-        offload_folder=offload_folder,
+        engine_options,
+        RankOptions(
+            places=places_for(plan, named) if group is None else None,
+            own_batches=options.get("own_batches", False),
+            offload_folder=options.get("offload_folder"),
+        ),
     )
-    times = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
-    engine.prepare(subject.batch.resized(max(1, plan.batch_size // times)))
+    replica_count = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
+    engine.prepare(case.batch.resized(max(1, plan.batch_size // replica_count)))
     return engine
 
 
+@reads_options(CheckOptions)
 def check(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Kwargs | None = None,
-    *,
-    stages: int = 2,
-    microbatches: int | None = None,
-    schedule: ScheduleName = "1f1b",
-    recompute: Recompute = "none",
-    bn: BatchNormMode = "micro",
-    processes: bool = False,
-    loss_fn: LossFn | None = None,
-    target: Any = None,
-    batch_dims: Asked | None = None,
-    plan: Plan | None = None,
-    steps: int = 1,
-    seed: int = 0,
-    weights: str | Path | None = None,
+    model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, **options: Unpack[CheckOptions]
 ) -> Verdict:
-    """Run the model split and plain on the same batch, and compare loss, gradients, buffers, parameters.
+    """Runs the model split and plain on the same batch; compares loss, gradients, buffers and parameters.
 
-    The cuts are the planner's unless a plan is given; four microbatches, but one with `bn="sync"`. The
-    model itself is not changed.
-    `weights` as in `parallelize`; a copy of the model gets all of them. Raises WhatIfPlan.
+    The model itself is not changed. The options:
+
+    - `plan`: the plan to check; without one the planner cuts the model by the five options that follow.
+    - `stages` (2), `microbatches` (4, or 1 with `bn="sync"`), `schedule` ("1f1b"), `recompute` ("none") and
+      `bn` ("micro").
+    - `processes`: True runs one process per rank; by default all ranks take turns in this one.
+    - `steps` (1): the AdamW steps that are compared; `seed` (0): of random numbers in the model.
+    - `weights`: as in `parallelize`; a copy of the model gets all of them.
+    - `loss_fn`, `target`, `batch_dims`: as for `plan`.
+
+    Raises BadOption, WhatIfPlan, and as `plan`.
     """
+    plan, weights, processes = options.get("plan"), options.get("weights"), options.get("processes", False)
     if plan is not None:
         plan.check_runs()
     if plan is not None and not processes:
         insist_on_bits(plan)
     model = model if weights is None else _loaded(model, weights)
-    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
-    batch = found.batch
-    count = microbatches if microbatches is not None else 1 if bn == "sync" else 4
-    how = {"schedule": schedule, "recompute": recompute, "bn": bn}
-    request = request_of(batch_size=batch.size, microbatches=count, stages=stages, **how)
+    case = case_of(model, args, kwargs, options)
+    request = _request_to_check(options, case.batch.size)
     start = time.perf_counter()
-    captured = found.captured(-(-batch.size // count) if plan is None else plan.microbatch_size)
+    count = request.microbatches or 1
+    captured = case.captured(-(-case.batch.size // count) if plan is None else plan.microbatch_size)
     capture_s = time.perf_counter() - start
     if plan is None:
-        where = find_cluster(f"{stages}xcpu")
-        plan = search(request, {count: (captured.graph, roofline(captured.graph, where.devices[0]))}, where)
+        cluster = find_cluster(f"{request.stages}xcpu")
+        costs = roofline(captured.graph, cluster.devices[0])
+        plan = search(request, {count: (captured.graph, costs)}, cluster)
     plan.owners(captured.graph)  # a plan of another model, or with other units, must not pass
-    question = Question(model, batch, loss_fn, plan, captured, capture_s, steps, seed)
+    question = Question(
+        model=model,
+        batch=case.batch,
+        loss_fn=case.loss_fn,
+        plan=plan,
+        captured=captured,
+        capture_s=capture_s,
+        steps=options.get("steps", 1),
+        seed=options.get("seed", 0),
+    )
     return verify(question, processes=processes)
 
 
 def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
-    """A copy of the model with all its weights."""
+    """Returns a copy of the model with all its weights."""
     model = copy.deepcopy(model)
     load_weights(model, WeightFiles(weights), torch.device("cpu"), set())
     return model
 
 
-def _cluster_of(places: tuple[str, ...], wishes: Kwargs) -> str:
-    if "cluster" in wishes:
+def _engine_options(options: ParallelizeOptions) -> EngineOptions:
+    """Returns the options of `parallelize` that the engine reads. Raises BadWeights and BadOption."""
+    read = {field.name for field in fields(EngineOptions)}
+    chosen: dict[str, Any] = {name: value for name, value in options.items() if name in read}
+    if chosen.get("weights") is not None:
+        chosen["weights"] = WeightFiles(chosen["weights"])
+    return EngineOptions(explain=utilisation, **chosen)
+
+
+def _cluster(options: PlanOptions, devices: tuple[str, ...] | None, here: int | str) -> str | Cluster:
+    """Returns the cluster to plan for: the one asked for, the named devices, or what is `here`.
+
+    `here` is the name of a cluster, or a number of CPU processes. Raises BadOption for devices and a cluster.
+    """
+    if devices is not None and "cluster" in options:
         raise BadOption(
-            f"cluster={wishes['cluster']!r} beside devices, which are the cluster", next_step="leave it out"
+            f"cluster={options['cluster']!r} cannot be used together with devices=, which are the cluster",
+            next_step="leave out cluster=",
         )
-    return cluster_of(places, wishes.get("stages"))
+    stages = options.get("stages")
+    if devices is not None:
+        return cluster_of_places(devices, stages)
+    return options.get("cluster", here if isinstance(here, str) else f"{max(here, stages or 1)}xcpu")
 
 
-def _insist_on_no_devices(places: tuple[str, ...] | None, world: World) -> None:
+def _made_plan(case: TrainingCase, options: PlanOptions) -> Plan:
+    request, cluster = request_of(options, case.batch.size), cluster_of(options.get("cluster", "local"))
+    return plan_case(case, request, cluster, CostSource.of(options))[1]
+
+
+def _request_to_check(options: CheckOptions, batch_size: int) -> PlanRequest:
+    """Returns the request of a check without a plan, as small as it can show a difference."""
+    sync = options.get("bn") == "sync"
+    asked: LayoutOptions = {
+        "stages": options.get("stages") or STAGES,
+        "microbatches": options.get("microbatches") or (1 if sync else MICROBATCHES),
+        "schedule": options.get("schedule") or DEFAULT.name,
+        "recompute": options.get("recompute") or "none",
+        "bn": options.get("bn"),
+    }
+    return request_of(asked, batch_size)
+
+
+def _check_no_devices(places: tuple[str, ...] | None, world: World) -> None:
     if places is not None:
         raise BadOption(
             "devices= is for one process, and this is one of several",
@@ -200,16 +230,18 @@ def _insist_on_no_devices(places: tuple[str, ...] | None, world: World) -> None:
         )
 
 
-def _insist_on_plan(chosen: Plan | None, wishes: Kwargs) -> None:
+def _check_plan(chosen: Plan | None, options: ParallelizeOptions) -> None:
+    """Checks that a plan is one that runs, and that no option contradicts it."""
     if not isinstance(chosen, Plan | None):
         raise BadOption(
             f"plan is a {type(chosen).__name__}, no Plan",
             next_step="plan=outsize.plan(...), or outsize.Plan.load('plan.json')",
         )
-    if chosen is not None:
-        chosen.check_runs()
-    if chosen is not None and wishes:
+    if chosen is None:
+        return
+    chosen.check_runs()
+    if planning := planning_options(options):
         raise BadOption(
-            f"{', '.join(wishes)} cannot be asked for beside a plan, which says it already",
+            f"{', '.join(planning)} cannot be used together with plan=, which has decided it",
             next_step="leave them out, or leave out plan=",
         )

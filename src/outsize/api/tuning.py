@@ -1,86 +1,83 @@
-"""Tune a plan on the devices it is for: profile, then a few real steps chosen by the simulator."""
+"""Tunes a plan on the devices that it is for: a profile, then a few real steps chosen by the simulator."""
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, Unpack, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from outsize.api.asking import cluster_of, profile_of, request_of
-from outsize.api.planning import Kwargs
-from outsize.capture.ladder import LossFn
-from outsize.capture.measure import How, Progress
+from outsize.api.options import TuneOptions, reads_options, request_of
+from outsize.api.planning import Args, Kwargs
+from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.errors import BadOption
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.answers.tuned import Tuned
 from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
 from outsize.ir.timeline import Timeline
-from outsize.ir.tuned import Trial, Tuned
-from outsize.planner.request import Request
-from outsize.planner.tune import TRIALS, Tuner
-from outsize.run.host_memory import keep_freed_memory
-from outsize.train.batch_dims import Asked
-from outsize.train.launch import join
-from outsize.train.measuring import how_on, measure_sizes
-from outsize.train.parallel import make_engine
-from outsize.train.subject import Subject, as_batch
-from outsize.train.world import World
+from outsize.planner.search.tune import TRIALS, Tuner
+from outsize.run.device.malloc import keep_freed_memory
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import join
+from outsize.train.launch.world import World
+from outsize.train.measure.training_case import TrainingCase
+from outsize.train.measure.units import how_on, measure_sizes
 
-# Microbatches for each stage that are tried: as many profiles, and those between their neighbours.
+# Microbatches per stage that are profiled, and those that are interpolated between two profiles.
 _PROFILED: Final = (1, 2, 4)
 _BETWEEN: Final = (1.5, 3)
 _SECONDS: Final = ("forward_s", "backward_input_s", "backward_weight_s", "spread_s")
 
 
+@reads_options(TuneOptions)
 def tune(
-    model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Kwargs | None = None,
-    *,
-    loss_fn: LossFn | None = None,
-    target: Any = None,
-    batch_dims: Asked | None = None,
-    cluster: str | Cluster | None = None,
-    trials: int = TRIALS,
-    how: How | None = None,
-    progress: Progress | None = None,
-    tried: Callable[[Trial], None] | None = None,
-    seed: int = 0,
-    **wishes: Any,
+    model: nn.Module, args: Args = (), kwargs: Kwargs | None = None, **options: Unpack[TuneOptions]
 ) -> Tuned:
-    """The fastest plan of those that ran, at most `trials`, one real step each (forward and backward).
+    """Returns the fastest plan of those that ran one real step each (forward and backward).
 
     Called by every process of a run, one for each device, with the same arguments. The units are timed, the
     best predicted plan runs one step, its stage times correct the profile, and so on until no other plan is
-    predicted to be 2 % faster. `wishes` as for `plan` (batch_size, microbatches, schedule, ...). `progress`
-    counts the laps of the profile, `tried` hears of each step on rank 0. The model stays as it is; each trial
-    works on a copy. Raises BadOption in a single process, and as `plan`.
+    predicted to be 2 % faster. The model stays as it is; each trial works on a copy. The options are those
+    of `plan` but `measured`, and:
+
+    - `trials`: the real steps at most.
+    - `how`: the laps and threads of the profile; `progress(done, total)` is called after each lap.
+    - `tried`: called with each trial, on rank 0.
+    - `seed`: of random numbers in the model; 0 by default.
+
+    Raises BadOption in a single process, and as `plan`.
     """
-    where = None if cluster is None else cluster_of(cluster)
+    named = options.get("cluster")
+    where = None if named is None else cluster_of(named)
     cuda = torch.cuda.is_available() and (where is None or where.devices[0].kind != "cpu")
     world = join("cuda" if cuda else "cpu")
     if world.group is None:
         raise BadOption(
-            "tuning runs real steps, which take one process for each stage",
+            "tuning runs real steps, which need one process for each stage",
             numbers="this is one process",
             next_step="outsize tune MODEL --nproc 2, or outsize run --nproc-per-node 2 for this script",
         )
     if not cuda:
-        keep_freed_memory()  # as engines do: a trial's one step shall not pay for pages that the profile had
-    found = Subject.of(model, as_batch(args, kwargs, target), loss_fn, batch_dims)
-    request = request_of(**{"batch_size": found.batch.size, "stages": world.world_size, **wishes})
-    found = found.under(request.precision)
-    where = where or cluster_of("local" if cuda else f"{world.world_size}xcpu")
-    tuner = _tuner(world, found, request, where, trials, how, progress)
+        keep_freed_memory()  # as engines do, so that a trial's one step does not pay for new pages
+    case = case_of(model, args, kwargs, options)
+    request = request_of(options, case.batch.size)
+    if request.stages is None:
+        request = request.model_copy(update={"stages": world.world_size})
+    case = case.under(request.precision)
+    task = _Task(world, case, request, where or cluster_of("local" if cuda else f"{world.world_size}xcpu"))
+    tuner = task.tuner(options)
+    tried, seed = options.get("tried"), options.get("seed", 0)
     while (plan := _shared(world, tuner.next() if tuner else None)) is not None:
-        measured = _step(world, found, plan, seed)
+        measured = _step(world, case, plan, seed)
         trial = tuner.learn(plan, measured) if tuner else None
         if trial is not None and tried is not None:
             tried(trial)
@@ -88,7 +85,7 @@ def tune(
 
 
 def counts_to_tune(batch_size: int, stages: int, microbatches: int | None) -> tuple[list[int], list[int]]:
-    """Counts of microbatches to profile, and those that lie between two of them."""
+    """Returns counts of microbatches to profile, and those that lie between two of them."""
     if microbatches is not None:
         return [microbatches], []
     profiled = sorted({1, *(stages * k for k in _PROFILED if stages * k <= batch_size)})
@@ -96,54 +93,67 @@ def counts_to_tune(batch_size: int, stages: int, microbatches: int | None) -> tu
     return profiled, sorted(c for c in between - {*profiled} if profiled[0] < c < profiled[-1])
 
 
-def _tuner(
-    world: World,
-    found: Subject,
-    request: Request,
-    where: Cluster,
-    trials: int,
-    how: How | None,
-    progress: Progress | None,
-) -> Tuner | None:
-    """On rank 0, with the mean of the profiles of all ranks that have a core or a device of their own."""
-    size = request.batch_size
-    profiled, between = counts_to_tune(size, world.world_size, request.microbatches)
-    own = None
-    if world.rank == 0 or _undisturbed(where):
-        sizes, needed = [-(-size // c) for c in profiled], size // (request.microbatches or 1)
-        told = progress if world.rank == 0 else None
-        own = measure_sizes(_on_device(found, world, where), sizes, how or how_on(where), told, needed=needed)
-    all_found: list[Any] = [None] * world.world_size
-    dist.all_gather_object(all_found, own, group=world.group)
-    if world.rank:
-        return None
-    profiles = _mean([one for one in all_found if one is not None])
-    candidates = {}
-    for count in profiles.counts(sorted([*profiled, *between]), size):
-        captured = found.captured(-(-size // count))
-        candidates[count] = captured.graph, profile_of(found, captured, where, profiles, None)
-    return Tuner(request, candidates, where, trials)
+@final
+@dataclass(frozen=True)
+class _Task:
+    """Holds what is tuned, on which devices, and the rank of this process."""
+
+    world: World
+    case: TrainingCase
+    request: PlanRequest
+    cluster: Cluster
+
+    def tuner(self, options: TuneOptions) -> Tuner | None:
+        """Returns the tuner on rank 0, and None on others.
+
+        It has the mean of the profiles of all ranks that have a core or a device of their own.
+        """
+        size, count = self.request.batch_size, self.request.microbatches
+        profiled, between = counts_to_tune(size, self.world.world_size, count)
+        own = self._profiles([-(-size // c) for c in profiled], options)
+        gathered: list[Any] = [None] * self.world.world_size
+        dist.all_gather_object(gathered, own, group=self.world.group)
+        if self.world.rank:
+            return None
+        profiles = _mean([one for one in gathered if one is not None])
+        source, candidates = CostSource(profiles), {}
+        for count in profiles.counts(sorted([*profiled, *between]), size):
+            captured = self.case.captured(-(-size // count))
+            candidates[count] = captured.graph, source.profile(self.case, captured, self.cluster)
+        return Tuner(self.request, candidates, self.cluster, options.get("trials", TRIALS))
+
+    def _profiles(self, sizes: Sequence[int], options: TuneOptions) -> ProfileSet | None:
+        """Returns what this rank times, or None where another rank shares its device."""
+        if self.world.rank and not _undisturbed(self.cluster):
+            return None
+        return measure_sizes(
+            _on_device(self.case, self.world, self.cluster),
+            sizes,
+            options.get("how") or how_on(self.cluster),
+            options.get("progress") if self.world.rank == 0 else None,
+            needed=self.request.batch_size // (self.request.microbatches or 1),
+        )
 
 
-def _on_device(found: Subject, world: World, where: Cluster) -> Subject:
-    """As it is on CPUs; a copy on this process's GPU."""
+def _on_device(case: TrainingCase, world: World, where: Cluster) -> TrainingCase:
+    """Returns the case itself on CPUs, and a copy on this process's GPU."""
     if where.devices[0].kind == "cpu":
-        return found
+        return case
     device = torch.device("cuda", world.local_rank)
-    batch = found.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
-    return replace(found, module=copy.deepcopy(found.module).to(device), batch=batch)
+    batch = case.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
+    return replace(case, module=copy.deepcopy(case.module).to(device), batch=batch)
 
 
 def _undisturbed(where: Cluster) -> bool:
-    """Whether this process shares its device with no other of the run."""
+    """Tells whether this process shares its device with no other of the run."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     return where.devices[0].kind != "cpu" or len(cores) == 1
 
 
-def _mean(found: Sequence[ProfileSet]) -> ProfileSet:
-    """Unit by unit."""
-    profiles = [_mean_profile(same) for same in zip(*(one.profiles for one in found), strict=True)]
-    return ProfileSet.of(found[0].model, profiles)
+def _mean(profile_sets: Sequence[ProfileSet]) -> ProfileSet:
+    """Returns the mean of the profiles, unit by unit."""
+    profiles = [_mean_profile(same) for same in zip(*(one.profiles for one in profile_sets), strict=True)]
+    return ProfileSet.of(profile_sets[0].model, profiles)
 
 
 def _mean_profile(same: Sequence[Profile]) -> Profile:
@@ -154,10 +164,12 @@ def _mean_profile(same: Sequence[Profile]) -> Profile:
     return same[0].model_copy(update={"units": units})
 
 
-def _step(world: World, found: Subject, plan: Plan, seed: int) -> Timeline:
-    """One step of the plan with a copy of the model, whose other stages' weights the engine frees."""
-    batch = found.batch.resized(plan.batch_size)
-    engine = make_engine(copy.deepcopy(found.module), plan, world.group, loss_fn=found.loss_fn, seed=seed)
+def _step(world: World, case: TrainingCase, plan: Plan, seed: int) -> Timeline:
+    """Runs one step of the plan with a copy of the model, whose other stages' weights the engine frees."""
+    batch = case.batch.resized(plan.batch_size)
+    engine = make_engine(
+        copy.deepcopy(case.module), plan, world.group, EngineOptions(case.loss_fn, seed=seed)
+    )
     engine.prepare(batch)
     dist.barrier(group=world.group)
     engine.step(*batch.args, target=batch.target, update=False, **batch.kwargs)
@@ -165,7 +177,7 @@ def _step(world: World, found: Subject, plan: Plan, seed: int) -> Timeline:
 
 
 def _shared(world: World, value: Any) -> Any:
-    """What rank 0 has."""
+    """Returns rank 0's value on every rank."""
     box = [value]
     dist.broadcast_object_list(box, group=world.group, group_src=0)
     return box[0]

@@ -1,1 +1,5 @@
-"""From a live module to a tape, a graph, costs and measurements."""
+"""Turns a live module into a tape, a graph, costs and measurements.
+
+To read it, start at `recording.fallbacks` (one forward recorded, coarser where it must be), then `graph` (the
+tape as data) and `costs` (FLOPs and bytes).
+"""

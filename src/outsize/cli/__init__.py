@@ -1,9 +1,11 @@
-"""The command line: `outsize VERB`. One file per verb; what they share is in app, options, screen, subject.
+"""Implements the command line, `outsize VERB`: one file per verb; what they share is listed here.
 
-    app       the verbs, and what an error looks like
-    options   the options that several verbs have, spelled once
-    screen    standard output and error: tables or one JSON document, bars on a terminal only
-    subject   MODEL, --input and --batch to a model with its example batch and its loss
+    app          the verbs, and what an error looks like
+    options      the options that several verbs have, spelled once
+    screen       standard output and error: tables or one JSON document, bars on a terminal only
+    model_input  MODEL, --input and --batch to a model with its example batch and its loss
+    verbs        one file for each verb
+    processes    what the processes of a verb execute
 
 No module here imports torch before a verb runs, so that `outsize --help` answers at once.
 """
@@ -18,17 +20,17 @@ from contextlib import contextmanager
 
 
 def main() -> None:
-    """The entry point `outsize`; ends the process with the verb's exit code."""
+    """Runs the command line and ends the process with the verb's exit code."""
     with uncollected():
         app = importlib.import_module("outsize.cli.app")
     code = app.run(sys.argv[1:])
-    gc.freeze()  # or Python looks through all that is left before it ends: a second for torch and a model
+    gc.freeze()  # else Python scans all objects before it ends: a second for torch and a model
     sys.exit(code)
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Python's cycle collector rests, and never looks at what is made meanwhile: nearly all is kept."""
+    """Turns Python's cycle collector off, since nearly all that is made in the block stays alive."""
     before = gc.isenabled()
     gc.disable()
     try:

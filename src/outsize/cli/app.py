@@ -1,4 +1,4 @@
-"""The verbs of the command line, and what an error looks like.
+"""Defines the verbs of the command line, and what an error looks like.
 
 an OutsizeError        its one line on stderr, its exit code; under --json an object on stdout as well
 a mistyped option      the same, as BadOption [E106]
@@ -17,25 +17,25 @@ from typer.core import TyperGroup
 
 from outsize import __version__
 from outsize.cli import options
-from outsize.cli.bench import bench
-from outsize.cli.check import check
-from outsize.cli.demo import demo
-from outsize.cli.doctor import doctor
-from outsize.cli.explain import explain
-from outsize.cli.explain_plan import explain_plan
-from outsize.cli.fit import fit
-from outsize.cli.measure import measure
-from outsize.cli.plan import plan
-from outsize.cli.run import RunCommand
-from outsize.cli.run import run as run_verb
 from outsize.cli.screen import Screen, warn_on_one_line
-from outsize.cli.trace import trace
-from outsize.cli.tune import tune
+from outsize.cli.verbs.bench import bench
+from outsize.cli.verbs.check import check
+from outsize.cli.verbs.demo import demo
+from outsize.cli.verbs.doctor import doctor
+from outsize.cli.verbs.explain import explain
+from outsize.cli.verbs.explain_plan import explain_plan
+from outsize.cli.verbs.fit import fit
+from outsize.cli.verbs.measure import measure
+from outsize.cli.verbs.plan import plan
+from outsize.cli.verbs.run import RunCommand
+from outsize.cli.verbs.run import run as run_verb
+from outsize.cli.verbs.trace import trace
+from outsize.cli.verbs.tune import tune
 from outsize.errors import BadOption, OutsizeError
 
 INTERRUPTED = 130
 
-Version = Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)]
+Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)]
 
 
 @final
@@ -43,23 +43,25 @@ class Verbs(TyperGroup):
     """The group of all verbs; turns an error of a verb into its exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb."""
-        with told(ctx):
+        """Runs the verb."""
+        with shown_errors(ctx):
             return super().invoke(ctx)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; unexpected exceptions pass."""
+    """Runs one command line and returns its exit code; unexpected exceptions pass."""
     warn_on_one_line()
     try:
         returned = make_app()(list(arguments), prog_name="outsize", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
+    except Exception as error:  # an option before the verb; `shown_errors` handles a verb's options
+        return _show(_misuse(error), as_json=options.JSON in arguments)
     return returned if isinstance(returned, int) else 0
 
 
 def make_app() -> typer.Typer:
-    """The application with all verbs."""
+    """Returns the application with all verbs."""
     app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(outsize)
     app.command()(fit)
@@ -87,22 +89,26 @@ def outsize(ctx: typer.Context, version: Version = False) -> None:
 
 
 @contextlib.contextmanager
-def told(ctx: typer.Context) -> Iterator[None]:
-    """Show an OutsizeError or a usage error on one line and leave with its exit code."""
+def shown_errors(ctx: typer.Context) -> Iterator[None]:
+    """Shows an OutsizeError or a usage error on one line and leaves with its exit code."""
     try:
         yield
     except OutsizeError as error:
-        Screen(ctx.meta.get(options.JSON, False)).fail(error)
-        raise typer.Exit(error.exit_code) from error
+        raise typer.Exit(_show(error, as_json=ctx.meta.get(options.JSON, False))) from error
     except Exception as error:
-        # typer's usage errors have had two homes (click's and its own); this method is what they share
-        if not hasattr(error, "format_message"):
-            raise
-        misused = _misused(error)
-        Screen(ctx.meta.get(options.JSON, False)).fail(misused)
-        raise typer.Exit(misused.exit_code) from error
+        raise typer.Exit(_show(_misuse(error), as_json=ctx.meta.get(options.JSON, False))) from error
 
 
-def _misused(error: Any) -> BadOption:
+def _show(error: OutsizeError, *, as_json: bool) -> int:
+    """Shows the error and returns its exit code."""
+    Screen(as_json).fail(error)
+    return error.exit_code
+
+
+def _misuse(error: Any) -> BadOption:
+    """Returns typer's usage error as one of outsize; raises any other error again."""
+    # typer's usage errors are click's or its own, by version; both have this method
+    if not hasattr(error, "format_message"):
+        raise error
     path = error.ctx.command_path if error.ctx is not None else "outsize"
     return BadOption(error.format_message().rstrip(".?"), next_step=f"{path} --help")

@@ -1,88 +1,35 @@
-"""The options that several verbs have, each spelled and explained once."""
+"""Defines the options that several verbs have, each spelled and explained once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import StrEnum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, cast, final
+from typing import Annotated, Any, Final
 
 import typer
 
 from outsize.errors import BadOption
+from outsize.ir import offload
+from outsize.ir import plan as plans
+from outsize.ir.answers.request import AxisSearch, LayoutOptions
+from outsize.ir.plan import Plan, ScheduleName
+from outsize.ir.schedule import Schedule
+from outsize.schedules.families import offered
 
-if TYPE_CHECKING:
-    from outsize.ir.plan import ScheduleName
-    from outsize.ir.schedule import Schedule as Rows
-
-# The samples of a batch when neither --batch nor a plan says.
+# The number of samples of a batch when neither --batch nor a plan says it.
 BATCH: Final = 8
 JSON: Final = "--json"
 
 
-@final
-class ScheduleOption(StrEnum):
-    """The schedules that can be asked for by name; tests/unit/cli holds this against ir.plan.ScheduleName."""
-
-    naive = "naive"
-    gpipe = "gpipe"
-    one_f_one_b = "1f1b"
-    interleaved = "interleaved"
-    zero_bubble = "zero-bubble"
-    zero_bubble_v = "zero-bubble-v"
-    auto = "auto"
-
-
-@final
-class RecomputeOption(StrEnum):
-    """As ir.plan.Recompute."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
-    offload = "offload"
-
-
-@final
-class BatchNormOption(StrEnum):
-    """As ir.plan.BatchNormMode."""
-
-    micro = "micro"
-    deferred = "deferred"
-    sync = "sync"
-
-
-@final
-class SpaceOption(StrEnum):
-    """As planner.request.Space."""
-
-    pp = "pp"
-    all = "all"
-
-
-@final
-class WhereOption(StrEnum):
-    """As ir.plan.Weights."""
-
-    resident = "resident"
-    sharded = "sharded"
-    host_optimizer = "host-optimizer"
-    host = "host"
-    host_activations = "host-activations"
-
-
-@final
-class PrecisionOption(StrEnum):
-    """As ir.plan.Precision; tests/unit/cli holds this against it."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    bf16_mixed = "bf16-mixed"
-    fp16_mixed = "fp16-mixed"
+def _offered_schedule(name: str | None) -> str | None:
+    """Returns the name if a schedule has it; raises typer's error for a wrong choice otherwise."""
+    if name is None or name in offered():
+        return name
+    raise typer.BadParameter(f"{name!r} is not one of {', '.join(map(repr, offered()))}.")
 
 
 def _remember(ctx: typer.Context, value: bool) -> bool:
-    """Leave --json where the error handler finds it (app.py)."""
+    """Stores --json where the error handler finds it (app.py)."""
     ctx.meta[JSON] = value
     return value
 
@@ -119,88 +66,106 @@ Optimizer = Annotated[
     str,
     typer.Option(
         "--optimizer",
-        help="Whose state has to fit: adamw, adam, sgd, momentum, adafactor, adam8bit.",
+        help="Optimizer whose states have to fit: adamw, adam, sgd, momentum, adafactor, adam8bit.",
     ),
 ]
 Precision = Annotated[
-    PrecisionOption,
-    typer.Option("--precision", help="Of training: all fp32, all bf16, or autocast with weights in fp32."),
+    plans.Precision,
+    typer.Option(
+        "--precision",
+        help="Precision of training: all fp32, all bf16, or autocast with fp32 weights (mixed).",
+    ),
 ]
 Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", min=1, help="Parts that a batch is split into.")
+    int | None,
+    typer.Option("--microbatches", min=1, help="Number of parts that a batch is split into."),
 ]
 Stages = Annotated[
     int | None,
-    typer.Option("--stages", min=1, help="Stages of the pipeline (default: one per device)."),
+    typer.Option("--stages", min=1, help="Number of pipeline stages (default: one per device)."),
 ]
-Schedule = Annotated[
-    ScheduleOption | None, typer.Option("--schedule", help="Order of forwards and backwards.")
-]
-AnySchedule = Annotated[
+ScheduleByName = Annotated[
     str | None,
     typer.Option(
         "--schedule",
-        metavar=f"[{'|'.join(ScheduleOption)}|FILE.csv]",
-        help="Order of forwards and backwards; a file has one rank a line, 0F0,0F1,0B0,0B1.",
+        metavar=f"[{'|'.join(offered())}]",
+        callback=_offered_schedule,
+        help="Order of forwards and backwards.",
+    ),
+]
+ScheduleOrFile = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar=f"[{'|'.join(offered())}|FILE.csv]",
+        help="Order of forwards and backwards; a file has one line per rank: 0F0,0F1,0B0,0B1.",
     ),
 ]
 Recompute = Annotated[
-    RecomputeOption | None,
+    plans.Recompute | None,
     typer.Option(
         "--recompute",
-        help="full: all activations are computed anew in the backward; selective: those of some units, where "
-        "memory wants it (plan: that, if not given); offload: they are on the host until their backward.",
+        help="What happens to activations until the backward. none: they stay on the device; full: all are "
+        "recomputed; selective: some units' are, where memory is short (the default of plan); "
+        "offload: they are stored on the host.",
     ),
 ]
 BatchNorm = Annotated[
-    BatchNormOption | None,
+    plans.BatchNormMode | None,
     typer.Option(
-        "--bn", help="BatchNorm's statistics: by microbatch, running ones once per batch, whole batch."
+        "--bn",
+        help="BatchNorm's statistics. micro: by microbatch; deferred: running statistics once per batch; "
+        "sync: of the whole batch.",
     ),
 ]
-Space = Annotated[
-    SpaceOption | None,
+Axes = Annotated[
+    AxisSearch | None,
     typer.Option(
         "--axes",
-        help="all: also replicas, FSDP and tp, as far as they run; pp: a pipeline alone (default: all where "
-        "no pipeline fits).",
+        help="Which axes are searched. pp: a pipeline only; all: also replicas, FSDP and tp (default: all "
+        "where no pipeline fits).",
     ),
 ]
 Replicas = Annotated[
-    int | None, typer.Option("--dp-replicate", min=1, help="Replicas, each with its part of the batch.")
+    int | None,
+    typer.Option("--dp-replicate", min=1, help="Number of replicas, each with its part of the batch."),
 ]
 Shards = Annotated[
-    int | None, typer.Option("--dp-shard", min=1, help="Replicas that share weights and states (FSDP).")
+    int | None,
+    typer.Option("--dp-shard", min=1, help="Number of replicas that share weights and states (FSDP)."),
 ]
-Tensor = Annotated[int | None, typer.Option("--tp", min=1, help="Devices that share the work of each layer.")]
-Sequence = Annotated[
+Tensor = Annotated[
+    int | None, typer.Option("--tp", min=1, help="Number of devices that share the work of each layer.")
+]
+SequenceParallel = Annotated[
     bool | None,
     typer.Option(
         "--sequence-parallel/--no-sequence-parallel",
-        help="Whether --tp divides what lies between layers, too (default: what is faster, or smaller).",
+        help="Whether --tp also divides the activations between layers (default: the faster or smaller).",
     ),
 ]
-Where = Annotated[
-    WhereOption | None,
+WeightPlace = Annotated[
+    offload.Weights | None,
     typer.Option(
         "--weights",
-        help="With --dp-shard: sharded, whole block by block (default), or resident, whole during a step. "
-        "One device: host-optimizer, the optimizer's states are in the host's memory; host, all is, "
-        "and stage after stage comes; host-activations, and what stages hand to each other "
-        "(default: the fastest of the three where it is too small).",
+        help="Where weights are stored. With --dp-shard: sharded, gathered block by block (default), or "
+        "resident, gathered once per step. On one device, the host's memory holds: host-optimizer, the "
+        "optimizer's states; host, also weights and gradients, which are copied stage by stage; "
+        "host-activations, also values between stages (default: the fastest that fits, where the device is "
+        "too small).",
     ),
 ]
 WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="As --axes all, with what this version only plans: sequences shared by devices (cp).",
+        help="As --axes all, and adds what this version can only plan: sequences shared by devices (cp).",
     ),
 ]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="Use this plan instead of making one.")
 ]
-Weights = Annotated[
+WeightFiles = Annotated[
     Path | None,
     typer.Option(
         "--weights",
@@ -211,58 +176,59 @@ Weights = Annotated[
 Measure = Annotated[
     bool, typer.Option("--measure", help="Time the units on this machine instead of estimating them.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of the weights and of the random batch.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the weights and of the random batch.")]
 Json = Annotated[
     bool,
     typer.Option(JSON, callback=_remember, is_eager=True, help="One JSON document on stdout, nothing else."),
 ]
 
 
-def schedule_name(schedule: ScheduleOption | None) -> ScheduleName | None:
-    """The option as a plan spells it."""
-    return schedule.value if schedule is not None else None
+def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
+    """Returns the schedule of this name, or the rows of the file of this name.
 
-
-def any_schedule(text: str | None) -> ScheduleName | Rows | None:
-    """A schedule by its name, or the rows of the file of this name. Raises BadOption, InvalidSchedule."""
+    Raises BadOption and InvalidSchedule.
+    """
     from outsize.schedules.planned import read
 
-    if text is None or text in set(ScheduleOption):
-        return cast("ScheduleName | None", text)
+    if text is None or text in offered():
+        return text
     try:
         lines = Path(text).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise BadOption(
             f"--schedule {text!r} is neither a schedule nor a file that can be read",
-            numbers=f"schedules: {', '.join(ScheduleOption)}; {error}",
+            numbers=f"schedules: {', '.join(offered())}; {error}",
             next_step="--schedule auto, or a file with a line like 0F0,0F1,0B0,0B1 for each rank",
         ) from None
-    found: Rows = read(tuple(line for line in lines if line.strip()))
-    return found
+    return read(tuple(line for line in lines if line.strip()))
 
 
-def ordered(schedule: str | None, stages: int | None, microbatches: int | None) -> dict[str, Any]:
-    """The fields of a Job that say how it runs; a file has the last word on stages and microbatches."""
-    from outsize.schedules.planned import written
-
-    order = any_schedule(schedule)
-    if order is None or isinstance(order, str):
-        return {"stages": stages, "microbatches": microbatches, "schedule": order}
-    return {"stages": stages or order.ranks, "microbatches": microbatches, "actions": written(order)}
-
-
-def refuse_beside(plan: object | None, source: str, **wishes: object | None) -> None:
-    """Raise BadOption for an option that the plan (given by the option `source`) has already decided."""
-    given = [name for name, value in wishes.items() if value is not None]
-    if plan is not None and given:
-        option = f"--{given[0].replace('_', '-')}"
+def check_not_planned(plan: Plan | None, source: str, options: LayoutOptions) -> None:
+    """Raises BadOption for an option that the plan, which the option `source` names, has already decided."""
+    given_names = [name for name, value in options.items() if value is not None]
+    if plan is not None and given_names:
+        option = f"--{given_names[0].replace('_', '-')}"
         raise BadOption(
-            f"{option} beside {source}: the plan has decided that",
+            f"{option} cannot be used together with {source}: the plan has decided it",
             next_step=f"leave {option} away, or edit the plan",
         )
 
 
-def given(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that were, without the enums that typer wants."""
-    plain = {name: value.value if isinstance(value, StrEnum) else value for name, value in wishes.items()}
-    return {name: value for name, value in plain.items() if value is not None}
+def sizes_in(text: str, option: str, allowed: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Returns the sizes of a list like `1,3,6`, in order and each once.
+
+    Raises BadOption that names the first part which is no positive number, or none of `allowed`.
+    """
+    sizes = set[int]()
+    for part in text.split(","):
+        size = int(part) if part.strip().isdigit() else 0
+        if size < 1 or (allowed is not None and size not in allowed):
+            values = "positive numbers" if allowed is None else ", ".join(map(str, allowed))
+            example = ",".join(map(str, (allowed or (1, 2, 4))[:3]))
+            raise BadOption(
+                f"{option} {text}: {part.strip()!r} is not a possible size",
+                numbers=f"possible: {values}",
+                next_step=f"{option} {example}",
+            )
+        sizes.add(size)
+    return tuple(sorted(sizes))

@@ -1,4 +1,6 @@
-"""What a verb writes: tables for people or one JSON document for programs on stdout, all else on stderr."""
+"""Writes what a verb returns: tables for people or one JSON document for programs on stdout, all else on
+stderr.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +23,43 @@ Progress = Callable[[int, int], None]
 @final
 @dataclass(frozen=True)
 class Screen:
-    """Standard output and error of one verb; `as_json` is its option --json."""
+    """The standard output and error of one verb; `as_json` is its option --json."""
 
     as_json: bool = False
 
     def result(self, document: Mapping[str, Any], tables: Callable[[], Iterable[RenderableType]]) -> None:
-        """The JSON document under --json, else the tables, which are only then made."""
+        """Writes the JSON document under --json, else the tables, which are made only then."""
         self.emit(document)
         for table in () if self.as_json else tables():
-            self._console(stderr=False).print(table)
+            self._print(table)
+
+    def _print(self, table: RenderableType) -> None:
+        """Writes the table to stdout; into a file or a pipe without the blanks that fill its columns."""
+        console = self._console(stderr=False)
+        if console.is_terminal:
+            console.print(table)
+            return
+        with console.capture() as captured:
+            console.print(table)
+        sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
     def emit(self, document: Mapping[str, Any]) -> None:
-        """The JSON document of --json; nothing without it."""
+        """Writes the JSON document of --json; nothing without it."""
         if self.as_json:
             sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
     def note(self, text: str) -> None:
-        """A line beside the result, on stderr."""
+        """Writes a line to stderr, apart from the result."""
         sys.stderr.write(text + "\n")
 
     def fail(self, error: OutsizeError) -> None:
-        """The error's one line (and picture) on stderr, and as a JSON object under --json."""
+        """Writes the error's one line (and picture) to stderr, and under --json a JSON object to stdout."""
         self.note(str(error))
         self.emit({"error": error_document(error)})
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """A spinner with `what` on a terminal; under --json, what the model prints goes to stderr."""
+        """Shows a spinner with `what` on a terminal; under --json, what the model prints goes to stderr."""
         console = self._console(stderr=True)
         with contextlib.ExitStack() as stack:
             if self.as_json:
@@ -58,7 +70,7 @@ class Screen:
 
     @contextlib.contextmanager
     def bar(self, what: str) -> Iterator[Progress]:
-        """A bar on a terminal, nothing off one; the block calls `progress(done, total)`."""
+        """Shows a bar on a terminal, nothing off one; the block calls `progress(done, total)`."""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
@@ -75,7 +87,7 @@ class Screen:
 
 
 def warn_on_one_line() -> None:
-    """Warnings without the line of source that raised them, from here on."""
+    """Shows warnings without the line of source that raised them, from here on."""
     warnings.formatwarning = _one_line
 
 
@@ -84,7 +96,7 @@ def _one_line(message: Warning | str, category: type[Warning], *_place: object) 
 
 
 def error_document(error: OutsizeError) -> dict[str, Any]:
-    """The parts of an error as --json gives them."""
+    """Returns the parts of an error as --json gives them."""
     return {
         "name": type(error).__name__,
         "code": error.code,

@@ -1,8 +1,8 @@
-"""What `make demo` shows: unmodified models on real data, planned, cut, checked and trained by two processes.
+"""The demo: unmodified models on real data, planned, checked against one process and trained by two.
 
-job         a training run as a user would write it           text, images   the two jobs
-training    the script that each process executes             guests         two more models, only checked
-act         plan, check, train, show                          outcome        what came of it, and its files
+job              a training run as a user would write it      text, images      the two jobs
+training         the script that each process executes        trained_job       plan, check, train, report
+compared_models  two more models, which are only checked      show              the order, and the summary
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def main(out: Path, quick: bool = False) -> int:
-    """Perform the demo, leave its files in `out`; 0 if every verdict is bit-equal and the losses fell enough.
+    """Runs the demo and leaves its files in `out`; returns 0 if all checks are bit-equal and the losses fell.
 
     `quick` takes tiny models and a few steps, for a test. Raises ModelNotImportable when an extra is missing.
     """
-    # not at the top: each training process imports this package
+    # This import is not at the top because each training process imports this package.
     from outsize.demo.show import show
 
     return show(out, quick=quick)

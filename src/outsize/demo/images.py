@@ -1,6 +1,6 @@
-"""Real images to learn: crops of the two photographs that ship with scikit-learn, and a ResNet-50.
+"""The image job: a ResNet learns which of two photographs a crop was cut from.
 
-The label of a crop is the photograph it was cut from (a Chinese temple, a flower). Nothing is downloaded.
+The photographs (a Chinese temple, a flower) are part of scikit-learn, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outsize.capture.providers import import_torchvision
-from outsize.demo.job import Batch, Job, Recipe, seeded
-from outsize.demo.quiet import quiet
+from outsize.capture.models.imports import import_torchvision
+from outsize.demo.job import DemoBatch, DemoJob, TrainingRecipe, library_messages_off, seeded
 
 PHOTOGRAPHS = 2
+
+
+def image_job(*, quick: bool) -> DemoJob:
+    """Returns ResNet-50 with a few steps; `quick` returns ResNet-18 on small crops."""
+    if quick:
+        recipe = TrainingRecipe(batch_size=8, steps=4, learning_rate=1e-4, warmup=1)
+        return ImageJob(builder="resnet18", size=32, microbatches=2, recipe=recipe)
+    recipe = TrainingRecipe(batch_size=16, steps=8, learning_rate=1e-4, warmup=1)
+    return ImageJob(builder="resnet50", size=64, microbatches=4, recipe=recipe)
 
 
 @final
@@ -34,10 +42,10 @@ class Crops:
         return [torch.tensor(image).permute(2, 0, 1).float() / 127.5 - 1 for image in images]
 
     def take(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """`count` crops, the photographs in turn: images [n, 3, size, size] in [-1, 1], photographs [n]."""
+        """Returns `count` crops [n, 3, size, size] in [-1, 1] and the photograph of each [n]."""
         generator = seeded(seed)
-        which = torch.arange(count) % PHOTOGRAPHS
-        return torch.stack([self._crop(self._photographs[p], generator) for p in which]), which
+        labels = torch.arange(count) % PHOTOGRAPHS
+        return torch.stack([self._crop(self._photographs[label], generator) for label in labels]), labels
 
     def _crop(self, photograph: Tensor, generator: torch.Generator) -> Tensor:
         _, height, width = photograph.shape
@@ -47,29 +55,29 @@ class Crops:
 
 
 @final
-class ImageJob(Job):
-    """A ResNet of torchvision; cross entropy outside the model."""
+class ImageJob(DemoJob):
+    """A ResNet of torchvision with cross entropy outside the model."""
 
     name = "resnet"
 
-    def __init__(self, *, builder: str, size: int, microbatches: int, recipe: Recipe) -> None:
+    def __init__(self, *, builder: str, size: int, microbatches: int, recipe: TrainingRecipe) -> None:
         self._builder, self._crops, self.recipe = builder, Crops(size), recipe
         self.microbatches = microbatches
         self.loss_fn = F.cross_entropy
-        self.title, self.source = builder.replace("resnet", "ResNet-"), "two photographs"
+        self.title, self.data = builder.replace("resnet", "ResNet-"), "two photographs"
         self.about = (
             f"torchvision's {builder}, BatchNorm per microbatch; {recipe.batch_size} crops of {size} x "
-            f"{size} pixels, cut from scikit-learn's sample photographs: which of the two?"
+            f"{size} pixels from scikit-learn's sample photographs: which of the two?"
         )
 
     def model(self) -> nn.Module:
-        """The ResNet as torchvision builds it, seeded random weights."""
-        with quiet():
+        """Returns the ResNet as torchvision builds it, with seeded random weights."""
+        with library_messages_off():
             torchvision = import_torchvision()
             torch.manual_seed(0)
             return getattr(torchvision.models, self._builder)(num_classes=PHOTOGRAPHS).train()
 
-    def batch(self, step: int) -> Batch:
-        """Random crops, half of them from each photograph; the same ones in every step."""
+    def batch(self, step: int) -> DemoBatch:
+        """Returns the same random crops in every step, half of them from each photograph."""
         images, labels = self._crops.take(self.recipe.batch_size, seed=0)
-        return Batch(args=(images,), target=labels)
+        return DemoBatch(args=(images,), target=labels)

@@ -1,10 +1,13 @@
-"""Job: one training run of the demo, written as a user would: a model, its batches, a loss, an optimizer."""
+"""A training run of the demo as a user would write it: a model, its batches, a loss, an optimizer."""
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,8 +20,8 @@ LossFn = Callable[..., Tensor]
 
 @final
 @dataclass(frozen=True)
-class Recipe:
-    """How long and how fast to train. `warmup` steps up to `learning_rate`, then a cosine down to a tenth."""
+class TrainingRecipe:
+    """Batch size, steps, and the learning rate, which rises for `warmup` steps and then falls to a tenth."""
 
     batch_size: int
     steps: int
@@ -26,48 +29,64 @@ class Recipe:
     warmup: int
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """AdamW over the parameters of one rank."""
+        """Returns AdamW over the parameters of one rank."""
         return torch.optim.AdamW(parameters, lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
 
     def factor(self, step: int) -> float:
-        """The learning rate of a step (from 0), as a share of the largest."""
+        """Returns the learning rate of a step (the first is 0) as a share of the largest one."""
         rising = min(1.0, (step + 1) / self.warmup)
-        done = max(0.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        return rising * (0.55 + 0.45 * math.cos(math.pi * done))
+        falling = max(0.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return rising * (0.55 + 0.45 * math.cos(math.pi * falling))
 
 
 @final
 @dataclass(frozen=True)
-class Batch:
-    """What the model is called with, and what the loss function gets besides the output."""
+class DemoBatch:
+    """The arguments of the model, and the target of the loss function."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
     target: Any = None
 
 
-class Job(ABC):
-    """A model with its data. Everything is seeded, so each process builds the same."""
+class DemoJob(ABC):
+    """A model with its data. Everything is seeded, so each process builds the same model and batches."""
 
     name: str
     title: str
-    source: str  # of the data
-    about: str  # one line
-    recipe: Recipe
-    microbatches: int | None = None  # None: the planner chooses
+    data: str
+    about: str
+    recipe: TrainingRecipe
+    microbatches: int | None = None
+    """The planner chooses where this is None."""
     loss_fn: LossFn | None = None
-    goal: float | None = None  # the loss must end below it; None: below the first one
+    goal: float | None = None
+    """The last losses must be below it; where it is None, below the first loss."""
     checked_over_processes: bool = False
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """The unmodified model, in train mode."""
+        """Returns the unmodified model in train mode."""
 
     @abstractmethod
-    def batch(self, step: int) -> Batch:
-        """The global batch of a step."""
+    def batch(self, step: int) -> DemoBatch:
+        """Returns the global batch of a step."""
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator of its own, so that data do not depend on what else draws numbers."""
+    """Returns a generator of its own, so that data do not depend on other random draws."""
     return torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def library_messages_off() -> Iterator[None]:
+    """Hides transformers' hints, and torchvision's warning about a compiled part that nothing here uses."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+    finally:
+        logger.setLevel(level)

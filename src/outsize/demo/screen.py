@@ -1,4 +1,4 @@
-"""What the demo writes: headings, tables of report/, and a spinner while it works, on a terminal only."""
+"""The standard output of the demo: headings, the tables of report/, and a spinner where it is a terminal."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ from collections.abc import Iterator
 from typing import final
 
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
 
 @final
-class Screen:
-    """Standard output, for one act after the other."""
+class DemoScreen:
+    """Writes the parts of the demo one below the other."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
 
-    def title(self, text: str, about: str) -> None:
-        """The name of the whole."""
-        self._console.print(Text(text, "bold"), Text(about), sep="\n")
-
     def heading(self, text: str) -> None:
-        """A new act."""
-        self._console.print(Padding(Rule(Text(text, "bold"), align="left", style="dim"), (1, 0, 0, 0)))
+        """Writes a ruled heading below an empty line."""
+        self._console.print()
+        self._console.print(Rule(Text(text, "bold"), align="left", style="dim"))
 
     def show(self, *parts: RenderableType) -> None:
-        """Each part with an empty line before it."""
+        """Writes each part below an empty line."""
         for part in parts:
-            self._console.print(Padding(part, (1, 0, 0, 0)))
+            self._console.print()
+            self._console.print(part)
 
     def line(self, part: RenderableType) -> None:
-        """A part without an empty line before it."""
+        """Writes a part directly below the last one."""
         self._console.print(part)
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """A spinner beside `what` while the block runs."""
+        """Shows a spinner and `what` while the block runs."""
         with self._console.status(what) if self._console.is_terminal else contextlib.nullcontext():
             yield
+
+
+def verdict_text(bit_equal: bool) -> Text:
+    """Returns the verdict in words and in colour."""
+    return Text("bit-equal", "green") if bit_equal else Text("NOT bit-equal", "bold red")

@@ -1,7 +1,7 @@
-"""Real text to learn: Python's own help topics, byte by byte, and a GPT-2 of 9 M parameters to learn them.
+"""The text job: a GPT-2 of 9 M parameters learns Python's own help topics byte by byte.
 
-`pydoc_data.topics` (what `help("LAMBDAS")` shows) ships with every CPython, so nothing is downloaded.
-Guessing bytes by their frequency alone costs 3.26 nats each: a loss below 3.0 needs a look at the context.
+`pydoc_data.topics` (what `help("LAMBDAS")` shows) is part of every CPython, so nothing is downloaded.
+Guessing each byte by its frequency alone costs 3.26 nats, so a loss below 3.0 needs the context.
 """
 
 from __future__ import annotations
@@ -13,37 +13,45 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.providers import import_transformers
-from outsize.demo.job import Batch, Job, Recipe, seeded
-from outsize.demo.quiet import quiet
+from outsize.capture.models.imports import import_transformers
+from outsize.demo.job import DemoBatch, DemoJob, TrainingRecipe, library_messages_off, seeded
 
-BYTES = 256
+BYTE_VALUES = 256
+
+
+def text_job(*, quick: bool) -> DemoJob:
+    """Returns the job of about a minute on two cores; `quick` returns a tiny model with a few steps."""
+    if quick:
+        recipe = TrainingRecipe(batch_size=4, steps=6, learning_rate=5e-3, warmup=2)
+        return TextJob(layers=2, width=64, context=32, recipe=recipe)
+    recipe = TrainingRecipe(batch_size=8, steps=110, learning_rate=2e-3, warmup=10)
+    return TextJob(layers=5, width=384, context=128, recipe=recipe, goal=3.0)
 
 
 @final
-class TextJob(Job):
-    """GPT2LMHeadModel of transformers, embeddings tied, labels inside the model."""
+class TextJob(DemoJob):
+    """transformers' GPT2LMHeadModel with tied embeddings and the loss computed inside the model."""
 
     name = "gpt2"
 
     def __init__(
-        self, *, layers: int, width: int, context: int, recipe: Recipe, goal: float | None = None
+        self, *, layers: int, width: int, context: int, recipe: TrainingRecipe, goal: float | None = None
     ) -> None:
         self._layers, self._width, self._context = layers, width, context
         self.recipe, self.goal = recipe, goal
         self.checked_over_processes = goal is not None
-        self.title, self.source = "GPT-2 on bytes", "Python's help topics"
+        self.title, self.data = "GPT-2 on bytes", "Python's help topics"
         self.about = (
-            f"transformers' GPT2LMHeadModel, {layers} layers of width {width}, embeddings tied; "
-            f"windows of {context} bytes of the text behind help(), which ships with Python"
+            f"transformers' GPT2LMHeadModel, {layers} layers of width {width}, tied embeddings; "
+            f"windows of {context} bytes of the text that help() shows, which is part of Python"
         )
 
     def model(self) -> nn.Module:
-        """A byte-level GPT-2 with seeded random weights; dropout off, since nothing is seen twice."""
-        with quiet():
+        """Returns a GPT-2 over bytes with seeded random weights; no dropout, since no window repeats."""
+        with library_messages_off():
             transformers = import_transformers()
             config = transformers.GPT2Config(
-                vocab_size=BYTES,
+                vocab_size=BYTE_VALUES,
                 n_positions=self._context,
                 n_embd=self._width,
                 n_layer=self._layers,
@@ -56,16 +64,16 @@ class TextJob(Job):
             )
             torch.manual_seed(0)
             model = transformers.GPT2LMHeadModel(config).train()
-        # Said aloud, or transformers warns in each process that it falls back to just this loss.
+        # Without it transformers warns in each process that it falls back to exactly this loss.
         model.loss_type = "ForCausalLM"
         return model
 
-    def batch(self, step: int) -> Batch:
-        """`batch_size` random windows of `context` bytes; GPT-2 shifts the labels itself."""
+    def batch(self, step: int) -> DemoBatch:
+        """Returns random windows of bytes; GPT-2 shifts the labels itself."""
         last = len(self._text) - self._context
         starts = torch.randint(0, last, (self.recipe.batch_size,), generator=seeded(step)).tolist()
         windows = torch.stack([self._text[i : i + self._context] for i in starts]).long()
-        return Batch(kwargs={"input_ids": windows, "labels": windows})
+        return DemoBatch(kwargs={"input_ids": windows, "labels": windows})
 
     @cached_property
     def _text(self) -> Tensor:

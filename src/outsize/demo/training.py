@@ -1,9 +1,10 @@
-"""The training script of the demo, as a user would write it; each process of the run executes it.
+"""The training script of the demo, as a user would write it; each process executes it.
 
     outsize run --nproc-per-node 2 -m outsize.demo.training full gpt2 FOLDER
 
-It reads FOLDER/plan.json and leaves FOLDER/losses.csv and FOLDER/measured.json (the steadiest of the last
-steps). Only `outsize.Plan`, `outsize.parallelize` and `engine.step` are outsize's; the rest is plain PyTorch.
+It reads FOLDER/plan.json and writes FOLDER/losses.csv and FOLDER/measured.json (the timeline
+of a typical step). Only `outsize.Plan`, `outsize.parallelize` and `engine.step` are outsize's; the rest is
+plain PyTorch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import outsize
-from outsize.demo.catalogue import job
-from outsize.demo.job import Job
+from outsize.demo.images import image_job
+from outsize.demo.job import DemoJob
+from outsize.demo.text import text_job
 
-# Of so many last steps the timeline of the median one is kept.
+JOBS = {"gpt2": text_job, "resnet": image_job}
+# The timeline that is written is the median one of this many last steps.
 WATCHED = 9
 Row = tuple[int, float, float]  # step, loss, seconds
 
 
-def train(job: Job, plan: outsize.Plan, folder: Path, *, steps: int) -> None:
-    """Train by the plan and write down what happened."""
+def train(job: DemoJob, plan: outsize.Plan, folder: Path, *, steps: int) -> None:
+    """Trains by the plan and writes the losses and a timeline."""
     first = job.batch(0)
     engine = outsize.parallelize(
         job.model(),
@@ -61,7 +64,7 @@ def train(job: Job, plan: outsize.Plan, folder: Path, *, steps: int) -> None:
 
 
 def _progress(*, shown: bool) -> Progress:
-    """A bar on the terminal of the first rank; nothing off a terminal."""
+    """Returns a bar for the terminal of the first rank; it shows nothing where there is no terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("  {task.description}"),
@@ -83,9 +86,9 @@ def _write(folder: Path, rows: Iterable[Row], timelines: Sequence[outsize.Timeli
 
 
 def main(size: str, name: str, folder: Path) -> None:
-    """`size` is full or quick, `name` a job of the catalogue."""
-    found = job(name, quick=size == "quick")
-    train(found, outsize.Plan.load(folder / "plan.json"), folder, steps=found.recipe.steps)
+    """Trains the job `name` of JOBS; `size` is "full" or "quick"."""
+    job = JOBS[name](quick=size == "quick")
+    train(job, outsize.Plan.load(folder / "plan.json"), folder, steps=job.recipe.steps)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The nouns: frozen, validated data that both wings share. No torch here."""
+"""Defines the nouns that both wings share: frozen, validated data. No torch here."""

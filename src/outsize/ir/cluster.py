@@ -1,11 +1,12 @@
-"""Cluster: devices in rank order and the links between them; parsed from a short name.
+"""Describes a cluster: devices in rank order and the links between them; parsed from a short name.
 
     CLUSTER = PART{+PART}[@[NICSx]NETWORK]      PART = [NODESx]COUNTxDEVICE
 
 `2xcpu`, `8xh100-80gb`, `2x8xh100-80gb` (two nodes of eight), `4xv100-32gb+4xa100-40gb` (unequal nodes),
 `2x8xh100-80gb@ib400` (one such NIC per device), `2x8xa100@4xib200` (four per node), `2x12GB` (two devices of
-12 GB whose speed nobody knows; the figures of an RTX 3090 stand in). Without a network each part brings the
-one it is usually sold with, and the slowest of them joins the nodes. A cluster in a file: cluster_file.py.
+12 GB of unknown speed, for which the figures of an RTX 3090 are used). Without a network each part has the
+one it is usually sold with, and the slowest of them connects the nodes. cluster_file.py reads a cluster from
+a file.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pydantic import Field, model_validator
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.base import Record
-from outsize.ir.devices import GIB, STAND_IN, TABLE, Device, Kind, kind_named
-from outsize.ir.links import NETWORKS, Link
+from outsize.ir.hardware.devices import GIB, STAND_IN, TABLE, Device, DeviceKind, kind_named
+from outsize.ir.hardware.links import NETWORKS, Link
 
 __all__ = ["GIB", "KINDS", "Cluster", "Device", "Link", "Part", "make_cluster", "parse_cluster"]
 
@@ -29,7 +30,7 @@ KINDS: Final = tuple(TABLE)
 
 @final
 class Part(Record):
-    """Nodes that are alike: so many devices in all, so many in each node."""
+    """Describes equal nodes: the devices in all, and the devices of each node."""
 
     devices: int = Field(ge=1)
     devices_per_node: int = Field(ge=1)
@@ -38,17 +39,17 @@ class Part(Record):
 
     @property
     def nodes(self) -> int:
-        """How many nodes; the last may be smaller."""
+        """Returns the number of nodes; the last may be smaller."""
         return -(-self.devices // self.devices_per_node)
 
 
 @final
 class Cluster(Record):
-    """Devices in rank order; `devices_per_node` neighbours share the inner link.
+    """Describes devices in rank order; `devices_per_node` neighbours share the inner link.
 
-    `outer` is one NIC, of which each node has `nics_per_node`. Where nodes differ, `parts` says how, in rank
-    order, and `devices_per_node`, `inner` and `nics_per_node` are those of the first part. Of a node's memory
-    and its disk a user says how much and how fast; None: nobody does.
+    `outer` is one NIC, of which each node has `nics_per_node`. Where nodes differ, `parts` describes them in
+    rank order, and `devices_per_node`, `inner` and `nics_per_node` are those of the first part. A node's
+    memory and its disk are what a user says of them, or None.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Cluster(Record):
         return self
 
     def link(self, rank_a: int, rank_b: int) -> Link:
-        """The link between two ranks."""
+        """Returns the link between two ranks."""
         if not self.parts:
             same = rank_a // self.devices_per_node == rank_b // self.devices_per_node
             return self.inner if same else self.outer
@@ -79,25 +80,28 @@ class Cluster(Record):
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Returns the number of nodes."""
         return sum(part.nodes for part in self._parts())
 
     @property
     def unequal(self) -> bool:
-        """Whether devices are of several kinds or memories."""
+        """Returns whether devices are of several kinds or memories."""
         return len({(device.kind, device.memory_bytes) for device in self.devices}) > 1
 
     def node_of(self, rank: int) -> int:
-        """The number of the node of a rank."""
+        """Returns the number of the node of a rank."""
         nodes, first, part = self._place(rank)
         return nodes + (rank - first) // part.devices_per_node
 
     def part_of(self, rank: int) -> Part:
-        """The nodes like the one of a rank."""
+        """Returns the part of the cluster that a rank's node belongs to."""
         return self._place(rank)[2]
 
     def _place(self, rank: int) -> tuple[int, int, Part]:
-        """The nodes and the ranks before the part of a rank, and the part. Not cached: copies may differ."""
+        """Returns the nodes and the ranks before the part of a rank, and the part.
+
+        The result is not cached, because copies of a record may differ.
+        """
         nodes = first = 0
         for part in self._parts()[:-1]:
             if rank < first + part.devices:
@@ -110,7 +114,7 @@ class Cluster(Record):
 
     @property
     def whole(self) -> Part:
-        """All nodes, if they were alike."""
+        """Returns one part with all devices, as if all nodes were equal."""
         return Part(
             devices=len(self.devices),
             devices_per_node=self.devices_per_node,
@@ -128,16 +132,17 @@ _NETWORK = re.compile(r"^(?:(\d+)x)?([a-z]+\d*)$")
 
 @final
 class _Spec(Record):
-    """One part of a name."""
+    """Holds one part of a cluster's name."""
 
-    kind: Kind
+    kind: DeviceKind
     nodes: int
     count: int
     memory_bytes: int | None = None
 
 
 def parse_cluster(text: str) -> Cluster:
-    """`2xcpu`, `8xh100-80gb`, `2x8xa100-80gb@ib200`, `4xv100-32gb+4xa100-40gb`, `2x12GB` -> Cluster.
+    """Parses names such as `2xcpu`, `8xh100-80gb`, `2x8xa100-80gb@ib200`, `4xv100-32gb+4xa100-40gb`,
+    `2x12GB`.
 
     Raises UnknownDevice when a device is not in the table, BadOption when a count or a memory is zero or the
     network is unknown.
@@ -148,7 +153,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def make_cluster(name: str, kind: str, nodes: int, count: int, memory_bytes: int | None = None) -> Cluster:
-    """A cluster of `nodes` x `count` equal devices of a known kind; memory overrides the table's."""
+    """Makes a cluster of `nodes` x `count` equal devices of a known kind; memory overrides the table's."""
     spec = _Spec(kind=TABLE[kind], nodes=nodes, count=count, memory_bytes=memory_bytes)
     return _cluster(name, [spec], None)
 
@@ -171,7 +176,9 @@ def _cluster(name: str, specs: Sequence[_Spec], network: tuple[int | None, Link]
 
 
 def _part(spec: _Spec, nics: int | None, outer: Link) -> Part:
-    """Where nobody counts the NICs: Ethernet serves a node, InfiniBand and RoCE each GPU."""
+    """Returns a part; unless the name counts NICs, Ethernet serves a node, and InfiniBand and RoCE
+    each GPU.
+    """
     shared = spec.kind.family == "cpu" or outer.name.startswith("eth")
     return Part(
         devices=spec.nodes * spec.count,

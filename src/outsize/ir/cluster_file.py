@@ -1,11 +1,10 @@
-"""A cluster in a file: the JSON of the Cluster record, of which a person may leave out what tables know.
+"""Reads a cluster from JSON of the Cluster record, of which a person may leave out what tables contain.
 
     {"devices": ["a100-40gb", {"kind": "rtx3090", "memory_bytes": 12000000000}], "inner": "pcie4"}
 
-A device may be the name of a kind, or an object: what it does not say is taken from the table's row of its
+A device may be the name of a kind, or an object: what it leaves out is taken from the table's row of its
 `kind`. A link may be the name of a kind of link. Without `devices_per_node` all devices are in one node;
-without `inner` or `outer` it is what the first device's kind is sold with,
-without `name` the file's path.
+`inner` and `outer` default to what the first device's kind is sold with, and `name` to the file's path.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from pydantic import ValidationError
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import KINDS, Cluster
-from outsize.ir.devices import TABLE, Kind, kind_named
-from outsize.ir.links import LINKS, NETWORKS
+from outsize.ir.hardware.devices import TABLE, DeviceKind, kind_named
+from outsize.ir.hardware.links import LINKS, NETWORKS
 
 _REQUIRED = ("memory_bytes", "flops_per_s", "bytes_per_s", "source")
 _EXAMPLE = '{"devices": ["a100-40gb", "a100-40gb"], "inner": "nvlink3", "outer": "ib200"}'
 
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
-    """Write all of it as JSON."""
+    """Writes the complete record as JSON."""
     Path(path).write_text(cluster.to_json() + "\n", encoding="utf-8")
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Read a cluster file.
+    """Reads a cluster file.
 
-    Raises BadOption that names the field which is wrong, UnknownDevice for a kind that is not in the table
-    and does not say all its figures.
+    Raises BadOption that names the wrong field, and UnknownDevice for a kind that is not in the table and
+    lacks some of its figures.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -47,9 +46,9 @@ def load_cluster(path: str | Path) -> Cluster:
         raise _no_cluster(path, f"{place}: {problem['msg']}") from None
 
 
-def _filled(found: Any, path: str | Path) -> dict[str, Any]:
-    """The record's JSON, with what the file leaves out."""
-    devices = found.get("devices") if isinstance(found, dict) else None
+def _filled(document: Any, path: str | Path) -> dict[str, Any]:
+    """Returns the record's JSON, with the defaults of what the file leaves out."""
+    devices = document.get("devices") if isinstance(document, dict) else None
     if not isinstance(devices, list) or not devices:
         raise _no_cluster(path, "devices: a list of at least one device is missing")
     full = [_device(each, rank, path) for rank, each in enumerate(devices)]
@@ -59,7 +58,7 @@ def _filled(found: Any, path: str | Path) -> dict[str, Any]:
         "devices_per_node": len(full),
         "inner": first.inner,
         "outer": first.network,
-        **found,
+        **document,
         "devices": full,
     }
     filled["inner"] = _link(filled["inner"], "inner", path)
@@ -70,19 +69,19 @@ def _filled(found: Any, path: str | Path) -> dict[str, Any]:
 
 
 def _device(entry: Any, rank: int, path: str | Path) -> dict[str, Any]:
-    given = {"kind": entry} if isinstance(entry, str) else entry
-    if not isinstance(given, dict) or not isinstance(given.get("kind"), str):
+    fields = {"kind": entry} if isinstance(entry, str) else entry
+    if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
         raise _no_cluster(path, f"devices.{rank}: a kind such as {KINDS[-1]!r} is missing")
-    kind = kind_named(given["kind"])
+    kind = kind_named(fields["kind"])
     if kind is None:
-        missing = [field for field in _REQUIRED if field not in given]
+        missing = [field for field in _REQUIRED if field not in fields]
         if missing:
-            raise _unknown(given["kind"], rank, missing[0], path)
-        return {"name": f"{given['kind']}:{rank}", **given}
-    return {**_row(kind, rank), **given, "kind": kind.name}
+            raise _unknown(fields["kind"], rank, missing[0], path)
+        return {"name": f"{fields['kind']}:{rank}", **fields}
+    return {**_row(kind, rank), **fields, "kind": kind.name}
 
 
-def _row(kind: Kind, rank: int) -> dict[str, Any]:
+def _row(kind: DeviceKind, rank: int) -> dict[str, Any]:
     return kind.device(f"{kind.family}:{rank}").model_dump()
 
 
@@ -93,7 +92,7 @@ def _part(part: Any, path: str | Path) -> Any:
 
 
 def _link(entry: Any, field: str, path: str | Path) -> Any:
-    """A link by its name as its record; anything else is for the record to judge."""
+    """Returns the record of a link that is given by name; the record itself validates anything else."""
     if not isinstance(entry, str):
         return entry
     known = {**LINKS, **NETWORKS}

@@ -1,8 +1,8 @@
-"""ModelGraph: the tape as data. Units in execution order, the values between them, the parameters.
+"""Describes a model as data: units in execution order, the values between them, the parameters.
 
-Every boundary between two neighbouring units is a legal cut: capture merges instructions that must
-stay together (an in-place life, two writers of one buffer) into one unit, so a planner may cut
-anywhere without asking. Values that any stage can compute from the inputs are not listed.
+Every boundary between two neighbouring units is a legal cut: capture merges instructions that must stay
+together (in-place writes, two writers of one buffer) into one unit, so a planner may cut anywhere without
+asking. Values that any stage can compute from the inputs are not listed.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from functools import cached_property
 from typing import Final, Literal, final
 
 from outsize.ir.base import Record
-from outsize.ir.tensor_styles import TensorStyles
+from outsize.ir.units.tensor_styles import TensorStyles
 
 Form = Literal["tape", "modules"]
-Family = Literal[
+OpFamily = Literal[
     "matmul", "attention", "convolution", "elementwise", "normalisation", "reduction", "embedding", "other"
 ]
-# Storages below are not worth a copy of their own: they stay where activations go to the host.
+# Smaller storages are not worth a separate copy: they stay on the device where activations are offloaded.
 SMALL_BYTES: Final = 1 << 20
 
 
 @final
 class Work(Record):
-    """What the ops of one family do in one pass of a unit, for the graph's batch as one microbatch.
+    """Describes the work of one op family in one pass of a unit, for the graph's batch as one microbatch.
 
     `moved_bytes` are read and written; `launches` ops (kernels) do it; `dtype` is the one they compute in.
     """
 
-    family: Family
+    family: OpFamily
     dtype: str
     flops: int
     moved_bytes: int
@@ -38,7 +38,7 @@ class Work(Record):
 
 @final
 class Parameter(Record):
-    """One trainable or frozen tensor; `names` are all its FQNs (more than one when tied)."""
+    """Describes one trainable or frozen tensor; `names` are all its FQNs (more than one when tied)."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -48,12 +48,12 @@ class Parameter(Record):
 
     @property
     def name(self) -> str:
-        """The first FQN, under which the optimizer state lives."""
+        """Returns the first FQN, under which the optimizer state is stored."""
         return self.names[0]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Returns the number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -61,10 +61,11 @@ class Parameter(Record):
 
 
 @final
-class Divided(Record):
-    """What tensor parallelism divides of a unit: the share of its work, of its saved bytes, which weights.
+class ShardedFraction(Record):
+    """Describes what tensor parallelism shards of a unit: a share of its work and saved bytes, and its
+    weights.
 
-    Sums (all-reduces) and gathers (reduce-scatters, too) of its passes are in bytes of whole tensors.
+    Sums (all-reduces) and gathers (and reduce-scatters) of its passes are in bytes of whole tensors.
     """
 
     work: float = 0.0
@@ -78,12 +79,12 @@ class Divided(Record):
 
 @final
 class Value(Record):
-    """A tensor that crosses at least one unit boundary.
+    """Describes a tensor that crosses at least one unit boundary.
 
-    Values with the same `storage` are views of one memory of `storage_bytes`; -1: nobody looked. `saved_by`
-    is the unit among whose `saved_bytes` this memory is; -1 where autograd does not keep it. `also_saved_by`
-    are later units that would keep it as well. `divided`: tensor parallel ranks have parts of it;
-    `in_sequence`: they do under sequence parallelism.
+    Values with the same `storage` are views of one memory of `storage_bytes`; -1 means unknown. `saved_by` is
+    the unit whose `saved_bytes` count this memory; -1 where autograd does not save it. `also_saved_by` are
+    later units that save it as well. `divided` says that tensor-parallel ranks have shards of it;
+    `in_sequence` that they have shards under sequence parallelism.
     """
 
     id: int
@@ -103,16 +104,16 @@ class Value(Record):
 
 @final
 class Unit(Record):
-    """The smallest piece a stage can be made of: one leaf call (or heavy op) with its glue.
+    """Describes the smallest piece a stage can be made of: one leaf call (or heavy op) with its glue.
 
-    `flops` and `moved_bytes` (read + written) are of the forward; `saved_bytes` is what autograd keeps
-    until the backward, each storage counted once, parameters not counted, `saved_small_bytes` of it in
-    storages below SMALL_BYTES; `workspace_bytes` the most that its ops hold beside arguments, results and
-    saved tensors. `saved_input_bytes` are those of the saved ones that are inputs of the model, there anyway;
-    `backward_workspace_bytes` the most that gradients inside a unit of several ops hold beside what it has
-    saved; `waiting_bytes` the gradients that a backward in two halves keeps for its weights. The three tuples
-    say the same by family of ops and pass; they are empty where nobody looked inside. `divided` where the
-    graph has `tensor`; `in_sequence` instead of it under sequence parallelism.
+    `flops` and `moved_bytes` (read + written) are of the forward. `saved_bytes` is what autograd saves until
+    the backward, each storage counted once, without parameters; `saved_small_bytes` of it are in storages
+    below SMALL_BYTES, `saved_input_bytes` of it are inputs of the model. `workspace_bytes` is the most that
+    its ops hold in addition to arguments, results and saved tensors. `backward_workspace_bytes` is the most
+    that gradients inside a unit of several ops hold in addition to what it has saved; `waiting_bytes` are the
+    gradients that a backward in two halves stores for its weights. The three tuples give work by family of
+    ops and pass; they are empty where it was not counted. `divided` is set where the graph has `tensor`;
+    `in_sequence` replaces it under sequence parallelism.
     """
 
     index: int
@@ -131,17 +132,18 @@ class Unit(Record):
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()
-    divided: Divided = Divided()
-    in_sequence: Divided = Divided()
+    divided: ShardedFraction = ShardedFraction()
+    in_sequence: ShardedFraction = ShardedFraction()
 
 
 @final
 class ModelGraph(Record):
-    """A model for one input signature, as the planner sees it.
+    """Describes a model for one input signature, as the planner sees it.
 
     `form` says how it runs: cut and pipelined as a tape, or in its own Python with whole modules on their
-    stages, where nothing overlaps. `input_bytes` are those of the tensors given, targets too. `tensor` says
-    how tensor parallelism divides it; None: nobody asked (capture/tensor.py).
+    stages, where nothing overlaps. `input_bytes` are those of all input tensors and targets. `tensor` says
+    how tensor parallelism shards the model, or is None where that was not derived
+    (capture/graph/tensor_parallel.py).
     """
 
     model: str
@@ -158,17 +160,17 @@ class ModelGraph(Record):
 
     @cached_property
     def parameter_of(self) -> dict[str, Parameter]:
-        """Every FQN (tied names too) -> its Parameter."""
+        """Maps every FQN (tied names too) to its Parameter."""
         return {name: p for p in self.parameters for name in p.names}
 
     def owned_parameters(self, first: int, last: int) -> tuple[Parameter, ...]:
-        """Parameters whose first user is a unit in first..last (both inclusive)."""
+        """Returns the parameters whose first user is a unit in first..last (both inclusive)."""
         owner = self.owner_of
         return tuple(p for p in self.parameters if first <= owner.get(p.name, -1) <= last)
 
     @cached_property
     def owner_of(self) -> dict[str, int]:
-        """Canonical parameter name -> index of the unit that uses it first."""
+        """Maps each canonical parameter name to the index of the unit that uses it first."""
         owner: dict[str, int] = {}
         for unit in self.units:
             for name in unit.parameters:
@@ -176,28 +178,30 @@ class ModelGraph(Record):
         return owner
 
     def crossing(self, cut: int) -> tuple[Value, ...]:
-        """Values produced before unit `cut` and consumed by it or later."""
+        """Returns the values produced before unit `cut` and consumed by it or later."""
         return tuple(v for v in self.values if v.producer < cut and v.consumers[-1] >= cut)
 
     def in_order(self, order: Sequence[int]) -> ModelGraph:
-        """The same model with its units in another order, in which each still comes after what it needs."""
+        """Returns the model with its units in another order, in which each still comes after what
+        it needs.
+        """
         if list(order) == sorted(order):
             return self
         place = {unit: at for at, unit in enumerate(order)}
         units = (self.units[unit].model_copy(update={"index": at}) for at, unit in enumerate(order))
-        # Not a copy, which would have what was cached in the old order.
+        # model_copy is avoided, since it would copy what was cached in the old order.
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         values = tuple(_moved(value, place) for value in self.values)
         return ModelGraph(**{**fields, "units": tuple(units), "values": values})
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of all parameters, tied ones once."""
+        """Returns the bytes of all parameters, tied ones once."""
         return sum(p.size_bytes for p in self.parameters)
 
 
 def _moved(value: Value, place: Mapping[int, int]) -> Value:
-    """The value after its units have moved; of those that keep its memory the first one has its bytes."""
+    """Returns a value whose units have moved; the first of those that save its memory counts its bytes."""
     return value.model_copy(
         update={
             "producer": place[value.producer],

@@ -1,12 +1,12 @@
-"""Degrees of offload: what the host keeps of weights, gradients and optimizer states, and what a step costs.
+"""Defines degrees of offload: what is in host memory, and what bounds the time of a step.
 
     resident           nothing
     host-optimizer     states and the weights that are updated; gradients go there, weights come once a step
     host               weights and gradients as well: they come stage by stage
-    host-activations   and what stages hand to each other, each of which computes the rest anew
+    host-activations   and values that stages send each other; each stage recomputes the rest
 
 The roofline of a degree is max(compute, copies to the device, copies to the host, the host's optimizer): the
-four may all be at work at the same time, so no step is shorter than the longest.
+four may all run at the same time, so no step is shorter than the longest.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 from typing import Final, Literal, final
 
 from outsize.ir.base import Record
-from outsize.ir.text import seconds_text
 
 Weights = Literal["resident", "sharded", "host-optimizer", "host", "host-activations"]
-# The degrees in which the host keeps something, the least first.
+# In these degrees something is on the host; the least comes first.
 HOSTED: Final[tuple[Weights, ...]] = ("host-optimizer", "host", "host-activations")
-# Of them those of a pipeline of several devices.
+# A pipeline of several devices can use these.
 OF_SEVERAL: Final[tuple[Weights, ...]] = ("host-optimizer", "host")
 _TEXTS: Final[dict[Weights, str]] = {
     "resident": "",
@@ -31,13 +30,13 @@ _TEXTS: Final[dict[Weights, str]] = {
 
 
 def weights_text(weights: Weights) -> str:
-    """Where they are, in words; empty where a stage's devices have them and all that belongs to them."""
+    """Returns in words where weights are; empty where a stage's devices hold them and all their states."""
     return _TEXTS[weights]
 
 
 @final
 class Bound(Record):
-    """Seconds of a step that each of four takes, and a disk if there is one; all may be at work at once."""
+    """Holds the seconds of a step that each resource takes; all may be busy at the same time."""
 
     compute_s: float
     to_device_s: float
@@ -47,7 +46,7 @@ class Bound(Record):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Each with its name."""
+        """Returns the seconds of each resource by name."""
         return {
             "compute": self.compute_s,
             "copies to the device": self.to_device_s,
@@ -58,24 +57,22 @@ class Bound(Record):
 
     @property
     def step_s(self) -> float:
-        """No step is shorter."""
+        """Returns the longest of them; no step is shorter."""
         return max(self.parts.values())
 
     @property
     def longest(self) -> str:
-        """The name of what sets it."""
+        """Returns the name of the longest."""
         return max(self.parts, key=lambda name: self.parts[name])
-
-    def __str__(self) -> str:
-        each = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in self.parts.items())
-        return f"no step is shorter than its longest part, {self.longest}: {each}"
 
 
 @final
 class Degree(Record):
-    """One degree on one device: its bound, its predicted step, and the bytes of the device at its peak.
+    """Describes one degree on one device: its bound, its predicted step, and the bytes of the device at its
+    peak.
 
-    `recompute`: in its backward a stage computes its forward anew. `disk`: what the host lacks is on a disk.
+    `recompute` says that stages recompute their forward in the backward; `disk` says that what the host lacks
+    is on a disk.
     """
 
     weights: Weights

@@ -1,7 +1,7 @@
-"""Plan: the decision as a small file that a person can read, edit, check and run.
+"""Defines the plan: the decision as a small file that a person can read, edit, check and run.
 
-A plan never holds anything that follows from it and the graph; `expected` is what the planner believed
-when it decided and is only shown, never used to run.
+A plan never holds anything that can be derived from it and the graph; `expected` is the planner's prediction,
+which is only shown, never used to run.
 """
 
 from __future__ import annotations
@@ -10,32 +10,43 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self, final
+from typing import Annotated, Any, Final, Literal, Self, final
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
 from outsize.ir.base import Record
+from outsize.ir.findings import REJECTIONS, Bottleneck, PeakMargin, Reason
 from outsize.ir.graph import Form, ModelGraph
-from outsize.ir.names import compress_units, expand, prefixes, unroll
 from outsize.ir.offload import HOSTED, Degree, Weights, weights_text
-from outsize.ir.quotient import check_quotient, in_stages
-from outsize.ir.schedule import parse_row, placed
+from outsize.ir.schedule import SCHEDULES, parse_row, placed
+from outsize.ir.stage_graph import check_quotient, in_stages
+from outsize.ir.units.names import compress_units, expand, prefixes, unroll
 
-ScheduleName = Literal[
-    "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "auto", "custom"
-]
+
+def _known_schedule(name: str) -> str:
+    """Returns the name; raises pydantic's error for a Literal where no schedule has it."""
+    if name not in SCHEDULES:
+        *names, last = map(repr, SCHEDULES)
+        expected = f"{', '.join(names)} or {last}"
+        raise PydanticCustomError("schedule_name", "Input should be {expected}", {"expected": expected})
+    return name
+
+
+ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
+"""A schedule is stored by its name; schedules/families.py has its record."""
 Recompute = Literal["none", "selective", "full", "offload"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
-# The axes that this version of outsize runs.
+# This version of outsize runs these axes.
 RUN: Final = frozenset({"pp", "dp_replicate", "tp"})
 Count = Annotated[int, Field(ge=1)]
 
 
 @final
 class Axes(Record):
-    """Sizes of the mesh's axes, torch's names."""
+    """Holds sizes of the mesh's axes, with torch's names."""
 
     pp: Count = 1
     dp_replicate: Count = 1
@@ -45,28 +56,32 @@ class Axes(Record):
 
     @property
     def world_size(self) -> int:
-        """Number of devices the plan needs."""
+        """Returns the number of devices the plan needs."""
         return self.pp * self.group_size
 
     @property
     def group_size(self) -> int:
-        """Devices of one rank of the pipeline."""
+        """Returns the number of devices of one rank of the pipeline."""
         return self.dp_replicate * self.dp_shard * self.tp * self.cp
 
     @property
     def replicas(self) -> int:
-        """Parts of the batch that are worked on at the same time."""
+        """Returns into how many parts the batch is divided that are computed at the same time."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def beyond_pp(self) -> str:
-        """The axes besides pp that are used, `dp_shard 4, tp 2`; empty when there are none."""
+        """Returns the used axes besides pp, such as `dp_shard 4, tp 2`; empty when there are none."""
         return self.used_besides({"pp"})
 
+    @property
+    def used(self) -> dict[str, int]:
+        """Returns the axes with more than one device."""
+        return {name: size for name, size in self.model_dump().items() if size > 1}
+
     def used_besides(self, names: Collection[str]) -> str:
-        """The axes that are used and are none of these, `dp_shard 4, cp 2`; empty when there are none."""
-        sizes = {name: size for name, size in self.model_dump().items() if name not in names and size > 1}
-        return ", ".join(f"{name} {size}" for name, size in sizes.items())
+        """Returns the used axes besides these, such as `dp_shard 4, cp 2`; empty when there are none."""
+        return ", ".join(f"{name} {size}" for name, size in self.used.items() if name not in names)
 
 
 def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
@@ -79,7 +94,7 @@ def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
 
 
 def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
-    """What this version of outsize does not run of a plan with these; empty where it runs all."""
+    """Returns what this version of outsize does not run of a plan with these; empty where it runs all."""
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
     run = RUN | {"dp_shard"} if shards else RUN
     where = "" if streams or shards else weights_text(weights)
@@ -88,10 +103,10 @@ def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
 
 @final
 class Stage(Record):
-    """One stage: its units as patterns (`transformer.h.0-3`) in execution order, and its device.
+    """Describes one stage: its units as patterns (`transformer.h.0-3`) in execution order, and its device.
 
-    `recompute` where it differs from the plan's; None is the plan's. `recomputed`: under "selective" those
-    units that it does not keep, as patterns.
+    `recompute` None means the plan's policy. `recomputed` lists, as patterns, the units that are recomputed
+    under "selective".
     """
 
     units: tuple[str, ...]
@@ -102,11 +117,11 @@ class Stage(Record):
 
 @final
 class StageFigures(Record):
-    """What the planner expects of one stage; seconds per microbatch, bytes at the peak of the step.
+    """Holds what the planner expects of one stage; seconds per microbatch, bytes at the peak of the step.
 
-    `p50_bytes` and `p95_bytes` are of its device with all its stages (planner/margin.py); 0: nobody said.
-    `device_bytes` is the memory of the stage's device; 0 where nobody said it. `recomputed` of the units are
-    recomputed where the stage does so with some.
+    `p50_bytes` and `p95_bytes` are of its device with all its stages (planner/memory/headroom.py),
+    `device_bytes` is the device's memory; 0 means unknown. `recomputed` counts the units that are recomputed
+    where the stage recomputes some.
     """
 
     units: int
@@ -126,17 +141,17 @@ class StageFigures(Record):
 
     @property
     def peak_bytes(self) -> int:
-        """All causes together."""
+        """Returns the sum over all causes."""
         states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
         return states + self.activations_bytes + self.boundary_bytes
 
 
 @final
 class Expected(Record):
-    """The planner's prediction for one step.
+    """Holds the planner's prediction for one step.
 
-    `gap`: no plan of the space that was searched is faster by more than this share; 0 is optimal, None says
-    nothing. `limited_by` names what sets the pace, `margins` what P95 adds to what is counted. `degrees`:
+    No plan of the space that was searched is faster by more than the share `gap`; 0 is optimal, None says
+    nothing. `limited_by` is what sets the pace, `margins` what P95 adds to the counted bytes. `degrees` lists
     what each degree of offload costs, where the plan has one.
     """
 
@@ -146,16 +161,16 @@ class Expected(Record):
     stages: tuple[StageFigures, ...]
     source: Literal["measured", "roofline"]
     gap: float | None = None
-    limited_by: str = ""
-    margins: tuple[str, ...] = ()
+    limited_by: Bottleneck | None = None
+    margins: tuple[PeakMargin, ...] = ()
     degrees: tuple[Degree, ...] = ()
 
 
 @final
 class Alternative(Record):
-    """Another way that was priced; `what_if`: nothing runs it yet. `peak_bytes` of its fullest device.
+    """Describes another candidate that was priced; `what_if` says that this version cannot run it.
 
-    `chunks` stages are on each device.
+    `peak_bytes` is that of its fullest device, and each device has `chunks` stages.
     """
 
     schedule: ScheduleName
@@ -173,27 +188,28 @@ class Alternative(Record):
 
 @final
 class Plan(Record):
-    """How to run one model on one cluster.
+    """Describes how to run one model on one cluster.
 
-    microbatches of each replica of the batch, where the axes have several
-    precision   of the training that the figures are of: all in one dtype, or autocast ("mixed")
+    microbatches  those of each replica, where the axes have several replicas
+    precision   of the training that the figures describe: all in one dtype, or autocast ("mixed")
     weights     "sharded" over dp_shard: a block is whole while it computes (ZeRO-3); "resident": on its
                 device, over dp_shard from a block's first use in a step to its last (ZeRO-1); "host": with
-                gradients and states in the memory of the host, fetched block by block; "host-optimizer":
-                states alone are there, gradients go there, updated weights come back; "host-activations":
-                as "host", and what blocks hand to each other is there until they need it
-    sequence_parallel   what lies between layers that tp divides is divided, too, along the tokens
-    recompute   "full": a stage keeps what it receives and computes the rest anew in the backward;
+               gradients and states in host memory, fetched block by block; "host-optimizer":
+               states alone are there, gradients go there, updated weights come back; "host-activations":
+               as "host", and boundary values are on the host until they are needed
+    sequence_parallel   values between layers that tp shards are sharded, too, along the tokens
+    recompute   "full": a stage saves what it receives and recomputes the rest in the backward;
                 "selective": it does so with some of its units, those of `Stage.recomputed`; "offload":
-                it recomputes nothing, and what a microbatch keeps is on the host until its backward
+               it recomputes nothing, and what a microbatch saves is on the host until its backward
     bn          running statistics of BatchNorm: per microbatch as under gradient accumulation ("micro"),
-                once per batch ("deferred"), or of a batch that is one microbatch ("sync")
-    actions     of the schedules "auto" (built by the planner) and "custom" (by a person): what each rank
+                once per batch ("deferred"), or for a batch that is one microbatch ("sync")
+    actions     of the schedules auto (built by the planner) and custom (by a person): what each rank
                 computes, in the grammar of ir/schedule.py; fewer microbatches leave out the last ones
-    what_if     some of it is not run by this version of outsize: a plan to read, not to run
+    what_if     this version of outsize does not run some of it: a plan to read, not to run
+    why         what the planner says of the plan and of what it did not choose, as findings (ir/findings.py)
     """
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     model: str
     fingerprint: str
     form: Form = "tape"
@@ -213,32 +229,54 @@ class Plan(Record):
     what_if: bool = False
     expected: Expected | None = None
     alternatives: tuple[Alternative, ...] = ()
-    why: tuple[str, ...] = ()
+    why: tuple[Reason, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_sentences(cls, data: Any) -> Any:
+        """Reads version 1, whose reasons were sentences: they are dropped, the decision is the same."""
+        if not isinstance(data, dict) or data.get("version") != 1:
+            return data
+        plan = {**data, "version": 2, "why": ()}
+        if isinstance(expected := plan.get("expected"), dict):
+            words = {"limited_by", "margins"}
+            plan["expected"] = {name: value for name, value in expected.items() if name not in words}
+        return plan
 
     @field_validator("actions")
     @classmethod
     def _are_actions(cls, rows: tuple[str, ...]) -> tuple[str, ...]:
-        """Every cell can be read; whether they are a step is asked where they are used."""
+        """Checks that every cell can be read; users of the actions check that they form a step."""
         for row in rows:
             parse_row(row)
         return rows
 
     @property
     def microbatch_size(self) -> int:
-        """Samples of the largest microbatch."""
+        """Returns the samples of the largest microbatch."""
         return -(-self.batch_size // (self.microbatches * self.axes.replicas))
 
     @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Returns what `why` says of the plan itself."""
+        return tuple(reason for reason in self.why if not isinstance(reason, REJECTIONS))
+
+    @property
+    def rejections(self) -> tuple[Reason, ...]:
+        """Returns what `why` says of what was not chosen."""
+        return tuple(reason for reason in self.why if isinstance(reason, REJECTIONS))
+
+    @property
     def ranks(self) -> tuple[int, ...]:
-        """The rank of the pipeline that each stage is on."""
+        """Returns the rank of the pipeline that each stage is on."""
         return placed(self.schedule, len(self.stages), self.axes.pp, self.actions)
 
     def recompute_of(self, stage: int) -> Recompute:
-        """What the stage does: its own word, or else the plan's."""
+        """Returns the recompute policy of a stage: its own, or else the plan's."""
         return self.stages[stage].recompute or self.recompute
 
     def recomputed(self, stage: int, names: Sequence[str]) -> frozenset[int]:
-        """Those of some units, by their names, that the stage computes anew."""
+        """Returns the indices of those units, given by name, that the stage recomputes."""
         how, patterns = self.recompute_of(stage), self.stages[stage].recomputed
         if how != "selective":
             return frozenset(range(len(names)) if how == "full" else ())
@@ -246,20 +284,24 @@ class Plan(Record):
         return frozenset(u for u, name in enumerate(names) if wanted.intersection(prefixes(name)))
 
     def microbatches_of(self, samples: int) -> int:
-        """Those of a whole batch; of one shorter than the plan's as many as keep their size, each replica as
-        many as the others.
+        """Returns the number of microbatches of a batch; a batch shorter than the plan's has fewer of the
+        same size.
+
+        Each replica has equally many.
         """
         each = -(-samples // (self.microbatch_size * self.axes.replicas))
         whole = samples >= self.batch_size
         return (self.microbatches if whole else min(self.microbatches, each)) * self.axes.replicas
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
+        """Writes the plan as JSON."""
         Path(path).write_text(self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a plan file; BadPlan says what is wrong with it and in which line of which field."""
+        """Reads a plan file. Raises BadPlan, which says what is wrong with it and in which line of which
+        field.
+        """
         try:
             return cls.model_validate_json(Path(path).read_text())
         except OSError as error:
@@ -272,7 +314,7 @@ class Plan(Record):
             ) from None
 
     def check_model(self, graph: ModelGraph) -> None:
-        """Raise ModelMismatch when the plan was made for another model."""
+        """Raises ModelMismatch when the plan was made for another model."""
         if graph.fingerprint != self.fingerprint:
             raise ModelMismatch(
                 f"the plan was made for {self.model}, this model is {graph.model}",
@@ -282,24 +324,27 @@ class Plan(Record):
 
     @property
     def beyond(self) -> str:
-        """What this version of outsize does not run of it, `dp_shard 4, tp 2`; empty for a plan that runs.
+        """Returns what this version of outsize does not run of it, `dp_shard 4, tp 2`; empty for a plan that
+        runs.
 
-        The axes say so even where somebody has taken out the mark.
+        The axes are checked even where the mark `what_if` was removed by hand.
         """
         return beyond(self.axes, self.weights, self.form) or ("marked what_if" if self.what_if else "")
 
     @property
     def shards(self) -> bool:
-        """Do replicas share states, and between steps weights and gradients, block by block?"""
+        """Returns whether replicas share states, and between steps weights and gradients, block by block."""
         return _shards(self.axes, self.weights, self.form)
 
     @property
     def streams(self) -> bool:
-        """Do weights on the host come to the devices of a pipeline, stage by stage or once a step?"""
+        """Returns whether weights on the host are copied to the devices of a pipeline, by stage or once a
+        step.
+        """
         return _streams(self.axes, self.weights, self.form)
 
     def check_runs(self) -> None:
-        """Raise WhatIfPlan when this version of outsize only plans it."""
+        """Raises WhatIfPlan when this version of outsize only plans it."""
         if self.beyond:
             raise WhatIfPlan(
                 f"the plan of {self.model} is a what-if, which this version of outsize does not run",
@@ -308,31 +353,31 @@ class Plan(Record):
             )
 
     def owners(self, graph: ModelGraph) -> tuple[int, ...]:
-        """The stage of each unit; a stage may have several runs of them.
+        """Returns the stage of each unit; a stage may have several runs of them.
 
-        Raises ModelMismatch, or BadPlan when a unit is missing or doubled, or when the stages are none of
+        Raises ModelMismatch, and BadPlan when a unit is missing or doubled, or when the stages violate
         `check_quotient`.
         """
         self.check_model(graph)
         names = [u.name for u in graph.units]
-        found: list[int] = [-1] * len(names)
+        stage_of: list[int] = [-1] * len(names)
         for number, stage in enumerate(self.stages):
             units = _units_of(number, stage, names)
             for unit in units:
-                if found[unit] >= 0:
-                    raise _not_once(names[unit], f"it is in stage {found[unit]} and in stage {number}")
-                found[unit] = number
+                if stage_of[unit] >= 0:
+                    raise _not_once(names[unit], f"it is in stage {stage_of[unit]} and in stage {number}")
+                stage_of[unit] = number
             self._check_recomputed(number, [names[unit] for unit in units])
-        if -1 in found:
-            missing = [name for name, at in zip(names, found, strict=True) if at < 0]
+        if -1 in stage_of:
+            missing = [name for name, at in zip(names, stage_of, strict=True) if at < 0]
             raise _not_once(missing[0], f"{len(missing)} of {len(names)} units are in none")
-        check_quotient(graph, found)
-        return tuple(found)
+        check_quotient(graph, stage_of)
+        return tuple(stage_of)
 
     def bounds(self, graph: ModelGraph) -> tuple[int, ...]:
-        """First unit of each stage, then the number of units: `(0, 7, 15)` is units 0-6 and 7-14.
+        """Returns the first unit of each stage, then the number of units: `(0, 7, 15)` is units 0-6 and 7-14.
 
-        Raises as `owners`, and BadPlan when a stage is no run of these units (see `in_order`).
+        Raises what `owners` raises, and BadPlan when a stage is no run of these units (see `in_order`).
         """
         owners = self.owners(graph)
         for unit, (before, here) in zip(graph.units[1:], pairwise(owners), strict=True):
@@ -345,11 +390,15 @@ class Plan(Record):
         return tuple(bisect_left(owners, stage) for stage in range(len(self.stages) + 1))
 
     def in_order(self, graph: ModelGraph) -> tuple[int, ...]:
-        """The units, stage after stage: in this order every stage is a run. Raises as `owners`."""
+        """Returns the units, stage after stage: in this order every stage is a run. Raises what `owners`
+        raises.
+        """
         return in_stages(self.owners(graph))
 
     def _check_recomputed(self, number: int, names: list[str]) -> None:
-        """`names` of the stage's units."""
+        """Raises BadPlan unless a stage's `recomputed` patterns fit its policy and its units, given
+        by name.
+        """
         patterns, how = self.stages[number].recomputed, self.recompute_of(number)
         if bool(patterns) != (how == "selective"):
             raise BadPlan(
@@ -386,14 +435,14 @@ def _first_problem(error: ValidationError) -> str:
 
 
 def stages_from_bounds(graph: ModelGraph, bounds: Sequence[int], devices: Sequence[str]) -> tuple[Stage, ...]:
-    """The inverse of `Plan.bounds`: unit ranges as patterns."""
+    """Returns stages from unit ranges, as patterns; the inverse of `Plan.bounds`."""
     return stages_from_units(graph, [range(*run) for run in pairwise(bounds)], devices)
 
 
 def stages_from_units(
     graph: ModelGraph, units: Iterable[Collection[int]], devices: Iterable[str]
 ) -> tuple[Stage, ...]:
-    """A stage for each set of units, which ascend."""
+    """Returns a stage for each set of units, which ascend."""
     names = [u.name for u in graph.units]
     pairs = zip(units, devices, strict=False)
     return tuple(Stage(units=compress_units(names, run), device=device) for run, device in pairs)

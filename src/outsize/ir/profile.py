@@ -1,7 +1,7 @@
-"""Profile: what each unit costs on one kind of device, per microbatch, and where the number is from.
+"""Describes what each unit costs on one kind of device, per microbatch, and where the number is from.
 
-Cost per sample is not constant: a `ProfileSet` holds a model at several microbatch sizes. Between two of
-them each unit's seconds and bytes lie on a straight line; beyond them nobody has looked, so it refuses.
+Cost per sample is not constant: a `ProfileSet` holds a model at several microbatch sizes. Between two of them
+each unit's seconds and bytes are interpolated linearly; beyond them nothing was measured, so it refuses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Source = Literal["measured", "roofline"]
 
 @final
 class UnitCost(Record):
-    """Seconds and bytes of one unit for one microbatch.
+    """Holds seconds and bytes of one unit for one microbatch.
 
     `spread_s` is the distance between the quartiles of the laps of forward and backward together; 0 for an
     estimate.
@@ -41,13 +41,13 @@ class UnitCost(Record):
 
     @property
     def backward_s(self) -> float:
-        """Input gradient and weight gradient together."""
+        """Returns the seconds of input gradient and weight gradient together."""
         return self.backward_input_s + self.backward_weight_s
 
 
 @final
 class Profile(Record):
-    """Costs of all units of a graph, in its order; `device` names the kind they hold for.
+    """Holds costs of all units of a graph, in its order; `device` names the kind they are valid for.
 
     `host` and `threads` say where and how it was measured; empty and 0 for an estimate. `precision` is the
     training's, as a plan names it.
@@ -62,24 +62,24 @@ class Profile(Record):
     precision: str = "fp32"
 
     def recomputed(self) -> Self:
-        """The costs when a backward begins with a second forward."""
+        """Returns the costs when a backward begins with a second forward."""
         later = ({"backward_input_s": u.backward_input_s + u.forward_s} for u in self.units)
         units = (u.model_copy(update=more) for u, more in zip(self.units, later, strict=True))
         return self.model_copy(update={"units": tuple(units)})
 
     def in_order(self, order: Sequence[int]) -> Self:
-        """The costs of `ModelGraph.in_order`."""
+        """Returns the costs in the unit order of `ModelGraph.in_order`."""
         return self.model_copy(update={"units": tuple(self.units[unit] for unit in order)})
 
     @property
     def step_compute_s(self) -> float:
-        """Forward and backward of all units for one microbatch, in seconds."""
+        """Returns the seconds of forward and backward of all units for one microbatch."""
         return sum(u.forward_s + u.backward_s for u in self.units)
 
 
 @final
 class ProfileSet(Record):
-    """Profiles of one model on one kind of device, by ascending microbatch size."""
+    """Holds profiles of one model on one kind of device, by ascending microbatch size."""
 
     version: Literal[1] = 1
     model: str
@@ -96,22 +96,22 @@ class ProfileSet(Record):
 
     @classmethod
     def of(cls, model: str, profiles: Iterable[Profile]) -> Self:
-        """The profiles in the order of their sizes."""
+        """Returns a set with the profiles in the order of their sizes."""
         return cls(model=model, profiles=tuple(sorted(profiles, key=lambda p: p.microbatch_size)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The microbatch sizes that were measured."""
+        """Returns the microbatch sizes that were measured."""
         return tuple(p.microbatch_size for p in self.profiles)
 
     def covers(self, size: int) -> bool:
-        """Whether `size` lies between the smallest and the largest size measured."""
+        """Returns whether `size` lies between the smallest and the largest measured size."""
         return self.sizes[0] <= size <= self.sizes[-1]
 
     def at(self, size: int) -> Profile:
-        """The profile at `size` samples, each unit piecewise linear between its neighbours.
+        """Returns the profile at `size` samples, each unit piecewise linear between its neighbours.
 
-        Raises BadOption beyond the sizes measured: small microbatches are not scaled-down large ones.
+        Raises BadOption beyond the measured sizes: small microbatches are not scaled-down large ones.
         """
         if not self.covers(size):
             raise BadOption(
@@ -126,15 +126,16 @@ class ProfileSet(Record):
         return _between(self.profiles[place - 1], above, size)
 
     def counts(self, counts: Iterable[int], batch_size: int) -> list[int]:
-        """Those microbatch counts whose microbatches it covers; all of them when there is none."""
-        given = list(counts)
-        return [count for count in given if self.covers(-(-batch_size // count))] or given
+        """Returns those microbatch counts whose microbatches it covers; all of them when there is none."""
+        all_counts = list(counts)
+        return [count for count in all_counts if self.covers(-(-batch_size // count))] or all_counts
 
     def of_graph(self, graph: ModelGraph, device: str, precision: str = "fp32") -> Profile:
-        """`at` the graph's batch; saved bytes, workspace and FLOPs are the graph's own, which are exact.
+        """Returns the profile at the graph's batch, with the graph's saved bytes, workspace and FLOPs.
 
-        `device` is the kind that the cluster has. Raises ModelMismatch for another model's graph, BadOption
-        for another precision, for a CPU's times on a GPU or the other way round, and what `at` raises.
+        These are exact. `device` is the kind that the cluster has. Raises ModelMismatch for another model's
+        graph, BadOption for another precision or for a CPU's times on a GPU or the other way round, and what
+        `at` raises.
         """
         self._insist(graph, device, precision)
         profile = self.at(graph.batch_size)
@@ -146,7 +147,7 @@ class ProfileSet(Record):
         return profile.model_copy(update={"units": tuple(units)})
 
     def _insist(self, graph: ModelGraph, device: str, precision: str) -> None:
-        """It holds for this model, on such a device, in this precision."""
+        """Raises unless the profile is valid for this model, on such a device, in this precision."""
         mine = self.profiles[0]
         if (device == "cpu") != (mine.device == "cpu"):
             raise BadOption(
@@ -168,12 +169,12 @@ class ProfileSet(Record):
             )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Writes it as JSON."""
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a profile file. Raises BadOption that says what is wrong with it."""
+        """Reads a profile file. Raises BadOption that says what is wrong with it."""
         try:
             return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

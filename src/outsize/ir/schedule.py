@@ -1,28 +1,28 @@
-"""Schedule: for each rank the list of actions, in torch's text grammar.
+"""Defines the schedule: for each rank the list of actions, in torch's text grammar.
 
     rank 0: 0F0, 0SEND_F0, 0F1, 0SEND_F1, 0RECV_B0, 0B0, ...
     rank 1: 1RECV_F0, 1F0, 1B0, 1SEND_B0, ...
 
 An action is `<stage><kind><microbatch>`. `F` forward, `B` full backward, `I` input gradient, `W` weight
 gradient, `SEND_F / RECV_F` activations, `SEND_B / RECV_B` gradients, `UNSHARD / RESHARD / REDUCE_GRAD`
-(FSDP), `LOAD / UNLOAD` (offload). The stage is always the one that acts. A transfer whose other end is
-not the neighbouring stage names it: `0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to stage 2.
-One CSV line per rank, actions in order: what is simulated is what is run.
+(FSDP), `LOAD / UNLOAD` (offload). The stage is always the one that performs the action. A transfer whose
+other end is not the neighbouring stage names it: `0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to
+stage 2. The CSV form has one line per rank, actions in order: what is simulated is what is run. ¦
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import Self, final
+from typing import Final, Protocol, Self, final
 
 
 @final
 class Kind(StrEnum):
-    """What an action does."""
+    """Says what an action does."""
 
     F = "F"
     B = "B"
@@ -38,7 +38,7 @@ class Kind(StrEnum):
     LOAD = "LOAD"
     UNLOAD = "UNLOAD"
 
-    # Enum's own is a function in Python, and actions are looked up by the hundred thousand.
+    # Enum's own `__hash__` is a Python function, which is slow for the many lookups of actions.
     __hash__ = str.__hash__
 
 
@@ -46,9 +46,11 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 NO_MICROBATCH = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.LOAD, Kind.UNLOAD})
 
-ZERO_BUBBLE_V = "zero-bubble-v"
+# Schedules whose rows a plan holds: composed by the planner for one plan, or written by a person.
+COMPOSED_NAME: Final = "auto"
+CUSTOM_NAME: Final = "custom"
 
-# The other end of a transfer when the text does not name it.
+# A transfer has this other end unless the text names one.
 _NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 _GRAMMAR = re.compile(r"^(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(\d+))?$")
 
@@ -56,7 +58,7 @@ _GRAMMAR = re.compile(r"^(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(\d+))?$")
 @final
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One cell of a schedule. `microbatch` is -1 for actions that have none, `peer` -1 likewise."""
+    """Is one cell of a schedule; `microbatch` and `peer` are -1 for actions that have none."""
 
     stage: int
     kind: Kind
@@ -65,12 +67,12 @@ class Action:
 
     @classmethod
     def transfer(cls, stage: int, kind: Kind, microbatch: int, peer: int) -> Self:
-        """A send or receive between `stage` (which acts) and `peer`."""
+        """Returns a send or receive between `stage`, which performs it, and `peer`."""
         return cls(stage, kind, microbatch, peer)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `2F0`, `0SEND_F3`, `0SEND_F3@2`; ValueError names what is wrong."""
+        """Parses `2F0`, `0SEND_F3`, `0SEND_F3@2`; ValueError names what is wrong."""
         match = _GRAMMAR.match(text.strip())
         if match is None or match[2] not in Kind.__members__:
             raise ValueError(f"{text!r} is no action; expected e.g. 0F0, 1B2, 0SEND_F1, 0SEND_F1@3")
@@ -101,7 +103,7 @@ def _peer(stage: int, kind: Kind, named: str | None, text: str) -> int:
 @final
 @dataclass(frozen=True)
 class Schedule:
-    """`actions[rank]` in execution order. `rank_of[stage]` says where each stage lives."""
+    """Holds `actions[rank]` in execution order; `rank_of[stage]` is the rank of each stage."""
 
     name: str
     microbatches: int
@@ -109,47 +111,57 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Returns the number of ranks."""
         return len(self.actions)
 
     @cached_property
     def rank_of(self) -> dict[int, int]:
-        """Stage -> the rank that acts for it."""
+        """Maps each stage to the rank that runs it."""
         return {a.stage: rank for rank, row in enumerate(self.actions) for a in row}
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Returns the number of stages."""
         return len(self.rank_of)
 
     def compute(self) -> Schedule:
-        """The schedule without transfers and residency actions."""
+        """Returns the schedule without transfers and residency actions."""
         rows = tuple(tuple(a for a in row if a.kind in COMPUTE) for row in self.actions)
         return Schedule(self.name, self.microbatches, rows)
 
     def to_csv(self) -> str:
-        """One line per rank, cells separated by commas."""
+        """Returns one line per rank, cells separated by commas."""
         return "".join(",".join(str(a) for a in row) + "\n" for row in self.actions)
 
     @classmethod
-    def from_csv(cls, text: str, name: str = "custom") -> Self:
-        """Read what `to_csv` writes; empty cells (torch's idle slots) are skipped."""
+    def from_csv(cls, text: str, name: str = CUSTOM_NAME) -> Self:
+        """Reads what `to_csv` writes; empty cells (torch's idle slots) are skipped."""
         rows = tuple(parse_row(line) for line in text.splitlines() if line.strip())
         counts = {a.microbatch for row in rows for a in row if a.kind in COMPUTE}
         return cls(name, len(counts), rows)
 
 
 def parse_row(line: str) -> tuple[Action, ...]:
-    """The actions of a rank, separated by commas; ValueError names the first that is none."""
+    """Parses the actions of a rank, separated by commas; ValueError names the first that is none."""
     return tuple(Action.parse(cell) for cell in line.split(",") if cell.strip())
 
 
+class KnownSchedule(Protocol):
+    """Defines what the nouns need of a schedule's record (schedules/family.py): the rank of each stage."""
+
+    @property
+    def placement(self) -> Callable[[int, int], tuple[int, ...]]:
+        """Maps (stages, ranks) to the rank of each stage."""
+        ...
+
+
+# Every schedule by its name. schedules/families.py fills it; `import outsize` loads that file first.
+SCHEDULES: Final[dict[str, KnownSchedule]] = {}
+
+
 def placed(name: str, stages: int, ranks: int, actions: tuple[str, ...] = ()) -> tuple[int, ...]:
-    """Stage -> rank: as the rows of actions say; without them in a round, in a V for `zero-bubble-v`."""
-    if actions:
-        return _placed_by(actions)
-    turn = [*range(ranks), *reversed(range(ranks))] if name == ZERO_BUBBLE_V else range(ranks)
-    return tuple(turn[stage % len(turn)] for stage in range(stages))
+    """Returns the rank of each stage, as the rows of actions say, or else the schedule of this name."""
+    return _placed_by(actions) if actions else SCHEDULES[name].placement(stages, ranks)
 
 
 @lru_cache(maxsize=64)
@@ -159,7 +171,7 @@ def _placed_by(actions: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def edges_of(actions: Iterable[Action]) -> set[tuple[int, int]]:
-    """Stage pairs (source, destination) over which the given actions move activations."""
+    """Returns the stage pairs (source, destination) over which the given actions move activations."""
     sends = {(a.stage, a.peer) for a in actions if a.kind is Kind.SEND_F}
     receives = {(a.peer, a.stage) for a in actions if a.kind is Kind.RECV_F}
     return sends | receives

@@ -1,4 +1,4 @@
-"""Timeline: who did what from when to when, predicted by the simulator or measured by the interpreter."""
+"""Records which rank did what and when, predicted by the simulator or measured by the interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Lane = Literal["compute", "send", "recv", "load", "wait"]
 
 @final
 class Span(Record):
-    """One action on one rank; seconds since the step began."""
+    """Records one action on one rank; seconds since the step began."""
 
     rank: int
     lane: Lane
@@ -21,13 +21,13 @@ class Span(Record):
 
     @property
     def duration_s(self) -> float:
-        """Length of the span."""
+        """Returns the length of the span."""
         return self.end_s - self.start_s
 
 
 @final
 class Sample(Record):
-    """Bytes alive on a rank at a moment."""
+    """Records the bytes alive on a rank at a moment."""
 
     rank: int
     time_s: float
@@ -36,7 +36,7 @@ class Sample(Record):
 
 @final
 class Timeline(Record):
-    """One step over all ranks."""
+    """Records one step over all ranks."""
 
     source: Literal["predicted", "measured"]
     ranks: int
@@ -45,26 +45,28 @@ class Timeline(Record):
 
     @property
     def duration_s(self) -> float:
-        """From the first start to the last end."""
+        """Returns the seconds from the first start to the last end."""
         if not self.spans:
             return 0.0
         return max(s.end_s for s in self.spans) - min(s.start_s for s in self.spans)
 
     def busy_s(self, rank: int) -> float:
-        """Seconds in which the rank computes."""
+        """Returns the seconds in which the rank computes."""
         return sum(s.duration_s for s in self.spans if s.rank == rank and s.lane == "compute")
 
     def utilisation(self, rank: int) -> float:
-        """Share of the step in which the rank computes, 0 to 1."""
+        """Returns the share of the step in which the rank computes, 0 to 1."""
         return self.busy_s(rank) / self.duration_s if self.duration_s else 0.0
 
     @property
     def bubble(self) -> float:
-        """Share of all rank-seconds in which nobody computes, 0 to 1 (GPipe, arXiv 1811.06965, sec. 2.3)."""
+        """Returns the share of all rank-seconds without compute, 0 to 1 (GPipe, arXiv 1811.06965,
+        sec. 2.3).
+        """
         if not self.ranks:
             return 0.0
         return 1.0 - sum(self.utilisation(r) for r in range(self.ranks)) / self.ranks
 
     def peak_bytes(self, rank: int) -> int:
-        """Most bytes alive on a rank over the step; 0 when nothing was sampled."""
+        """Returns the most bytes alive on a rank over the step; 0 when nothing was sampled."""
         return max((s.alive_bytes for s in self.samples if s.rank == rank), default=0)

@@ -1,1 +1,4 @@
-"""The recorded program of a model and its replay."""
+"""Holds the recorded program of a model (`tape`), generates code that replays it, and says what may be cut.
+
+`tensor_parallel` derives a rank's own program. Nothing here knows of stages, ranks of a run or schedules.
+"""

@@ -1,4 +1,4 @@
-"""Generate one Python function for a slice of a tape.
+"""Generates one Python function for a slice of a tape.
 
     def stage_1(v12, v3, p0, seed):
         v13 = m0(v12)  # transformer.h.2.ln_1
@@ -7,11 +7,12 @@
         del v13
         return (v14,)
 
-Locals instead of a dictionary, `del` at the last use, weights fetched from their module at each call (an
-optimizer or a checkpoint may have replaced them). A tied parameter that another stage owns arrives as an
-argument (`p0`) and stands in the module only around the call. Modes that differ from the ambient ones
-become `with` blocks. The text stays on the function (`.source`), so that a user can read a stage. A Python
-number that a leaf returns has steered the code behind it when the tape was made: `expect` insists on it.
+The function uses locals instead of a dictionary, `del` at the last use, and weights read from their module at
+each call (an optimizer or a checkpoint may have replaced them). A tied parameter that another stage owns
+arrives as an argument (`p0`) and is in the module only around the call. Modes that differ from the ambient
+ones become `with` blocks. The function's attribute `source` has the text, so that a user can read a stage. A
+Python number that a leaf returned has determined the code after it when the tape was made: `expect` checks
+it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from outsize.errors import ReplayMismatch
-from outsize.program.lent import weight_named
 from outsize.program.modes import entering
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.program.tree import leaves, paths
+from outsize.program.weight_lookup import weight_named
 
 _LITERALS = (
     int,
@@ -48,10 +49,10 @@ _LITERALS = (
 @final
 @dataclass(frozen=True)
 class SliceSpec:
-    """What to generate: `entries` arrive as arguments, `foreign` weights too, `exits` are returned.
+    """Defines the function to generate: `entries` and `foreign` weights are arguments, `exits` are returned.
 
-    `lent` has by name, at each call, weights whose module holds them on another device. A weight named in
-    `through` goes through that function at each use.
+    `copied` maps names to weights whose module has them on another device; it is read at each call. A weight
+    named in `through` is passed through that function at each use.
     """
 
     name: str
@@ -60,13 +61,13 @@ class SliceSpec:
     exits: Sequence[int]
     foreign: Sequence[str] = ()
     constants: Mapping[int, Tensor] = field(default_factory=dict)
-    lent: Mapping[str, Tensor] = field(default_factory=dict)
+    copied: Mapping[str, Tensor] = field(default_factory=dict)
     through: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 def compile_slice(spec: SliceSpec, model: nn.Module, ambient: Modes) -> Callable[..., tuple[Any, ...]]:
-    """The function `f(*entries, *foreign, seed) -> exits`."""
-    writer = _Writer(spec, model)
+    """Returns the function `f(*entries, *foreign, seed) -> exits`."""
+    writer = _FunctionWriter(spec, model)
     for group in _same_modes(spec.instructions):
         writer.block(group, entering(group[0].modes, ambient))
     return writer.finish()
@@ -83,8 +84,8 @@ def _same_modes(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
 
 
 @final
-class _Writer:
-    """Lines of the function, and the objects that its names stand for."""
+class _FunctionWriter:
+    """Collects the lines of the function, and the objects that its names refer to."""
 
     def __init__(self, spec: SliceSpec, model: nn.Module) -> None:
         self._spec, self._model = spec, model
@@ -95,10 +96,10 @@ class _Writer:
             "resolve": resolve,
             "swapped": swapped,
             "expect": expect,
-            "lent": spec.lent,
+            "copied": spec.copied,
         }
         self._name_of: dict[int, str] = {}
-        self._elsewhere = self._foreign | {name: f"lent[{name!r}]" for name in spec.lent}
+        self._elsewhere = self._foreign | {name: f"copied[{name!r}]" for name in spec.copied}
         self._elsewhere |= {name: self._through(name) for name in spec.through}
         self._lines: list[str] = []
         self._last_use = _last_uses(spec)
@@ -119,14 +120,15 @@ class _Writer:
         head = f"def {self._spec.name}({', '.join(arguments)}):"
         source = "\n".join([head, *self._lines, f"    return ({exits})", ""])
         exec(compile(source, f"<outsize {self._spec.name}>", "exec"), self._names)
-        # Popped: a function among its own globals would be a cycle that keeps the weights until gc runs.
+        # The function is popped because one among its own globals would be a cycle that references the
+        # weights until gc runs.
         function = self._names.pop(self._spec.name)
         function.source = source
         return function
 
     def _statement(self, instruction: Instruction) -> list[str]:
         lines = [f"seed({instruction.origin})"] if instruction.random else []
-        # What nobody reads is not taken apart either: a list of states may be shorter the next time.
+        # Results that nothing reads are not unpacked either: a list of states may be shorter the next time.
         dead = set(self._last_use.get(instruction.index, ()))
         unread = dead.intersection(instruction.defines())
         refs = list(paths(instruction.out, lambda leaf: isinstance(leaf, Ref) and leaf.slot not in unread))
@@ -143,33 +145,39 @@ class _Writer:
         return [*lines, f"del {gone}"] if gone else lines
 
     def _expectations(self, instruction: Instruction, unread: set[int]) -> list[str]:
-        """Rule 11: Python values that a leaf returns are guarded, and how many items its lists have."""
+        """Returns checks of the Python values that a leaf returns, and of the lengths of its lists
+        (rule 11).
+        """
         if not instruction.is_leaf:
             return []
-        found = [(f"out{path}", value) for path, value in paths(instruction.out, _is_python)]
-        found += [(f"len(out{path})", items) for path, items in _lengths(instruction.out, unread)]
+        checks = [(f"out{path}", value) for path, value in paths(instruction.out, _is_python)]
+        checks += [(f"len(out{path})", items) for path, items in _lengths(instruction.out, unread)]
         place = f"{instruction.name!r}, {instruction.where!r}"
-        return [f"expect({text}, {self._value(value)}, {place})" for text, value in found]
+        return [f"expect({text}, {self._value(value)}, {place})" for text, value in checks]
 
     def _guarded(self, instruction: Instruction, line: str) -> list[str]:
-        """The call, inside a swap of tied parameters where it uses some that live elsewhere."""
+        """Returns the call, inside a swap of tied parameters where it uses some that live elsewhere."""
         comment = f"  # {instruction.name}"
         named = {leaf for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Weight)}
-        borrowed = [w.name for w in instruction.weights if w.name in self._elsewhere and w not in named]
-        if not borrowed:
+        swapped_in = [w.name for w in instruction.weights if w.name in self._elsewhere and w not in named]
+        if not swapped_in:
             return [line + comment]
         places = [
-            (table, key, self._elsewhere[n]) for n in borrowed for table, key in self._places(instruction, n)
+            (table, key, self._elsewhere[n])
+            for n in swapped_in
+            for table, key in self._places(instruction, n)
         ]
         swaps = ", ".join(f"({self._bind(table, 't')}, {key!r}, {value})" for table, key, value in places)
         return [f"with swapped({swaps}):{comment}", f"    {line}"]
 
     def _places(self, instruction: Instruction, name: str) -> list[tuple[dict[str, Any], str]]:
-        """Where the call finds the weight: in its own module, else (a module as argument) anywhere."""
+        """Returns where the call reads the weight: in its own module, else (a module as argument)
+        anywhere.
+        """
         wanted = weight_named(self._model, name)
-        own = [self._modules[str(instruction.target)]] if instruction.is_leaf else []
-        found = (_holders(module, wanted) for module in (*own, self._model))
-        return next((places for places in found if places), [])
+        leaf = [self._modules[str(instruction.target)]] if instruction.is_leaf else []
+        holders = (_holders(module, wanted) for module in (*leaf, self._model))
+        return next((places for places in holders if places), [])
 
     def _callee(self, instruction: Instruction) -> str:
         if isinstance(instruction.target, str):
@@ -181,7 +189,7 @@ class _Writer:
         return ", ".join(positional + [f"{k}={self._value(v)}" for k, v in instruction.kwargs.items()])
 
     def _value(self, tree: Any) -> str:
-        """Python text of an argument."""
+        """Returns the Python text of an argument."""
         if isinstance(tree, Ref):
             return f"v{tree.slot}"
         if isinstance(tree, Weight):
@@ -226,12 +234,12 @@ class _Writer:
         return self._name_of[id(value)]
 
 
-def expect(found: object, recorded: object, name: str, where: str) -> None:
-    """Raise ReplayMismatch when a leaf returns another Python value than when it was captured."""
-    if found != recorded and not (found != found and recorded != recorded):
+def expect(actual: object, recorded: object, name: str, where: str) -> None:
+    """Raises ReplayMismatch when a leaf returns another Python value than when it was captured."""
+    if actual != recorded and not (actual != actual and recorded != recorded):
         raise ReplayMismatch(
             f"{name} returns another Python value than when it was captured",
-            numbers=f"captured {recorded!r}, got {found!r}, used at {where}",
+            numbers=f"captured {recorded!r}, got {actual!r}, used at {where}",
             next_step="return a tensor there, or move what uses the value into the same module",
         )
 
@@ -241,7 +249,7 @@ def _is_python(leaf: Any) -> bool:
 
 
 def _lengths(out: Any, unread: set[int]) -> Iterator[tuple[str, int]]:
-    """(accessor, number of items) of each list and tuple from which something is read by its index."""
+    """Yields (accessor, number of items) of each list and tuple from which something is read by its index."""
     for place, items in paths(out, lambda part: isinstance(part, tuple | list)):
         if any(isinstance(leaf, Ref) and leaf.slot not in unread for leaf in leaves(items)):
             yield place, len(items)
@@ -254,7 +262,7 @@ def _holders(module: nn.Module, wanted: Tensor) -> list[tuple[dict[str, Any], st
 
 @contextmanager
 def swapped(*places: tuple[dict[str, Any], str, Tensor]) -> Any:
-    """`table[key] = value` for each place while the context lasts."""
+    """Sets `table[key] = value` for each place within the context."""
     before = [table[key] for table, key, _ in places]
     for table, key, value in places:
         table[key] = value
@@ -266,14 +274,14 @@ def swapped(*places: tuple[dict[str, Any], str, Tensor]) -> Any:
 
 
 def _last_uses(spec: SliceSpec) -> dict[int, list[int]]:
-    """Instruction index -> slots that nobody needs after it."""
+    """Maps each instruction index to the slots that are not needed after it."""
     last: dict[int, int] = {}
     for instruction in spec.instructions:
         for slot in (*instruction.reads(), *instruction.defines()):
             last[slot] = instruction.index
-    kept = {*spec.exits, *spec.constants}
+    always_needed = {*spec.exits, *spec.constants}
     dead: dict[int, list[int]] = {}
     for slot, index in last.items():
-        if slot not in kept:
+        if slot not in always_needed:
             dead.setdefault(index, []).append(slot)
     return dead

@@ -1,11 +1,13 @@
-"""What must run, what may be replicated, and where a tape may be cut.
+"""Computes what must run, what may be replicated, and where a tape may be cut.
 
-Legal cuts (rule 8): from the first definition of a piece of memory to its last write in place nothing may
-be cut; all that touch a weight which the forward writes (BatchNorm's statistics) stay together.
-A gradient taken inside the forward (`torch.autograd.grad`) stays with all that lies between it and what it is
-taken of, since an autograd graph does not cross a cut.
+Legal cuts (rule 8): from the first definition of a piece of memory to its last write in place no cut is
+allowed; all instructions that use a weight which the forward writes (BatchNorm's statistics) stay together. A
+gradient taken inside the forward (`torch.autograd.grad`) stays with all instructions between it and what it
+differentiates, since an autograd graph does not cross a cut.
+
 Replicated (rule 12): glue that depends on inputs, constants and read-only buffers alone, draws no random
-numbers and writes only memory of its own. Every stage computes it for itself; it never crosses a cut.
+numbers and writes only its own memory. Every stage computes it for itself; it never crosses a cut.
+
 All functions are O(instructions + reads).
 """
 
@@ -15,12 +17,12 @@ from collections.abc import Iterable
 
 import torch
 
-from outsize.program.checks import insist
+from outsize.program.assertions import insist
 from outsize.program.tape import Instruction, Tape, Weight
 
 
 def live(tape: Tape, required: Iterable[int]) -> list[bool]:
-    """Per instruction: does a required slot, a written weight or a check depend on it?"""
+    """Returns per instruction whether a required slot, a written weight or a check depends on it."""
     needed = set(required)
     storages = {tape.storage(s) for s in needed}
     alive = [False] * len(tape.instructions)
@@ -37,7 +39,7 @@ def live(tape: Tape, required: Iterable[int]) -> list[bool]:
 
 
 def replicable(tape: Tape) -> list[bool]:
-    """Per instruction: may every stage compute it for itself?"""
+    """Returns per instruction whether every stage may compute it for itself."""
     written = {w for i in tape.instructions for w in i.written_weights}
     spoiled: set[int] = set()
     while True:
@@ -72,7 +74,9 @@ def _unfit(tape: Tape, slot: int, spoiled: set[int]) -> bool:
 
 
 def legal_cuts(tape: Tape) -> list[bool]:
-    """`legal[p]`: may the tape be cut between instruction p - 1 and p? Both ends are not cuts."""
+    """Returns in `legal[p]` whether the tape may be cut between instruction p - 1 and p; both ends are not
+    cuts.
+    """
     count = len(tape.instructions)
     blocked = [0] * (count + 2)
     for first, last in _uncuttable(tape):
@@ -86,7 +90,7 @@ def legal_cuts(tape: Tape) -> list[bool]:
 
 
 def _uncuttable(tape: Tape) -> list[tuple[int, int]]:
-    """(first, last) instruction of every run that must stay in one stage."""
+    """Returns the (first, last) instruction of every run that must stay in one stage."""
     touched: dict[object, list[int]] = {}
     last_write: dict[object, int] = {}
     outside = {tape.storage(s) for s in (*tape.inputs, *tape.constants)}
@@ -114,5 +118,5 @@ def _memory(tape: Tape, instruction: Instruction) -> set[object]:
 
 
 def last_reads(tape: Tape, alive: list[bool]) -> dict[int, int]:
-    """Slot -> index of the last live instruction that reads it."""
+    """Maps each slot to the index of the last live instruction that reads it."""
     return {s: i.index for i in tape.instructions if alive[i.index] for s in i.reads()}

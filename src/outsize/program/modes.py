@@ -1,4 +1,4 @@
-"""Grad, inference and autocast state: read at record time, put around runs of instructions at replay."""
+"""Records grad, inference and autocast state, and restores it around runs of instructions at replay."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _DEVICES = ("cpu", "cuda")
 
 
 def current_modes() -> Modes:
-    """The state that the caller runs under."""
+    """Returns the state that the caller runs under."""
     autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
     return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
 
 def entering(modes: Modes, ambient: Modes) -> list[str]:
-    """Python context expressions that lead from the ambient state to `modes`."""
+    """Returns Python context expressions that lead from the ambient state to `modes`."""
     contexts: list[str] = []
     if modes.inference != ambient.inference:
         contexts.append(f"torch.inference_mode({modes.inference})")
@@ -36,20 +36,24 @@ def entering(modes: Modes, ambient: Modes) -> list[str]:
 
 
 def casting_devices() -> list[str]:
-    """The device types on which autocast is on."""
+    """Returns the device types on which autocast is on."""
     return [device for device in _DEVICES if torch.is_autocast_enabled(device)]
 
 
 def forget_casts() -> None:
-    """As at the begin of a `with torch.autocast` around each forward of a plain loop: nothing is cast yet."""
+    """Clears the autocast cache if autocast is on, as `with torch.autocast` does around each plain
+    forward.
+    """
     if casting_devices():
         torch.clear_autocast_cache()
 
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """As behind the `with torch.autocast` of a plain loop: a backward does not cast by itself, and weights
-    that were cast are cast anew next time, for an optimizer may have changed them.
+    """Turns autocast off within the context and clears its cache afterwards.
+
+    A plain loop does the same behind its `with torch.autocast`: a backward does not cast by itself, and
+    weights are cast again next time, since an optimizer may have changed them.
     """
     enabled = casting_devices()
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""Read slots of a tape straight from the inputs: for guards and for the denominators of losses.
+"""Computes slots of a tape straight from the inputs: for guards and for the denominators of losses.
 
     reader = slot_reader(tape, model, slots)
     values = reader(inputs)          # {slot: tensor}, no gradients, a few microseconds of Python
 
-The slots must follow from inputs, constants and buffers through glue alone; the slice is compiled once.
+The slots must depend on inputs, constants and buffers through glue alone; the slice is compiled once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from outsize.program.generate import SliceSpec, compile_slice
-from outsize.program.lent import Lent
 from outsize.program.tape import Tape, backward_slice
+from outsize.program.weight_lookup import CopiedWeights
 
 Reader = Callable[[Sequence[Tensor]], dict[int, Tensor]]
 
@@ -23,7 +23,9 @@ Reader = Callable[[Sequence[Tensor]], dict[int, Tensor]]
 def slot_reader(
     tape: Tape, model: nn.Module, slots: Iterable[int], home: torch.device | None = None
 ) -> Reader:
-    """A function from the tape's input tensors to the values of the slots, computed at `home` if given."""
+    """Returns a function from the tape's input tensors to the values of the slots, computed at `home` if
+    given.
+    """
     wanted = tuple(dict.fromkeys(slots))
     needs = [tape.instructions[i] for i in backward_slice(tape.instructions, tape.metas, wanted)]
     reads = {*wanted, *(s for i in needs for s in i.reads())}
@@ -36,14 +38,14 @@ def slot_reader(
         [tape.inputs[place] for place in places],
         wanted,
         constants=constants,
-        lent=Lent(model, buffers, home),
+        copied=CopiedWeights(model, buffers, home),
     )
     function = compile_slice(spec, model, tape.modes)
 
     def read(inputs: Sequence[Tensor]) -> dict[int, Tensor]:
-        given = [inputs[place] for place in places]
+        used_inputs = [inputs[place] for place in places]
         with torch.no_grad():
-            here = given if home is None else [t.to(home) for t in given]
+            here = used_inputs if home is None else [t.to(home) for t in used_inputs]
             return dict(zip(wanted, function(*here, torch.manual_seed), strict=True))
 
     return read

@@ -1,4 +1,4 @@
-"""Replay by interpretation: for guards and small slices. Stages use `generate` instead."""
+"""Replays by interpretation: for guards and small slices. Stages use `generate` instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Env = dict[int, Any]
 
 
 def resolve(tree: Any, env: Mapping[int, Any], weights: Mapping[str, Any]) -> Any:
-    """Arguments with every Ref and Weight replaced by its value."""
+    """Returns arguments with every Ref and Weight replaced by its value."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
@@ -26,7 +26,7 @@ def resolve(tree: Any, env: Mapping[int, Any], weights: Mapping[str, Any]) -> An
 
 
 def evaluate(instructions: Iterable[Instruction], env: Env, weights: Mapping[str, Tensor]) -> None:
-    """Run glue instructions in order; fills `env` with their results. Leaves are not run here."""
+    """Runs glue instructions in order; fills `env` with their results. Leaves are not run here."""
     for instruction in instructions:
         assert callable(instruction.target), instruction.name
         args = resolve(instruction.args, env, weights)
@@ -37,8 +37,8 @@ def evaluate(instructions: Iterable[Instruction], env: Env, weights: Mapping[str
 
 
 def bindings(tree: Any, out: Any) -> Env:
-    """Slot -> value for a result, by walking the recorded structure and the real one together."""
-    found: Env = {}
+    """Maps slots to values, by walking the recorded structure of a result and the real one together."""
+    values: Env = {}
     for path, ref in paths(tree, lambda leaf: isinstance(leaf, Ref)):
-        found[ref.slot] = eval(f"out{path}", {"out": out})
-    return found
+        values[ref.slot] = eval(f"out{path}", {"out": out})
+    return values

@@ -1,4 +1,4 @@
-"""Walk the containers that models take and return: tuple, list, dict, dataclass, named tuple, slice.
+"""Walks the containers that models take and return: tuple, list, dict, dataclass, named tuple, slice.
 
 `map_leaves(fn, tree)` rebuilds the same structure with `fn` applied to every leaf. Containers keep their
 type, so a transformers `ModelOutput` or `BatchEncoding` comes back as one. Objects of other types are leaves.
@@ -17,7 +17,7 @@ Fn = Callable[[Any], Any]
 
 
 def map_leaves(fn: Fn, tree: Any) -> Any:
-    """The tree with `fn(leaf)` for every leaf."""
+    """Returns the tree with `fn(leaf)` for every leaf."""
     if _walk_of(type(tree)) is None:
         return fn(tree)
     if isinstance(tree, tuple | list):
@@ -32,7 +32,8 @@ def map_leaves(fn: Fn, tree: Any) -> Any:
 def _sequence(fn: Fn, tree: tuple[Any, ...] | list[Any]) -> Any:
     items = [map_leaves(fn, item) for item in tree]
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return tuple.__new__(type(tree), items)  # a subclass may check or compute in its own `__new__`
+        # A subclass may check or compute in its own `__new__`, so that of tuple is called.
+        return tuple.__new__(type(tree), items)
     kind = type(tree)
     return kind(items) if kind in (tuple, list) or isinstance(tree, list) else tuple(items)
 
@@ -61,25 +62,27 @@ def _is_ref(tree: Any) -> bool:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """All leaves in order."""
-    found: list[Any] = []
-    _gather(tree, found)
-    return iter(found)
+    """Yields all leaves in order."""
+    items: list[Any] = []
+    _gather(tree, items)
+    return iter(items)
 
 
-def _gather(tree: Any, found: list[Any]) -> None:
-    """As map_leaves walks, and nothing is rebuilt: the most called function of a recording."""
+def _gather(tree: Any, items: list[Any]) -> None:
+    """Collects leaves as map_leaves walks, without rebuilding: this is the most called function of a
+    recording.
+    """
     walk = _walk_of(type(tree))
     if walk is None:
-        found.append(tree)
+        items.append(tree)
     else:
         for item in walk(tree):
-            _gather(item, found)
+            _gather(item, items)
 
 
 @lru_cache(maxsize=1024)
 def _walk_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
-    """How to get at the items of such a container; None for a leaf."""
+    """Returns a function from such a container to its items; None for a leaf."""
     if issubclass(kind, tuple | list):
         return iter
     if issubclass(kind, dict | UserDict):
@@ -93,7 +96,9 @@ def _walk_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
 
 
 def children(tree: Any) -> list[tuple[str, Any]]:
-    """(accessor, item) of a container: `('[0]', x)`, `('["loss"]', y)`, `('.field', z)`; of a leaf, none."""
+    """Returns (accessor, item) of a container: `('[0]', x)`, `('["loss"]', y)`, `('.field', z)`; of a leaf,
+    none.
+    """
     if isinstance(tree, tuple | list):
         return [(f"[{index}]", item) for index, item in enumerate(tree)]
     if isinstance(tree, Mapping):
@@ -104,7 +109,7 @@ def children(tree: Any) -> list[tuple[str, Any]]:
 
 
 def paths(tree: Any, wanted: Callable[[Any], bool], at: str = "") -> Iterator[tuple[str, Any]]:
-    """(accessor, part) of the parts, containers too, that are wanted: `('[0].loss', x)`."""
+    """Yields (accessor, part) of the parts, containers too, that are wanted: `('[0].loss', x)`."""
     if wanted(tree):
         yield at, tree
     for accessor, item in children(tree):

@@ -1,4 +1,4 @@
-"""The colours of plots and pages: safe for colour-blind eyes, one meaning each.
+"""Defines the colours of plots and pages: safe for colour-blind eyes, one meaning each.
 
 Causes of memory: Okabe and Ito, "Color Universal Design" (2008). Forward is blue and backward orange, which
 all common kinds of colour blindness tell apart; microbatches differ in lightness.
@@ -15,7 +15,7 @@ CAUSES = {
 }
 # Stages of a network; neighbours always differ.
 STAGES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
-# Lightness repeats after so many microbatches; neighbours always differ.
+# Lightness repeats after this many microbatches; neighbours always differ.
 SHADES = 4
 FORWARD = ("#2166ac", "#4a90c9", "#7db5de", "#a9d0ec")
 BACKWARD = ("#b35806", "#d97f1e", "#f0a350", "#f7c78b")
@@ -26,17 +26,19 @@ DARK_INK, LIGHT_INK = "#14161a", "#ffffff"
 
 
 def shade(kind: str, microbatch: int) -> str:
-    """The colour of a compute action."""
+    """Returns the colour of a compute action."""
     return KINDS.get(kind, OTHER)[microbatch % SHADES]
 
 
 def ink(fill: str) -> str:
-    """Text on `fill`: whichever of dark and light has more contrast (WCAG 2.1, relative luminance)."""
+    """Returns the text colour on `fill`: dark or light, whichever has more contrast (WCAG 2.1, relative
+    luminance).
+    """
     return DARK_INK if contrast(fill, DARK_INK) >= contrast(fill, LIGHT_INK) else LIGHT_INK
 
 
 def contrast(one: str, other: str) -> float:
-    """WCAG contrast ratio, 1 to 21, of two `#rrggbb`."""
+    """Returns the WCAG contrast ratio, 1 to 21, of two `#rrggbb`."""
     low, high = sorted((_luminance(one), _luminance(other)))
     return (high + 0.05) / (low + 0.05)
 

@@ -1,4 +1,6 @@
-"""Figures as PNG files, for slides and papers. The only importer of matplotlib, and only when called."""
+"""Draws figures as PNG files, for slides and papers. Only this file imports matplotlib, and only when
+called.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,13 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from outsize.errors import BadOption
+from outsize.ir.formatting import byte_unit, bytes_text, percent_text, seconds_text
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action
-from outsize.ir.text import byte_unit, bytes_text, percent_text, seconds_text
 from outsize.ir.timeline import Span, Timeline
 from outsize.report.palette import CAUSES, ink, shade
-from outsize.report.placement import holdings
-from outsize.report.tables import causes
+from outsize.report.tables.placement import holdings
+from outsize.report.tables.plan_tables import causes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,19 +28,22 @@ SOFT, LINE, IDLE, LIMIT, LOSS = "#59616e", "#e2e5ea", "#eceef2", "#c3272f", "#1f
 INK, BAR = "#2b303a", "#aab2bf"
 # A label of n characters fits a bar when the figure is this many characters wide.
 CHARACTERS = 120
-# A device's limit is drawn when it is no more than so many times the peak.
+# A device's limit is drawn when it is at most this many times the peak.
 NEAR = 3
 
 
 def timeline_png(predicted: Timeline | None, measured: Timeline | None, path: str | Path) -> None:
-    """Both timelines on one time axis, a row for each rank. Raises BadOption without matplotlib."""
-    found = [t for t in (predicted, measured) if t is not None]
-    end_s = max((t.duration_s for t in found), default=0.0)
+    """Draws both timelines on one time axis, a row for each rank.
+
+    Raises BadOption without matplotlib.
+    """
+    timelines = [t for t in (predicted, measured) if t is not None]
+    end_s = max((t.duration_s for t in timelines), default=0.0)
     if not end_s:
         raise BadOption("there is no step to draw", next_step="give a predicted or a measured timeline")
-    rows = sum(t.ranks for t in found)
-    figure, axes = _figure(rows * ROW + len(found) * MARGIN, len(found), [t.ranks for t in found])
-    for axis, timeline in zip(axes, found, strict=True):
+    rows = sum(t.ranks for t in timelines)
+    figure, axes = _figure(rows * ROW + len(timelines) * MARGIN, len(timelines), [t.ranks for t in timelines])
+    for axis, timeline in zip(axes, timelines, strict=True):
         _draw_timeline(axis, timeline, end_s)
     for kind, name in (("F", "forward"), ("B", "backward")):
         axes[0].barh(0, 0, color=shade(kind, 1), label=name)
@@ -47,7 +52,7 @@ def timeline_png(predicted: Timeline | None, measured: Timeline | None, path: st
 
 
 def memory_png(plan: Plan, path: str | Path) -> None:
-    """Predicted bytes at the peak of a step, by cause, for each device.
+    """Draws the predicted bytes at the peak of a step, by cause, for each device.
 
     Raises BadOption without matplotlib, or for a plan without expectations.
     """
@@ -55,11 +60,11 @@ def memory_png(plan: Plan, path: str | Path) -> None:
         raise BadOption(
             "the plan has no figures to draw", next_step="outsize plan MODEL --plan FILE to price it"
         )
-    held = holdings(plan, plan.expected)
-    stages = [h.figures for h in held]
+    device_holdings = holdings(plan, plan.expected)
+    stages = [h.figures for h in device_holdings]
     unit, size = byte_unit(max((f.peak_bytes for f in stages), default=0))
-    near = [f.device_bytes for f in stages if f.device_bytes <= NEAR * f.peak_bytes]
-    end = max([f.peak_bytes for f in stages] + near) / size
+    near_limits = [f.device_bytes for f in stages if f.device_bytes <= NEAR * f.peak_bytes]
+    end = max([f.peak_bytes for f in stages] + near_limits) / size
     figure, (axis,) = _figure(len(stages) * ROW * 1.3 + 1.3, 1, [1])
     for number, figures in enumerate(stages):
         left = 0.0
@@ -70,9 +75,9 @@ def memory_png(plan: Plan, path: str | Path) -> None:
             left += width
         limit = f" of {bytes_text(figures.device_bytes)}" if figures.device_bytes else ""
         axis.text(end * 1.02, number, f"{bytes_text(figures.peak_bytes)}{limit}", va="center", fontsize=9)
-        if figures.device_bytes in near and figures.device_bytes:
+        if figures.device_bytes in near_limits and figures.device_bytes:
             axis.vlines(figures.device_bytes / size, number - 0.4, number + 0.4, colors=LIMIT, lw=2.5)
-    _rows(axis, [h.name for h in held])
+    _rows(axis, [h.name for h in device_holdings])
     axis.set_xlim(0, end * 1.22)
     axis.set_xlabel(f"{unit} at the peak of a step, predicted", color=SOFT)
     axis.legend(ncols=len(CAUSES), loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9)
@@ -80,7 +85,10 @@ def memory_png(plan: Plan, path: str | Path) -> None:
 
 
 def loss_png(losses: Sequence[float], path: str | Path) -> None:
-    """The loss over the steps of a run. Raises BadOption without matplotlib."""
+    """Draws the loss over the steps of a run.
+
+    Raises BadOption without matplotlib.
+    """
     figure, (axis,) = _figure(3.6, 1, [1])
     axis.plot(range(1, len(losses) + 1), losses, color=LOSS, lw=1.8)
     axis.set_xlabel("step", color=SOFT)
@@ -91,7 +99,7 @@ def loss_png(losses: Sequence[float], path: str | Path) -> None:
 
 
 def laps_bars_png(laps: Mapping[str, Sequence[float]], path: str | Path) -> None:
-    """A bar for each system: mean seconds of a step, standard deviation, speed-up over the first.
+    """Draws a bar for each system: mean seconds of a step, standard deviation, speed-up over the first.
 
     Raises BadOption without matplotlib.
     """
@@ -113,7 +121,7 @@ def laps_curve_png(
     xlabel: str,
     path: str | Path,
 ) -> None:
-    """Mean seconds of a step with standard deviations over a choice, and other systems as lines across.
+    """Draws mean seconds of a step with standard deviations over a choice, other systems as lines across.
 
     Raises BadOption without matplotlib.
     """
@@ -170,7 +178,7 @@ def _draw_span(axis: Axes, span: Span, start_s: float, end_s: float) -> None:
 
 
 def _figure(height: float, rows: int, ratios: Sequence[int]) -> tuple[Figure, list[Axes]]:
-    """A figure with axes below each other, without pyplot's global state."""
+    """Returns a figure with axes below each other, without pyplot's global state."""
     figure = _figure_class()(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     grid: Any = figure.subplots(rows, 1, squeeze=False, height_ratios=ratios)
     axes: list[Axes] = list(grid[:, 0])

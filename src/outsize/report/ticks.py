@@ -1,4 +1,4 @@
-"""Round numbers for an axis (Heckbert, "Nice Numbers for Graph Labels", Graphics Gems, 1990)."""
+"""Chooses round numbers for an axis (Heckbert, "Nice Numbers for Graph Labels", Graphics Gems, 1990)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` multiples of 1, 2 or 5 times a power of ten within low..high."""
+    """Returns about `count` multiples of 1, 2 or 5 times a power of ten within low..high."""
     if not high > low:
         return [low]
     step = _nice((high - low) / max(1, count))

@@ -22,21 +22,22 @@ from typing import Any, get_args
 
 from outsize.ir.schedule import Action, Kind
 from outsize.ir.timeline import Lane, Span, Timeline
-from outsize.planner.replay import numbered
+from outsize.planner.simulation.measured_step import numbered
 from outsize.schedules.message import SENDS, message_of
 
 Event = dict[str, Any]
 LANES: tuple[Lane, ...] = get_args(Lane)
 MICRO = 1e6
 DIGITS = 3
-# Of events at one moment: a slice comes before the arrows that are tied to it.
+# The order of events at one moment: a slice comes before the arrows that belong to it.
 ORDER = "MXsfC"
-# Track ids: room for this many tracks of a lane, and for the lanes of a rank.
+# Track ids leave room for this many tracks of a lane, and for all lanes of a rank.
 TRACKS = 64
 
 
 def perfetto(predicted: Timeline | None, measured: Timeline | None) -> dict[str, Any]:
-    """The trace of one step: a process for each source, a track for each rank and lane, arrows for sends.
+    """Returns the trace of one step: a process for each source, a track for each rank and lane, arrows for
+    sends.
 
     An arrow goes from a SEND to the compute action that waits for it, if that starts no earlier than the
     SEND; clocks of several machines may disagree.
@@ -67,7 +68,7 @@ def _tid(rank: int, lane: Lane, number: int) -> int:
 
 
 def _tracks(timeline: Timeline) -> dict[tuple[int, Lane, int], list[Span]]:
-    """(rank, lane, number) -> spans that do not overlap, by their start."""
+    """Returns (rank, lane, number) -> spans that do not overlap, by their start."""
     tracks: dict[tuple[int, Lane, int], list[Span]] = {}
     for rank in range(timeline.ranks):
         for lane in LANES:
@@ -78,7 +79,7 @@ def _tracks(timeline: Timeline) -> dict[tuple[int, Lane, int], list[Span]]:
 
 
 def apart(spans: Iterable[Span]) -> list[list[Span]]:
-    """The fewest rows in which no two spans overlap (interval colouring by start)."""
+    """Returns the fewest rows in which no two spans overlap (interval colouring by start)."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
         free = next((row for row in rows if row[-1].end_s <= span.start_s), None)
@@ -94,7 +95,7 @@ def _name(pid: int, tid: int, what: str, name: str) -> Event:
 
 
 def _step(pid: int, tid: int, timeline: Timeline, rank: int, lane: Lane) -> Event:
-    """The slice in which all others of a lane lie, with the share of it that they fill."""
+    """Returns the slice that contains all others of a lane, with the share of it that they fill."""
     start = _micro(min(s.start_s for s in timeline.spans))
     duration = round(_micro(max(s.end_s for s in timeline.spans)) - start, DIGITS)
     seconds = sum(s.duration_s for s in timeline.spans if s.rank == rank and s.lane == lane)
@@ -105,7 +106,7 @@ def _step(pid: int, tid: int, timeline: Timeline, rank: int, lane: Lane) -> Even
 
 def _complete(pid: int, tid: int, span: Span) -> Event:
     start = _micro(span.start_s)
-    # The difference of rounded ends: neighbours that touch still touch.
+    # Both ends are rounded before the difference, so that neighbours that touch still touch.
     duration = round(_micro(span.end_s) - start, DIGITS)
     where = {"pid": pid, "tid": tid, "ts": start, "dur": duration}
     return {"ph": "X", "name": span.action, "cat": span.lane, **where, "args": _details(span)}
@@ -124,30 +125,32 @@ def _details(span: Span) -> dict[str, Any]:
 def _flows(pid: int, tid_of: dict[int, int], timeline: Timeline) -> Iterator[Event]:
     for number, (send, consumer) in enumerate(arrows(timeline.spans)):
         kind = str(Action.parse(send.action).kind)
-        # A flow is known by its id, and ids of two processes must not meet.
+        # Flows are identified by their ids, which must differ between the two processes.
         common = {"cat": "transfer", "name": kind, "id": pid * 1_000_000 + number, "pid": pid}
         yield {"ph": "s", **common, "tid": tid_of[id(send)], "ts": _micro(send.start_s)}
         yield {"ph": "f", "bp": "e", **common, "tid": tid_of[id(consumer)], "ts": _micro(consumer.start_s)}
 
 
 def arrows(spans: Sequence[Span]) -> list[tuple[Span, Span]]:
-    """Each SEND with the compute span that waits for its message, where both are known and in order."""
+    """Returns each SEND with the compute span that waits for its message, where both are known and in
+    order.
+    """
     ranks = sorted({span.rank for span in spans})
     pairs = [pair for rank in ranks for pair in numbered(s for s in spans if s.rank == rank)]
     computes = {_whole(action): span for action, span in pairs if span.lane == "compute"}
-    found: list[tuple[Span, Span]] = []
+    pairs_of_spans: list[tuple[Span, Span]] = []
     for action, span in pairs:
         if span.lane != "send" or action.kind not in SENDS:
             continue
         message = message_of(action)
         consumer = computes.get(Action(message.destination, message.kind, message.microbatch))
         if consumer is not None and consumer.start_s >= span.start_s:
-            found.append((span, consumer))
-    return found
+            pairs_of_spans.append((span, consumer))
+    return pairs_of_spans
 
 
 def _whole(action: Action) -> Action:
-    """The input's half of a split backward is what waits for the gradient."""
+    """Returns B for I: of a split backward the input gradient is what waits for the message."""
     return replace(action, kind=Kind.B) if action.kind is Kind.I else action
 
 

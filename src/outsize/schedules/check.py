@@ -1,13 +1,13 @@
-"""Problem: is this list of actions a training step, and will it come to an end?
+"""Problem: is this list of actions a training step that ends?
 
 Nothing here trusts a builder: a schedule may come from a CSV that someone edited. `check_compute` looks
 at F, B, I and W alone; `check` takes a lowered schedule with the edges it has to serve and also
-    pairs       every SEND has its RECV and the other way round, and an edge asks for them
-    places      a SEND stands behind the compute that produces, a RECV before the one that needs it
-    fifo        a rank receives from another in the order in which that one sends, activations and
-                gradients apart (NCCL has no tags; each of the two has its own communicator)
+    pairs       every SEND has its RECV and every RECV its SEND, and an edge needs them
+    places      a SEND is after the compute action that produces, a RECV before the one that needs it
+    fifo        a rank receives from another in the order in which that one sends; activations and
+                gradients are separate (NCCL has no tags; each of the two has its own communicator)
     deadlock    plays the rows: SEND and RECV (which posts) never block, compute waits until the
-                sends it needs have been executed; if nobody can go on, the schedule hangs
+                sends it needs have been executed; if no rank can continue, the schedule hangs
 The first fault is raised as InvalidSchedule with the numbers and the grid around the cell.
 Complexity: O(ranks x actions). Oracle: tests/unit/schedules/test_schedule_check.py breaks good
 schedules in each of these ways, and random edits of good ones agree with a brute-force player.
@@ -37,9 +37,9 @@ Cells = Mapping[Action, Cell]
 
 
 def check_compute(schedule: Schedule) -> None:
-    """Each stage, on one rank, runs F and then B, or F, I and W, for each microbatch; each kind in order.
+    """Checks that each stage, on one rank, runs F and then B, or F, I and W, of all microbatches in order.
 
-    Raises InvalidSchedule; transfers in the schedule are not looked at.
+    Raises InvalidSchedule; transfers in the schedule are ignored.
     """
     cells = _cells(schedule)
     _check_placement(schedule)
@@ -50,7 +50,7 @@ def check_compute(schedule: Schedule) -> None:
 def check(
     schedule: Schedule, forward_edges: Edges, backward_edges: Edges, step_edges: Edges = frozenset()
 ) -> None:
-    """A lowered schedule is complete, in order, serves exactly these edges and does not deadlock.
+    """Checks that a lowered schedule is complete, in order, serves exactly these edges and does not deadlock.
 
     Edges are (source stage, destination stage), as for `lower`. Raises InvalidSchedule.
     """
@@ -68,22 +68,23 @@ def check(
 
 
 def check_waits(schedule: Schedule, forward_edges: Edges, backward_edges: Edges) -> None:
-    """A compute-only schedule comes to an end along these edges; raises InvalidSchedule at who waits in vain.
+    """Checks that a compute-only schedule ends along these edges; raises InvalidSchedule where a rank waits
+    forever.
 
-    As `check` does once it is lowered, but in the cells of a file that somebody has written.
+    `check` does so after lowering; here errors name the cells of the file that somebody has written.
     """
     check_compute(schedule)
     needs, ends = defaultdict[Action, set[Action]](set), Ends(schedule)
     for message in messages(schedule, forward_edges, backward_edges, frozenset()):
         needs[ends.consumer(message)].add(ends.producer(message))
-    at, done, moving = [0] * schedule.ranks, set[Action](), True
+    next_column, done, moving = [0] * schedule.ranks, set[Action](), True
     while moving:
         moving = False
         for rank, row in enumerate(schedule.actions):
-            while at[rank] < len(row) and needs[row[at[rank]]] <= done:
-                done.add(row[at[rank]])
-                at[rank], moving = at[rank] + 1, True
-    stuck = [Cell(r, at[r]) for r, row in enumerate(schedule.actions) if at[r] < len(row)]
+            while next_column[rank] < len(row) and needs[row[next_column[rank]]] <= done:
+                done.add(row[next_column[rank]])
+                next_column[rank], moving = next_column[rank] + 1, True
+    stuck = [Cell(r, next_column[r]) for r, row in enumerate(schedule.actions) if next_column[r] < len(row)]
     if stuck:
         actions = [schedule.actions[cell.rank][cell.column] for cell in stuck]
         missing = [min(needs[action] - done, key=str) for action in actions]
@@ -91,18 +92,21 @@ def check_waits(schedule: Schedule, forward_edges: Edges, backward_edges: Edges)
             f"rank {c.rank} waits in {a} for {m}" for c, a, m in zip(stuck, actions, missing, strict=True)
         )
         what = f"{actions[0]} waits for {missing[0]}, which never runs"
-        step = f"put {actions[0]} behind what {missing[0]} needs of rank {stuck[0].rank}"
+        step = f"put {actions[0]} after what {missing[0]} needs from rank {stuck[0].rank}"
         raise _fault(schedule, stuck[0], what, ", ".join(waits), step)
 
 
 def _cells(schedule: Schedule) -> dict[Action, Cell]:
-    """Where each compute action and transfer is; none may be there twice."""
+    """Returns the cell of each compute action and transfer.
+
+    Raises InvalidSchedule when one appears twice.
+    """
     cells: dict[Action, Cell] = {}
     for cell, action in _walk(schedule):
         if action in cells:
             first = cells[action]
             where = f"first at rank {first.rank}, cell {first.column + 1}"
-            raise _fault(schedule, cell, f"{action} is there twice", where, "keep one of them")
+            raise _fault(schedule, cell, f"{action} appears twice", where, "keep one of them")
         cells[action] = cell
     return cells
 
@@ -115,14 +119,14 @@ def _walk(schedule: Schedule) -> Iterator[tuple[Cell, Action]]:
 
 
 def _check_placement(schedule: Schedule) -> None:
-    home: dict[int, int] = {}
+    rank_of: dict[int, int] = {}
     for cell, action in _walk(schedule):
-        rank = home.setdefault(action.stage, cell.rank)
+        rank = rank_of.setdefault(action.stage, cell.rank)
         if rank != cell.rank:
             what = f"stage {action.stage} acts on ranks {rank} and {cell.rank}"
             raise _fault(schedule, cell, what, "", f"move {action} to rank {rank}")
         if action.microbatch >= schedule.microbatches:
-            what = f"{action} is of a microbatch that the step has not"
+            what = f"{action} names a microbatch that the step does not have"
             numbers = f"microbatches 0 to {schedule.microbatches - 1}"
             raise _fault(schedule, cell, what, numbers, f"take {action} out")
 
@@ -161,13 +165,15 @@ def _check_order(schedule: Schedule, cells: Cells) -> None:
             raise _fault(schedule, cell, f"{action} runs before {first}", where, f"put it after {first}")
 
 
-# Which orders an action is part of: B adds to the gradients of weights as W does, and passes on as I does.
+# The orders that an action is part of: B adds to weight gradients as W does, to input gradients as I does.
 _ORDERED = {Kind.F: (Kind.F,), Kind.B: (Kind.I, Kind.W), Kind.I: (Kind.I,), Kind.W: (Kind.W,)}
 _BEFORE = {Kind.F: Kind.F, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
 
 def _check_places(schedule: Schedule, cells: Cells, message: Message, ends: Ends) -> None:
-    """The cells of one message: producer < SEND, RECV < consumer; or producer < consumer on one rank."""
+    """Checks the cells of one message: producer < SEND, RECV < consumer; or producer < consumer on one
+    rank.
+    """
     producer, consumer = ends.producer(message), ends.consumer(message)
     if cells[producer].rank == cells[consumer].rank:
         _check_before(schedule, cells, producer, consumer)
@@ -183,7 +189,7 @@ def _check_places(schedule: Schedule, cells: Cells, message: Message, ends: Ends
 
 def _check_before(schedule: Schedule, cells: Cells, first: Action, second: Action) -> None:
     if cells[first] > cells[second]:
-        what = f"{second} needs {first}, which stands behind it"
+        what = f"{second} needs {first}, which comes after it"
         where = f"{first} is cell {cells[first].column + 1}"
         raise _fault(schedule, cells[second], what, where, f"put {first} before {second}")
 
@@ -198,12 +204,12 @@ def _check_pairs(schedule: Schedule, cells: Cells, crossing: frozenset[Message])
             raise _fault(schedule, cell, f"{action} has no {partner}", "", f"add {partner} or drop {action}")
         if message not in crossing:
             what = f"{action} moves nothing"
-            why = f"no edge {message.source} -> {message.destination} between two ranks asks for it"
+            why = f"no edge {message.source} -> {message.destination} between two ranks needs it"
             raise _fault(schedule, cell, what, why, f"drop {action} and {partner}")
 
 
 def _check_fifo(schedule: Schedule, cells: Cells) -> None:
-    """The k-th send of a kind from rank a to rank b is the k-th receive of b from a."""
+    """Checks that the k-th send of a kind from rank a to rank b is the k-th receive of b from a."""
     sent: defaultdict[tuple[int, int, Kind], list[Message]] = defaultdict(list)
     received: defaultdict[tuple[int, int, Kind], list[Message]] = defaultdict(list)
     for _, action in _walk(schedule):
@@ -221,31 +227,35 @@ def _check_fifo(schedule: Schedule, cells: Cells) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
-    """Play the rows as far as they go; Coffman's circular wait shows as ranks that never finish."""
+    """Plays the rows as far as they go; a circular wait (Coffman) shows as ranks that never finish."""
     needs: defaultdict[Action, set[Message]] = defaultdict(set)
     ends = Ends(schedule)
     for _, action in _walk(schedule):
         if action.kind in TRANSFER and action.kind not in SENDS:
             needs[ends.consumer(message_of(action))].add(message_of(action))
-    at, sent = [0] * schedule.ranks, set[Message]()
-    while any(_advance(row, at, rank, sent, needs) for rank, row in enumerate(schedule.actions)):
+    next_column, sent = [0] * schedule.ranks, set[Message]()
+    while any(_advance(row, next_column, rank, sent, needs) for rank, row in enumerate(schedule.actions)):
         pass
-    stuck = [Cell(r, at[r]) for r, row in enumerate(schedule.actions) if at[r] < len(row)]
+    stuck = [Cell(r, next_column[r]) for r, row in enumerate(schedule.actions) if next_column[r] < len(row)]
     if stuck:
         waits = ", ".join(_wait(schedule.actions[c.rank][c.column], c.rank, sent, needs) for c in stuck)
         raise _fault(schedule, stuck[0], "the schedule deadlocks", waits, "break the circle of waits")
 
 
 def _advance(
-    row: tuple[Action, ...], at: list[int], rank: int, sent: set[Message], needs: dict[Action, set[Message]]
+    row: tuple[Action, ...],
+    next_column: list[int],
+    rank: int,
+    sent: set[Message],
+    needs: dict[Action, set[Message]],
 ) -> bool:
-    start = at[rank]
-    while at[rank] < len(row) and needs.get(row[at[rank]], set()) <= sent:
-        action = row[at[rank]]
+    start = next_column[rank]
+    while next_column[rank] < len(row) and needs.get(row[next_column[rank]], set()) <= sent:
+        action = row[next_column[rank]]
         if action.kind in SENDS:
             sent.add(message_of(action))
-        at[rank] += 1
-    return at[rank] > start
+        next_column[rank] += 1
+    return next_column[rank] > start
 
 
 def _wait(action: Action, rank: int, sent: set[Message], needs: dict[Action, set[Message]]) -> str:

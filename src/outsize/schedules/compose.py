@@ -1,23 +1,23 @@
 """Problem: in which order should these stages on these ranks run their microbatches for a short step?
 
-Stages may be uneven, several on a rank, and form any DAG; a rank has room for so many bytes of microbatches
-in flight; each backward may be whole (B) or split (I, W). A job-shop with precedences and storage, NP-hard
-(Garey and Johnson 1979), so: list schedules by several rules, the best of them improved.
+Stages may be uneven, several on a rank, and form any DAG; a rank has a limit on the bytes of microbatches
+in flight; each backward may be whole (B) or split (I, W). This is a job-shop with precedences and storage,
+NP-hard (Garey and Johnson 1979), so list schedules are made by several rules, and the best are improved.
 
     list      whenever a rank is free it starts the most urgent action that is ready (Graham 1969); it never
               waits for a better one, but with W, which only fills gaps, it may
-    urgency   backwards before forwards or forwards first, later stages or longer ways to the end first
-    depth     stage s has at most k (way from its F to its B) / (work of the busiest rank) microbatches in
-              flight, k = 1, 1.25, ... or without end; k = 1 is 1F1B's p - s where stages are equal
-    room      a forward that would not leave room for the rank's later stages waits; if backwards are split,
-              so that the gradients of all in flight could wait as well
-    improve   two neighbours on a rank and on the critical path change places (exchange.py)
+    urgency   backwards before forwards or forwards first, later stages or longer paths to the end first
+    depth     stage s has at most k (path from its F to its B) / (work of the busiest rank) microbatches in
+              flight, k = 1, 1.25, ... or unlimited; k = 1 is 1F1B's p - s where stages are equal
+    room      a forward that would not leave memory for the rank's later stages waits; if backwards are split,
+              it leaves memory for the waiting gradients of all microbatches in flight as well
+    improve   two neighbours on a rank and on the critical path swap places (exchange.py)
 
-What comes out is complete, in order and free of deadlocks: actions are started in the order of their times,
-and microbatches of a stage ascend. Symbols: p -> ranks, m -> microbatches, f, b, w -> StageCost. Deviation:
+The result is complete, in order and free of deadlocks: actions are started in the order of their times, and
+microbatches of a stage ascend. Symbols: p -> ranks, m -> microbatches, f, b, w -> StageCost. Deviation:
 links delay, but messages do not queue; the caller plays it with `simulate`. No randomness, no clock.
 Complexity: O(actions x stages of a rank) for each rule. Oracle: tests/unit/schedules/test_compose.py, where
-all orders of small jobs are tried, and no schedule of builders.py is better on the same stages and memory.
+all orders of small jobs are tried, and no schedule of families.py is better on the same stages and memory.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from itertools import product
 from math import ceil, inf
 from typing import Final, NamedTuple, final
 
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import COMPOSED_NAME, Action, Kind, Schedule
 from outsize.schedules.exchange import SAME, Composed, improved, most_bytes, played_s
 from outsize.schedules.job import Job
 
 DEPTHS: Final = (1.0, 1.25, 1.5, 2.0, inf)
-# So much of a W must fit into a gap, if it is to be filled.
+# The share of a W's seconds that must fit into a gap for the W to fill it.
 PATIENCE: Final = (0.0, 0.7)
 
 
 @final
 class Rule(NamedTuple):
-    """How a rank chooses."""
+    """The rule by which a rank chooses its next action."""
 
     split: bool
     depth: float
@@ -47,22 +47,25 @@ class Rule(NamedTuple):
     patience: float
 
 
-# That of zero-bubble-v: none of the others makes a shorter V of equal stages by more than 5 %.
+# The rule of zero-bubble-v: no other rule makes a V of equal stages shorter by more than 5 %.
 IN_A_V: Final = Rule(True, inf, True, False, 0.0)
 
 
 def listed(job: Job, rule: Rule) -> tuple[tuple[Action, ...], ...]:
-    """The rows of one list schedule; without room for a forward that nothing can go on without, it has it."""
+    """Returns the rows of one list schedule.
+
+    A forward that exceeds the room still runs when nothing else can run.
+    """
     return _Run(job, rule).rows()
 
 
 def quick_s(job: Job) -> float:
-    """Seconds of one list schedule, to compare many jobs."""
+    """Returns the seconds of one list schedule, to compare many jobs."""
     return _Run(job, Rule(False, 1.5, True, True, 0.0)).ends_s()
 
 
-def compose(job: Job, name: str = "auto", rivals: Iterable[Schedule] = ()) -> tuple[Composed, ...]:
-    """Schedules by every rule, the shortest first, and `rivals` as they are.
+def compose(job: Job, rivals: Iterable[Schedule] = ()) -> tuple[Composed, ...]:
+    """Returns schedules by every rule, the shortest first, together with `rivals`.
 
     Those by the best rules with and without split backwards are improved; all keep to the room, if any does.
     Of schedules as short as each other those with whole backwards come first. Two ranks, F, I and W of one
@@ -72,24 +75,24 @@ def compose(job: Job, name: str = "auto", rivals: Iterable[Schedule] = ()) -> tu
     rank 0 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3
     rank 1 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3
     """
-    found: dict[tuple[tuple[Action, ...], ...], Composed] = {}
+    schedules: dict[tuple[tuple[Action, ...], ...], Composed] = {}
     forced: dict[tuple[tuple[Action, ...], ...], Composed] = {}
     for rule in _rules(job):
         run = _Run(job, rule)
-        made = Composed(Schedule(name, job.microbatches, run.rows()), run.ends_s())
-        (forced if run.forced else found).setdefault(made.schedule.actions, made)
-    for known in rivals:
-        schedule = Schedule(name, job.microbatches, known.actions)
-        if all(most <= room for most, room in zip(most_bytes(job, known), job.room, strict=True)):
-            found.setdefault(known.actions, Composed(schedule, played_s(job, known)))
-    ranked = sorted((found or forced).values(), key=lambda c: c.step_s)
+        composed = Composed(Schedule(COMPOSED_NAME, job.microbatches, run.rows()), run.ends_s())
+        (forced if run.forced else schedules).setdefault(composed.schedule.actions, composed)
+    for rival in rivals:
+        schedule = Schedule(COMPOSED_NAME, job.microbatches, rival.actions)
+        if all(most <= room for most, room in zip(most_bytes(job, rival), job.room, strict=True)):
+            schedules.setdefault(rival.actions, Composed(schedule, played_s(job, rival)))
+    ranked = sorted((schedules or forced).values(), key=lambda c: c.step_s)
     best = [next((c for c in ranked if is_split(c) is kind), None) for kind in (False, True)]
     ranked += [improved(job, c) for c in best if c is not None]
     return tuple(sorted(ranked, key=lambda c: (c.step_s, is_split(c))))
 
 
 def is_split(composed: Composed) -> bool:
-    """Whether some backwards are in two halves."""
+    """Tells whether some backwards are in two halves (I and W)."""
     return any(action.kind is Kind.I for row in composed.schedule.actions for action in row)
 
 
@@ -110,8 +113,11 @@ class _Run:
 
     def __init__(self, job: Job, rule: Rule) -> None:
         self._job, self._rule = job, rule
-        between = job.waiting if rule.split and job.waiting else (0,) * len(job.held)
-        self._held = [held + waiting for held, waiting in zip(job.held, between, strict=True)]
+        waiting_bytes_of = job.waiting if rule.split and job.waiting else (0,) * len(job.held)
+        self._held = [
+            held_bytes + waiting_bytes
+            for held_bytes, waiting_bytes in zip(job.held, waiting_bytes_of, strict=True)
+        ]
         stages = range(len(job.ranks))
         self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.I, Kind.W)}
         self._ends = {kind: [[0.0] * job.microbatches for _ in stages] for kind in (Kind.F, Kind.I)}
@@ -122,10 +128,10 @@ class _Run:
         self._choices: list[tuple[float, Kind, int] | None] = [None for _ in job.on_rank]
         self._changed: Iterable[int] = range(len(job.on_rank))
         self.forced = False
-        left = len(job.ranks) * job.microbatches * (3 if rule.split else 2)
-        while left:
+        remaining = len(job.ranks) * job.microbatches * (3 if rule.split else 2)
+        while remaining:
             self._step()
-            left -= 1
+            remaining -= 1
 
     def rows(self) -> tuple[tuple[Action, ...], ...]:
         return tuple(map(tuple, self._rows))
@@ -141,21 +147,23 @@ class _Run:
         )
 
     def _step(self) -> None:
-        """The next action of the rank that can act first."""
+        """Runs the next action of the rank that can act first."""
         for rank in self._changed:
             self._choices[rank] = self._choice(rank, strict=True)
-        found = [(c[0], rank) for rank, c in enumerate(self._choices) if c is not None]
-        if not found:
+        startable = [(c[0], rank) for rank, c in enumerate(self._choices) if c is not None]
+        if not startable:
             self.forced = True
             self._choices = [self._choice(rank, strict=False) for rank in range(len(self._free))]
-            found = [(c[0], rank) for rank, c in enumerate(self._choices) if c is not None]
-        start, rank = min(found)
+            startable = [(c[0], rank) for rank, c in enumerate(self._choices) if c is not None]
+        start, rank = min(startable)
         choice = self._choices[rank]
         assert choice is not None, "a microbatch that is not through has an action that can run"
         self._act(rank, *choice[1:], start)
 
     def _choice(self, rank: int, *, strict: bool) -> tuple[float, Kind, int] | None:
-        """When, and what; gaps are filled with W, and a W that does not fit waits for what comes."""
+        """Returns when and what the rank runs next: gaps are filled with W, and a W that does not fit
+        waits.
+        """
         free, split = self._free[rank], self._rule.split
         main = [c for stage in self._job.on_rank[rank] for c in self._main(rank, stage, strict)]
         soonest = max(free, min((ready for ready, _, _ in main), default=inf))
@@ -171,11 +179,11 @@ class _Run:
         return soonest, kind, stage
 
     def _main(self, rank: int, stage: int, strict: bool) -> Iterator[tuple[float, Kind, int]]:
-        """The stage's next backward and forward, each with the time from which it can run."""
+        """Yields the stage's next backward and forward, each with the time from which it can run."""
         backward, forward = self._next[Kind.I][stage], self._next[Kind.F][stage]
         if backward < forward and self._made(Kind.I, self._job.before_backward[stage], backward):
-            came = self._came(Kind.I, self._job.before_backward[stage], backward)
-            yield max(came, self._ends[Kind.F][stage][backward]), Kind.I, stage
+            arrival_s = self._came(Kind.I, self._job.before_backward[stage], backward)
+            yield max(arrival_s, self._ends[Kind.F][stage][backward]), Kind.I, stage
         before = self._job.before_forward[stage]
         if forward == self._job.microbatches or not self._made(Kind.F, before, forward):
             return
@@ -191,7 +199,9 @@ class _Run:
         return max((ends[source][microbatch] + seconds for source, seconds in sources), default=0.0)
 
     def _has_room(self, rank: int, stage: int, forward: int) -> bool:
-        """Also for one microbatch of each later stage of the rank that has none in flight."""
+        """Tells whether a forward fits, with one microbatch of each later stage of the rank that has none
+        in flight.
+        """
         job, done = self._job, self._next[Kind.W if self._rule.split else Kind.I]
         if forward - self._next[Kind.I][stage] >= self._limits[stage]:
             return False
@@ -202,9 +212,9 @@ class _Run:
         _, kind, stage = choice
         first = (kind is Kind.F) == self._rule.backward_first
         microbatch = self._next[kind][stage]
-        way = -self._job.ways_s[Kind.F if kind is Kind.F else Kind.B][stage]
+        path_s = -self._job.ways_s[Kind.F if kind is Kind.F else Kind.B][stage]
         if self._rule.by_way:
-            return first, microbatch, way, -stage
+            return first, microbatch, path_s, -stage
         return first, -stage if kind is Kind.F else stage, microbatch
 
     def _act(self, rank: int, kind: Kind, stage: int, start: float) -> None:

@@ -1,4 +1,4 @@
-"""Problem: which two neighbours on a rank could change places, so that the step gets shorter?
+"""Problem: which two neighbouring actions of a rank should swap places, so that the step gets shorter?
 
 Only a change on the critical path can help, and there only of actions that wait for the one before them on
 their rank (van Laarhoven, Aarts and Lenstra, Operations Research 40(1), 1992). One pair at a time, the first
@@ -18,7 +18,7 @@ from typing import Final, final
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.schedules.job import Job
 
-# Changes that are tried, and actions above which none is.
+# How many exchanges are tried, and the number of actions above which none is.
 CHANGES: Final = 400
 MOST: Final = 600
 SAME: Final = 1 + 1e-9
@@ -34,39 +34,39 @@ class Composed:
 
 
 def played_s(job: Job, schedule: Schedule) -> float:
-    """Seconds of a step where messages do not queue; infinite for a schedule that hangs."""
+    """Returns the seconds of a step where messages do not queue; infinite for a schedule that hangs."""
     return Played(job, schedule.actions).step_s
 
 
 def most_bytes(job: Job, schedule: Schedule) -> list[int]:
-    """The most bytes that each rank holds of microbatches in flight."""
+    """Returns the most bytes that each rank holds of microbatches in flight."""
     return [max(accumulate(job.change(action) for action in row)) for row in schedule.actions]
 
 
-def improved(job: Job, given: Composed) -> Composed:
-    """Neighbours on the critical path change places, one pair at a time, as long as the step gets shorter."""
-    rows = [list(row) for row in given.schedule.actions]
+def improved(job: Job, original: Composed) -> Composed:
+    """Swaps neighbours on the critical path, one pair at a time, as long as the step gets shorter."""
+    rows = [list(row) for row in original.schedule.actions]
     if sum(map(len, rows)) > MOST:
-        return given
+        return original
     played, tried = Played(job, rows), 0
-    moving = True
-    while moving and tried < CHANGES:
-        moving = False
+    improving = True
+    while improving and tried < CHANGES:
+        improving = False
         for rank, place in played.exchanges():
             if not _may_change(job, rank, rows[rank], place):
                 continue
             tried += 1
             _exchange(rows[rank], place)
-            other = Played(job, rows)
-            if other.step_s < played.step_s / SAME:
-                played, moving = other, True
+            exchanged = Played(job, rows)
+            if exchanged.step_s < played.step_s / SAME:
+                played, improving = exchanged, True
                 break
             _exchange(rows[rank], place)
             if tried >= CHANGES:
                 break
     actions = tuple(map(tuple, rows))
     return Composed(
-        Schedule(given.schedule.name, job.microbatches, actions), min(played.step_s, given.step_s)
+        Schedule(original.schedule.name, job.microbatches, actions), min(played.step_s, original.step_s)
     )
 
 
@@ -75,7 +75,11 @@ def _exchange(row: list[Action], place: int) -> None:
 
 
 def _may_change(job: Job, rank: int, row: Sequence[Action], place: int) -> bool:
-    """Not the order of a stage's microbatches, nor what needs the other; and there must be room."""
+    """Tells whether the two neighbours may swap.
+
+    They may not when this changes the order of a stage's microbatches, when one needs the other, or when the
+    rank has no room for it.
+    """
     first, second = row[place - 1], row[place]
     if first.stage == second.stage and (
         first.microbatch == second.microbatch or _adds(first.kind) & _adds(second.kind)
@@ -88,14 +92,14 @@ def _may_change(job: Job, rank: int, row: Sequence[Action], place: int) -> bool:
 
 
 def _adds(kind: Kind) -> int:
-    """The orders that an action is part of, as bits: forwards, gradients handed on, gradients of weights."""
+    """Returns the orders that an action is part of, as bits: forwards, input gradients, weight gradients."""
     return {Kind.F: 1, Kind.I: 2, Kind.W: 4, Kind.B: 6}[kind]
 
 
 @final
 @dataclass(eq=False)
 class Played:
-    """The rows with their times; `step_s` is infinite where they hang."""
+    """The rows with the times of their actions; `step_s` is infinite where they hang."""
 
     job: Job
     rows: Sequence[Sequence[Action]]
@@ -104,18 +108,18 @@ class Played:
     _late: dict[Action, tuple[int, int] | Action | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        at, free = [0] * len(self.rows), [0.0] * len(self.rows)
-        moving = True
-        while moving:
-            moving = False
+        next_place, free = [0] * len(self.rows), [0.0] * len(self.rows)
+        advancing = True
+        while advancing:
+            advancing = False
             for rank, row in enumerate(self.rows):
-                while at[rank] < len(row) and self._run(rank, at[rank], free):
-                    at[rank], moving = at[rank] + 1, True
-        done = all(place == len(row) for place, row in zip(at, self.rows, strict=True))
+                while next_place[rank] < len(row) and self._run(rank, next_place[rank], free):
+                    next_place[rank], advancing = next_place[rank] + 1, True
+        done = all(place == len(row) for place, row in zip(next_place, self.rows, strict=True))
         self.step_s = max(free) if done else inf
 
     def _run(self, rank: int, place: int, free: list[float]) -> bool:
-        """False while something that it needs has not run."""
+        """Runs an action; returns False while an action that it needs has not run."""
         action = self.rows[rank][place]
         start, late = free[rank], (rank, place) if place else None
         for other, seconds in self._needs(action):
@@ -140,7 +144,9 @@ class Played:
             yield Action(stage, Kind.I, microbatch), 0.0
 
     def exchanges(self) -> Iterator[tuple[int, int]]:
-        """(rank, place) of actions on the critical path that wait for the one before them on their rank."""
+        """Yields (rank, place) of actions on the critical path that wait for the action before them on
+        their rank.
+        """
         if self.step_s == inf:
             return
         action: Action | None = max(self._end, key=self._end.__getitem__)

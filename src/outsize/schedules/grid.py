@@ -1,8 +1,8 @@
-"""Pictures of schedules as text: time x rank for documents, a window around one cell for errors.
+"""Draws schedules as text: time x rank for documents, a window around one cell for errors.
 
-`draw` plays the compute actions in unit time (forward and backward take one slot each, every stage
-waits for its neighbour in a chain); `window` shows cells by position, so it also works on a schedule
-that could never run. Both give one line per rank and no line has trailing blanks.
+`draw` plays the compute actions in unit time (forward and backward take one slot each, every stage waits for
+its neighbour in a chain); `window` shows cells by position, so it also works on a schedule that could never
+run. Both give one line per rank and no line has trailing blanks.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ IDLE = "."
 
 
 def draw(schedule: Schedule) -> str:
-    """The compute actions as a grid of time x rank, one slot each.
+    """Returns the compute actions as a grid of time x rank, one slot each.
 
-    Raises ValueError when the actions of a chain of stages would wait for each other for ever.
+    Raises ValueError when the actions of a chain of stages would wait for each other forever.
     """
     rows = schedule.compute().actions
     slots: list[list[str]] = [[] for _ in rows]
     done: set[Action] = set()
-    at, last_stage = [0] * len(rows), schedule.stages - 1
-    while any(column < len(row) for column, row in zip(at, rows, strict=True)):
-        started = [_next_ready(row, at[rank], done, last_stage) for rank, row in enumerate(rows)]
+    next_column, last_stage = [0] * len(rows), schedule.stages - 1
+    while any(column < len(row) for column, row in zip(next_column, rows, strict=True)):
+        started = [_next_ready(row, next_column[rank], done, last_stage) for rank, row in enumerate(rows)]
         if not any(started):
             raise ValueError("the schedule deadlocks; check_compute and check say where")
         for rank, action in enumerate(started):
             slots[rank].append(str(action) if action else IDLE)
-            at[rank] += action is not None
+            next_column[rank] += action is not None
         done.update(action for action in started if action)
     return _table("time", range(len(slots[0]) if slots else 0), slots)
 
 
 def listing(schedule: Schedule) -> str:
-    """All cells by position, transfers included; columns are numbered from 1 and are no time."""
+    """Returns all cells by position, transfers included; columns are numbered from 1 and are not times."""
     rows = [[str(action) for action in row] for row in schedule.actions]
     return _table("cell", range(1, max(map(len, rows), default=0) + 1), rows)
 
 
 def window(schedule: Schedule, rank: int, column: int, around: int = 3) -> str:
-    """The cells of all ranks within `around` columns of a cell, which is marked `<-- HERE`.
+    """Returns the cells of all ranks within `around` columns of a cell, which is marked `<-- HERE`.
 
     `column` may be one past the end of the row: the place where something is missing.
     """
@@ -63,7 +63,7 @@ def _next_ready(row: Sequence[Action], column: int, done: set[Action], last_stag
 
 
 def _before(action: Action, last_stage: int) -> list[set[Action]]:
-    """What a chain of stages finishes before this action; one of each set."""
+    """Returns sets of actions; a chain of stages finishes one of each set before this action."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.F:
         return [{Action(stage - 1, Kind.F, microbatch)}] if stage else []

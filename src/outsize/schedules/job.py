@@ -1,4 +1,4 @@
-"""Job: what is to be put in order: stages on ranks, their seconds, the messages between them, and room."""
+"""Defines a job to be scheduled: stages on ranks, their seconds, the messages between them, and memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ Edge = tuple[int, int]
 @final
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Seconds that a stage computes for one microbatch; `weight_s` of the backward are the weights' gradient,
-    which a split backward (I, W) puts off, and takes `split_s` longer for it.
+    """The seconds that a stage computes for one microbatch.
+
+    `weight_s` of the backward are the weights' gradient, which a split backward (I, W) postpones; the split
+    takes `split_s` longer.
     """
 
     forward_s: float
@@ -25,7 +27,7 @@ class StageCost:
     split_s: float = 0.0
 
     def seconds(self, kind: Kind) -> float:
-        """Of a compute action."""
+        """Returns the seconds of a compute action."""
         match kind:
             case Kind.F:
                 return self.forward_s
@@ -40,10 +42,11 @@ class StageCost:
 @final
 @dataclass(frozen=True, eq=False)
 class Job:
-    """`ranks[stage]`, `costs[stage]` in seconds; seconds of a message over each edge (source, destination).
+    """Stages with `ranks[stage]` and `costs[stage]`, and the seconds of a message over each edge (source,
+    destination).
 
-    `held[stage]` bytes of a microbatch in flight, `waiting[stage]` more between the halves of its backward,
-    of which `room[rank]` is there.
+    A microbatch in flight holds `held[stage]` bytes, and `waiting[stage]` more between the halves of its
+    backward; a rank has `room[rank]` bytes.
     """
 
     ranks: tuple[int, ...]
@@ -57,37 +60,39 @@ class Job:
 
     @cached_property
     def before_forward(self) -> list[list[tuple[int, float]]]:
-        """Of each stage: who sends it values, and how long they take."""
+        """Returns, for each stage, which stages send it values, and the seconds of each message."""
         return self._into(self.forward)
 
     @cached_property
     def before_backward(self) -> list[list[tuple[int, float]]]:
-        """Of each stage: who sends it gradients, and how long they take."""
+        """Returns, for each stage, which stages send it gradients, and the seconds of each message."""
         return self._into(self.backward)
 
     def _into(self, edges: Mapping[Edge, float]) -> list[list[tuple[int, float]]]:
-        found: list[list[tuple[int, float]]] = [[] for _ in self.ranks]
+        senders: list[list[tuple[int, float]]] = [[] for _ in self.ranks]
         for (source, destination), seconds in sorted(edges.items()):
-            found[destination].append((source, seconds))
-        return found
+            senders[destination].append((source, seconds))
+        return senders
 
     @cached_property
     def on_rank(self) -> list[list[int]]:
-        """The stages of each rank."""
+        """Returns the stages of each rank."""
         return [[s for s, at in enumerate(self.ranks) if at == rank] for rank in range(max(self.ranks) + 1)]
 
     @cached_property
     def listening(self) -> dict[Kind, dict[int, set[int]]]:
-        """The ranks to which a stage's F, I (or B) and W make a difference."""
-        found: dict[Kind, dict[int, set[int]]] = {Kind.F: {}, Kind.I: {}, Kind.W: {}}
+        """Returns the ranks that wait for a stage's F, I (or B) and W."""
+        listening_ranks: dict[Kind, dict[int, set[int]]] = {Kind.F: {}, Kind.I: {}, Kind.W: {}}
         for kind, edges in ((Kind.F, self.forward), (Kind.I, self.backward)):
             for source, destination in edges:
-                found[kind].setdefault(source, set()).add(self.ranks[destination])
-        return found
+                listening_ranks[kind].setdefault(source, set()).add(self.ranks[destination])
+        return listening_ranks
 
     @cached_property
     def ways_s(self) -> dict[Kind, list[float]]:
-        """Of each stage: from the begin of its F, and of its B, to the end of a microbatch."""
+        """Returns, for each stage, the seconds from the start of its F, and of its B, to the end of a
+        microbatch.
+        """
         backward, forward = [0.0] * len(self.ranks), [0.0] * len(self.ranks)
         after: dict[int, list[tuple[int, float]]] = {}
         for (source, destination), seconds in self.backward.items():
@@ -105,12 +110,14 @@ class Job:
 
     @cached_property
     def busiest_s(self) -> float:
-        """Seconds that a microbatch takes on the rank with most work."""
-        each = (sum(self.costs[s].forward_s + self.costs[s].backward_s for s in own) for own in self.on_rank)
-        return max(each)
+        """Returns the seconds that a microbatch takes on the rank with most work."""
+        rank_work_s = (
+            sum(self.costs[s].forward_s + self.costs[s].backward_s for s in own) for own in self.on_rank
+        )
+        return max(rank_work_s)
 
     def change(self, action: Action) -> int:
-        """Bytes of microbatches in flight that an action adds."""
-        held = self.held[action.stage] * ((action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W)))
-        between = (action.kind is Kind.I) - (action.kind is Kind.W)
-        return held + between * (self.waiting[action.stage] if self.waiting else 0)
+        """Returns the bytes of microbatches in flight that an action adds."""
+        held_bytes = self.held[action.stage] * ((action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W)))
+        half_bytes_sign = (action.kind is Kind.I) - (action.kind is Kind.W)
+        return held_bytes + half_bytes_sign * (self.waiting[action.stage] if self.waiting else 0)

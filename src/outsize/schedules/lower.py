@@ -48,10 +48,10 @@ Wire = tuple[int, int, Kind]
 def lower(
     schedule: Schedule, forward_edges: Edges, backward_edges: Edges, step_edges: Edges = frozenset()
 ) -> Schedule:
-    """The compute-only `schedule` with its sends and receives.
+    """Returns the compute-only `schedule` with its sends and receives.
 
-    Edges are (source stage, destination stage). Raises InvalidSchedule when one names no stage of
-    the schedule.
+    Edges are (source stage, destination stage). Raises InvalidSchedule when one names no stage of the
+    schedule.
     """
     rank_of, ends = schedule.rank_of, Ends(schedule)
     arriving: defaultdict[Action, list[Action]] = defaultdict(list)
@@ -67,7 +67,7 @@ def lower(
 
 
 def in_chain(row: Sequence[Action], stages: int) -> tuple[Action, ...]:
-    """One row as `lower` has it, where each rank has one stage, whose neighbours are its only ones."""
+    """Returns one row as `lower` does, where each rank has one stage, which talks only to its neighbours."""
     arriving: dict[Action, list[Action]] = {}
     leaving: dict[Action, list[Action]] = {}
     for action in row:
@@ -93,7 +93,7 @@ def _lower_row(
 
 
 def _wires(rows: Sequence[Sequence[Action]], rank_of: dict[int, int]) -> dict[Wire, deque[Message]]:
-    """(sending rank, receiving rank, F or B) -> messages in the order of their sends."""
+    """Returns (sending rank, receiving rank, F or B) -> messages in the order of their sends."""
     sent: defaultdict[Wire, deque[Message]] = defaultdict(deque)
     for row in rows:
         for message in (message_of(action) for action in row if action.kind in SENDS):
@@ -108,7 +108,7 @@ def _wire(message: Message, rank_of: dict[int, int]) -> Wire:
 def _in_order(
     row: Sequence[Action], rank_of: dict[int, int], sent: dict[Wire, deque[Message]]
 ) -> Iterable[Action]:
-    """The row with a receive posted earlier where something sent later is waited for sooner."""
+    """Yields the row with a receive posted earlier where a message sent later is needed sooner."""
     for action in row:
         if action.kind not in RECEIVES:
             yield action

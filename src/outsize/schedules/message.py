@@ -1,10 +1,10 @@
-"""Message: what a send and its receive have in common; and which messages a schedule needs.
+"""Defines Message, what a send and its receive share, and which messages a schedule needs.
 
 Message(Kind.F, 0, 2, 5)   activations of microbatch 5 from stage 0 to stage 2
-  producer  0F5              .send     0SEND_F5@2      on the rank of stage 0
-  consumer  2F5              .receive  2RECV_F5@0      on the rank of stage 2
+producer  0F5              .send     0SEND_F5@2      on the rank of stage 0
+consumer  2F5              .receive  2RECV_F5@0      on the rank of stage 2
 
-Who produces and consumes a gradient follows from the schedule: B, or I where the backward is split.
+The producer and consumer of a gradient follow from the schedule: B, or I where the backward is split.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Message(NamedTuple):
 
     @property
     def send(self) -> Action:
-        """The source's cell."""
+        """Returns the action that sends it, on the source's rank."""
         kind = Kind.SEND_F if self.kind is Kind.F else Kind.SEND_B
         return Action.transfer(self.source, kind, self.microbatch, self.destination)
 
     @property
     def receive(self) -> Action:
-        """The destination's cell."""
+        """Returns the action that receives it, on the destination's rank."""
         kind = Kind.RECV_F if self.kind is Kind.F else Kind.RECV_B
         return Action.transfer(self.destination, kind, self.microbatch, self.source)
 
@@ -51,11 +51,11 @@ class Ends:
         self._split = {a for row in schedule.actions for a in row if a.kind is Kind.I}
 
     def producer(self, message: Message) -> Action:
-        """Makes the values."""
+        """Returns the action that makes the values."""
         return self._at(message.source, message)
 
     def consumer(self, message: Message) -> Action:
-        """Waits for the values."""
+        """Returns the action that waits for the values."""
         return self._at(message.destination, message)
 
     def _at(self, stage: int, message: Message) -> Action:
@@ -67,7 +67,7 @@ class Ends:
 
 
 def message_of(action: Action) -> Message:
-    """The message that a SEND or RECV action moves; KeyError for any other action."""
+    """Returns the message that a SEND or RECV action moves; KeyError for any other action."""
     if action.kind in SENDS:
         return Message(SENDS[action.kind], action.stage, action.peer, action.microbatch)
     return Message(RECEIVES[action.kind], action.peer, action.stage, action.microbatch)
@@ -76,19 +76,19 @@ def message_of(action: Action) -> Message:
 def messages(
     schedule: Schedule, forward_edges: Edges, backward_edges: Edges, step_edges: Edges
 ) -> tuple[Message, ...]:
-    """Every message of a step, sorted; those between stages of one rank too.
+    """Returns every message of a step, sorted; those between stages of one rank too.
 
     Edges are (source stage, destination stage). Forward and backward edges carry one message for each
-    microbatch, step edges one for microbatch 0 unless a forward edge covers them.
-    Raises InvalidSchedule when an edge names a stage that the schedule has not, or joins one to itself.
+    microbatch, step edges one for microbatch 0 unless a forward edge covers them. Raises InvalidSchedule when
+    an edge names a stage that the schedule does not have, or joins one to itself.
     """
     for edge in sorted({*forward_edges, *backward_edges, *step_edges}):
         _check_edge(schedule, edge)
-    each = range(schedule.microbatches)
-    forward = {Message(Kind.F, *edge, m) for edge in forward_edges for m in each}
-    backward = {Message(Kind.B, *edge, m) for edge in backward_edges for m in each}
-    once = {Message(Kind.F, *edge, 0) for edge in step_edges}
-    return tuple(sorted(forward | backward | once))
+    microbatches = range(schedule.microbatches)
+    forward = {Message(Kind.F, *edge, m) for edge in forward_edges for m in microbatches}
+    backward = {Message(Kind.B, *edge, m) for edge in backward_edges for m in microbatches}
+    step_messages = {Message(Kind.F, *edge, 0) for edge in step_edges}
+    return tuple(sorted(forward | backward | step_messages))
 
 
 def _check_edge(schedule: Schedule, edge: tuple[int, int]) -> None:

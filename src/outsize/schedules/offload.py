@@ -35,98 +35,103 @@ from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.schedules.grid import window
 
-# The stage at work and the next one.
+# Two stages are loaded at a time: the one that computes and the next one.
 ROOM = 2
 
 
 def with_loads(schedule: Schedule, room: int = ROOM) -> Schedule:
-    """The lowered schedule with the loads and unloads of every stage, of which `room` >= 2 are there."""
+    """Returns the lowered schedule with LOAD and UNLOAD of every stage; at most `room` >= 2 stages are
+    loaded.
+    """
     rows = tuple(tuple(_loaded(row, room)) for row in schedule.actions)
     return Schedule(schedule.name, schedule.microbatches, rows)
 
 
 def places(row: Sequence[Action]) -> dict[int, int]:
-    """Stage -> the number of its place on the device, of as few as `check_loads` allows where it can be."""
-    beside: dict[int, set[int]] = {a.stage: set() for a in row if a.kind is Kind.LOAD}
-    for there in _there(row):
-        for stage in there:
-            beside[stage] |= there - {stage}
-    found: dict[int, int] = {}
-    for stage, others in beside.items():
-        taken = {found[other] for other in others if other in found}
-        found[stage] = next(place for place in range(len(beside)) if place not in taken)
-    return found
+    """Returns the place (a number) of each stage on the device, using as few places as possible."""
+    loaded_together: dict[int, set[int]] = {a.stage: set() for a in row if a.kind is Kind.LOAD}
+    for loaded in _there(row):
+        for stage in loaded:
+            loaded_together[stage] |= loaded - {stage}
+    place_of: dict[int, int] = {}
+    for stage, others in loaded_together.items():
+        taken_places = {place_of[other] for other in others if other in place_of}
+        place_of[stage] = next(place for place in range(len(loaded_together)) if place not in taken_places)
+    return place_of
 
 
 def check_loads(schedule: Schedule, room: int = ROOM) -> None:
-    """Every stage is there while it computes, at most `room` are, none stays. Raises InvalidSchedule."""
+    """Checks that every stage is loaded while it computes, at most `room` are, and none stays. Raises
+    InvalidSchedule.
+    """
     for rank, row in enumerate(schedule.actions):
-        there: set[int] = set()
+        loaded: set[int] = set()
         for column, action in enumerate(row):
-            fault = _fault(action, there, room)
+            fault = _fault(action, loaded, room)
             if fault:
                 raise InvalidSchedule(
                     fault[0],
-                    numbers=f"rank {rank}, cell {column + 1}; loaded: {sorted(there) or 'none'}",
+                    numbers=f"rank {rank}, cell {column + 1}; loaded: {sorted(loaded) or 'none'}",
                     next_step=fault[1],
                     picture=window(schedule, rank, column),
                 )
-            _move(action, there)
-        if there:
+            _move(action, loaded)
+        if loaded:
             raise InvalidSchedule(
-                f"stage {min(there)} is not unloaded",
-                numbers=f"rank {rank}; loaded at its end: {sorted(there)}",
-                next_step=f"add {min(there)}UNLOAD",
+                f"stage {min(loaded)} is not unloaded",
+                numbers=f"rank {rank}; loaded at its end: {sorted(loaded)}",
+                next_step=f"add {min(loaded)}UNLOAD",
             )
 
 
-def _fault(action: Action, there: set[int], room: int) -> tuple[str, str] | None:
-    stage, here = action.stage, action.stage in there
-    if action.kind in COMPUTE and not here:
+def _fault(action: Action, loaded: set[int], room: int) -> tuple[str, str] | None:
+    stage, is_loaded = action.stage, action.stage in loaded
+    if action.kind in COMPUTE and not is_loaded:
         return f"{action} runs while stage {stage} is not loaded", f"put {stage}LOAD before it"
-    if action.kind is Kind.LOAD and here:
+    if action.kind is Kind.LOAD and is_loaded:
         return f"{action} loads what is there", "keep the first one"
-    if action.kind is Kind.LOAD and len(there) == room:
-        return f"{action} finds no place: there are {room}", f"unload stage {min(there)} before it"
-    if action.kind is Kind.UNLOAD and not here:
+    if action.kind is Kind.LOAD and len(loaded) == room:
+        return f"{action} finds no place: there are {room}", f"unload stage {min(loaded)} before it"
+    if action.kind is Kind.UNLOAD and not is_loaded:
         return f"{action} unloads what is not there", f"drop it, or put {stage}LOAD before it"
     return None
 
 
-def _move(action: Action, there: set[int]) -> None:
+def _move(action: Action, loaded: set[int]) -> None:
     if action.kind is Kind.LOAD:
-        there.add(action.stage)
+        loaded.add(action.stage)
     elif action.kind is Kind.UNLOAD:
-        there.discard(action.stage)
+        loaded.discard(action.stage)
 
 
 def _there(row: Iterable[Action]) -> Iterator[set[int]]:
-    """Which stages are loaded, after each action."""
-    there: set[int] = set()
+    """Yields which stages are loaded, after each action."""
+    loaded: set[int] = set()
     for action in row:
-        _move(action, there)
-        yield set(there)
+        _move(action, loaded)
+        yield set(loaded)
 
 
 def _loaded(row: Sequence[Action], room: int) -> Iterator[Action]:
     ahead, runs = _runs(row)
     order = [stage for stage, _ in runs]
     yield from ahead
-    there: list[int] = []
-    for at, (_, actions) in enumerate(runs):
-        for wanted in [s for s in _next(order, at, room) if s not in there]:
-            there.append(wanted)
-            yield Action(wanted, Kind.LOAD)
+    loaded: list[int] = []
+    for position, (_, actions) in enumerate(runs):
+        for missing in [s for s in _next(order, position, room) if s not in loaded]:
+            loaded.append(missing)
+            yield Action(missing, Kind.LOAD)
         yield from actions
-        staying = _next(order, at + 1, room)
-        for gone in [s for s in there if s not in staying]:
-            there.remove(gone)
-            yield Action(gone, Kind.UNLOAD)
+        staying = _next(order, position + 1, room)
+        for unneeded in [s for s in loaded if s not in staying]:
+            loaded.remove(unneeded)
+            yield Action(unneeded, Kind.UNLOAD)
 
 
 def _runs(row: Iterable[Action]) -> tuple[list[Action], list[tuple[int, list[Action]]]]:
-    """Neighbouring compute actions of a stage with what is sent and received among them and behind them, for
-    which no weights are needed; and what there is before the first.
+    """Returns what precedes the first compute action, and the runs of one stage's compute actions.
+
+    Sends and receives among them and after them belong to the run; they need no weights.
     """
     ahead, runs = list[Action](), list[tuple[int, list[Action]]]()
     for action in row:
@@ -136,11 +141,11 @@ def _runs(row: Iterable[Action]) -> tuple[list[Action], list[tuple[int, list[Act
     return ahead, runs
 
 
-def _next(order: Sequence[int], at: int, room: int) -> dict[int, None]:
-    """The stages that are wanted from there on, the first `room` of them."""
-    found = dict[int, None]()
-    for stage in islice(order, at, None):
-        if len(found) == room:
+def _next(order: Sequence[int], position: int, room: int) -> dict[int, None]:
+    """Returns the next `room` different stages from position `at` on."""
+    stages = dict[int, None]()
+    for stage in islice(order, position, None):
+        if len(stages) == room:
             break
-        found[stage] = None
-    return found
+        stages[stage] = None
+    return stages

@@ -1,39 +1,39 @@
-"""The schedule of a plan: built by its name, or read from the rows of actions that the plan holds.
+"""Returns the schedule of a plan: built by its name, or read from the rows of actions that the plan holds.
 
 A row is what a rank computes, in torch's grammar: `0F0,0F1,2F0,2I0,...`. Rows are of a whole step; a step of
-fewer microbatches leaves out the actions of the last ones. What is left is as good a schedule: no action
-waits for one of another microbatch but through the order of its rank, and leaving out keeps that order.
+fewer microbatches leaves out the actions of the last ones. The rest is a valid schedule too: no action waits
+for one of another microbatch except through the order of its rank, and leaving out keeps that order.
 """
 
 from __future__ import annotations
 
 from outsize.errors import InvalidSchedule
-from outsize.ir.schedule import COMPUTE, Schedule, parse_row
+from outsize.ir.schedule import COMPUTE, CUSTOM_NAME, Schedule, parse_row
 from outsize.schedules.builders import build
 from outsize.schedules.check import check_compute
 
 
 def planned(name: str, stages: int, microbatches: int, ranks: int, actions: tuple[str, ...] = ()) -> Schedule:
-    """The compute-only schedule, as `build` makes it where there are no actions.
+    """Returns the compute-only schedule, as `build` makes it where there are no actions.
 
-    Raises InvalidSchedule when the actions are no step of so many stages and microbatches on these ranks,
-    BadOption as `build`.
+    Raises InvalidSchedule when the actions are no step of `stages` stages and `microbatches` microbatches on
+    these ranks, BadOption as `build`.
     """
     if not actions:
         return build(name, stages, microbatches, ranks)
     whole = read(actions, name)
     if (whole.stages, whole.ranks) != (stages, ranks) or whole.microbatches < microbatches:
-        found = f"{whole.stages} stages on {whole.ranks} ranks with {whole.microbatches} microbatches"
+        actual = f"{whole.stages} stages on {whole.ranks} ranks with {whole.microbatches} microbatches"
         raise InvalidSchedule(
             "the actions of the schedule are none of this plan",
-            numbers=f"{found}, the plan has {stages} on {ranks} with {microbatches}",
+            numbers=f"{actual}, the plan has {stages} on {ranks} with {microbatches}",
             next_step="--stages, --microbatches as the schedule has them, or another schedule",
         )
     return first(whole, microbatches)
 
 
-def read(rows: tuple[str, ...], name: str = "custom") -> Schedule:
-    """The schedule of these rows, sends and receives left out (`lower` makes them anew), each action there.
+def read(rows: tuple[str, ...], name: str = CUSTOM_NAME) -> Schedule:
+    """Returns the schedule of these rows without sends and receives, which `lower` makes again.
 
     Raises InvalidSchedule, which marks the cell.
     """
@@ -57,11 +57,11 @@ def read(rows: tuple[str, ...], name: str = "custom") -> Schedule:
 
 
 def first(schedule: Schedule, microbatches: int) -> Schedule:
-    """The schedule of the first so many microbatches."""
+    """Returns the schedule of the first `microbatches` microbatches."""
     rows = (tuple(a for a in row if a.microbatch < microbatches) for row in schedule.actions)
     return Schedule(schedule.name, microbatches, tuple(rows))
 
 
 def written(schedule: Schedule) -> tuple[str, ...]:
-    """The rows of a compute-only schedule, as a plan holds them."""
+    """Returns the rows of a compute-only schedule, as a plan holds them."""
     return tuple(schedule.to_csv().splitlines())

@@ -7,10 +7,10 @@ blocks, one after the other. Two stages of two blocks each, two microbatches, 1f
     rank 0   0F0 1F0     0F1 1F1     1B0 0B0     1B1 0B1           as it runs
     rank 1   2F0 3F0     3B0 2B0     2F1 3F1     3B1 2B1
 
-A block is that of ir/segments.py; what is outside of blocks (embeddings, heads, a U-Net's convolutions) is
-divided so that no piece outweighs the largest block or unit. These are the pieces of the model, the same for
-every plan (`pieces_of`, by which planner/sharding.py counts); a stage has what it has of them, and pieces
-without weights go with their neighbour.
+A block is that of ir/units/recompute_segments.py; what is outside of blocks (embeddings, heads, a U-Net's
+convolutions) is divided so that no piece outweighs the largest block or unit. These are the pieces of the
+model, the same for every plan (`pieces_of`, by which planner/memory/sharded.py counts); a stage has what it
+has of them, and pieces without weights go with their neighbour.
 Complexity: O(units + actions). Oracle: tests/unit/schedules/test_refine.py, drawn by hand; the numbers of one
 process, tests/dist/test_sharded_processes.py.
 """
@@ -22,15 +22,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from outsize.ir.graph import ModelGraph
-from outsize.ir.names import compress_units
 from outsize.ir.plan import Plan, Stage
-from outsize.ir.schedule import Action, Kind, Schedule
-from outsize.ir.segments import blocks
+from outsize.ir.schedule import CUSTOM_NAME, Action, Kind, Schedule
+from outsize.ir.units.names import compress_units
+from outsize.ir.units.recompute_segments import blocks
 from outsize.schedules.planned import planned, written
 
 
 def by_blocks(plan: Plan, graph: ModelGraph) -> Plan:
-    """The plan as it runs: of sharded weights block by block; any other as it is. Raises as `Plan.owners`."""
+    """Returns the plan as it runs: sharded weights block by block; any other plan unchanged.
+
+    Raises what `Plan.owners` raises.
+    """
     if not plan.shards:
         return plan
     owners = plan.owners(graph)
@@ -44,13 +47,13 @@ def by_blocks(plan: Plan, graph: ModelGraph) -> Plan:
     rows = tuple(tuple(_spelled(row, parts)) for row in whole.actions)
     names = [unit.name for unit in graph.units]
     stages = [_stage(plan, stage, names, piece) for stage, found in enumerate(pieces) for piece in found]
-    actions = written(Schedule("custom", whole.microbatches, rows))
-    found = {"stages": tuple(stages), "schedule": "custom", "actions": actions, "expected": None}
+    actions = written(Schedule(CUSTOM_NAME, whole.microbatches, rows))
+    found = {"stages": tuple(stages), "schedule": CUSTOM_NAME, "actions": actions, "expected": None}
     return plan.model_copy(update=found)
 
 
 def _spelled(row: Iterable[Action], parts: Sequence[Sequence[int]]) -> Iterator[Action]:
-    """Each action of a stage as those of its parts; backwards run backwards."""
+    """Yields each action of a stage as the actions of its parts; backwards in descending order."""
     for action in row:
         own = parts[action.stage]
         for part in own if action.kind is Kind.F else reversed(own):
@@ -58,19 +61,21 @@ def _spelled(row: Iterable[Action], parts: Sequence[Sequence[int]]) -> Iterator[
 
 
 def _stage(plan: Plan, stage: int, names: Sequence[str], piece: Sequence[int]) -> Stage:
-    """Some units of a stage as a stage, recomputed as they were."""
-    how = plan.recompute_of(stage)
-    chosen = [unit for unit in piece if unit in plan.recomputed(stage, names)] if how == "selective" else []
+    """Returns some units of a stage as a stage of their own, with the stage's recompute policy."""
+    policy = plan.recompute_of(stage)
+    chosen = (
+        [unit for unit in piece if unit in plan.recomputed(stage, names)] if policy == "selective" else []
+    )
     return Stage(
         units=compress_units(names, piece),
         device=plan.stages[stage].device,
-        recompute="none" if how == "selective" and not chosen else how,
+        recompute="none" if policy == "selective" and not chosen else policy,
         recomputed=compress_units(names, chosen),
     )
 
 
 def pieces_of(graph: ModelGraph) -> list[int]:
-    """The number of each unit's piece, ascending."""
+    """Returns the number of each unit's piece, ascending."""
     size, block_of = _sizes(graph), blocks([unit.name for unit in graph.units])
     weight = defaultdict[str, int](int)
     for unit, block in enumerate(block_of):
@@ -80,7 +85,9 @@ def pieces_of(graph: ModelGraph) -> list[int]:
 
 
 def _numbered(block_of: Sequence[str], size: Sequence[int], most: int) -> Iterator[int]:
-    """A piece ends with its block; outside of blocks, before it has more than `most` bytes."""
+    """Yields piece numbers: a piece ends with its block; outside of blocks, before it has more than `most`
+    bytes.
+    """
     number = held = 0
     for unit, block in enumerate(block_of):
         other = unit > 0 and block != block_of[unit - 1]
@@ -92,7 +99,7 @@ def _numbered(block_of: Sequence[str], size: Sequence[int], most: int) -> Iterat
 
 
 def _sizes(graph: ModelGraph) -> list[int]:
-    """Bytes of the weights that each unit owns."""
+    """Returns the bytes of the weights that each unit owns."""
     size = [0] * len(graph.units)
     for name, unit in graph.owner_of.items():
         size[unit] += graph.parameter_of[name].size_bytes
@@ -100,11 +107,11 @@ def _sizes(graph: ModelGraph) -> list[int]:
 
 
 def _joined(pieces: Iterable[list[int]], size: Sequence[int]) -> list[list[int]]:
-    """Pieces without weights are the end of the one before, or the begin of the next."""
-    found: list[list[int]] = []
+    """Joins pieces without weights to the end of the piece before, or to the start of the next."""
+    joined: list[list[int]] = []
     for piece in pieces:
-        if found and (not any(size[u] for u in piece) or not any(size[u] for u in found[-1])):
-            found[-1] = found[-1] + piece
+        if joined and (not any(size[u] for u in piece) or not any(size[u] for u in joined[-1])):
+            joined[-1] = joined[-1] + piece
         else:
-            found.append(piece)
-    return found
+            joined.append(piece)
+    return joined

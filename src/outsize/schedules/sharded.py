@@ -34,9 +34,9 @@ Needs = Mapping[int, frozenset[int]]
 
 
 def with_gathers(schedule: Schedule, uses: Edges, *, once: bool = False) -> Schedule:
-    """The lowered schedule with UNSHARD, RESHARD and REDUCE_GRAD, one of each for a stage if `once`.
+    """Returns the lowered schedule with UNSHARD, RESHARD and REDUCE_GRAD, one of each for a stage if `once`.
 
-    `uses`: (owner, user), where a stage uses sharded weights of its own or of another one.
+    `uses` holds (owner, user) where a stage uses sharded weights of its own or of another one.
     """
     rank_of, needs = schedule.rank_of, {stage: frozenset[int]() for stage in schedule.rank_of}
     for owner, user in uses:
@@ -47,28 +47,29 @@ def with_gathers(schedule: Schedule, uses: Edges, *, once: bool = False) -> Sche
 
 
 def _row(row: Sequence[Action], needs: Needs, once: bool) -> Iterable[Action]:
-    coming = _coming([needs[a.stage] for a in row if a.kind in COMPUTE and needs[a.stage]], once)
-    whole, ending = frozenset[int](), list[Action]()
+    next_uses = _coming([needs[a.stage] for a in row if a.kind in COMPUTE and needs[a.stage]], once)
+    whole, following = frozenset[int](), list[Action]()
     for action in row:
         if action.kind not in SENDS:
-            yield from ending
-            ending = []
+            yield from following
+            following = []
         if action.kind in COMPUTE and needs[action.stage]:
-            now, (then, kept) = needs[action.stage], next(coming)
+            needed, (needed_next, stay_whole) = needs[action.stage], next(next_uses)
             yield from (
-                Action(stage, Kind.UNSHARD) for stage in (*sorted(now - whole), *sorted(then - now - whole))
+                Action(stage, Kind.UNSHARD)
+                for stage in (*sorted(needed - whole), *sorted(needed_next - needed - whole))
             )
-            ending = [Action(stage, Kind.RESHARD) for stage in sorted((whole | now) - kept)]
-            last = not once or action.stage not in kept
-            if action.kind in (Kind.B, Kind.W) and action.stage in now and last:
-                ending.insert(0, Action(action.stage, Kind.REDUCE_GRAD))
-            whole = (whole | now | then) & kept
+            following = [Action(stage, Kind.RESHARD) for stage in sorted((whole | needed) - stay_whole)]
+            last = not once or action.stage not in stay_whole
+            if action.kind in (Kind.B, Kind.W) and action.stage in needed and last:
+                following.insert(0, Action(action.stage, Kind.REDUCE_GRAD))
+            whole = (whole | needed | needed_next) & stay_whole
         yield action
-    yield from ending
+    yield from following
 
 
 def _coming(uses: Sequence[frozenset[int]], once: bool) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
-    """Behind each use: what the next one needs, and what stays whole."""
+    """Yields, for each use, the stages that the next use needs, and those that stay whole."""
     following = [*uses[1:], frozenset[int]()]
     later = list(accumulate(reversed(following), or_))[::-1]
     return iter(zip(following, later if once else following, strict=True))

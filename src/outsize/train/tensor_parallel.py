@@ -1,11 +1,13 @@
-"""Tensor parallelism on an unmodified model: a rank has a part of its weights, calls give the whole numbers.
+"""Divides an unmodified model for tensor parallelism: a rank has parts of the weights, calls return whole
+results.
 
     mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("tp",))
     styles = outsize.tensor_parallel(model, (ids,), {"labels": ids}, mesh)
     model(ids, labels=ids).loss.backward()                     # on every rank, with the same batch
 
-The model's forward is replaced by its own program, as a rank runs it (program/local.py), captured once for
-each signature of the input. Its parameters become DTensors under their names.
+The model's forward is replaced by its own program, as a rank runs it (program/tensor_parallel/local_tape.py),
+captured once for each signature of the input. Its parameters become DTensors under their names.
+program/tensor_parallel/styles.py derives which weights are divided.
 """
 
 from __future__ import annotations
@@ -18,24 +20,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from outsize.capture.ladder import LossFn, record
+from outsize.capture.recording.fallbacks import LossFn, record
 from outsize.errors import BadOption
-from outsize.ir.tensor_styles import TensorStyles
-from outsize.program.explain_styles import explain
+from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.program.generate import SliceSpec, compile_slice
-from outsize.program.lent import weight_named
 from outsize.program.liveness import live
-from outsize.program.local import local_tape
 from outsize.program.modes import current_modes
 from outsize.program.replay import resolve
-from outsize.program.sequence import in_sequence
 from outsize.program.tape import Tape
-from outsize.program.tensor_styles import Derived, Role, derive
-from outsize.run.spmd import Group, local_of
-from outsize.train.batch import Batch
-from outsize.train.variant import Guards
+from outsize.program.tensor_parallel.explain_styles import explain
+from outsize.program.tensor_parallel.local_tape import local_tape
+from outsize.program.tensor_parallel.sequence import in_sequence
+from outsize.program.tensor_parallel.styles import Derived, Role, derive
+from outsize.program.weight_lookup import weight_named
+from outsize.run.tensor_parallel.collectives import TensorParallelGroup, local_of
+from outsize.train.batch.batch import Batch
+from outsize.train.variants.variant import Guards
 
-KEPT = 32  # signatures
+KEPT = 32  # number of signatures whose programs are kept
 
 
 def tensor_styles(
@@ -47,7 +49,8 @@ def tensor_styles(
     target: Any = None,
     ways: int = 1,
 ) -> TensorStyles:
-    """How tensor parallelism would divide the model, and why; weights may be on meta, nothing is changed.
+    """Returns how tensor parallelism would divide the model, and why; weights may be on meta, nothing is
+    changed.
 
     Raises BadOption where `ways` ranks do not divide a size, NotCapturable and ExampleRejected.
     """
@@ -66,44 +69,44 @@ def tensor_parallel(
     gather_output: bool = True,
     sequence_parallel: bool = False,
 ) -> TensorStyles:
-    """Divide the model in place among the ranks of `mesh` (one dim, or its dim "tp"), by derived styles.
+    """Divides the model in place among the ranks of `mesh` (one dim, or its dim "tp"), by derived styles.
 
-    Every rank builds the same model, calls it with the same batch, and seeds its generators alike. Call this
-    before the optimizer is made: parameters become DTensors. With `gather_output=False` logits over the
-    vocabulary stay divided, (batch, tokens, classes of the rank), which saves an all-gather where only the
-    loss is needed. `sequence_parallel` divides what lies between layers, too, along the tokens (arXiv
-    2205.05198), which saves memory and sends about as much. Raises BadOption where a size is not divided by
-    the number of ranks, and what `tensor_styles` raises.
+    Every rank builds the same model, calls it with the same batch, and seeds its generators with the same
+    seed. Call this before the optimizer is made: parameters become DTensors. With `gather_output=False`
+    logits over the vocabulary stay divided, (batch, tokens, classes of the rank), which saves an all-gather
+    where only the loss is needed. `sequence_parallel` also divides the activations between layers, along the
+    tokens (arXiv 2205.05198), which saves memory and sends about as much. Raises BadOption where the number
+    of ranks does not divide a size, and what `tensor_styles` raises.
     """
-    together, batch = Group(_one_dim(mesh)), Batch(args, dict(kwargs or {}))
+    group, batch = TensorParallelGroup(_one_dim(mesh)), Batch(args, dict(kwargs or {}))
     tape = record(model, batch.args, batch.kwargs)
     derived = derive(tape, model)
     styles = explain(tape, model, derived)
-    styles.insist_on_degree(together.place.ways)
+    styles.insist_on_degree(group.place.ranks)
     derived = in_sequence(tape, derived, model) if sequence_parallel else derived
     whole = _Whole(model)
-    _divide(model, derived.roles, together)
-    divided = Divided(model, derived.roles, together, whole, gather_output, sequence_parallel)
+    _divide(model, derived.roles, group)
+    divided = Divided(model, derived.roles, group, whole, gather_output, sequence_parallel)
     divided.keep(batch, tape, derived)
     model.forward = divided
     return styles
 
 
 def traffic(model: nn.Module) -> Mapping[str, int]:
-    """Bytes of all collectives of a divided model so far, by kind, as planner/comm.py counts them."""
+    """Returns the bytes of all collectives of a divided model so far, by kind of collective."""
     forward = model.__dict__["forward"]
     return dict(forward.together.sent)
 
 
 @final
 class Divided:
-    """The forward of a divided model."""
+    """Replaces the forward of a divided model."""
 
     def __init__(
         self,
         model: nn.Module,
         roles: Mapping[str, Role],
-        together: Group,
+        together: TensorParallelGroup,
         whole: _Whole,
         gather_output: bool,
         sequence: bool,
@@ -119,7 +122,7 @@ class Divided:
         return (variant or self._record(batch)).run(batch)
 
     def keep(self, batch: Batch, tape: Tape, derived: Derived) -> _Variant:
-        """Compile the tape of such a batch; of KEPT signatures the oldest goes."""
+        """Compiles the tape of such a batch; beyond KEPT signatures the oldest is dropped."""
         modules = dict(self._model.named_modules())
         local = local_tape(tape, derived, modules, self.together, gather=self._gather)
         variant = _Variant(self._model, tape, local)
@@ -142,32 +145,32 @@ class Divided:
 
 @final
 class _Variant:
-    """One signature, compiled."""
+    """The compiled program of one signature."""
 
     def __init__(self, model: nn.Module, whole: Tape, tape: Tape) -> None:
         self.guards = Guards(whole, model, None)
         self._tape, self._exits = tape, tuple(dict.fromkeys(tape.output_slots()))
         alive = live(tape, self._exits)
-        held = {id(p) for module in _plain(model) for p in module._parameters.values()}
-        names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in held]
+        owned_ids = {id(p) for module in _plain(model) for p in module._parameters.values()}
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in owned_ids]
         spec = SliceSpec(
             "forward",
             [i for i in tape.instructions if alive[i.index]],
             tape.inputs,
             self._exits,
             constants=tape.constants,
-            lent=_Local(model, names),
+            copied=_Local(model, names),
             through=tape.through,
         )
         self._function = compile_slice(spec, model, tape.modes)
 
     def run(self, batch: Batch) -> Any:
-        found = self._function(*batch.tensors(), _unseeded)
-        return resolve(self._tape.output, dict(zip(self._exits, found, strict=True)), {})
+        values = self._function(*batch.tensors(), _unseeded)
+        return resolve(self._tape.output, dict(zip(self._exits, values, strict=True)), {})
 
 
 def _unseeded(instruction: int) -> None:
-    """The generators go on as they do in one process: all ranks draw the same."""
+    """Leaves the generators alone; as in one process they go on, and all ranks draw the same numbers."""
 
 
 @final
@@ -189,50 +192,56 @@ class _Local(Mapping[str, Tensor]):
 
 @final
 class _Whole:
-    """Parameters of the sizes that the user's forward expects, without memory, for recording."""
+    """Parameters on meta of the sizes that the user's forward expects, for recording."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._twins: dict[int, nn.Parameter] = {}
+        self._whole_parameters: dict[int, nn.Parameter] = {}
         self._places = [
-            (m._parameters, key, self._twin(p))
+            (m._parameters, key, self._whole_parameter(p))
             for m in _plain(model)
             for key, p in m._parameters.items()
             if p is not None
         ]
 
-    def _twin(self, weight: nn.Parameter) -> nn.Parameter:
-        twin = nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
-        return self._twins.setdefault(id(weight), twin)
+    def _whole_parameter(self, weight: nn.Parameter) -> nn.Parameter:
+        whole_parameter = nn.Parameter(
+            torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad
+        )
+        return self._whole_parameters.setdefault(id(weight), whole_parameter)
 
     @contextmanager
     def standing_in(self, model: nn.Module) -> Iterator[None]:
-        """The user's own forward, on parameters of full size."""
-        before = [table[key] for table, key, _ in self._places]
+        """Puts back the user's own forward and parameters of full size while the context lasts."""
+        local_parameters = [table[key] for table, key, _ in self._places]
         forward = model.__dict__.pop("forward")
-        for (table, key, twin), now in zip(self._places, before, strict=True):
-            twin.requires_grad = now is not None and now.requires_grad
-            table[key] = twin
+        for (table, key, whole_parameter), local_parameter in zip(
+            self._places, local_parameters, strict=True
+        ):
+            whole_parameter.requires_grad = local_parameter is not None and local_parameter.requires_grad
+            table[key] = whole_parameter
         try:
             yield
         finally:
             model.__dict__["forward"] = forward
-            for (table, key, _), now in zip(self._places, before, strict=True):
-                table[key] = now
+            for (table, key, _), local_parameter in zip(self._places, local_parameters, strict=True):
+                table[key] = local_parameter
 
 
-def _divide(model: nn.Module, roles: Mapping[str, Role], together: Group) -> None:
-    """Parameters as DTensors; a tied one stays one."""
+def _divide(model: nn.Module, roles: Mapping[str, Role], together: TensorParallelGroup) -> None:
+    """Replaces parameters by DTensors; a tied one stays one."""
     named = dict(model.named_parameters())
-    made = {
+    dtensors = {
         id(p): together.parameter(p, roles[name].share if name in roles else None)
         for name, p in named.items()
     }
     for module in _plain(model):
-        module._parameters.update({k: made[id(p)] for k, p in module._parameters.items() if p is not None})
+        module._parameters.update(
+            {k: dtensors[id(p)] for k, p in module._parameters.items() if p is not None}
+        )
 
 
 def _plain(model: nn.Module) -> list[nn.Module]:
-    """Scripted modules keep their weights, which no rank shares."""
+    """Returns the modules whose weights can be divided; scripted modules keep theirs whole on every rank."""
     return [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
 
 

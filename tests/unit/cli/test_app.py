@@ -52,6 +52,14 @@ def test_a_mistyped_option_is_told_the_same_way(outsize: Outsize) -> None:
     assert answer.err.endswith("Next: outsize plan --help\n")
 
 
+@pytest.mark.parametrize("option", ["--foo", "--install-completion"])
+def test_an_option_that_no_verb_has_is_one_line(outsize: Outsize, option: str) -> None:
+    answer = outsize(option)
+    assert (answer.code, answer.out) == (2, "")
+    assert answer.err.startswith(f"BadOption [E106]: No such option: {option}")
+    assert answer.err.endswith("Next: outsize --help\n")
+
+
 def test_the_picture_follows_the_line(outsize: Outsize, monkeypatch: pytest.MonkeyPatch) -> None:
     def deadlock(*_: Any, **__: Any) -> None:
         raise InvalidSchedule("a cycle", next_step="gpipe", picture="rank 0 | F0\nrank 1 | B0")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import KINDS, parse_cluster
 from outsize.ir.cluster_file import load_cluster, save_cluster
-from outsize.ir.devices import TABLE
-from outsize.ir.links import LINKS, NETWORKS
+from outsize.ir.hardware.devices import TABLE
+from outsize.ir.hardware.links import LINKS, NETWORKS
 
 part = st.tuples(st.integers(1, 3), st.integers(1, 4), st.sampled_from(KINDS)).map(
     "{0[0]}x{0[1]}x{0[2]}".format

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import KINDS, Cluster, make_cluster, parse_cluster
-from outsize.ir.links import NETWORKS
+from outsize.ir.hardware.links import NETWORKS
 
 Piece = tuple[int | None, int, str]
 pieces = st.tuples(st.none() | st.integers(1, 4), st.integers(1, 9), st.sampled_from(KINDS))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import outsize
 from outsize.errors import BoundaryMismatch
 from outsize.program.liveness import replicable
-from outsize.run.cut import Cut, cut, in_runs
-from outsize.run.stage import Stage
+from outsize.run.stage.cut import Cut, cut, in_runs
+from outsize.run.stage.stage import StageExecutor
 
 
 def all_stages(model: nn.Module, *args: Tensor, outputs: bool = False) -> Cut:
@@ -90,14 +90,14 @@ class Rows(nn.Module):
 
 def test_rule_13_a_boundary_gradient_keeps_its_own_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     strides: set[tuple[int, ...]] = set()
-    original = Stage.backward
+    original = StageExecutor.backward
 
-    def spy(self: Stage, *args: Any) -> Any:
+    def spy(self: StageExecutor, *args: Any) -> Any:
         sink = original(self, *args)
         strides.update(g.stride() for g in sink.values() if g is not None and g.shape == (2, 3))
         return sink
 
-    monkeypatch.setattr(Stage, "backward", spy)
+    monkeypatch.setattr(StageExecutor, "backward", spy)
     check_every_cut(nn.Sequential(nn.Linear(4, 3), Rows(3)), batch(), outputs=False)
     assert strides == {(1, 2)}
 

@@ -6,7 +6,7 @@ import pytest
 
 from outsize import errors
 from outsize.errors import BadOption, OutsizeError
-from outsize.report.explain import TEXTS, explain
+from outsize.report.error_pages import TEXTS, explain
 
 
 def leaves(parent: type[OutsizeError]) -> Iterator[type[OutsizeError]]:

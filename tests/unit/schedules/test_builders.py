@@ -12,9 +12,10 @@ import pytest
 
 from outsize.errors import BadOption
 from outsize.ir.schedule import Action, Kind
-from outsize.schedules import builders
-from outsize.schedules.builders import NAMES, build
+from outsize.schedules import families
+from outsize.schedules.builders import build
 from outsize.schedules.check import check, check_compute
+from outsize.schedules.families import built
 from outsize.schedules.grid import draw
 from outsize.schedules.lower import lower
 
@@ -24,10 +25,10 @@ SIZES = [(1, 1), (1, 5), (2, 1), (3, 2), (4, 4), (5, 3), (3, 8)]
 @pytest.mark.parametrize(
     ("name", "row", "microbatches"),
     [
-        ("naive", builders.naive_row, 2),
-        ("gpipe", builders.gpipe_row, 4),
-        ("1f1b", builders.one_f_one_b_row, 4),
-        ("zero-bubble", builders.zero_bubble_row, 4),
+        ("naive", families.naive_row, 2),
+        ("gpipe", families.gpipe_row, 4),
+        ("1f1b", families.one_f_one_b_row, 4),
+        ("zero-bubble", families.zero_bubble_row, 4),
     ],
 )
 def test_docstring_picture_is_the_schedule(name: str, row: Callable[..., Any], microbatches: int) -> None:
@@ -37,7 +38,7 @@ def test_docstring_picture_is_the_schedule(name: str, row: Callable[..., Any], m
 
 @pytest.mark.parametrize(
     ("name", "row", "microbatches"),
-    [("interleaved", builders.interleaved_row, 4), ("gpipe", builders.gpipe_row, 3)],
+    [("interleaved", families.interleaved_row, 4), ("gpipe", families.gpipe_row, 3)],
 )
 def test_docstring_picture_of_two_stages_on_a_rank(
     name: str, row: Callable[..., Any], microbatches: int
@@ -48,7 +49,7 @@ def test_docstring_picture_of_two_stages_on_a_rank(
 
 def test_docstring_picture_of_a_v() -> None:
     picture = draw(build("zero-bubble-v", 4, 3, ranks=2))
-    assert dedent(picture) in (inspect.getdoc(builders.zero_bubble_v_row) or "")
+    assert dedent(picture) in (inspect.getdoc(families.zero_bubble_v_row) or "")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -68,7 +69,7 @@ def test_a_v_holds_as_much_as_1f1b_and_ends_almost_when_the_work_does(ranks: int
         assert slots <= 1.05 * (6 * microbatches + ranks - 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", built())
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_each_stage_runs_in_microbatch_order(name: str, stages: int, microbatches: int) -> None:
     schedule = build(name, stages, microbatches)
@@ -122,7 +123,7 @@ def test_stages_that_do_not_go_on_the_ranks(name: str, stages: int, ranks: int) 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
 def test_microbatches_in_flight(stages: int, microbatches: int) -> None:
     for stage in range(stages):
-        rows = {name: build(name, stages, microbatches).actions[stage] for name in NAMES}
+        rows = {name: build(name, stages, microbatches).actions[stage] for name in built()}
         assert _in_flight(rows["naive"]) == 1
         assert _in_flight(rows["gpipe"]) == microbatches
         assert _in_flight(rows["1f1b"]) == min(stages - stage, microbatches)

@@ -88,7 +88,7 @@ def test_never_worse_than_a_schedule_with_a_name(name: str, chunks: int, seed: i
 
 
 def test_without_help_it_finds_what_the_named_ones_are() -> None:
-    """Equal stages: the closed forms of builders.py, at their memory."""
+    """Equal stages: the closed forms of families.py, at their memory."""
     for p, m in ((2, 4), (3, 5), (4, 8)):
         whole = [StageCost(1, 2)] * p
         assert compose(job(range(p), m, whole, p))[0].step_s == 3 * (m + p - 1)

@@ -10,7 +10,8 @@ import pytest
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule, edges_of
 from outsize.schedules import lower as lower_module
-from outsize.schedules.builders import NAMES, build
+from outsize.schedules.builders import build
+from outsize.schedules.families import built
 from outsize.schedules.grid import listing
 from outsize.schedules.lower import lower
 from outsize.schedules.message import RECEIVES, SENDS, Ends, message_of
@@ -31,13 +32,13 @@ def test_docstring_picture_is_the_schedule(schedule: Schedule) -> None:
     assert indent(listing(schedule), "    ") in (inspect.getdoc(lower_module) or "")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", built())
 def test_compute_is_untouched(name: str) -> None:
     schedule = build(name, 3, 5)
     assert lower(schedule, SKIP, CHAIN_BACK).compute() == schedule
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", built())
 @pytest.mark.parametrize(("forward", "backward"), [(CHAIN, CHAIN_BACK), (SKIP, CHAIN_BACK)])
 def test_cells_stand_where_the_rule_says(
     name: str, forward: frozenset[tuple[int, int]], backward: frozenset[tuple[int, int]]

@@ -1,0 +1,148 @@
+"""Question: what does it cost to know before each step that nothing which Python read has changed?
+
+A Llama of 80 layers (tiny widths: the number of modules and of reads is what counts) and a GPT-2 of 12.
+Seconds of the recording with and without the trace of reads; microseconds of one check when nothing changed,
+of the slow comparison by value, and of the check of the model's structure; beside it the walk over all
+modules that did both before, and the plain step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outsize.capture.guards import trace
+from outsize.capture.guards.check import ReadGuards
+from outsize.capture.models.load import load
+from outsize.capture.recording.fallbacks import record
+from outsize.program.objects import NUMBERS_AND_TEXT
+from outsize.train.variants.model_state import Look
+
+HERE = Path(__file__).parent
+TARGET_US = 200.0
+
+
+LLAMA = (
+    "transformers:LlamaConfig?num_hidden_layers=80&hidden_size=32&intermediate_size=64"
+    "&num_attention_heads=4&num_key_value_heads=4&vocab_size=64"
+)
+GPT2 = "transformers:GPT2Config?n_layer=12&n_embd=32&n_head=4&vocab_size=64"
+
+
+def earlier_look(model: nn.Module) -> list[Any]:
+    """What was looked at before each step before there were guards: numbers and texts of all modules."""
+    values: list[Any] = []
+    for module in model.modules():
+        held = vars(module)
+        values += (id(module), *held, *(v for v in held.values() if isinstance(v, NUMBERS_AND_TEXT)))
+        for p in module._parameters.values():
+            values += (None,) if p is None else (id(p), p.requires_grad, p.shape, p.dtype)
+        config = getattr(module, "config", None)
+        if hasattr(config, "__dict__"):
+            values += [item for item in vars(config).items() if isinstance(item[1], NUMBERS_AND_TEXT)]
+    return values
+
+
+def microseconds(run: Callable[[], Any], laps: int) -> dict[str, float]:
+    """Best and median of the laps."""
+    times = []
+    for _ in range(laps):
+        start_s = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start_s) * 1e6)
+    return {"best": min(times), "median": statistics.median(times)}
+
+
+def recording_s(model: nn.Module, ids: torch.Tensor, *, traced: bool) -> float:
+    """Seconds of the second recording of a model (the first one fills caches)."""
+    trace.IS_SUPPORTED = traced  # pyright: ignore[reportConstantRedefinition, reportAttributeAccessIssue]
+    try:
+        record(model, (ids,), {"labels": ids})
+        start_s = time.perf_counter()
+        record(model, (ids,), {"labels": ids})
+        return time.perf_counter() - start_s
+    finally:
+        trace.IS_SUPPORTED = True  # pyright: ignore[reportConstantRedefinition, reportAttributeAccessIssue]
+
+
+def measure(name: str, model: nn.Module, laps: int) -> dict[str, Any]:
+    """One row."""
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    untraced_s, traced_s = (recording_s(model, ids, traced=traced) for traced in (False, True))
+    reads = record(model, (ids,), {"labels": ids}, live=()).reads
+    guards, look = ReadGuards(reads), Look(model, plain=False)
+    assert guards.hold()
+    assert look.is_same()
+
+    def step() -> None:
+        model(ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    return {
+        "model": name,
+        "modules": len(list(model.modules())),
+        "guards": len(reads),
+        "recording_s": {"without": untraced_s, "with": traced_s},
+        "reads_us": microseconds(guards.hold, laps),
+        "reads_slow_us": microseconds(guards._is_equal, max(3, laps // 10)),
+        "structure_us": microseconds(look.is_same, laps),
+        "earlier_look_us": microseconds(lambda: earlier_look(model), max(3, laps // 10)),
+        "plain_step_us": microseconds(step, 3),
+    }
+
+
+def main() -> None:
+    """All models, as a table and as JSON under results/."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--laps", type=int, default=100)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [
+        measure("llama, 80 layers", load(LLAMA), options.laps),
+        measure("gpt2, 12 layers", load(GPT2), options.laps),
+    ]
+    machine = f"{platform.machine()}-{platform.system().lower()}"
+    result = {
+        "date": str(datetime.date.today()),
+        "machine": machine,
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+        "target_us": TARGET_US,
+        "rows": rows,
+    }
+    path = HERE / "results" / f"{result['date']}_{machine}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if options.json else table(result))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = [
+        "model             modules guards  record s  traced s  reads us  structure us  earlier us  step us"
+    ]
+    for r in result["rows"]:
+        seconds = r["recording_s"]
+        lines.append(
+            f"{r['model']:17s} {r['modules']:7d} {r['guards']:6d}"
+            f" {seconds['without']:9.2f} {seconds['with']:9.2f}"
+            f" {r['reads_us']['best']:9.0f} {r['structure_us']['best']:13.0f}"
+            f" {r['earlier_look_us']['best']:11.0f} {r['plain_step_us']['best']:8.0f}"
+        )
+    return "\n".join([*lines, f"best of the laps; load {result['load']:.1f}"])
+
+
+if __name__ == "__main__":
+    main()

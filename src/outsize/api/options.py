@@ -1,0 +1,221 @@
+"""The keyword arguments of the public functions, and the record that they make.
+
+Type checkers and editors read the keyword arguments from the TypedDicts below. `reads_options` shows them in
+`help()` and names the nearest one when a keyword is misspelt. `request_of` is the only place where keyword
+arguments become a `PlanRequest`; the command line goes through it as well. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict, TypeVar, cast
+
+from pydantic import ValidationError
+
+from outsize.errors import BadOption
+from outsize.ir.answers.request import LayoutOptions, PlanRequest, RequestOptions
+from outsize.ir.schedule import CUSTOM_NAME, Schedule
+from outsize.schedules.planned import read, written
+
+if TYPE_CHECKING:
+    import torch
+    from torch.amp.grad_scaler import GradScaler
+
+    from outsize.capture.measure.units import How, Progress
+    from outsize.capture.recording.fallbacks import LossFn
+    from outsize.ir.answers.tuned import Trial
+    from outsize.ir.cluster import Cluster
+    from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
+    from outsize.ir.profile import ProfileSet
+    from outsize.train.batch.batch_dims import Asked
+    from outsize.train.crew.grad_clip import Clipping
+    from outsize.train.engine.options import MakeOptimizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LossOptions(TypedDict, total=False):
+    """The loss of the example batch, `loss_fn(output, *target)`; without `loss_fn` the output holds it."""
+
+    loss_fn: LossFn | None
+    target: Any
+
+
+class CaseOptions(LossOptions, total=False):
+    """Holds what belongs to the example batch: the loss, and the dims along which samples lie."""
+
+    batch_dims: Asked | None
+
+
+class CostOptions(TypedDict, total=False):
+    """The devices that a plan is for, and the source of its units' costs."""
+
+    cluster: str | Cluster
+    measured: bool | ProfileSet
+    progress: Progress | None
+
+
+class PlanOptions(CaseOptions, CostOptions, RequestOptions, total=False):
+    """The options of `plan`."""
+
+
+class OutlookOptions(PlanOptions, total=False):
+    """The options of `outlook`: those of `plan`, an existing plan, and whether curves are drawn."""
+
+    plan: Plan | None
+    curves: bool
+
+
+class FitOptions(CaseOptions, RequestOptions, total=False):
+    """The options of `fit`."""
+
+    cluster: str | Cluster
+
+
+class MeasureOptions(CaseOptions, total=False):
+    """The options of `measure`."""
+
+    sizes: Sequence[int] | None
+    how: How | None
+    progress: Progress | None
+
+
+class PriceOptions(CaseOptions, total=False):
+    """The options of `price`."""
+
+    measured: bool | ProfileSet
+
+
+class CheckOptions(CaseOptions, total=False):
+    """The options of `check`."""
+
+    plan: Plan | None
+    stages: int | None
+    microbatches: int | None
+    schedule: ScheduleName | None
+    recompute: Recompute | None
+    bn: BatchNormMode | None
+    processes: bool
+    steps: int
+    seed: int
+    weights: str | Path | None
+
+
+class TuneOptions(CaseOptions, RequestOptions, total=False):
+    """The options of `tune`."""
+
+    cluster: str | Cluster | None
+    trials: int
+    how: How | None
+    progress: Progress | None
+    tried: Callable[[Trial], None] | None
+    seed: int
+
+
+class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
+    """The options of `parallelize`; `optimizer` and `weights` are the run's and no options of a plan."""
+
+    optimizer: MakeOptimizer | None
+    clip_norm: float | None
+    clipping: Clipping
+    seed: int
+    weights: str | Path | None
+    scaler: GradScaler | None
+    devices: Sequence[str | torch.device] | None
+    captures: int
+    own_batches: bool
+    offload_folder: str | Path | None
+    compiled: str | None
+    backend: str | None
+
+
+PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})
+
+
+def planning_options(options: ParallelizeOptions) -> PlanOptions:
+    """Returns those options of `parallelize` that are for the plan, which it makes where none is given."""
+    return cast("PlanOptions", {name: value for name, value in options.items() if name in PLANNING})
+
+
+def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
+    """Returns the request that the options make; `batch_size` counts where they have none.
+
+    Options that are None or no part of a request are left out. Raises BadOption for a value that makes no
+    sense, or contradicts another one, and InvalidSchedule.
+    """
+    fields = {n: v for n, v in options.items() if n in PlanRequest.model_fields and v is not None}
+    fields.setdefault("batch_size", batch_size)
+    if isinstance(schedule := fields.get("schedule"), Schedule):
+        fields |= _own_schedule(schedule, fields)
+    if fields.get("bn") == "sync":
+        fields.setdefault("microbatches", 1)  # statistics of the whole batch want it in one piece
+    try:
+        return PlanRequest.model_validate(fields)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = problem["loc"][0]
+        raise BadOption(
+            f"{name}={problem['input']!r} makes no sense",
+            numbers=problem["msg"],
+            next_step=f"another {name}, or none",
+        ) from None
+
+
+def _own_schedule(schedule: Schedule, fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a user's own schedule fixes: ranks, microbatches and actions."""
+    schedule = read(written(schedule))
+    fixed = {"stages": schedule.ranks, "microbatches": schedule.microbatches}
+    for name, value in fixed.items():
+        if fields.get(name) not in (None, value):
+            raise BadOption(
+                f"{name}={fields[name]} contradicts the schedule, which has {value}",
+                numbers=f"{schedule.ranks} rows with {schedule.microbatches} microbatches",
+                next_step=f"leave out {name}",
+            )
+    return {**fixed, "schedule": CUSTOM_NAME, "actions": written(schedule)}
+
+
+def reads_options(options: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Returns a decorator for a function whose `**options` are those of a TypedDict.
+
+    The function's signature shows each option, and an unknown keyword raises BadOption with the nearest one.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        shown = _with_options(inspect.signature(function), options)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs:
+                if name not in shown.parameters:
+                    raise unknown_option(name, f"outsize.{function.__name__}", shown.parameters)
+            return function(*args, **kwargs)
+
+        vars(checked)["__signature__"] = shown
+        return checked
+
+    return decorate
+
+
+def _with_options(signature: inspect.Signature, options: Any) -> inspect.Signature:
+    """Returns the signature with a keyword for each option in place of `**options`."""
+    if options is None:
+        return signature
+    named = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    shown = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=kind.__forward_arg__)
+        for name, kind in options.__annotations__.items()
+    ]
+    return signature.replace(parameters=[*named, *shown])
+
+
+def unknown_option(name: str, function: str, known: Any) -> BadOption:
+    """Returns the error for a keyword that a function does not have."""
+    near = get_close_matches(name, known, n=1, cutoff=0.6)
+    question = f"; did you mean `{near[0]}`?" if near else ""
+    return BadOption(f"no option `{name}`{question}", next_step=f"help({function})")

@@ -1,0 +1,155 @@
+"""Builds the problem that the search solves: request, cluster, and the model's costs by microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+
+from outsize.api.options import CaseOptions, CostOptions
+from outsize.capture.graph.build import Captured
+from outsize.capture.graph.tensor_parallel import with_styles
+from outsize.capture.measure.local_cluster import find_cluster
+from outsize.capture.measure.units import Progress
+from outsize.errors import BadOption
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.profile import Profile, ProfileSet
+from outsize.planner.costs.roofline import roofline
+from outsize.train.measure.training_case import TrainingCase, as_batch
+from outsize.train.measure.units import how_on, measure_captured
+
+# The microbatch counts that the search looks at when none is given, as multiples of the stages.
+_MULTIPLES = (1, 2, 4, 8)
+
+
+@final
+@dataclass(frozen=True)
+class CostSource:
+    """The source of units' costs: the roofline, timings on this machine, or a profile of these."""
+
+    measured: bool | ProfileSet = False
+    progress: Progress | None = None
+
+    @classmethod
+    def of(cls, options: CostOptions) -> CostSource:
+        """Returns the source that the options name."""
+        return cls(options.get("measured", False), options.get("progress"))
+
+    def profile(self, case: TrainingCase, captured: Captured, cluster: Cluster) -> Profile:
+        """Returns the costs of the captured units on the cluster's first device."""
+        if isinstance(self.measured, ProfileSet):
+            return self.measured.of_graph(captured.graph, cluster.devices[0].kind, case.precision)
+        if not self.measured or captured.graph.form == "modules":
+            return roofline(captured.graph, cluster.devices[0])
+        return measure_captured(case, captured, how_on(cluster), self.progress)
+
+    def counts(self, counts: Sequence[int], batch_size: int) -> Sequence[int]:
+        """Returns those counts of microbatches whose costs can be had; a profile covers some sizes only."""
+        if isinstance(self.measured, ProfileSet):
+            return self.measured.counts(counts, batch_size)
+        return counts
+
+
+@final
+@dataclass(frozen=True)
+class SearchProblem:
+    """Holds the inputs of the search; `candidates` are by the microbatches of the whole batch."""
+
+    request: PlanRequest
+    cluster: Cluster
+    candidates: dict[int, tuple[ModelGraph, Profile]]
+
+    @classmethod
+    def of(
+        cls, case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
+    ) -> SearchProblem:
+        """Captures the model for each number of microbatches that is worth a look."""
+        case, size = case.under(request.precision), request.batch_size
+        candidates: dict[int, tuple[ModelGraph, Profile]] = {}
+        for count in source.counts(_counts(request, cluster), size):
+            captured = case.taken(-(-size // count), size // (request.total_microbatches or 1))
+            if captured is not None:
+                graph = styled(case, captured, request.tp, request.searches_axes)
+                candidates[count] = graph, source.profile(case, captured, cluster)
+        return cls(request, cluster, candidates)
+
+    def most_microbatches(self, case: TrainingCase) -> int | None:
+        """Returns the most microbatches that the model takes, for a pipeline whose number of them is free.
+
+        Returns None where that many were looked at already, or the request is for more than a pipeline.
+        """
+        request, size = self.request, self.request.batch_size
+        if request.microbatches or request.searches_axes or request.has_group_axes:
+            return None
+        counts = (d for d in range(size, max(self.candidates, default=0), -1) if size % d == 0)
+        case = case.under(request.precision)
+        return next((count for count in counts if case.taken(size // count, size) is not None), None)
+
+
+def case_of(model: nn.Module, args: Any, kwargs: Any, options: CaseOptions) -> TrainingCase:
+    """Returns the model with its example batch and its loss. Raises BadOption."""
+    batch = as_batch(args, kwargs, options.get("target"))
+    return TrainingCase.of(model, batch, options.get("loss_fn"), options.get("batch_dims"))
+
+
+def styled(case: TrainingCase, captured: Captured, tp: int, always: bool = False) -> ModelGraph:
+    """Returns the graph, with what tensor parallelism divides where tp > 1, or `always`.
+
+    Raises BadOption where so many ranks cannot divide the model.
+    """
+    if tp == 1 and not always:
+        return captured.graph
+    graph = with_styles(captured, case.module)
+    if graph.tensor is not None:
+        graph.tensor.insist_on_degree(tp)
+    elif tp > 1:
+        raise BadOption(
+            f"{graph.model} runs by modules, in its own Python, which has the sizes of one device in it",
+            numbers=f"tp={tp}",
+            next_step="tp=1; `why` of such a plan says which line is not captured",
+        )
+    return graph
+
+
+def cluster_of(cluster: str | Cluster) -> Cluster:
+    """Returns the cluster of a name, or the cluster itself. Raises BadOption for anything else."""
+    if not isinstance(cluster, str | Cluster):
+        raise BadOption(
+            f"cluster={cluster!r} is a {type(cluster).__name__}, not the name of a cluster",
+            numbers="a name gives how many devices there are and of which kind",
+            next_step="cluster='2xcpu', '8xH100', 'local' or the path of a cluster file",
+        )
+    return find_cluster(cluster) if isinstance(cluster, str) else cluster
+
+
+def _counts(request: PlanRequest, cluster: Cluster) -> list[int]:
+    """Returns the microbatch counts of the whole batch that are worth a capture."""
+    size, axes = request.batch_size, request.mesh(1)
+    if request.searches_axes:
+        return all_counts(size, len(cluster.devices), request.microbatches)
+    stages = request.stages or max(1, len(cluster.devices) // axes.group_size)
+    counts = counts_of(size // axes.replicas, stages, request.microbatches)
+    return [count * axes.replicas for count in counts]
+
+
+def all_counts(batch_size: int, devices: int, microbatches: int | None) -> list[int]:
+    """Returns the counts worth a capture where replicas share the batch: also fewer than devices."""
+    if microbatches is not None:
+        shared = (microbatches * d for d in range(1, devices + 1) if devices % d == 0)
+        return [count for count in shared if count <= batch_size]
+    fewer = (2**k for k in range(1, devices.bit_length()) if batch_size % 2**k == 0)
+    return sorted({*counts_of(batch_size, devices, None), *fewer})
+
+
+def counts_of(batch_size: int, stages: int, microbatches: int | None) -> list[int]:
+    """Returns the count that is given, or the divisors of the batch nearest to multiples of the stages."""
+    if microbatches is not None:
+        return [microbatches] if 0 < microbatches <= batch_size else []
+    wanted = [stages * factor for factor in _MULTIPLES]
+    divisors = [d for d in range(1, batch_size + 1) if batch_size % d == 0]
+    near = {min(divisors, key=lambda d, w=w: abs(d - w)) for w in wanted}
+    return sorted({1, *near})

@@ -1,0 +1,332 @@
+"""Counts the costs of an instruction while its ops run on fakes, in O(arguments) per ATen op.
+
+    FLOPs      torch's own formulas (torch.utils.flop_counter; one multiply-add is 2)
+    bytes      read and written by each op; views move nothing, an expanded tensor counts its memory once
+    backward   by rule from the forward call, see backward_rules.py; what leads only to parameters is the
+               weights' part, all else the inputs'. Gradients of a tensor with several users are added up
+    saved      what autograd saves: each storage once per tape, weights not counted
+    workspace  see live_memory.py; in the backward of op i, what ops 1..i have saved is there, the gradient of
+               its results, and the gradients of its arguments
+
+An op with torch's tag `nondeterministic_seeded` makes the instruction random.
+Oracle: tests/unit/capture/costs/test_costs_truth.py, real forwards and backwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Rule, rule_of
+from outsize.capture.costs.live_memory import Storages, storage_bytes, storage_key
+from outsize.capture.costs.op_families import ALLOCATIONS, family_of, op_name
+from outsize.ir.graph import SMALL_BYTES, OpFamily, Work
+from outsize.program.tape import Cost
+
+_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _OpFacts:
+    """Holds what is known of an ATen op whatever its arguments are."""
+
+    name: str
+    family: OpFamily
+    view: bool
+    rule: Rule
+    formula: Any
+    chancy: bool
+
+
+@final
+class WorkSums:
+    """Sums work by (family, dtype)."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[OpFamily, str], list[int]] = {}
+
+    def add(self, family: OpFamily, dtype: str, flops: int, moved_bytes: int, launches: int = 1) -> None:
+        """Adds the work of one more op."""
+        sums = self._sums.setdefault((family, dtype), [0, 0, 0])
+        sums[0] += flops
+        sums[1] += moved_bytes
+        sums[2] += launches
+
+    def works(self) -> tuple[Work, ...]:
+        """Returns the sums in the order in which the families came."""
+        return tuple(
+            Work(family=family, dtype=dtype, flops=flops, moved_bytes=moved, launches=launches)
+            for (family, dtype), (flops, moved, launches) in self._sums.items()
+        )
+
+
+def summed(works: Iterable[Work]) -> tuple[Work, ...]:
+    """Sums to one Work per (family, dtype), in the order in which the families come."""
+    sums: dict[tuple[OpFamily, str], Work] = {}
+    for work in works:
+        key = (work.family, work.dtype)
+        sums[key] = _together(sums[key], work) if key in sums else work
+    return tuple(sums.values())
+
+
+def _together(one: Work, other: Work) -> Work:
+    return Work(
+        family=one.family,
+        dtype=one.dtype,
+        flops=one.flops + other.flops,
+        moved_bytes=one.moved_bytes + other.moved_bytes,
+        launches=one.launches + other.launches,
+    )
+
+
+@final
+class CostMeter:
+    """Sums the costs of the instruction that is being recorded.
+
+    `weights` are the storages of parameters and buffers.
+    """
+
+    def __init__(self, weights: set[int]) -> None:
+        self._weights = weights
+        self._ops: dict[Any, _OpFacts] = {}
+        self._storages = Storages(self._forget)
+        # These storages are computed from parameters alone, such as their copies in bfloat16.
+        self._derived: set[int] = set()
+        self._seen: set[int] = set()
+        # The values are bytes of memory whose fakes have too small a dtype.
+        self._real_bytes: dict[int, int] = {}
+        self._used: dict[int, weakref.ref[Tensor]] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Begins an instruction."""
+        self.random = False
+        self._flops = self._moved_bytes = 0
+        self._forward, self._input, self._weight = WorkSums(), WorkSums(), WorkSums()
+        self._kept: set[int] = set()
+        self._fresh: dict[int, int] = {}  # These storages are saved for the first time; the values are bytes.
+        self._worst_backward, self._last = 0, (0, set[int]())
+        self._waiting = 0
+        self._taken: Cost | None = None
+        self._storages.start()
+
+    def take(self, cost: Cost, *, draws: bool) -> None:
+        """Sets the cost of the instruction, whatever was counted so far; saved tensors may be added.
+
+        `draws` says that it also draws random numbers.
+        """
+        self._taken, self.random = cost, self.random or draws
+        self._kept.clear()
+        self._seen -= self._fresh.keys()
+        self._fresh.clear()
+
+    def stop(self) -> Cost:
+        """Ends the instruction and returns its costs."""
+        saved_bytes, kept_storages = sum(self._fresh.values()), frozenset(self._kept)
+        small_bytes = sum(size for size in self._fresh.values() if size < SMALL_BYTES)
+        self._worst_backward = max(self._worst_backward, self._last[0])
+        if self._taken is not None:
+            saved_bytes, small_bytes = (
+                self._taken.saved_bytes + saved_bytes,
+                self._taken.saved_small_bytes + small_bytes,
+            )
+            return replace(
+                self._taken,
+                saved_bytes=saved_bytes,
+                saved_small_bytes=small_bytes,
+                saved_storages=kept_storages,
+            )
+        return Cost(
+            flops=self._flops,
+            moved_bytes=self._moved_bytes,
+            saved_bytes=saved_bytes,
+            saved_small_bytes=small_bytes,
+            workspace_bytes=self._storages.excess_bytes(),
+            backward_workspace_bytes=self._worst_backward - saved_bytes if self._worst_backward else 0,
+            waiting_bytes=self._waiting,
+            forward=self._forward.works(),
+            backward_input=self._input.works(),
+            backward_weight=self._weight.works(),
+            saved_storages=kept_storages,
+        )
+
+    def count(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Adds one ATen op."""
+        if getattr(op, "namespace", "") == "prim":
+            return  # Such an op is a query, for example for the device of a tensor.
+        known = self._ops.get(op) or self._learn(op)
+        if known.chancy:
+            self.random = self.random or _draws(op, args, kwargs)
+        inputs, results = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((out,))]
+        if known.name not in ALLOCATIONS:
+            self._count(known, inputs, results, flops_of(known.formula, args, kwargs, out))
+        if not known.view:
+            self._storages.born(results, inputs)
+
+    def saved(self, tensor: Tensor, storage: int) -> None:
+        """Notes that autograd saves this tensor; a weight's transpose, which a Linear saves, is the
+        weight.
+        """
+        key = storage_key(tensor)
+        if tensor.layout is not torch.strided or key in self._weights:
+            return
+        self._kept.add(storage)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._fresh[key] = size = self._real_bytes.get(key) or storage_bytes(tensor)
+            moment, results = self._last
+            if key in results:
+                self._last = (moment + size, results)
+
+    def mark_of(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Returns what earlier instructions have noted about a tensor that later ones count by."""
+        key, used = storage_key(tensor), self._used.get(id(tensor))
+        known = (key in table for table in (self._weights, self._derived, self._seen))
+        return (*known, self._real_bytes.get(key), used is not None and used() is tensor)
+
+    def mark(self, tensor: Tensor, mark: tuple[Any, ...]) -> None:
+        """Restores what `mark_of` returned, as if those instructions had been counted."""
+        key, (weight, derived, seen, real_bytes, used) = storage_key(tensor), mark
+        if not weight:
+            self._storages.born([tensor], ())
+        self._derived |= {key} if derived else set()
+        self._seen |= {key} if seen else set()
+        if real_bytes is not None:
+            self._real_bytes[key] = real_bytes
+        self._used.pop(id(tensor), None)
+        if used:
+            self._used[id(tensor)] = weakref.ref(tensor)
+
+    def _learn(self, op: Any) -> _OpFacts:
+        name, family = op_name(op), family_of(op)
+        packet, view = getattr(op, "_overloadpacket", None), bool(getattr(op, "is_view", False))
+        self._ops[op] = known = _OpFacts(
+            name=name,
+            family=family,
+            view=view,
+            rule=rule_of(name, family, view=view),
+            formula=_cpu_flash_flops if packet is _FLASH_ON_CPU else flop_registry.get(packet),
+            chancy=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
+        )
+        return known
+
+    def _count(self, op: _OpFacts, inputs: list[Tensor], results: list[Tensor], flops: int) -> None:
+        sizes, out_bytes = [_bytes(t) for t in inputs], sum(map(_bytes, results))
+        dtype = _dtype(results, inputs)
+        if not op.view:
+            moved = sum(sizes) + out_bytes
+            self._flops += flops
+            self._moved_bytes += moved
+            self._forward.add(op.family, dtype, flops, moved)
+        if op.family == "normalisation":
+            self._correct_statistics(inputs, results)
+        wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
+        if wanted and any(t.is_floating_point() for t in results):
+            call = OpCall(op.family, flops, sizes, out_bytes, wanted)
+            self._count_backward(op, call, inputs, results, dtype)
+
+    def _count_backward(
+        self, op: _OpFacts, call: OpCall, inputs: list[Tensor], results: list[Tensor], dtype: str
+    ) -> None:
+        for written in {id(t) for t in results}:
+            # The op worked in place, and autograd may have cloned the value just before.
+            self._used.pop(written, None)
+        for index in call.wanted:
+            tensor, cost = inputs[index], op.rule(call, index)
+            tally = self._weight if self._is_weight(tensor) else self._input
+            if cost is not None:
+                tally.add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches)
+            if self._is_used_again(tensor):
+                # Two parts of its gradient are added.
+                tally.add("elementwise", dtype, 0, 3 * call.sizes[index])
+        for written in {id(t) for t in results}:
+            self._used.pop(written, None)  # The tensor has another history now.
+        self._remember_moment(op, call, results)
+        if op.family in WAITING and any(storage_key(inputs[i]) in self._weights for i in call.wanted):
+            self._waiting += call.out_bytes
+        if not op.view and all(map(self._is_weight, inputs)):
+            self._derived |= {storage_key(t) for t in results}
+
+    def _remember_moment(self, op: _OpFacts, call: OpCall, results: list[Tensor]) -> None:
+        """Estimates the peak in this op's backward: what is saved so far, and gradients of results and
+        arguments.
+        """
+        if op.view and op.rule(call, call.wanted[0]) is None:
+            return
+        self._worst_backward = max(self._worst_backward, self._last[0])
+        moment = sum(self._fresh.values()) + call.out_bytes + sum(call.sizes[i] for i in call.wanted)
+        saves_result = op.family in ("attention", "normalisation") or op.name.removesuffix("_") in KEEP_RESULT
+        self._last = (moment, {storage_key(t) for t in results} if saves_result else set())
+
+    def _correct_statistics(self, inputs: list[Tensor], results: list[Tensor]) -> None:
+        """Corrects the size of statistics, which are float32 where the weights are; fakes (torch 2.13) use
+        the input's dtype.
+        """
+        if results[0].dtype.itemsize < 4 and any(t.dtype is torch.float32 for t in inputs):
+            self._real_bytes |= {storage_key(t): 4 * t.numel() for t in results[1:]}
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        key = storage_key(tensor)
+        return key in self._weights or key in self._derived
+
+    def _is_used_again(self, tensor: Tensor) -> bool:
+        """Returns whether another op had the tensor as an argument. (An id alone could be that of a dead
+        tensor.)
+        """
+        before = self._used.get(id(tensor))
+        if before is not None and before() is tensor:
+            return True
+        self._used[id(tensor)] = weakref.ref(tensor)
+        return False
+
+    def _forget(self, storage: int) -> None:
+        """Forgets a storage that died, since another may get its address."""
+        self._real_bytes.pop(storage, None)
+        self._derived.discard(storage)
+        self._seen.discard(storage)
+
+
+def flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Returns the FLOPs of one ATen op; 0 where torch has no formula."""
+    return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
+
+
+def _cpu_flash_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the tensors among arguments of an ATen op, also those in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Returns the bytes of a tensor's elements, at most its memory's: an expanded dimension is read once."""
+    return min(tensor.numel() * tensor.dtype.itemsize, storage_bytes(tensor))
+
+
+def _dtype(results: list[Tensor], inputs: list[Tensor]) -> str:
+    """Returns the dtype that an op computes in: its first floating result's, else its first argument's."""
+    floating = (t.dtype for t in (*results, *inputs) if t.is_floating_point())
+    first = next(floating, None) or next((t.dtype for t in (*results, *inputs)), torch.float32)
+    return str(first).removeprefix("torch.")
+
+
+def _draws(op: Any, args: Any, kwargs: Any) -> bool:
+    """Returns whether the op draws random numbers; attention and dropout have the tag also when p is 0."""
+    arguments = op._schema.arguments
+    values = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    values |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
+    p = values.get("dropout_p", values.get("p") if "dropout" in str(op) else None)
+    return p is None or bool(p)

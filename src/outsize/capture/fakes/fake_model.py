@@ -1,0 +1,216 @@
+"""Replaces a model's tensors by fakes, and restores everything.
+
+Recording runs the user's forward on fake tensors: they have shape, dtype and autograd but no memory, so
+weights may be on meta and a 70 B model costs nothing. Parameters, buffers and tensor attributes (also those
+in lists and dicts, such as an LSTM's flat weights) are replaced in the modules' own dicts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch._subclasses
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from outsize.program.objects import NUMBERS_AND_TEXT, Comparison, Scope, fingerprint, snapshot, walk
+from outsize.program.tape import Weight
+from outsize.program.tree import map_leaves, paths
+
+_TABLES = ("_parameters", "_buffers")
+_CHILDREN = "_modules"
+# These attributes are not state: tables have their own names, and a set holds the names of buffers.
+_NO_STATE = (*_TABLES, _CHILDREN, "_non_persistent_buffers_set")
+_CONTAINERS = Scope(attributes=False)
+_MODULES = Scope(attributes=False, modules="attributes and tables")
+# Dtypes and objects are not compared: a forward that stores one keeps no numbers in it.
+_BINDINGS = Comparison(by_value=NUMBERS_AND_TEXT, of_tensor=id, of_object=lambda _: None)
+
+
+@final
+class FakeModel:
+    """A model whose tensors are fakes while the context lasts.
+
+    `weights` maps id(tensor) to its Weight for the fakes and for the real tensors (a closure may hold
+    one); `real` maps a weight's name to the real tensor. Afterwards every module has its own attributes,
+    tables, lists and dicts with their own contents again, also when the forward raised.
+    """
+
+    def __init__(
+        self, model: nn.Module, mode: FakeTensorMode, device: torch.device, *, everywhere: bool = False
+    ) -> None:
+        self.mode, self.device, self._everywhere = mode, device, everywhere
+        self.modules = dict(model.named_modules())
+        self.weights: dict[int, Weight] = {}
+        self.real: dict[str, Tensor] = {}
+        self._fake_of: dict[int, Tensor] = {}
+        own = {fqn: m for fqn, m in self.modules.items() if not isinstance(m, torch.jit.ScriptModule)}
+        self._own = own
+        self._restore = remember(own.values())
+        self._planted: dict[str, dict[str, Any]] = {}
+        self._parameters: dict[int, list[int]] = {}
+        self.strays: list[Tensor] = []  # real tensors of probes; their values are arbitrary
+        self.left: dict[str, Any] = {}  # leaf that rebinds its attributes -> their values after its last call
+
+    def __enter__(self) -> FakeModel:
+        try:
+            for fqn, module in self._own.items():
+                self._plant(fqn, module)
+            self._know_scripted()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    def device_for(self, tensor: Tensor) -> torch.device:
+        """Returns the device of the tensor's fake: the tensor's own, unless that is meta or all share one
+        device.
+        """
+        return self.device if self._everywhere or tensor.is_meta else tensor.device
+
+    def rebound(self) -> list[tuple[str, str]]:
+        """Returns (module, attribute) that the forward has bound to another tensor or plain Python value."""
+        return [
+            (fqn, name)
+            for fqn, module in self._own.items()
+            for name in _differing(self._planted[fqn], _identities(module))
+        ]
+
+    def state_of(self, fqn: str) -> dict[str, dict[str, Any]]:
+        """Returns what is bound in the attributes of a module and of its submodules."""
+        return {name: _identities(module) for name, module in self.modules[fqn].named_modules()}
+
+    def weight_storages(self) -> set[int]:
+        """Returns the storages of all fakes that stand for weights."""
+        strided = (t for t in self._fake_of.values() if t.layout is torch.strided)
+        return {t.untyped_storage()._cdata for t in strided}
+
+    def fakes_of_weights(self) -> list[tuple[Weight, Tensor]]:
+        """Returns every weight with the fake that stands for it."""
+        return [(self.weights[id(t)], t) for t in self._fake_of.values()]
+
+    def is_settled(self, fqn: str) -> bool:
+        """Tells whether everything bound in the module's attributes is as before the forward."""
+        return fqn in self._own and self._planted[fqn] == _identities(self._own[fqn])
+
+    def is_intact(self, fqn: str) -> bool:
+        """Tells whether the module has its own parameters, and not others from torch.func.functional_call."""
+        own = [m for m in self.modules[fqn].modules() if id(m) in self._parameters]
+        return all(_parameter_ids(m) == self._parameters[id(m)] for m in own)
+
+    def _plant(self, fqn: str, module: nn.Module) -> None:
+        prefix = f"{fqn}." if fqn else ""
+        for key, kind in zip(_TABLES, ("parameter", "buffer"), strict=True):
+            table = module.__dict__[key]
+            for name, tensor in table.items():
+                if tensor is not None:
+                    table[name] = self._fake(tensor, Weight(prefix + name, kind))
+        for name, value in list(module.__dict__.items()):
+            if name not in (*_TABLES, _CHILDREN) and _holds_tensor(value):
+                module.__dict__[name] = self._fake_tree(value, prefix + name)
+        self._planted[fqn] = _identities(module)
+        self._parameters[id(module)] = _parameter_ids(module)
+
+    def _know_scripted(self) -> None:
+        """Registers the weights of scripted modules, which cannot be swapped: their calls take both kinds."""
+        for fqn, module in self.modules.items():
+            if fqn not in self._own:
+                for name, tensor in module.named_parameters(fqn):
+                    self.weights.setdefault(id(tensor), Weight(name, "parameter"))
+                    self.real[name] = tensor
+
+    def _fake_tree(self, value: Any, name: str) -> Any:
+        names = {id(t): f"{name}{path}" for path, t in paths(value, lambda leaf: isinstance(leaf, Tensor))}
+
+        def swap(leaf: Any) -> Any:
+            return self._fake(leaf, Weight(names[id(leaf)], "attribute")) if id(leaf) in names else leaf
+
+        return map_leaves(swap, value)
+
+    def _fake(self, tensor: Tensor, weight: Weight) -> Tensor:
+        if id(tensor) in self._fake_of:
+            return self._fake_of[id(tensor)]
+        fake = fake_like(tensor, self.mode, self.device_for(tensor))
+        if weight.kind == "parameter":
+            fake._is_param = True  # nn.Parameter(fake) sets it too, but on a second fake
+        self._fake_of[id(tensor)] = fake
+        self.weights[id(tensor)] = self.weights[id(fake)] = weight
+        self.real[weight.name] = tensor
+        return fake
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None) -> Tensor:
+    """Returns a fake with the tensor's shape, strides, dtype and requires_grad, of its own storage.
+
+    It is made as the mode makes it for torch.empty_strided, without torch's dispatch.
+    """
+    with torch._C._DisableTorchDispatch():
+        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, memory, device or tensor.device, requires_grad=tensor.requires_grad)
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Says whether this is a tensor, or a list, tuple or dict with one somewhere."""
+    return isinstance(value, Tensor) or any(isinstance(p, Tensor) for _, p in walk([value], _CONTAINERS))
+
+
+def _parameter_ids(module: nn.Module) -> list[int]:
+    return [id(p) for p in module._parameters.values()]
+
+
+def remember(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Returns a function that restores the modules' present attributes, tables, lists and dicts."""
+    return snapshot(modules, _MODULES).restore
+
+
+def _identities(module: nn.Module) -> dict[str, Any]:
+    """Returns what is bound under which name; a change means that the forward keeps state in it."""
+    tables = [module.__dict__[key] for key in _TABLES]
+    rest = {k: v for k, v in module.__dict__.items() if k not in _NO_STATE}
+    return {name: fingerprint(value, _BINDINGS) for table in (*tables, rest) for name, value in table.items()}
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
+
+
+@contextmanager
+def hidden_fakes() -> Iterator[None]:
+    """Hides torch._subclasses.FakeTensor, since libraries that test for it take other branches than eager."""
+    real = torch._subclasses.FakeTensor
+    torch._subclasses.FakeTensor = _Nothing  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch._subclasses.FakeTensor = real
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Silences torch's log of ops without a fake implementation; capture/recording/fallbacks.py handles
+    those.
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@final
+class _Nothing:
+    """A class of which nothing is an instance."""
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Tells whether a tensor was made under the fake mode."""
+    return isinstance(tensor, FakeTensor)

@@ -1,0 +1,231 @@
+"""Splits a model by its modules when its own forward cannot be recorded.
+
+    NotCapturable at the root  ->  units are whole modules, the tape is empty, `graph.form` is "modules"
+
+Such a model runs in its own Python on every rank and each unit on its owner (run/by_module/run.py): any split
+is legal, nothing overlaps. Units follow the order of definition: the finest modules that hold no more than a
+sixteenth of the weights, or that are leaves of torch. Costs are measured in one forward of the real model,
+where its weights have values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from outsize.capture.fakes.fake_model import remember
+from outsize.capture.graph.build import Captured, build_graph, fingerprint_of, parameters_of
+from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.capture.recording.leaf_rule import LeafRule
+from outsize.capture.recording.python_random import restored_python_generators
+from outsize.errors import NotCapturable
+from outsize.ir.graph import ModelGraph, Unit, Value
+from outsize.program.modes import current_modes
+from outsize.program.tape import Tape
+from outsize.program.tree import leaves
+
+# Broadcasts cost time, but uneven stages cost more: a unit has at most this share of all weights.
+_LARGEST = 1 / 16
+
+
+def capture_model(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFn | None = None,
+    target: tuple[Any, ...] = (),
+    samples: int | None = None,
+) -> Captured:
+    """Captures a model as a tape, or by its modules where it cannot be taped.
+
+    Raises NotCapturable for a model without submodules, and what else `record` raises.
+    """
+    try:
+        tape = record(model, args, kwargs, loss_fn, target)
+    except NotCapturable as refusal:
+        if not unit_modules(model):
+            raise
+        return _by_modules(model, args, kwargs, samples, f"{refusal.what} ({refusal.numbers})")
+    return build_graph(tape, model, samples)
+
+
+def unit_modules(model: nn.Module) -> list[str]:
+    """Returns the FQNs of the modules that become units, in the order of definition."""
+    limit = _bytes(model) * _LARGEST
+    return list(_below(model, "", limit, set()))
+
+
+def _below(module: nn.Module, prefix: str, limit: float, seen: set[int]) -> Iterator[str]:
+    rule = LeafRule()
+    for name, child in module.named_children():
+        fqn = f"{prefix}.{name}" if prefix else name
+        if id(child) in seen or not any(True for _ in child.parameters()):
+            continue
+        seen.add(id(child))
+        if _bytes(child) <= limit or rule.is_leaf(fqn, child):
+            yield fqn
+        else:
+            yield from _below(child, fqn, limit, seen)
+
+
+def _by_modules(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int | None, reason: str
+) -> Captured:
+    seen = {name: _ModuleCosts() for name in unit_modules(model)}
+    outputs = 0
+    if not any(p.is_meta for p in model.parameters()):
+        with untouched(model):
+            outputs = _watch(model, seen, args, kwargs)
+    note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"
+    tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+    graph = _graph(model, seen, samples or (tensors[0].shape[0] if tensors else 1), outputs, note)
+    tape = Tape((), (), (), {}, None, None, (), current_modes(), (note,))
+    return Captured(tape, graph, (0,) * (len(graph.units) + 1))
+
+
+def module_graph(model: nn.Module) -> ModelGraph:
+    """Returns the graph without costs; nothing is run."""
+    return _graph(model, {name: _ModuleCosts() for name in unit_modules(model)}, 1, 0, "")
+
+
+def _graph(
+    model: nn.Module, seen: dict[str, _ModuleCosts], samples: int, outputs: int, note: str
+) -> ModelGraph:
+    parameters, units = parameters_of(model), tuple(_units(model, seen))
+    return ModelGraph(
+        model=type(model).__name__,
+        fingerprint=fingerprint_of(model, parameters, units),
+        form="modules",
+        batch_size=samples,
+        units=units,
+        values=tuple(_values(seen)),
+        parameters=parameters,
+        output_bytes=outputs,
+        notes=(note,),
+    )
+
+
+# -- costs ---------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(slots=True)
+class _ModuleCosts:
+    """Sums what one forward did in a module; `saved` maps storages that autograd saves to bytes."""
+
+    flops: int = 0
+    out_bytes: int = 0
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    saved: dict[int, int] = field(default_factory=dict)
+
+
+def _watch(
+    model: nn.Module, seen: dict[str, _ModuleCosts], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    """Runs one forward, sums the costs of each unit and returns the bytes of the outputs."""
+    inside: list[_ModuleCosts] = []
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    handles = []
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if inside and storage.data_ptr() not in weights:
+            inside[-1].saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(save, _same):
+        for name, costs in seen.items():
+
+            def enter(*_: Any, costs: _ModuleCosts = costs) -> None:
+                inside.append(costs)
+                costs.flops -= counter.get_total_flops()
+
+            def leave(_m: Any, _a: Any, out: Any, costs: _ModuleCosts = costs) -> None:
+                inside.pop()
+                costs.flops += counter.get_total_flops()
+                _add_output(costs, out)
+
+            module = model.get_submodule(name)
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            return sum(_nbytes(leaf) for leaf in leaves(model(*args, **kwargs)))
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _add_output(costs: _ModuleCosts, out: Any) -> None:
+    tensors = [leaf for leaf in leaves(out) if isinstance(leaf, Tensor)]
+    costs.out_bytes += sum(map(_nbytes, tensors))
+    if tensors:
+        costs.shape, costs.dtype = tuple(tensors[0].shape), str(tensors[0].dtype).removeprefix("torch.")
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restores buffers, attributes, hooks and generators after the context."""
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
+    try:
+        with restored_python_generators(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        restore()
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _units(model: nn.Module, seen: dict[str, _ModuleCosts]) -> Iterator[Unit]:
+    canonical = {id(p): name for name, p in model.named_parameters()}
+    inside = {id(p) for name in seen for p in model.get_submodule(name).parameters()}
+    # The first stage sends weights that only the glue reads to the others.
+    loose = tuple(name for key, name in canonical.items() if key not in inside)
+    for index, (name, costs) in enumerate(seen.items()):
+        module = model.get_submodule(name)
+        names = tuple(canonical[id(p)] for p in module.parameters())
+        weight_bytes = _bytes(module)
+        yield Unit(
+            index=index,
+            name=name,
+            kind=type(module).__name__,
+            parameters=names + (loose if index == 0 else ()),
+            buffer_bytes=sum(map(_nbytes, module.buffers())),
+            flops=costs.flops,
+            moved_bytes=weight_bytes + 2 * costs.out_bytes,
+            saved_bytes=sum(costs.saved.values()),
+        )
+
+
+def _values(seen: dict[str, _ModuleCosts]) -> Iterator[Value]:
+    """Yields one value per unit; its output is broadcast, and the next unit stands for all receivers."""
+    for index, costs in enumerate(list(seen.values())[:-1]):
+        if costs.out_bytes:
+            yield Value(
+                id=index,
+                shape=costs.shape,
+                dtype=costs.dtype,
+                size_bytes=costs.out_bytes,
+                requires_grad=True,
+                producer=index,
+                consumers=(index + 1,),
+            )
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(_nbytes(p) for p in module.parameters())
+
+
+def _nbytes(leaf: Any) -> int:
+    return leaf.numel() * leaf.dtype.itemsize if isinstance(leaf, Tensor) else 0

@@ -1,0 +1,328 @@
+"""Notes what recorded code has read and written of objects that lived before the recording.
+
+    model ── self.cfg ──▸ object ── .rates ──▸ list        "old": reached by noted reads from a root
+    y = self.act(x); z = [y]                               born in the recording: never noted
+
+An object is old when it is a root (a module of the model, the loss, the globals of a file, a class) or was
+read from an old one. A read after the recording's own write of the same place gives no guard, and a place
+that was read first and written later is a counter: it has another value at each call, and gives none either.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Final, final
+
+from torch import Tensor, nn
+
+from outsize.capture.guards.lookup import UNKNOWN, AttributeLookup, Place, find_attribute, instance_dict
+from outsize.capture.guards.values import DEPTH, PLAIN, is_container, parts_of
+from outsize.program.objects import ABSENT
+from outsize.program.python_reads import LOOK_UP, PythonRead
+
+Key = tuple[str, int, Any]  # kind, id of the holder, key
+Step = tuple[str, Any]
+_ATTRIBUTE: Final = "."
+_ITEM: Final = "[]"
+_CONTENT: Final = "*"
+_WEIGHT_TABLES: Final = ("_parameters", "_buffers")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where in the user's code something is read."""
+
+    label: str
+    where: str
+    frame: str
+
+
+@final
+@dataclass(slots=True)
+class _Noted:
+    place: Place
+    site: Site
+    content: bool = False
+    frames: set[str] = field(default_factory=set[str])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Access:
+    """One step from an object, for blocks that are copied: the same step is taken from the copy's object."""
+
+    owner: Any
+    step: Step
+    site: Site
+
+
+@final
+class Notes:
+    """Collects the reads and writes of one recording."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], roots: Iterable[Any]) -> None:
+        self._modules = modules
+        self._old: dict[int, Any] = {}
+        self._origin: dict[int, Key | None] = {}  # The read that led to an old object.
+        self._base: dict[int, tuple[str, tuple[Step, ...]]] = {}  # Its path from a module of the model.
+        self._noted: dict[Key, _Noted] = {}
+        self._before: dict[Key, tuple[Place, Any]] = {}  # What the recording has overwritten.
+        self._contents: dict[int, tuple[Any, Any]] = {}  # Containers that it has changed, and copies.
+        self._accesses: list[_Access] = []
+        self.writers: set[str] = set()  # The modules (or the loss) whose code has written.
+        for name, module in reversed(list(modules.items())):
+            self._adopt(module, None)
+            self._base[id(module)] = name, ()
+        for root in roots:
+            self._adopt(root, None)
+
+    def is_old(self, value: Any) -> bool:
+        """Returns whether the object lived before the recording, as far as is known."""
+        return id(value) in self._old or isinstance(value, ModuleType | type)
+
+    # -- reads -------------------------------------------------------------------------------------
+
+    def attribute(self, owner: Any, name: str, site: Site) -> Any:
+        """Notes `owner.name` and returns it, or UNKNOWN."""
+        if not self.is_old(owner) or isinstance(owner, Tensor):
+            return UNKNOWN
+        found: AttributeLookup = find_attribute(owner, name)
+        if not found.places or _is_library(owner):
+            if found.value is not UNKNOWN:
+                self._adopt(found.value, None)
+            return found.value
+        self._accesses.append(_Access(owner, (_ATTRIBUTE, name), site))
+        for place in found.places:
+            self.read(place, site)
+        self._extend(owner, (_ATTRIBUTE, name), found.value)
+        return found.value
+
+    def item(self, owner: Any, key: Any, site: Site) -> Any:
+        """Notes `owner[key]` of an old dict, list or tuple, and returns it, or UNKNOWN."""
+        try:
+            hash(key)
+        except TypeError:
+            return UNKNOWN
+        if isinstance(owner, dict):
+            place = Place("item", owner, key)
+        elif isinstance(owner, list | tuple) and isinstance(key, int):
+            place = Place("element", owner, key)
+        else:
+            self.content(owner, site)
+            return UNKNOWN
+        self._accesses.append(_Access(owner, (_ITEM, key), site))
+        value = self.read(place, site)
+        self._extend(owner, (_ITEM, key), value)
+        return value
+
+    def read(self, place: Place, site: Site) -> Any:
+        """Notes that a place was read, and returns its value, or UNKNOWN where there is none."""
+        key = place.kind, id(place.holder), place.key
+        value = LOOK_UP[place.kind](place.holder, place.key)
+        if key not in self._before:
+            noted = self._noted.get(key)
+            if noted is None:
+                noted = self._noted[key] = _Noted(place, site)
+            noted.frames.add(site.frame)
+            self._adopt(value, key)
+        return UNKNOWN if value is ABSENT else value
+
+    def content(self, container: Any, site: Site) -> None:
+        """Notes that code looked into an old container."""
+        if not is_container(container) or id(container) not in self._old:
+            return
+        key = self._origin.get(id(container))
+        if key is None:
+            return
+        self._accesses.append(_Access(container, (_CONTENT, None), site))
+        noted = self._noted[key]
+        noted.frames.add(site.frame)
+        noted.content = True
+        base = self._base.get(id(container))
+        for part in parts_of(container):
+            self._adopt(part, key)
+            if is_container(part):
+                self.content(part, site)
+            if base is not None and isinstance(part, nn.Module):
+                self._base.setdefault(id(part), base)
+
+    def _extend(self, owner: Any, step: Step, value: Any) -> None:
+        base = self._base.get(id(owner))
+        if base is not None and id(value) in self._old:
+            self._base.setdefault(id(value), (base[0], (*base[1], step)))
+
+    def _adopt(self, value: Any, key: Key | None) -> None:
+        if value is ABSENT or isinstance(value, (*PLAIN, Tensor, type, ModuleType)):
+            return
+        if id(value) not in self._old:
+            self._old[id(value)] = value
+            self._origin[id(value)] = key
+
+    # -- writes ------------------------------------------------------------------------------------
+
+    def write(self, place: Place | None, value: Any, frame: str) -> None:
+        """Notes that a place of an old object is about to get another value from the code of `frame`."""
+        if place is None:
+            return
+        key = place.kind, id(place.holder), place.key
+        before = LOOK_UP[place.kind](place.holder, place.key)
+        if before is not value:
+            self._before.setdefault(key, (place, before))
+            self.writers.add(frame)
+
+    def mutate(self, container: Any, frame: str) -> None:
+        """Notes that an old container is about to change by the code of `frame`."""
+        if id(container) in self._old:
+            if id(container) not in self._contents:
+                self._contents[id(container)] = container, container.copy()
+            self.writers.add(frame)
+
+    # -- copied blocks -----------------------------------------------------------------------------
+
+    def mark(self) -> int:
+        """Returns a position among the reads, for `repeat`."""
+        return len(self._accesses)
+
+    def since(self, mark: int) -> list[Any]:
+        """Returns the reads after a position."""
+        return self._accesses[mark:]
+
+    def repeat(self, accesses: Iterable[Any], block: str, copy: str) -> None:
+        """Notes the reads of a block for a copy of it, from the corresponding modules."""
+        for access in accesses:
+            name, steps = self._base.get(id(access.owner), (None, ()))
+            if name is None or not (name == block or name.startswith(f"{block}.")):
+                continue
+            owner: Any = self._modules[copy + name[len(block) :]]
+            site = Site(access.site.label, access.site.where, copy + access.site.frame[len(block) :])
+            for step in (*steps, access.step):
+                owner = self._take(owner, step, site)
+
+    def _take(self, owner: Any, step: Step, site: Site) -> Any:
+        kind, key = step
+        if owner is UNKNOWN or not self.is_old(owner):
+            return UNKNOWN
+        if kind == _ATTRIBUTE:
+            return self.attribute(owner, key, site)
+        if kind == _ITEM:
+            return self.item(owner, key, site)
+        self.content(owner, site)
+        return UNKNOWN
+
+    # -- results -----------------------------------------------------------------------------------
+
+    def undo(self) -> None:
+        """Gives objects that are no modules of the model the values back that the recording overwrote."""
+        own = {id(instance_dict(module)) for module in self._modules.values()}
+        own |= {id(vars(m)[key]) for m in self._modules.values() for key in (*_WEIGHT_TABLES, "_modules")}
+        for place, before in self._before.values():
+            if id(place.holder) not in own:
+                _put_back(place, before)
+        for container, copy in self._contents.values():
+            if isinstance(container, dict | set):
+                container.clear()
+                container.update(copy)
+            else:
+                container[:] = copy
+
+    def reads(self, live: Collection[str] = ()) -> tuple[PythonRead, ...]:
+        """Returns what the recording depends on, with the values of now, when nothing is a fake any more.
+
+        What only the modules (or the loss) named in `live` have read is left out: they run as they are.
+        """
+        self._promote()
+        own = {id(instance_dict(module)) for module in self._modules.values()}
+        weights = {id(vars(m)[key]) for m in self._modules.values() for key in _WEIGHT_TABLES}
+        reads: list[PythonRead] = []
+        numbers: dict[Key, int] = {}
+        for key, noted in self._noted.items():
+            place, site = noted.place, noted.site
+            value = LOOK_UP[place.kind](place.holder, place.key)
+            is_weight = id(place.holder) in weights and isinstance(value, Tensor)
+            if key in self._before or is_weight or not self._is_stable(place):
+                continue
+            if all(_is_below(frame, live) for frame in noted.frames):
+                continue
+            parent = self._origin.get(id(place.holder)) if is_container(place.holder) else None
+            if parent is not None and self._noted[parent].content:
+                continue  # The whole container is compared.
+            numbers[key] = len(reads)
+            reads.append(
+                PythonRead(
+                    kind=place.kind,
+                    holder=place.holder,
+                    key=place.key,
+                    value=value,
+                    parent=None if parent is None else numbers.get(parent),
+                    content=noted.content and id(value) not in self._contents,
+                    is_live=id(place.holder) in own and isinstance(value, Tensor),
+                    label=site.label,
+                    where=site.where,
+                    frames=frozenset(noted.frames),
+                )
+            )
+        return tuple(reads)
+
+    def _promote(self) -> None:
+        """A container that was swapped while fakes were in the model is compared as a whole, by its place."""
+        for noted in list(self._noted.values()):
+            if not self._is_stable(noted.place):
+                key = self._origin[id(noted.place.holder)]
+                if key is not None:
+                    self._noted[key].content = True
+
+    def _is_stable(self, place: Place) -> bool:
+        """Returns whether the holder is still where it was read from."""
+        key = self._origin.get(id(place.holder))
+        if key is None or not is_container(place.holder):
+            return True
+        parent = self._noted[key].place
+        value = LOOK_UP[parent.kind](parent.holder, parent.key)
+        return _contains(value, place.holder)
+
+
+def roots_of(function: Any) -> list[Any]:
+    """Returns the objects at which the reads of a loss function begin."""
+    roots = [function]
+    while isinstance(function, functools.partial):
+        function = function.func
+        roots.append(function)
+    roots.append(getattr(function, "__self__", None))
+    return roots
+
+
+def _is_below(frame: str, names: Collection[str]) -> bool:
+    return any(frame == name or frame.startswith(f"{name}.") for name in names)
+
+
+def _is_library(owner: Any) -> bool:
+    """Returns whether these are the globals of torch, numpy or the standard library."""
+    package = owner.__name__.partition(".")[0] if isinstance(owner, ModuleType) else ""
+    return package in ("torch", "numpy") or package in sys.stdlib_module_names
+
+
+def _contains(value: Any, wanted: Any, depth: int = DEPTH) -> bool:
+    if value is wanted:
+        return True
+    return depth > 0 and is_container(value) and any(_contains(p, wanted, depth - 1) for p in parts_of(value))
+
+
+def _put_back(place: Place, before: Any) -> None:
+    kind, holder, key = place
+    if kind in ("attribute", "class"):
+        if before is ABSENT:
+            delattr(holder, key)
+        else:
+            setattr(holder, key, before)
+    elif kind == "cell":
+        if before is not ABSENT:
+            holder.cell_contents = before
+    elif before is ABSENT:
+        dict.pop(holder, key, None)
+    else:
+        holder[key] = before

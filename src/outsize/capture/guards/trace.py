@@ -1,0 +1,630 @@
+"""Problem: find every Python value that the user's code reads while it is recorded, and where it was read.
+
+Source: opcode tracing with a shadow stack, as tracing interpreters and coverage of data flow do. For each
+frame of user code the trace follows, instruction by instruction, what is on the value stack:
+
+    LOAD_FAST self      [self]
+    LOAD_ATTR cfg       [cfg]         noted: (the dict of self, "cfg")
+    LOAD_ATTR scale     [0.5]         noted: (the dict of cfg, "scale")
+    BINARY_OP *         [?]           values that are computed are not followed
+
+Locals are read from the frame, so that a value is known again as soon as it is stored in one. The shadow
+stack is a suffix of the real one: what lies below is unknown, and an unknown value gives no note. A container
+counts by its content only where code looks into it (iterates, compares, passes it to code that is not
+traced); an append that nobody reads gives no guard.
+
+Symbols: `entries` are pairs of a value and the text of its expression.
+Deviations: frames of torch, numpy, outsize and the standard library are not traced, except torch's container
+and loss modules; a call of such code counts as a look into its arguments. Values behind `operator.attrgetter`
+and attributes of what `next(iter(...))` returns are not seen.
+Complexity: O(instructions that run in user frames), about 2 us each; torch functions are not traced.
+Oracle: tests/parity/test_guards_reads.py (a value of each kind changes; the numbers are the plain loop's).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.guards.lookup import UNKNOWN, Method, Place, table_of
+from outsize.capture.guards.notes import Notes, Site, roots_of
+from outsize.capture.guards.opcodes import FIRST_IN_PLACE, IS_SUPPORTED, Operation, operations_of
+from outsize.capture.guards.values import is_container
+from outsize.program.python_reads import LOSS
+from outsize.program.source_line import is_outsize_file
+
+
+@final
+class _Entry(NamedTuple):
+    """A value on the shadow stack, and the expression that gave it."""
+
+    value: Any
+    text: str
+
+
+@final
+class _ContainerMethod(NamedTuple):
+    """A bound method of an old container."""
+
+    name: str
+    container: Any
+
+
+_NULL: Final = object()
+_UNKNOWN: Final = _Entry(UNKNOWN, "?")
+_NULL_ENTRY: Final = _Entry(_NULL, "")
+_CHANGES: Final = frozenset(
+    ("append", "extend", "insert", "add", "update", "clear", "remove", "discard", "appendleft", "sort")
+)
+_CHANGES_AND_READS: Final = frozenset(("pop", "popitem", "setdefault", "popleft"))
+_LOOKS_AT_NOTHING: Final = (isinstance, issubclass, type, id, callable)
+
+_FOLDERS: Final = tuple(
+    f"{folder}{os.sep}"
+    for folder in (Path(torch.__file__).parent, Path(np.__file__).parent, sysconfig.get_path("stdlib"))
+)
+_INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_TORCH_MODULES: Final = f"{Path(nn.__file__).parent / 'modules'}{os.sep}"
+# The files of outsize that call a model or a loss function.
+_CALLERS: Final = ("fallbacks.py", "recorder.py", "loss_weights.py")
+# Look-ups in these classes are those of the objects that they wrap: UserDict, os.environ.
+_TRANSPARENT: Final = frozenset(("<frozen os>", "<frozen _collections_abc>"))
+
+
+@final
+class _Frame:
+    """The shadow stack of one frame."""
+
+    __slots__ = ("callee", "code", "entries", "function", "operations", "pending", "returned")
+
+    def __init__(self, code: CodeType, function: FunctionType | None) -> None:
+        self.code, self.function = code, function
+        self.operations = operations_of(code)
+        self.entries: list[_Entry] = []
+        # What is to be done once the last instruction has run, with the offset of the next one.
+        self.pending: Callable[[int], None] | None = None
+        self.callee: Any = UNKNOWN  # What the frame has called last.
+        self.returned: Any = UNKNOWN
+
+    def pop(self, count: int) -> list[_Entry]:
+        if count == 0:
+            return []
+        missing = count - len(self.entries)
+        popped = [_UNKNOWN] * max(0, missing) + self.entries[-count:]
+        del self.entries[-count:]
+        return popped
+
+
+@final
+class ReadTrace:
+    """Traces the frames of user code while `active`, and fills `notes`."""
+
+    def __init__(self, notes: Notes, frame_of: Callable[[], str]) -> None:
+        """`frame_of` names the module whose code runs."""
+        self.notes = notes
+        self.failure: Exception | None = None
+        self._frame_of = frame_of
+        self._frames: dict[FrameType, _Frame] = {}
+        self._is_traced: dict[CodeType, bool] = {}
+        self._depth = 0
+        self._born: set[CodeType] = set()  # Code of functions that the recording itself has made.
+        self._functions: dict[CodeType, list[FunctionType]] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Traces within the context; a debugger's or coverage's own trace function is put back after it."""
+        if not IS_SUPPORTED:
+            yield
+            return
+        before = sys.gettrace()
+        self._depth += 1
+        sys.settrace(self._on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+            self._depth -= 1
+            self._frames.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Traces nothing within the context."""
+        if not self._depth or sys.gettrace() is None:
+            yield
+            return
+        sys.settrace(None)
+        try:
+            yield
+        finally:
+            sys.settrace(self._on_call if self.failure is None else None)
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Traces within the context, inside of `paused`."""
+        if not self._depth or self.failure is not None:
+            yield
+            return
+        sys.settrace(self._on_call)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    # -- frames ------------------------------------------------------------------------------------
+
+    def _on_call(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        code = frame.f_code
+        is_traced = self._is_traced.get(code)
+        if is_traced is None:
+            is_traced = self._is_traced[code] = _is_traced(frame)
+        if not is_traced or event != "call":
+            return None
+        state = self._frames.get(frame)
+        if state is None:
+            caller = self._frames.get(frame.f_back) if frame.f_back is not None else None
+            if caller is None and not _calls_users(frame.f_back):
+                return None
+            function = self._function_of(frame, UNKNOWN if caller is None else caller.callee)
+            state = self._frames[frame] = _Frame(code, function)
+            self._note_defaults(function, frame)
+        frame.f_trace_lines = False
+        frame.f_trace_opcodes = True
+        return self._on_event
+
+    def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
+        state = self._frames.get(frame)
+        if state is None:
+            return None
+        try:
+            if event == "opcode":
+                self._on_opcode(frame, state)
+            elif event == "exception":
+                state.entries.clear()
+                state.pending = None
+            elif event == "return":
+                self._on_return(frame, arg)
+        except Exception as error:
+            self.failure = error
+            sys.settrace(None)
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            warnings.warn(
+                f"what Python reads behind {place} is not guarded, because its trace ended with "
+                f"{type(error).__name__}: {error}; a value that changes there is not noticed",
+                stacklevel=2,
+            )
+            return None
+        return self._on_event
+
+    def _on_return(self, frame: FrameType, arg: Any) -> None:
+        state = self._frames.pop(frame)
+        state.entries.clear()
+        state.pending = None  # It refers to the state: a cycle would keep values alive.
+        caller = self._frames.get(frame.f_back) if frame.f_back is not None else None
+        is_plain = not state.code.co_flags & (0x20 | 0x80 | 0x200) and state.code.co_name != "__init__"
+        if caller is not None and is_plain:
+            caller.returned = arg
+
+    def _on_opcode(self, frame: FrameType, state: _Frame) -> None:
+        offset = frame.f_lasti
+        if state.pending is not None:
+            pending, state.pending = state.pending, None
+            pending(offset)
+        operation = state.operations[offset]
+        handler = _HANDLERS.get(operation.name)
+        if handler is not None:
+            handler(self, frame, state, operation)
+        elif operation.pops is None:
+            self._look_into(frame, state.entries)
+            state.entries.clear()
+        else:
+            if operation.pops:
+                self._look_into(frame, state.pop(operation.pops))
+            if operation.pushes > 0:
+                state.entries.extend([_UNKNOWN] * operation.pushes)
+
+    def _site(self, frame: FrameType, text: str) -> Site:
+        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return Site(text, where, self._frame_of())
+
+    def _look_into(self, frame: FrameType, entries: list[_Entry]) -> None:
+        for value, text in entries:
+            if value is not UNKNOWN and is_container(value) and self.notes.is_old(value):
+                self.notes.content(value, self._site(frame, text))
+
+    # -- functions ---------------------------------------------------------------------------------
+
+    def _function_of(self, frame: FrameType, callee: Any) -> FunctionType | None:
+        """Returns the function that runs in the frame, if it lived before the recording."""
+        code = frame.f_code
+        candidates = [callee.function if isinstance(callee, Method) else callee]
+        candidates.append(getattr(candidates[0], "__func__", None))
+        if code in self._born:
+            old = (f for f in candidates if isinstance(f, FunctionType) and self.notes.is_old(f))
+            return next((f for f in old if f.__code__ is code), None)
+        if code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            names = (code.co_name, "forward", "__call__")
+            candidates += [kind.__dict__.get(name) for kind in type(owner).__mro__ for name in names]
+        candidates.append(frame.f_globals.get(code.co_name))
+        found = next((f for f in candidates if isinstance(f, FunctionType) and f.__code__ is code), None)
+        if found is not None or not code.co_freevars:
+            return found
+        return self._by_referrers(frame)
+
+    def _by_referrers(self, frame: FrameType) -> FunctionType | None:
+        """Returns the function of this code whose closure holds what the frame's free variables are."""
+        code, values = frame.f_code, frame.f_locals
+        if code not in self._functions:
+            self._functions[code] = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
+        for function in self._functions[code]:
+            held = zip(code.co_freevars, function.__closure__ or (), strict=True)
+            if all(_content(cell) is values.get(name, _NULL) for name, cell in held):
+                return function
+        return None
+
+    def _note_defaults(self, function: FunctionType | None, frame: FrameType) -> None:
+        if function is None:
+            return
+        for name in ("__defaults__", "__kwdefaults__"):
+            defaults = getattr(function, name)
+            if defaults:
+                site = self._site(frame, f"{function.__qualname__}.{name}")
+                self.notes.read(Place("attribute", function, name), site)
+                self.notes.content(defaults, site)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _begin_call(self, frame: FrameType, state: _Frame, callee: _Entry, arguments: list[_Entry]) -> None:
+        """Notes what a call looks into; its result is known when it returns."""
+        value = callee.value
+        state.callee, state.returned = value, UNKNOWN
+        result = self._known_call(frame, callee, arguments)
+        if result is UNKNOWN and not self._passes_on(frame, callee):
+            self._look_into(frame, arguments)
+        text = f"{callee.text}(...)"
+        follows = isinstance(value, FunctionType | Method | MethodType) or value is UNKNOWN
+
+        def push(_offset: int) -> None:
+            returned = result if result is not UNKNOWN else state.returned if follows else UNKNOWN
+            state.entries.append(_Entry(returned, text))
+
+        state.pending = push
+
+    def _passes_on(self, frame: FrameType, callee: _Entry) -> bool:
+        """Returns whether the call hands its arguments to code that is traced itself."""
+        value = callee.value
+        if value in _LOOKS_AT_NOTHING if isinstance(value, type | BuiltinFunctionType) else False:
+            return True
+        if isinstance(value, functools.partial):
+            self._look_into(frame, [callee])
+            value = value.func
+        if isinstance(value, type):
+            value = value.__init__
+        function = value.function if isinstance(value, Method) else getattr(value, "__func__", value)
+        return isinstance(function, FunctionType) and _is_user_code(function.__code__)
+
+    def _known_call(self, frame: FrameType, callee: _Entry, arguments: list[_Entry]) -> Any:
+        """Returns the result of a call that is a look-up or a change by itself; UNKNOWN for others."""
+        value = callee.value
+        if isinstance(value, _ContainerMethod):
+            return self._container_call(frame, value, arguments, callee.text)
+        if value is getattr and len(arguments) > 1 and isinstance(arguments[1].value, str):
+            name = arguments[1].value
+            return self.notes.attribute(
+                arguments[0].value, name, self._site(frame, f"{arguments[0].text}.{name}")
+            )
+        if value is hasattr and len(arguments) > 1 and isinstance(arguments[1].value, str):
+            name = arguments[1].value
+            self.notes.attribute(arguments[0].value, name, self._site(frame, f"{arguments[0].text}.{name}"))
+        if value is setattr and len(arguments) == 3 and isinstance(arguments[1].value, str):
+            self._set_attribute(arguments[0].value, arguments[1].value, arguments[2].value)
+        if value is vars and len(arguments) == 1:
+            return self.notes.attribute(arguments[0].value, "__dict__", self._site(frame, "vars(...)"))
+        return UNKNOWN
+
+    def _container_call(
+        self, frame: FrameType, method: _ContainerMethod, arguments: list[_Entry], text: str
+    ) -> Any:
+        name, container = method
+        if name == "get" and arguments and arguments[0].value is not UNKNOWN:
+            return self.notes.item(container, arguments[0].value, self._site(frame, text))
+        if name in _CHANGES:
+            self.notes.mutate(container, self._frame_of())
+        else:
+            self.notes.content(container, self._site(frame, text))
+            if name in _CHANGES_AND_READS:
+                self.notes.mutate(container, self._frame_of())
+        return UNKNOWN
+
+    # -- writes ------------------------------------------------------------------------------------
+
+    def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        if owner is not UNKNOWN and not isinstance(owner, Tensor) and self.notes.is_old(owner):
+            self.notes.write(table_of(owner, name), value, self._frame_of())
+
+    def _set_item(self, owner: Any, key: Any, value: Any) -> None:
+        if owner is UNKNOWN or not is_container(owner) or not self.notes.is_old(owner):
+            return
+        if isinstance(owner, dict) and key is not UNKNOWN:
+            self.notes.write(Place("item", owner, key), value, self._frame_of())
+        elif not isinstance(owner, np.ndarray):
+            self.notes.mutate(owner, self._frame_of())
+
+    # -- instructions ------------------------------------------------------------------------------
+
+    def _load_fast(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        name = operation.value
+        state.entries.append(_Entry(frame.f_locals.get(name, UNKNOWN), name))
+
+    def _load_const(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        state.entries.append(_Entry(operation.value, repr(operation.value)))
+
+    def _make_function(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        *_, code = state.pop(operation.pops or 1)
+        if isinstance(code.value, CodeType):
+            self._born.add(code.value)
+        state.entries.append(_UNKNOWN)
+
+    def _push_null(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        state.entries.append(_NULL_ENTRY)
+
+    def _load_global(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        if operation.arg & 1:
+            state.entries.append(_NULL_ENTRY)
+        self._load_name(frame, state, operation)
+
+    def _load_name(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        name, table = operation.value, frame.f_globals
+        if name in table:
+            value = self.notes.read(Place("item", table, name), self._site(frame, name))
+        else:
+            value = frame.f_builtins.get(name, UNKNOWN)
+        state.entries.append(_Entry(value, name))
+
+    def _load_deref(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        name, value = operation.value, frame.f_locals.get(operation.value, UNKNOWN)
+        cell = _cell_of(state, name)
+        if cell is not None and state.function is not None:
+            value = self.notes.read(Place("cell", cell, None), self._site(frame, name))
+        state.entries.append(_Entry(value, name))
+
+    def _load_attribute(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        (owner,) = state.pop(1)
+        self._load(frame, state, owner, operation.value)
+
+    def _load(self, frame: FrameType, state: _Frame, owner: _Entry, name: str) -> None:
+        text = f"{owner.text}.{name}"
+        value: Any = UNKNOWN
+        if owner.value is not UNKNOWN and self.notes.is_old(owner.value):
+            value = self.notes.attribute(owner.value, name, self._site(frame, text))
+        if value is not UNKNOWN:
+            state.entries.append(_Entry(value, text))
+            return
+        state.returned = UNKNOWN
+
+        def push(_offset: int) -> None:
+            # A property or `__getattr__` has run as a frame of its own.
+            state.entries.append(_Entry(state.returned, text))
+
+        state.pending = push
+
+    def _load_method(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        (owner,) = state.pop(1)
+        name = operation.value
+        state.entries.append(_NULL_ENTRY)
+        if is_container(owner.value) and self.notes.is_old(owner.value):
+            method = _ContainerMethod(name, owner.value)
+            state.entries.append(_Entry(method, f"{owner.text}.{name}"))
+        else:
+            self._load(frame, state, owner, name)
+
+    def _binary_subscr(self, frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        owner, key = state.pop(2)
+        value: Any = UNKNOWN
+        text = f"{owner.text}[{key.text}]"
+        if owner.value is not UNKNOWN and is_container(owner.value) and self.notes.is_old(owner.value):
+            site = self._site(frame, text)
+            if key.value is UNKNOWN:
+                self.notes.content(owner.value, site)
+            else:
+                value = self.notes.item(owner.value, key.value, site)
+        if value is not UNKNOWN:
+            state.entries.append(_Entry(value, text))
+            return
+        state.returned = UNKNOWN
+        state.pending = lambda _offset: state.entries.append(_Entry(state.returned, text))
+
+    def _call(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        first, second, *arguments = state.pop(operation.arg + 2)
+        if first.value is _NULL or first.value is UNKNOWN:
+            callee = second
+        else:
+            callee, arguments = first, [second, *arguments]
+        self._begin_call(frame, state, callee, arguments)
+
+    def _call_with_star(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        _, callee, *arguments = state.pop(3 + (operation.arg & 1))
+        self._begin_call(frame, state, callee, arguments)
+
+    def _binary_op(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        left, right = state.pop(2)
+        in_place = operation.arg >= FIRST_IN_PLACE
+        if in_place and isinstance(left.value, list | set | dict) and self.notes.is_old(left.value):
+            self.notes.mutate(left.value, self._frame_of())
+            self._look_into(frame, [right])
+            state.entries.append(left)
+            return
+        self._look_into(frame, [left, right])
+        state.entries.append(_UNKNOWN)
+
+    def _drop(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        """Takes values from the stack without a look into them."""
+        state.pop(operation.pops or 0)
+        state.entries.extend([_UNKNOWN] * max(0, operation.pushes))
+
+    def _store_attribute(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        value, owner = state.pop(2)
+        self._set_attribute(owner.value, operation.value, value.value)
+
+    def _delete_attribute(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        (owner,) = state.pop(1)
+        self._set_attribute(owner.value, operation.value, UNKNOWN)
+
+    def _store_subscr(self, frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        value, owner, key = state.pop(3)
+        self._look_into(frame, [value])
+        self._set_item(owner.value, key.value, value.value)
+
+    def _delete_subscr(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        owner, key = state.pop(2)
+        self._set_item(owner.value, key.value, UNKNOWN)
+
+    def _store_global(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        (entry,) = state.pop(1)
+        place = Place("item", frame.f_globals, operation.value)
+        self.notes.write(place, entry.value, self._frame_of())
+
+    def _store_deref(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        (entry,) = state.pop(1)
+        cell = _cell_of(state, operation.value)
+        if cell is not None:
+            self.notes.write(Place("cell", cell, None), entry.value, self._frame_of())
+
+    def _unpack(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        entry = state.pop(1)[0]
+        self._look_into(frame, [entry])
+        items = list(entry.value) if isinstance(entry.value, tuple | list) else []
+        if len(items) != operation.arg:
+            items = [UNKNOWN] * operation.arg
+        state.entries.extend(
+            _Entry(item, f"{entry.text}[{n}]") for n, item in reversed(list(enumerate(items)))
+        )
+
+    def _for_iter(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        def after(offset: int) -> None:
+            if offset == operation.value:
+                state.pop(1)
+            else:
+                state.entries.append(_UNKNOWN)
+
+        state.pending = after
+
+    def _jump_or_pop(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        self._look_into(frame, state.entries[-1:])
+
+        def after(offset: int) -> None:
+            if offset != operation.value:
+                state.pop(1)
+
+        state.pending = after
+
+    def _copy(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        depth = operation.arg
+        state.entries.append(state.entries[-depth] if depth <= len(state.entries) else _UNKNOWN)
+
+    def _swap(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        depth = operation.arg
+        missing = depth - len(state.entries)
+        if missing > 0:
+            state.entries[:0] = [_UNKNOWN] * missing
+        state.entries[-depth], state.entries[-1] = state.entries[-1], state.entries[-depth]
+
+
+@contextmanager
+def without_writes(function: Callable[..., Any]) -> Iterator[None]:
+    """Takes back what the function writes into Python objects within the context."""
+    notes = Notes({}, roots_of(function))
+    try:
+        with ReadTrace(notes, lambda: LOSS).active():
+            yield
+    finally:
+        notes.undo()
+
+
+_HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], None]]] = {
+    "LOAD_FAST": ReadTrace._load_fast,
+    "LOAD_CONST": ReadTrace._load_const,
+    "PUSH_NULL": ReadTrace._push_null,
+    "MAKE_FUNCTION": ReadTrace._make_function,
+    "LOAD_GLOBAL": ReadTrace._load_global,
+    "LOAD_DEREF": ReadTrace._load_deref,
+    "LOAD_CLASSDEREF": ReadTrace._load_deref,
+    "LOAD_ATTR": ReadTrace._load_attribute,
+    "LOAD_METHOD": ReadTrace._load_method,
+    "BINARY_SUBSCR": ReadTrace._binary_subscr,
+    "CALL": ReadTrace._call,
+    "CALL_FUNCTION_EX": ReadTrace._call_with_star,
+    "BINARY_OP": ReadTrace._binary_op,
+    "IS_OP": ReadTrace._drop,
+    "POP_TOP": ReadTrace._drop,
+    "STORE_FAST": ReadTrace._drop,
+    "STORE_NAME": ReadTrace._drop,
+    "RETURN_VALUE": ReadTrace._drop,
+    **{f"POP_JUMP_{way}_IF_NONE": ReadTrace._drop for way in ("FORWARD", "BACKWARD")},
+    **{f"POP_JUMP_{way}_IF_NOT_NONE": ReadTrace._drop for way in ("FORWARD", "BACKWARD")},
+    "STORE_ATTR": ReadTrace._store_attribute,
+    "DELETE_ATTR": ReadTrace._delete_attribute,
+    "STORE_SUBSCR": ReadTrace._store_subscr,
+    "DELETE_SUBSCR": ReadTrace._delete_subscr,
+    "STORE_GLOBAL": ReadTrace._store_global,
+    "STORE_DEREF": ReadTrace._store_deref,
+    "UNPACK_SEQUENCE": ReadTrace._unpack,
+    "FOR_ITER": ReadTrace._for_iter,
+    "JUMP_IF_FALSE_OR_POP": ReadTrace._jump_or_pop,
+    "JUMP_IF_TRUE_OR_POP": ReadTrace._jump_or_pop,
+    "COPY": ReadTrace._copy,
+    "SWAP": ReadTrace._swap,
+}
+
+
+def _is_user_code(code: CodeType) -> bool:
+    name = code.co_filename
+    if name.startswith("<"):
+        return name in _TRANSPARENT or not name.startswith(("<frozen", "<outsize"))
+    if is_outsize_file(name) or code.co_name in ("<module>", "__getattribute__"):
+        return False
+    if name.startswith(_TORCH_MODULES):
+        return not name.endswith("module.py")
+    if any(folder in name for folder in _INSTALLED):
+        return not name.startswith(_FOLDERS[:2])
+    return not name.startswith(_FOLDERS) or name.endswith(f"collections{os.sep}__init__.py")
+
+
+def _calls_users(frame: FrameType | None) -> bool:
+    """Returns whether a frame that is not traced hands control to the user: not what outsize calls inside."""
+    name = "" if frame is None else frame.f_code.co_filename
+    return not is_outsize_file(name) or name.endswith(_CALLERS)
+
+
+def _is_traced(frame: FrameType) -> bool:
+    """Returns whether a frame runs user code; what dataclasses generate has the globals of its class."""
+    name = frame.f_globals.get("__name__", "")
+    return _is_user_code(frame.f_code) and not str(name).startswith("outsize.")
+
+
+def _cell_of(state: _Frame, name: str) -> CellType | None:
+    """Returns the cell of a free variable of the function that runs."""
+    names = state.code.co_freevars
+    if state.function is None or name not in names:
+        return None
+    return (state.function.__closure__ or ())[names.index(name)]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _NULL

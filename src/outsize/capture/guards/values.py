@@ -1,0 +1,95 @@
+"""How guarded values are compared: plain ones by type and value, containers by content, the rest by identity.
+
+`frozen` makes a value of what was read that does not change with it. Arrays above 64 KB and what is nested
+deeper than DEPTH are compared by identity.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from types import EllipsisType, NoneType
+from typing import Any, Final, final
+
+import numpy as np
+from torch import Tensor
+
+DEPTH: Final = 6
+ARRAY_BYTES: Final = 65536
+PLAIN: Final = (bool, int, float, complex, str, bytes, NoneType, EllipsisType)
+CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque, functools.partial, np.ndarray)
+
+
+@final
+class Identity:
+    """Equals itself for one and the same object alone, which it keeps alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def is_container(value: Any) -> bool:
+    """Returns whether the content of the value counts where code looks into it."""
+    return isinstance(value, CONTAINERS)
+
+
+def frozen(value: Any, depth: int = DEPTH) -> Any:
+    """Returns a value that is equal for equal plain values and containers, and for the same object."""
+    if isinstance(value, PLAIN):
+        return type(value), repr(value) if value != value else value
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    if not depth or not is_container(value):
+        return Identity(value)
+    if isinstance(value, np.ndarray):
+        return _frozen_array(value)
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return functools.partial, *(frozen(part, depth - 1) for part in parts)
+    if isinstance(value, dict):
+        items: Any = dict.items(value)
+        return type(value), *((frozen(k, depth - 1), frozen(v, depth - 1)) for k, v in items)
+    parts = (frozen(part, depth - 1) for part in value)
+    return type(value), *([frozenset(parts)] if isinstance(value, set | frozenset) else parts)
+
+
+def _frozen_array(array: np.ndarray[Any, Any]) -> Any:
+    if array.nbytes > ARRAY_BYTES or array.dtype.hasobject:
+        return Identity(array)
+    return np.ndarray, array.dtype.str, array.shape, array.tobytes()
+
+
+def parts_of(value: Any) -> list[Any]:
+    """Returns what a container holds."""
+    if isinstance(value, dict):
+        return [*dict.keys(value), *dict.values(value)]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    return [] if isinstance(value, np.ndarray) else list(value)
+
+
+def is_same_tensor_kind(old: Any, new: Any) -> bool:
+    """Returns whether both are tensors of one shape, dtype, device and need of a gradient."""
+    return (
+        isinstance(old, Tensor)
+        and isinstance(new, Tensor)
+        and (old.shape, old.dtype, old.device, old.requires_grad)
+        == (new.shape, new.dtype, new.device, new.requires_grad)
+    )
+
+
+def short(value: Any) -> str:
+    """Returns a short text of a value, for messages."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    name = getattr(value, "__qualname__", None)
+    text = name if isinstance(name, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,107 @@
+"""Describes the devices of this machine as a Cluster.
+
+`local` is every CUDA device, or one CPU process per core; `cuda:0,cpu` are the devices of one process.
+
+CPU processes share the machine's memory evenly. A GPU that the device table knows gets its
+figures from there; an unknown one gets an RTX 3090's speed and its own memory, and says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import psutil
+import torch
+
+from outsize.errors import UnknownDevice
+from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
+from outsize.ir.cluster_file import load_cluster
+from outsize.ir.hardware.devices import GIB, STAND_IN, TABLE, Device, host_link, kinds_like, places_in
+from outsize.ir.hardware.links import Link
+
+
+def find_cluster(name: str) -> Cluster:
+    """Finds `local`, `cuda:0,cpu`, `2xcpu` with this machine's memory, `lab.json`, or what `parse_cluster`
+    knows.
+
+    A cluster from a file is called like the file, so that a plan that names it finds it again. Raises what
+    `parse_cluster` and `load_cluster` raise.
+    """
+    if name == "local":
+        return _cuda() if torch.cuda.is_available() else _cpus(name, psutil.cpu_count(logical=True) or 1)
+    places = places_in(name)
+    if places:
+        return _of_places(name, places)
+    if name.endswith(".json"):
+        return load_cluster(name).model_copy(update={"name": name})
+    cluster = parse_cluster(name)
+    if cluster.devices[0].kind == "cpu" and cluster.nodes == 1:
+        return _cpus(name, len(cluster.devices))
+    return cluster
+
+
+def _cpus(name: str, count: int) -> Cluster:
+    return make_cluster(name, "cpu", 1, count, psutil.virtual_memory().total // count)
+
+
+def _of_places(name: str, places: Sequence[str]) -> Cluster:
+    """Returns the devices of one process; one that is named several times shares its memory among them."""
+    if set(places) == {"cpu"}:
+        return _cpus(name, len(places))
+    total, met = Counter(places), Counter[str]()
+    devices: list[Device] = []
+    for place in places:
+        kind, memory = _kind_and_memory(place)
+        label = f"{place}/{met[place]}" if met[place] else place
+        devices.append(TABLE[kind].device(label, memory // total[place]))
+        met[place] += 1
+    links = [link for device in devices if (link := _link(device, "cpu" in total)) is not None]
+    slowest = min(links, key=lambda link: link.bytes_per_s)
+    return Cluster(
+        name=name, devices=tuple(devices), devices_per_node=len(devices), inner=slowest, outer=slowest
+    )
+
+
+def _link(device: Device, to_host: bool) -> Link | None:
+    return host_link(device) if to_host or device.kind == "cpu" else TABLE[device.kind].link
+
+
+def _kind_and_memory(place: str) -> tuple[str, int]:
+    if place == "cpu":
+        return "cpu", psutil.virtual_memory().total
+    index, count = int(place.partition(":")[2]), torch.cuda.device_count()
+    if index >= count:
+        raise UnknownDevice(
+            f"{place} is not here",
+            numbers=f"torch sees {count} CUDA device{'' if count == 1 else 's'}",
+            next_step="--cluster 2xh100, or another cluster that need not be here",
+        )
+    properties = torch.cuda.get_device_properties(index)
+    return device_kind(properties.name, properties.total_memory), properties.total_memory
+
+
+def _cuda() -> Cluster:
+    count = torch.cuda.device_count()
+    properties = torch.cuda.get_device_properties(0)
+    kind = device_kind(properties.name, properties.total_memory)
+    return make_cluster("local", kind, 1, count, properties.total_memory)
+
+
+def device_kind(name: str, memory_bytes: int) -> str:
+    """Returns the kind in the device table for a driver's GPU name: `NVIDIA A100-SXM4-40GB` -> `a100-40gb`.
+
+    The first word that names kinds of the table selects them; of these the one with the right connector and
+    the nearest memory is taken. Without any the kind is STAND_IN.
+    """
+    low = name.lower().replace("rtx ", "rtx").replace("geforce ", "")
+    words = re.findall(r"[a-z]+\d+[a-z]*", low)
+    kinds = next((matching for word in words if (matching := kinds_like(word))), [])
+    if not kinds:
+        return STAND_IN
+    pcie = "pcie" in low
+    return min(
+        kinds,
+        key=lambda k: (abs(k.usable_gib - memory_bytes / GIB), k.name.endswith("-pcie") != pcie),
+    ).name

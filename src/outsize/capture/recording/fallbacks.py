@@ -1,0 +1,401 @@
+"""Records with the finest leaves first, and retries with coarser ones where a part cannot be recorded.
+
+1. The leaves are those of torch.nn, with glue between them.
+2. A frame that decides on activations (or hides a tensor) becomes one leaf, with all of its class.
+3. The model itself cannot be taped: NotCapturable with file:line; then capture/graph/by_modules.py is used.
+
+A model that fails on fakes may simply reject its example: it is then run on real tensors, and its own error
+shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
+from outsize.capture.fakes.lru_caches import Caches
+from outsize.capture.guards.notes import Notes, roots_of
+from outsize.capture.recording.intercept import watching
+from outsize.capture.recording.leaf_rule import LeafRule
+from outsize.capture.recording.module_state import insist_on_harmless, kept_state, unsettled
+from outsize.capture.recording.python_random import restored_python_generators, self_seeding
+from outsize.capture.recording.recorder import FrameFailed, Leaked, Recorder
+from outsize.errors import BadOption, ExampleRejected, NotCapturable
+from outsize.program.modes import current_modes
+from outsize.program.python_reads import LOSS
+from outsize.program.source_line import raising_line
+from outsize.program.tape import Ref, Tape
+from outsize.program.tree import leaves, map_leaves
+
+LossFn = Callable[..., Tensor]
+
+
+@final
+class _Retry(Exception):
+    """Asks for another recording with coarser leaves."""
+
+
+@final
+@dataclass(frozen=True)
+class _RecordedCall:
+    """Holds what is recorded: `loss_fn(model(*args, **kwargs), *target)`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_fn: LossFn | None
+    target: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        shown = [_shape(a) for a in self.args] + [f"{k}={_shape(v)}" for k, v in self.kwargs.items()]
+        return f"{type(self.model).__name__}({', '.join(shown)})"
+
+
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_fn: LossFn | None = None,
+    target: tuple[Any, ...] = (),
+    home: torch.device | None = None,
+    live: Collection[str] | None = None,
+) -> Tape:
+    """Records the tape of `loss_fn(model(*args, **kwargs), *target)`; with `home`, as if all of it were
+    there.
+
+    `live` names modules (FQNs), or the loss (LOSS), that read Python values which change all the time: each
+    becomes one instruction, which runs the user's code at every replay. Unless it is None the tape says which
+    Python values it depends on; it then refers to objects of the model.
+    Without `loss_fn` the loss is the model's own (`output.loss`, `output["loss"]`, or a scalar output);
+    without any, `tape.loss` is None. Raises NotCapturable, ExampleRejected and BadOption.
+    """
+    _insist_on_module(model)
+    call = _RecordedCall(model, args, kwargs, loss_fn, target)
+    rule, caches = LeafRule(), Caches(model, loss_fn)
+    rule.live_loss = LOSS in (live or ())
+    rule.forced |= dict.fromkeys(set(live or ()) - {LOSS}, "it reads a value that changes at each step")
+    with restored_python_generators(), self_seeding() as seeded:
+        while True:
+            try:
+                tape = _recorded(model, (args, kwargs, target), loss_fn, rule, caches, home)
+                _insist_on_repeatable(model, seeded)
+                return replace(tape, reads=()) if live is None else tape
+            except _Retry:
+                continue
+            except Leaked as leak:
+                _open(model, rule, leak)
+            except FrameFailed as failure:
+                if failure.cause is not None:
+                    if _gave_up_costs(rule, failure.cause):
+                        continue
+                    _insist_on_acceptance(call, failure.cause)
+                _climb(call, rule, failure)
+            except (NotCapturable, BadOption):
+                raise
+            except Exception as error:
+                if not _gave_up_costs(rule, error):
+                    raise _explained(call, error) from error
+
+
+def _insist_on_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadOption(
+            f"the model is a {type(model).__name__}, no torch.nn.Module",
+            next_step="pass the built module, as in outsize.check(Model(), (x,))",
+        )
+
+
+def _insist_on_repeatable(model: nn.Module, seeded: list[str]) -> None:
+    if seeded:
+        raise BadOption(
+            f"the forward of {type(model).__name__} takes a seed from the operating system, so that no two "
+            "runs of it agree, split or not",
+            numbers=f"torch.seed() at {seeded[0]}",
+            next_step="draw that seed with torch.randint, which a seed of the run decides",
+        )
+
+
+def _recorded(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    rule: LeafRule,
+    caches: Caches,
+    home: torch.device | None,
+) -> Tape:
+    tape = _record_once(model, batch, loss_fn, rule, caches, home)
+    if caches.fill():
+        raise _Retry
+    return tape
+
+
+def _record_once(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    rule: LeafRule,
+    caches: Caches,
+    home: torch.device | None,
+) -> Tape:
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    device = home or next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    modes, everywhere = current_modes(), home is not None
+    with (
+        fake_mode as mode,
+        hidden_fakes(),
+        quiet_fakes(),
+        FakeModel(model, mode, device, everywhere=everywhere) as fakes,
+        _reads_of(fakes, loss_fn) as reads,
+    ):
+
+        def run() -> Tape:
+            return _run(model, batch, tensors, loss_fn, rule, fakes, modes, caches, reads)
+
+        tape = run()
+        state, notes = kept_state(model, rule, fakes), ()
+        if state:
+            _climb_for_state(rule, unsettled(state, tape, fakes, run))
+            notes = insist_on_harmless(model, state, tape, run)
+        elif fakes.left:
+            # The next forward shows which code resets what a leaf stores: it then finds other state than was
+            # left.
+            run()
+    # The values are read when no fake is in the model any more.
+    return replace(tape, opaque=tape.opaque + notes, reads=reads.reads(tape.live))
+
+
+@contextmanager
+def _reads_of(fakes: FakeModel, loss_fn: Any) -> Iterator[Notes]:
+    """Collects what Python the model and the loss read, and takes back what they write elsewhere."""
+    reads = Notes(fakes.modules, roots_of(loss_fn))
+    try:
+        yield reads
+    finally:
+        reads.undo()
+
+
+def _run(
+    model: nn.Module,
+    batch: Any,
+    tensors: list[Tensor],
+    loss_fn: Any,
+    rule: LeafRule,
+    fakes: FakeModel,
+    modes: Any,
+    caches: Caches,
+    reads: Notes,
+) -> Tape:
+    real: dict[int, Tensor] = {}
+    recorder = Recorder(fakes, rule, real, reads)
+    fake_of = {id(t): fake_like(t, fakes.mode, fakes.device_for(t)) for t in tensors}
+    inputs = recorder.define_inputs([fake_of[id(t)] for t in tensors])
+    real.update(zip(inputs, tensors, strict=True))
+    args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)
+    with caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
+        output = model(*args, **kwargs)
+        recorder.runs_loss = True
+        if loss_fn is None:
+            return _tape(recorder, inputs, output, find_loss(output), rule, modes)
+        loss, detail = _fine_loss(recorder, loss_fn, (output, *target), rule), None
+        if rule.live_loss:
+            detail = None if loss is None else _tape(recorder, inputs, output, loss, rule, modes)
+            loss, detail = _live_loss(recorder, loss_fn, (output, *target), loss, detail)
+    tape = _tape(recorder, inputs, output, loss, rule, modes)
+    live = {fqn for fqn in rule.forced if fqn} | ({LOSS} if recorder.has_live_loss else set())
+    return replace(tape, loss_detail=detail, live=frozenset(live))
+
+
+def _fine_loss(recorder: Recorder, loss_fn: Any, arguments: tuple[Any, ...], rule: LeafRule) -> Any:
+    """Records the loss function op by op; None where it cannot be and runs live anyway."""
+    recorder.begin_loss()
+    try:
+        loss = _one_number(loss_fn(*arguments))
+        recorder.insist_on_no_draws()
+        # What the loss writes (a counter, an average) is written once for each microbatch.
+        rule.live_loss |= LOSS in recorder.reads.notes.writers
+        return loss
+    except FrameFailed as failure:
+        if rule.live_loss:
+            return None
+        if failure.reason.startswith("random numbers"):
+            rule.live_loss = True
+            raise _Retry from failure
+        raise
+
+
+def _live_loss(
+    recorder: Recorder, loss_fn: Any, arguments: tuple[Any, ...], loss: Any, detail: Tape | None
+) -> tuple[Any, Tape | None]:
+    """Replaces the recorded loss by one instruction that calls it; leaves it as it is where that fails."""
+    recorded = recorder.forget_loss()
+    try:
+        return _one_number(recorder.run_loss(loss_fn, arguments)), detail
+    except FrameFailed:
+        if loss is None:
+            raise
+        recorder.restore_loss(recorded)
+        return loss, None
+
+
+def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: LeafRule, modes: Any) -> Tape:
+    recorder.insist_on_lasting_decisions()
+    recorder.insist_on_unfilled_arguments()
+    loss_ref = recorder.refer(loss) if isinstance(loss, Tensor) else None
+    notes = [f"{fqn}: {reason}" for fqn, reason in (*rule.forced.items(), *rule.opened.items())]
+    notes += [
+        f"{place}: a checkpoint region runs flat, its activations are kept" for place in recorder.checkpoints
+    ]
+    return Tape(
+        inputs=tuple(inputs),
+        instructions=tuple(recorder.instructions),
+        output=recorder.refer(output),
+        metas=tuple(recorder.slots.metas),
+        constants=recorder.slots.constants,
+        loss=loss_ref if isinstance(loss_ref, Ref) else None,
+        guards=tuple(recorder.guards),
+        modes=modes,
+        opaque=tuple(notes),
+    )
+
+
+def _one_number(loss: Any) -> Tensor:
+    """Returns the loss if it is one number. Raises BadOption otherwise."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    description = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise BadOption(
+        f"the loss function returns {description}; it must return one number, as a tensor",
+        next_step="reduce it with .mean(), return only it, and do not call .item() on it",
+    )
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """Returns the loss inside a model's output: `.loss`, `["loss"]`, or the output itself when it is a
+    scalar.
+    """
+    inside = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    candidate = inside if inside is not None else output
+    return candidate if isinstance(candidate, Tensor) and candidate.ndim == 0 else None
+
+
+def _climb(call: _RecordedCall, rule: LeafRule, failure: FrameFailed) -> None:
+    """Makes the frame's module and all modules of its class leaves; raises when that is the whole model."""
+    model = call.model
+    if failure.frame == "" or failure.frame in rule.forced:
+        if failure.cause is not None:
+            raise _explained(call, failure.cause) from failure.cause
+        raise _refusal(model, failure)
+    kind = type(model.get_submodule(failure.frame))
+    for fqn, module in model.named_modules():
+        if type(module) is kind and fqn:
+            rule.opened.pop(fqn, None)
+            rule.forced[fqn] = f"{failure.reason} ({failure.where})"
+
+
+def _refusal(model: nn.Module, failure: FrameFailed) -> NotCapturable:
+    return NotCapturable(
+        f"the forward of {type(model).__name__} cannot be cut: {failure.reason}",
+        numbers=f"at {failure.where}",
+        next_step="move that code into a submodule, or train with --stages 1",
+    )
+
+
+def _climb_for_state(rule: LeafRule, state: list[tuple[str, str]]) -> None:
+    """Makes modules that store state leaves (rule 9); modules that were opened stay open."""
+    frames = [fqn for fqn, _ in state if fqn and fqn not in rule.opened]
+    for fqn in frames:
+        rule.forced[fqn] = "it rebinds its own tensors during forward"
+    if frames:
+        raise _Retry
+
+
+def _open(model: nn.Module, rule: LeafRule, leak: Leaked) -> None:
+    """Records through the leaf from which a tensor leaks, and through all of its class (rule 10)."""
+    if leak.fqn == "":
+        return
+    leaf = model.get_submodule(leak.fqn)
+    if leak.fqn in rule.walked or not rule.may_open(leaf):
+        raise _refusal(model, leak.failure)
+    for fqn, module in model.named_modules():
+        if type(module) is type(leaf) and fqn:
+            rule.forced.pop(fqn, None)
+            rule.walked.add(fqn)
+            rule.opened[fqn] = f"walked through, it hands out a tensor by the way ({leak.failure.where})"
+
+
+def _gave_up_costs(rule: LeafRule, error: Exception) -> bool:
+    """Stops asking what autograd saves where that fails, since torch.func's transforms do not run
+    meanwhile.
+    """
+    given_up = rule.saved and "saved tensor hooks" in str(error)
+    rule.saved = rule.saved and not given_up
+    return given_up
+
+
+def _insist_on_acceptance(call: _RecordedCall, error: Exception) -> None:
+    """Raises when the real model rejects the example as well, for then the tape is not at fault.
+
+    A model on meta cannot be run; there recording continues with coarser leaves, and finally the error itself
+    is raised.
+    """
+    rejection = None if _on_meta(call.model) else _rejection(call)
+    if rejection is not None:
+        raise rejection from error
+
+
+def _explained(call: _RecordedCall, error: Exception) -> Exception:
+    """Returns ExampleRejected when the real model (or loss) raises as well, else NotCapturable."""
+    rejection = _rejected(call, error, "model") if _on_meta(call.model) else _rejection(call)
+    return rejection or NotCapturable(
+        f"{type(error).__name__} while recording, which the real model does not raise: {error}",
+        numbers=f"call {call}, at {raising_line(error)}",
+        next_step="train with --stages 1, and report the model",
+    )
+
+
+def _rejection(call: _RecordedCall) -> ExampleRejected | None:
+    """Runs the real model, restores weights, buffers and generators, and returns the error if it fails."""
+    model = call.model
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
+    at_fault = "model"
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = model(*call.args, **call.kwargs)
+            at_fault = "loss function"
+            if call.loss_fn is not None:
+                call.loss_fn(output, *call.target)
+    except Exception as error:
+        return _rejected(call, error, at_fault)
+    finally:
+        restore()
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    return None
+
+
+def _rejected(call: _RecordedCall, error: Exception, at_fault: str) -> ExampleRejected:
+    target = f", target ({', '.join(_shape(t) for t in call.target)})" if at_fault != "model" else ""
+    return ExampleRejected(
+        f"the {at_fault} rejects the example batch: {type(error).__name__}: {error}",
+        numbers=f"call {call}{target}, at {raising_line(error)}",
+        next_step="check the shapes of the example, or --input and --batch"
+        if at_fault == "model"
+        else "check target=... and what the model returns",
+    )
+
+
+def _on_meta(model: nn.Module) -> bool:
+    return any(p.is_meta for p in model.parameters())
+
+
+def _shape(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,135 @@
+"""Turns Python decisions on values of the example into guards: `if mask.all()`, `x.item()`, `nonzero`.
+
+On fakes such a call has no answer. When its arguments depend on the inputs and on constants alone, that slice
+of the tape is run on the real example and the answer becomes a Guard of the tape. Where the values of the
+first argument do not matter to the shape of the result (`hidden[mask]`), it may be an activation. A decision
+that no draw can change (`torch.rand([]) < 0.0`, layerdrop switched off) is answered too. Everything else
+(activations, parameters, random numbers) is a LookupError, which fallbacks.py handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from outsize.capture.fakes.fake_model import FakeModel, fake_like
+from outsize.capture.recording.slots import Slots
+from outsize.program.replay import evaluate, resolve
+from outsize.program.tape import Guard, Instruction, Ref, Weight, backward_slice
+from outsize.program.tree import leaves, map_leaves
+
+# It is the largest number below 1 that torch.rand can draw in fp32.
+_ALMOST_ONE = 1.0 - 2.0**-24
+# The shapes of these functions' results do not depend on the values of their first argument.
+_SELECTORS = frozenset({"__getitem__", "masked_select", "repeat_interleave", "ctc_loss", "istft"})
+# These functions read values and still always return the same shape, so they need no guard.
+_FIXED = frozenset({"ctc_loss", "istft"})
+_COMPARISONS = frozenset({"lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__", "less", "greater"})
+
+
+def is_data_dependent(error: Exception) -> bool:
+    """Returns whether the fake mode raised the error for a value or a data-dependent shape."""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "numpy() is not supported" in text or ".tolist() is not supported" in text or "data-dependent" in text
+    )
+
+
+@final
+class Decider:
+    """Answers decisions from the real inputs, and writes the guards."""
+
+    def __init__(
+        self,
+        instructions: list[Instruction],
+        slots: Slots,
+        guards: list[Guard],
+        inputs: dict[int, Tensor],
+        weights: dict[str, Tensor],
+    ) -> None:
+        self._instructions, self._slots, self._guards = instructions, slots, guards
+        self._inputs, self._weights = inputs, weights
+        # The list holds the weights that decisions have read, and where.
+        self.weights: list[tuple[Weight, str]] = []
+
+    def decide(self, fn: Callable[..., Any], args: Any, kwargs: Any, where: str, fakes: FakeModel) -> Any:
+        """Returns the result of `fn`, tensors as fakes. Raises LookupError with the reason."""
+        name = getattr(fn, "__name__", "")
+        if name in _SELECTORS:
+            args = (map_leaves(self._blank, args[0]), *args[1:])
+        reads = [leaf.slot for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
+        needs = backward_slice(self._instructions, self._slots.metas, reads)
+        if any(self._instructions[i].random for i in needs):
+            return self._despite_chance(fn, args, kwargs, needs)
+        self._insist_on_inputs(needs, args, kwargs)
+        out = self._run(fn, args, kwargs, needs)
+        weights = self._weights_in(needs, args, kwargs)
+        self.weights += [(weight, where) for weight in weights]
+        if name not in _FIXED and (weights or self._depends_on_inputs(needs, reads)):
+            self._guards.append(Guard(fn, args, kwargs, signature_of(out), where))
+        return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
+
+    def _depends_on_inputs(self, needs: list[int], reads: list[int]) -> bool:
+        """Returns whether a decision can change; one on constants (position ids from arange) cannot."""
+        slots = {*reads, *(s for i in needs for s in self._instructions[i].reads())}
+        return not slots.isdisjoint((*self._inputs, *self._slots.constants))
+
+    def _blank(self, leaf: Any) -> Any:
+        """Returns zeros for a value that does not matter."""
+        if not isinstance(leaf, Ref):
+            return leaf
+        meta = self._slots.metas[leaf.slot]
+        return torch.zeros((), dtype=meta.dtype).expand(meta.shape)
+
+    def _insist_on_inputs(self, needs: list[int], args: Any, kwargs: Any) -> None:
+        if any(self._instructions[i].is_leaf for i in needs):
+            raise LookupError("a decision on activations")
+        if any(self._instructions[i].written_weights for i in needs):
+            raise LookupError("a decision on a buffer that the forward writes")
+        for weight in self._weights_in(needs, args, kwargs):
+            if weight.kind == "parameter" or self._weights[weight.name].is_meta:
+                raise LookupError(f"a decision on the value of {weight.name}")
+
+    def _weights_in(self, needs: list[int], args: Any, kwargs: Any) -> list[Weight]:
+        named = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Weight)]
+        return [w for i in needs for w in self._instructions[i].weights] + named
+
+    def _run(self, fn: Callable[..., Any], args: Any, kwargs: Any, needs: list[int]) -> Any:
+        env: dict[int, Any] = {**self._slots.constants, **self._inputs}
+        if any(t.is_meta for t in env.values()):
+            raise LookupError("a decision on the values of inputs that are on meta")
+        evaluate([self._instructions[i] for i in needs], env, self._weights)
+        return fn(*resolve(args, env, self._weights), **resolve(kwargs, env, self._weights))
+
+    def _despite_chance(self, fn: Callable[..., Any], args: Any, kwargs: Any, needs: list[int]) -> Any:
+        chain = [self._instructions[i] for i in needs]
+        if len(chain) != 2 or not _is_uniform_draw(chain[0]) or not _is_comparison(chain[1]):
+            raise LookupError("a decision on random numbers")
+        slot = next(iter(chain[0].defines()))
+        answers = []
+        for draw in (0.0, _ALMOST_ONE):
+            env: dict[int, Any] = {slot: torch.full(self._slots.metas[slot].shape, draw)}
+            evaluate(chain[1:], env, self._weights)
+            answers.append(fn(*resolve(args, env, self._weights), **resolve(kwargs, env, self._weights)))
+        if answers[0] != answers[1]:
+            raise LookupError("a decision on random numbers")
+        return answers[0]
+
+
+def signature_of(out: Any) -> Any:
+    """Returns what a guard compares: Python values unchanged, tensors by shape."""
+    return map_leaves(lambda x: tuple(x.shape) if isinstance(x, Tensor) else x, out)
+
+
+def _is_uniform_draw(instruction: Instruction) -> bool:
+    return getattr(instruction.target, "__name__", "") == "rand"
+
+
+def _is_comparison(instruction: Instruction) -> bool:
+    return getattr(instruction.target, "__name__", "") in _COMPARISONS

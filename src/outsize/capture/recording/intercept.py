@@ -1,0 +1,216 @@
+"""Intercepts a forward: module calls, public torch functions, ATen ops, custom autograd functions.
+
+    nn.Module.__call__ (patched)     leaf modules become one instruction, others are frames
+      TorchFunctionMode              glue between leaves, at the level of F.cross_entropy or Tensor.view
+        Function.apply (patched)     a custom autograd function, or a scripted one, is one instruction
+            TorchDispatchMode        ATen ops that no level above saw; costs of all ops
+
+A `Watcher` decides what to do; this file owns the fragile hooks into torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+import torch.utils.checkpoint as checkpoints
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.jit import ScriptFunction
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+
+class Watcher(ABC):
+    """Receives every call of the model; `call` must run `fn(*args, **kwargs)` and return its result."""
+
+    @abstractmethod
+    def on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Handles the call of a module of any kind."""
+
+    @abstractmethod
+    def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Handles the call of a public torch function outside leaves."""
+
+    @abstractmethod
+    def on_aten(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Handles an ATen op that is dispatched anywhere."""
+
+    @abstractmethod
+    def on_saved(self, tensor: Tensor) -> None:
+        """Handles a tensor that autograd saves for the backward."""
+
+    def on_checkpoint(self) -> None:  # noqa: B027
+        """Handles the begin of a region of torch.utils.checkpoint, which runs flat."""
+
+
+def inside_transform() -> bool:
+    """Returns whether vmap or torch.func is active, within which ATen ops are what can be replayed."""
+    return peek_interpreter_stack() is not None
+
+
+@final
+class _FunctionMode(TorchFunctionMode):
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if inside_transform():
+            return func(*args, **(kwargs or {}))
+        return self.watcher.on_function(func, args, kwargs or {})
+
+
+@final
+class _DispatchMode(TorchDispatchMode):
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()
+        self.watcher = watcher
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.watcher.on_aten(func, args, kwargs or {})
+
+
+@contextmanager
+def watching(watcher: Watcher, *, dispatch: bool = True, saved: bool = True) -> Iterator[None]:
+    """Watches all four levels within the context and restores everything after it.
+
+    `saved=False` does not ask what autograd saves, since torch.func's transforms refuse to run meanwhile.
+    """
+
+    # The autograd graph of the fakes references this function, and the watcher references the fakes: with a
+    # strong reference here the model would never be freed, since Python's collector does not see through the
+    # graph.
+    seen_by = weakref.ref(watcher)
+
+    def save(tensor: Tensor) -> Tensor:
+        alive = seen_by()
+        if alive is not None:
+            alive.on_saved(tensor)
+        return tensor
+
+    with ExitStack() as stack:
+        stack.enter_context(_patched_module_call(watcher))
+        stack.enter_context(_patched_apply(watcher))
+        stack.enter_context(_idle_conversions())
+        stack.enter_context(_flat_checkpoints(watcher))
+        if dispatch and saved:
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda t: t))
+        if dispatch:
+            stack.enter_context(_DispatchMode(watcher))
+        stack.enter_context(_FunctionMode(watcher))
+        yield
+
+
+@contextmanager
+def _patched_module_call(watcher: Watcher) -> Iterator[None]:
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return watcher.on_module(module, original, args, kwargs)
+
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original
+
+
+@contextmanager
+def _patched_apply(watcher: Watcher) -> Iterator[None]:
+    original = torch.autograd.Function.__dict__["apply"]
+    scripted = ScriptFunction.__call__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is checkpoints.CheckpointFunction:
+            return _reentrant(watcher, *args)
+        return watcher.on_function(original.__get__(None, cls), args, kwargs)
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return watcher.on_function(scripted.__get__(function), args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    ScriptFunction.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+        ScriptFunction.__call__ = scripted
+
+
+@contextmanager
+def _idle_conversions() -> Iterator[None]:
+    """Skips a `layer.to(dtype)` in a forward that changes nothing, for which torch gives fakes new
+    parameters.
+    """
+    original = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            idle = all(fn(t) is t for t in [*module.parameters(recurse), *module.buffers(recurse)])
+        return module if idle else original(module, fn, recurse)
+
+    nn.Module._apply = apply  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original
+
+
+@contextmanager
+def _flat_checkpoints(watcher: Watcher) -> Iterator[None]:
+    """Runs regions of torch.utils.checkpoint as the code in them: same numbers, but activations are saved."""
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def nothing_around(*_: Any, **__: Any) -> Iterator[None]:
+        watcher.on_checkpoint()
+        yield
+
+    checkpoints._checkpoint_without_reentrant_generator = nothing_around
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = original
+
+
+def _reentrant(watcher: Watcher, function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
+    """Computes what CheckpointFunction does.
+
+    There is no gradient unless an argument needs one, and each argument's gradient is added up inside the
+    region first (hence the aliases).
+    """
+    watcher.on_checkpoint()
+    wanted = [isinstance(a, Tensor) and a.requires_grad for a in args]
+    aliases = [a.view_as(a) if w else a for a, w in zip(args, wanted, strict=True)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and any(wanted)):
+        return function(*aliases)
+
+
+@contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Runs real tensor operations within the context, in the middle of a recording."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+@final
+class _ObservingMode(TorchDispatchMode):
+    def __init__(self, seen: Callable[..., None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen(func, args, kwargs or {}, out)
+        return out
+
+
+@contextmanager
+def observing_real_ops(seen: Callable[..., None]) -> Iterator[None]:
+    """Runs real tensor operations and calls `seen(op, args, kwargs, out)` for every ATen op."""
+    with on_real_tensors(), _ObservingMode(seen):
+        yield

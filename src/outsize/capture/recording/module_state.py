@@ -1,0 +1,108 @@
+"""State that a forward keeps in its modules from call to call (rule 9), and whether a tape may ignore it.
+
+    self.mean = 0.9 * self.mean + 0.1 * x.mean()     a submodule that does this becomes one leaf
+    self.last_hidden = x                             in the model itself: harmless if nothing reads it
+
+Harmless means: a second forward, on the state that the first left behind, writes the same tape. A leaf
+that keeps state *and* hands out the tensor (`self.aux`, read by its parent) is walked through under the
+same proof. What matters and cannot be kept is refused with the attribute's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from outsize.capture.fakes.fake_model import FakeModel
+from outsize.capture.recording.leaf_rule import HOOKS, LeafRule
+from outsize.errors import NotCapturable
+from outsize.program.tape import Tape
+from outsize.program.tree import leaves
+
+Attribute = tuple[str, str]  # module, name
+
+
+def kept_state(model: nn.Module, rule: LeafRule, fakes: FakeModel) -> list[Attribute]:
+    """What the recorded forward has rebound outside leaves."""
+    modules = dict(model.named_modules())
+    return [(fqn, name) for fqn, name in fakes.rebound() if not _inside_leaf(fqn, modules, rule)]
+
+
+def unsettled(
+    state: list[Attribute], tape: Tape, fakes: FakeModel, again: Callable[[], Tape]
+) -> list[Attribute]:
+    """What a second forward binds anew once more: without the rest, all later forwards are like the second.
+
+    `self.mode = "dense"` is settled after the first forward, `self.steps += 1` never. All of the state where
+    the second forward is another one.
+    """
+    before = {fqn: fakes.state_of(fqn)[""] for fqn, _ in state}
+    held = [list(leaves(vars(fakes.modules[fqn]))) for fqn in before]  # else an id could come again
+    try:
+        same = _same(tape, again())
+    except Exception:
+        return state
+    now = {fqn: fakes.state_of(fqn)[""] for fqn in before}
+    del held
+    moving = [(f, n) for f, n in state if before[f].get(n) != now[f].get(n)]
+    return moving if same or moving else state
+
+
+def _inside_leaf(fqn: str, modules: dict[str, nn.Module], rule: LeafRule) -> bool:
+    parts = fqn.split(".") if fqn else []
+    heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(rule.is_leaf(head, modules[head]) for head in heads)
+
+
+def insist_on_harmless(
+    model: nn.Module, state: Iterable[Attribute], tape: Tape, again: Callable[[], Tape]
+) -> tuple[str, ...]:
+    """Notes on the state if it does not matter; `again` records a second forward. Raises NotCapturable."""
+    for fqn, name in state:
+        table = model.get_submodule(fqn)._buffers
+        if name in table and name not in model.get_submodule(fqn)._non_persistent_buffers_set:
+            raise _refusal(model, fqn, name, "it is a buffer, which the tape cannot rebind")
+    try:
+        same = _same(tape, again())
+    except Exception as error:
+        raise _refusal(model, *next(iter(state)), f"the next call depends on it ({error})") from error
+    if not same:
+        raise _refusal(model, *next(iter(state)), "the next call computes something else")
+    return tuple(
+        f"{_path(f, n)}: set by the forward, not kept (the numbers do not depend on it)"
+        for f, n in state
+        if n not in HOOKS
+    )
+
+
+def _refusal(model: nn.Module, fqn: str, name: str, why: str) -> NotCapturable:
+    owner = type(model.get_submodule(fqn))
+    return NotCapturable(
+        f"the forward of {owner.__name__} keeps state in self.{name}: {why}",
+        numbers=f"at {_line_of(owner.forward)}",
+        next_step=f"write self.{name}.copy_(...) on a registered buffer, or move it into a submodule",
+    )
+
+
+def _line_of(forward: Any) -> str:
+    code = getattr(forward, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
+
+
+def _path(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _same(first: Tape, second: Tape) -> bool:
+    """Tells whether two tapes make the same calls with the same arguments."""
+    if len(first.instructions) != len(second.instructions):
+        return False
+    pairs = zip(first.instructions, second.instructions, strict=True)
+    return all(a.target == b.target and _equal((a.args, a.kwargs), (b.args, b.kwargs)) for a, b in pairs)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    a, b = list(leaves(first)), list(leaves(second))
+    return len(a) == len(b) and all(x is y or repr(x) == repr(y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,471 @@
+"""Records a forward (and its loss) as a Tape by running it once on fake tensors.
+
+The recorder is the Watcher of `intercept`: a leaf module's call or a public function becomes one instruction;
+what happens inside is not looked at, except to count its costs. Failures carry the frame in which they
+happened, so that `fallbacks` can make that module one leaf and try again.
+
+Rules by number: `docs/capture.md`. Cost: one pass over the model, O(1) per call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.costs.meter import CostMeter
+from outsize.capture.fakes.fake_model import FakeModel
+from outsize.capture.fakes.object_tensors import hides_tensor, objects
+from outsize.capture.guards.notes import Notes
+from outsize.capture.guards.trace import ReadTrace
+from outsize.capture.recording.assertions import surviving_answer
+from outsize.capture.recording.guards import Decider, is_data_dependent
+from outsize.capture.recording.intercept import Watcher, inside_transform, on_real_tensors
+from outsize.capture.recording.leaf_rule import LeafRule
+from outsize.capture.recording.opaque_leaf import probe
+from outsize.capture.recording.python_random import PythonGenerators
+from outsize.capture.recording.repeated_blocks import RepeatedBlocks
+from outsize.capture.recording.slots import Slots, UnknownTensor, version, written_by
+from outsize.program.assertions import insist
+from outsize.program.modes import current_modes
+from outsize.program.python_reads import LOSS
+from outsize.program.source_line import calling_line
+from outsize.program.tape import Guard, Instruction, Weight
+from outsize.program.tree import leaves, map_leaves
+
+
+@final
+class FrameFailed(Exception):
+    """Says that code of the module `frame` cannot be recorded; recording is retried with coarser leaves."""
+
+    def __init__(self, frame: str, reason: str, where: str, cause: Exception | None = None) -> None:
+        super().__init__(f"{frame or 'the model'}: {reason} ({where})")
+        self.frame, self.reason, self.where, self.cause = frame, reason, where, cause
+
+
+@final
+class Leaked(Exception):
+    """Says that a tensor from inside the leaf `fqn` is used outside without being returned: it must be
+    opened.
+    """
+
+    def __init__(self, fqn: str, failure: FrameFailed) -> None:
+        super().__init__(f"{fqn}: {failure}")
+        self.fqn, self.failure = fqn, failure
+
+
+@final
+class Recorder(Watcher):
+    """Writes instructions while the model runs."""
+
+    def __init__(self, fakes: FakeModel, rule: LeafRule, real: dict[int, Tensor], notes: Notes) -> None:
+        """`notes` collects the Python values that the recorded code reads."""
+        frame = weakref.WeakMethod(self._running_frame)  # A cycle would keep the model alive.
+        self.reads = ReadTrace(notes, lambda: (frame() or str)())
+        self.slots = Slots(fakes.weights, fakes.strays)
+        self.instructions: list[Instruction] = []
+        self.guards: list[Guard] = []
+        self.meter = CostMeter(fakes.weight_storages())
+        self._fakes, self._rule = fakes, rule
+        self._fqn = {id(m): fqn for fqn, m in reversed(fakes.modules.items())}
+        self._frames = [""]
+        self._muted = False
+        self._input_storages: set[int] = set()
+        self._chance = PythonGenerators()
+        self._inside: str | None = None  # This is the leaf that runs.
+        self._unnamed: dict[Weight, None] = {}  # The running call has used these weights.
+        self._loose: dict[int, FrameFailed] = {}  # Other calls may not use these tensors of leaves.
+        # The running call writes these storages, whatever their version counters say.
+        self._silent: set[int] = set()
+        self._born: dict[int, str] = {}  # The table maps a storage to the leaf inside which it was made.
+        self._kept: list[Tensor] = []  # References to these tensors keep the ids of their storages unique.
+        self.checkpoints: dict[str, None] = {}  # The keys are source lines.
+        self._decider = Decider(self.instructions, self.slots, self.guards, real, fakes.real)
+        self._decided: dict[str, str] = {}  # The table maps the source line of a decision to its frame.
+        self._leaf_tensors: dict[str, list[tuple[Weight, Tensor]]] = {}
+        # These objects were arguments of leaves; the error is raised if one gets a tensor.
+        self._leaf_objects: list[tuple[Any, Exception]] = []
+        self._weight_of_storage: dict[int, Weight] = {}
+        self._repeats = RepeatedBlocks(fakes, rule, self.slots, self.meter, self.instructions, notes)
+        self.runs_loss = False  # The model has returned, and the loss function runs.
+        self.has_live_loss = False  # One instruction calls the loss function.
+        self._before_loss = 0, 0
+
+    def define_inputs(self, tensors: list[Tensor]) -> list[int]:
+        """Defines slots for the fake inputs, before anything runs."""
+        self._input_storages |= {self.slots.storage(t) for t in tensors}
+        return [self.slots.define(t).slot for t in tensors]
+
+    def _running_frame(self) -> str:
+        return LOSS if self.runs_loss else self._inside or self._frames[-1]
+
+    # -- what happens ------------------------------------------------------------------------------
+
+    def on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._muted:
+            return fn(module, *args, **kwargs)
+        self._insist_on_no_chance()
+        fqn = self._fqn.get(id(module))
+        if fqn is not None and self._is_leaf(fqn, module):
+            with self._keeping(fqn):
+                return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
+        with self._frame(self._frames[-1] if fqn is None else fqn):
+            run = partial(fn, module, *args, **kwargs)
+            out = run() if fqn is None else self._repeats.run(fqn, run, args, kwargs, self._footprint)
+            self._insist_on_no_chance()
+        return out
+
+    def _footprint(self) -> Any:
+        """Returns what the run of a block may change besides instructions; if it differs, no block
+        is a copy.
+        """
+        counts = map(
+            len, (self.guards, self._decider.weights, self._leaf_objects, self._loose, self.slots.constants)
+        )
+        return *counts, dict(self._decided), dict(self._fakes.left), self._chance.state
+
+    @contextmanager
+    def _keeping(self, fqn: str) -> Iterator[None]:
+        """Checks that only the call of a leaf sets its state from call to call, because only that is
+        replayed.
+        """
+        before, left = self._fakes.state_of(fqn), self._fakes.left
+        if left.get(fqn, before) != before:
+            raise FrameFailed(self._frames[-1], f"it sets the state that {fqn} keeps", calling_line())
+        yield
+        after = self._fakes.state_of(fqn)
+        if after != before:
+            left[fqn] = after
+
+    def _is_leaf(self, fqn: str, module: nn.Module) -> bool:
+        return self._rule.is_leaf(fqn, module) and self._fakes.is_intact(fqn) and not inside_transform()
+
+    def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._muted:
+            with self.reads.paused():
+                return fn(*args, **kwargs)
+        return self._record(fn, partial(self._run_glue, fn), args, kwargs)
+
+    def begin_loss(self) -> None:
+        """Notes where the loss function begins."""
+        self._before_loss = len(self.instructions), len(self.guards)
+        self._chance.drawn()
+
+    def forget_loss(self) -> tuple[list[Instruction], list[Guard]]:
+        """Takes the instructions of the loss function from the tape and returns them."""
+        first, first_guard = self._before_loss
+        recorded = self.instructions[first:], self.guards[first_guard:]
+        del self.instructions[first:], self.guards[first_guard:]
+        return recorded
+
+    def restore_loss(self, recorded: tuple[list[Instruction], list[Guard]]) -> None:
+        """Puts on the tape what `forget_loss` has taken from it."""
+        self.forget_loss()
+        self.instructions += recorded[0]
+        self.guards += recorded[1]
+        self.has_live_loss = False
+
+    def run_loss(self, loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Records the loss function as one instruction, which calls it at each replay. Raises FrameFailed."""
+        self._chance.drawn()
+        out = self._record(loss_fn, partial(self._run_live, loss_fn), arguments, {})
+        if self._chance.drawn() and self.instructions:
+            self.instructions[-1] = replace(self.instructions[-1], random=True)
+        self.has_live_loss = True
+        return out
+
+    def insist_on_no_draws(self) -> None:
+        """Checks that the loss has drawn no numbers of Python's or NumPy's generators. Raises FrameFailed."""
+        self._insist_on_no_chance()
+
+    def on_aten(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if self._muted:
+            with self.reads.paused():
+                out = op(*args, **kwargs)
+                self.meter.count(op, args, kwargs, out)
+                self._look_inside(op, args, kwargs, out)
+            return out
+        # The ops below the public functions are C entry points and vmap bodies. They are replayed with the
+        # caller's grad mode.
+        out = self._record(op, partial(self._run_op, op), args, kwargs)
+        self._foresee_grad(op, args, kwargs)
+        return out
+
+    def on_saved(self, tensor: Tensor) -> None:
+        self.meter.saved(tensor, self.slots.storage(tensor))
+
+    def refer(self, tree: Any) -> Any:
+        """Returns the model's output or loss as references. Raises FrameFailed and Leaked."""
+        return self._refs(tree, {}, "the output of the model")[0]
+
+    def insist_on_lasting_decisions(self) -> None:
+        """Checks that the forward does not write what guards read, since they run before a step. Raises
+        FrameFailed.
+        """
+        written = {w for i in self.instructions for w in i.written_weights}
+        for weight, where in self._decider.weights:
+            if weight in written:
+                reason = f"a decision on {weight.name}, which the forward writes"
+                raise FrameFailed(self._decided[where], reason, where)
+
+    def insist_on_unfilled_arguments(self) -> None:
+        """Checks that leaves did not fill their object arguments: at replay they get the filled ones. Raises
+        Leaked.
+        """
+        for argument_objects, problem in self._leaf_objects:
+            if hides_tensor(argument_objects, self.slots.weights):
+                raise problem
+
+    def on_checkpoint(self) -> None:
+        self.checkpoints[calling_line()] = None
+
+    # -- one instruction ---------------------------------------------------------------------------
+
+    def _record(
+        self, target: str | Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        with self._mute():
+            touched = self._touched(target, args, kwargs)
+            before = [version(t) for _, t in touched]
+            modes, where = current_modes(), calling_line()
+            refs = self._refs(args, kwargs, where)
+            self.meter.start()
+            self._unnamed.clear()
+            self._silent.clear()
+            out = run(refs, where, args, kwargs)
+            pairs = zip(touched, before, strict=True)
+            written = [p for p, v in pairs if version(p[1]) != v or self._is_silent(p[1])]
+            if target in _EFFECTS:
+                # They are ordered like writes: after what made the tensor, in the same stage.
+                written = touched[:1]
+            written = [(w or self._weight_at(t), t) for w, t in written]
+            self._insist_on_own_memory(written, where)
+            self._insist_on_open_arguments(target, args, kwargs, where)
+            if isinstance(target, str) or written or _has_tensor(out):
+                tree = map_leaves(self._define, out)
+                self._append(target, refs, tree, modes, where, [w for w, _ in touched], written)
+            return out
+
+    def _append(
+        self, target: Any, refs: Any, tree: Any, modes: Any, where: str, touched: Any, written: Any
+    ) -> None:
+        weights = tuple(dict.fromkeys([*(w for w in touched if w is not None), *self._unnamed]))
+        # The question is asked in any case: a leaf's draws are its own, and must not be detected again after
+        # it.
+        drawn = isinstance(target, str) and self._chance.drawn()
+        instruction = Instruction(
+            index=len(self.instructions),
+            target=target,
+            args=refs[0],
+            kwargs=refs[1],
+            out=tree,
+            frame=self._frames[-1],
+            modes=modes,
+            random=self.meter.random or drawn,
+            writes=frozenset(self.slots.storage(t) for _, t in written),
+            weights=weights,
+            written_weights=tuple(dict.fromkeys(w for w, _ in written if w is not None)),
+            where=where,
+            cost=self.meter.stop(),
+        )
+        self.instructions.append(instruction)
+
+    def _run_leaf(
+        self, fqn: str, module: nn.Module, fn: Any, refs: Any, where: str, args: Any, kwargs: Any
+    ) -> Any:
+        try:
+            with self._within(fqn), self.reads.resumed():
+                return fn(module, *args, **kwargs)
+        except Exception as error:
+            try:
+                probed = probe(module, args, kwargs, self._fakes, saved=self._rule.saved)
+            except Exception:
+                raise FrameFailed(self._frames[-1], str(error), where, error) from error
+            if any(isinstance(leaf, int | float) for leaf in leaves(probed.out)):
+                raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
+            failure = FrameFailed(self._frames[-1], f"what {fqn} returns differs from call to call", where)
+            self._loose |= {id(t): failure for t in probed.loose}
+            self.meter.take(probed.cost, draws=probed.draws)
+            for tensor in probed.saved:
+                self.on_saved(tensor)
+            # The leaf's writes were not watched to their end.
+            self._silent |= {self.slots.storage(t) for t in module.buffers()}
+            return probed.out
+
+    def _run_op(self, op: Any, refs: Any, where: str, args: Any, kwargs: Any) -> Any:
+        out = self._run_glue(op, refs, where, args, kwargs)
+        self.meter.count(op, args, kwargs, out)
+        return out
+
+    def _run_glue(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            if not is_data_dependent(error):
+                raise FrameFailed(self._frames[-1], str(error), where, error) from error
+        try:
+            with on_real_tensors():
+                self._decided[where] = self._frames[-1]
+                out = self._decider.decide(fn, refs[0], refs[1], where, self._fakes)
+            return map_leaves(partial(_with_grad, args), out)
+        except LookupError as reason:
+            expected = surviving_answer(fn)
+            if expected is None:
+                raise FrameFailed(self._frames[-1], str(reason), where) from None
+            weights = [w for w, _ in self._touched(fn, args, kwargs)]
+            self._append(
+                insist, ((refs[0][0], expected, where), {}), None, current_modes(), where, weights, []
+            )
+            return expected
+
+    def _run_live(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
+        with self.reads.resumed():  # What it writes is taken back.
+            return self._run_glue(fn, refs, where, args, kwargs)
+
+    def _is_silent(self, tensor: Tensor) -> bool:
+        return bool(self._silent) and self.slots.storage(tensor) in self._silent
+
+    def _insist_on_own_memory(self, written: Any, where: str) -> None:
+        """Checks that no input is written: microbatches are views of the batch, and stages read at different
+        times.
+        """
+        if any(self.slots.storage(t) in self._input_storages for _, t in written):
+            raise FrameFailed("", "it writes into an input in place; clone the input first", where)
+
+    def _insist_on_open_arguments(self, target: Any, args: Any, kwargs: Any, where: str) -> None:
+        if self.meter.random and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
+            raise FrameFailed(self._frames[-1], "random numbers of a generator of its own", where)
+        argument_objects = objects((args, kwargs))
+        if not argument_objects:
+            return
+        failure = FrameFailed(self._frames[-1], "a tensor inside an object that is an argument", where)
+        problem = Leaked(target, failure) if isinstance(target, str) else failure
+        if hides_tensor(argument_objects, self.slots.weights):
+            raise problem
+        if isinstance(target, str):
+            self._leaf_objects.append((argument_objects, problem))
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _refs(self, args: Any, kwargs: Any, where: str) -> tuple[Any, Any]:
+        try:
+            return map_leaves(self._refer, args), map_leaves(self._refer, kwargs)
+        except UnknownTensor as error:
+            raise self._unknown(error, where) from None
+
+    def _unknown(self, error: UnknownTensor, where: str) -> Exception:
+        failure = FrameFailed(self._frames[-1], f"a tensor of unknown origin: {error}", where)
+        if not self._rule.traced:
+            self._rule.traced = True
+            return Leaked("", failure)
+        maker = self._born.get(self.slots.storage(error.tensor))
+        return failure if maker is None else Leaked(maker, failure)
+
+    def _look_inside(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Notes weights that a call uses without naming or owning them, and tensors that a leaf makes."""
+        for leaf in leaves((args, kwargs)):
+            weight = self.slots.weights.get(id(leaf))
+            if weight is not None:
+                self._unnamed[weight] = None
+        self._silent |= {self.slots.storage(t) for t in written_by(op, args, kwargs)}
+        if self._inside is not None and self._rule.traced:
+            self._remember_birth(out)
+
+    def _remember_birth(self, out: Any) -> None:
+        for leaf in leaves(out):
+            if isinstance(leaf, Tensor) and not self.slots.knows_storage(leaf):
+                self._born[self.slots.storage(leaf)] = str(self._inside)
+                self._kept.append(leaf)
+
+    def _insist_on_no_chance(self) -> None:
+        if self._chance.drawn():
+            raise FrameFailed(self._frames[-1], "random numbers of Python or NumPy", calling_line())
+
+    def _refer(self, leaf: Any) -> Any:
+        if id(leaf) in self._loose:
+            raise self._loose[id(leaf)]
+        return self.slots.refer(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _define(self, leaf: Any) -> Any:
+        return self.slots.define(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def _foresee_grad(self, op: Any, args: Any, kwargs: Any) -> None:
+        """Corrects the slots of an ATen op, which runs below autograd: their results do not require
+        grad yet.
+        """
+        instruction = self.instructions[-1] if self.instructions else None
+        if instruction is None or instruction.target is not op or "detach" in str(op):
+            return
+        wanted = instruction.modes.grad and any(
+            self.slots.metas[s].requires_grad for s in instruction.reads()
+        )
+        for slot in instruction.defines() if wanted else ():
+            self.slots.will_require_grad(slot)
+
+    def _touched(self, target: Any, args: Any, kwargs: Any) -> list[tuple[Weight | None, Tensor]]:
+        tensors = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
+        weights = [(self.slots.weights.get(id(t)), t) for t in tensors]
+        return weights + (self._weights_of(target) if isinstance(target, str) else [])
+
+    def _weight_at(self, tensor: Tensor) -> Weight | None:
+        """Returns the weight that is written through a view of it, or through its `.data`."""
+        if not self._weight_of_storage:
+            known = self._fakes.fakes_of_weights()
+            self._weight_of_storage = {self.slots.storage(t): w for w, t in known}
+        return self._weight_of_storage.get(self.slots.storage(tensor))
+
+    def _weights_of(self, fqn: str) -> list[tuple[Weight, Tensor]]:
+        if fqn not in self._leaf_tensors:
+            module = self._fakes.modules[fqn]
+            tensors = [*module.parameters(), *module.buffers()]
+            self._leaf_tensors[fqn] = [
+                (self.slots.weights[id(t)], t) for t in tensors if id(t) in self.slots.weights
+            ]
+        return self._leaf_tensors[fqn]
+
+    @contextmanager
+    def _mute(self) -> Iterator[None]:
+        self._muted = True
+        try:
+            with self.reads.paused():
+                yield
+        finally:
+            self._muted = False
+
+    @contextmanager
+    def _within(self, fqn: str) -> Iterator[None]:
+        self._inside = fqn
+        try:
+            yield
+        finally:
+            self._inside = None
+
+    @contextmanager
+    def _frame(self, fqn: str) -> Iterator[None]:
+        self._frames.append(fqn)
+        try:
+            yield
+        finally:
+            self._frames.pop()
+
+
+# These calls return no tensor but change one.
+_EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.data.__set__})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _with_grad(args: Any, leaf: Any) -> Any:
+    """Makes a result whose shape was looked up require grad like the result of any op."""
+    if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+        return leaf
+    wanted = any(isinstance(t, Tensor) and t.requires_grad for t in leaves(args))
+    return leaf.requires_grad_(wanted and torch.is_grad_enabled())
+
+
+def _has_tensor(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in leaves(tree))

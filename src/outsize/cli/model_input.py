@@ -1,0 +1,133 @@
+"""Turns MODEL, --input and --batch into a model, an example batch and a loss; reads and writes a verb's
+files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from outsize.cli.options import BATCH, check_not_planned
+from outsize.errors import BadOption
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from outsize.api.options import LossOptions
+    from outsize.capture.models.losses import Objective
+    from outsize.ir.answers.request import LayoutOptions, PlanRequest
+    from outsize.ir.plan import Plan
+    from outsize.ir.profile import ProfileSet
+
+
+@final
+@dataclass(frozen=True)
+class ModelInput:
+    """A model with its example batch: `model(*args, **kwargs)` is one forward.
+
+    The objective's `loss_fn` is None when the output holds the loss.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    objective: Objective
+
+    @property
+    def call(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+        """Returns the first three arguments of the functions of outsize.api."""
+        return self.model, self.args, self.kwargs
+
+    @property
+    def loss(self) -> LossOptions:
+        """Returns the keyword arguments `loss_fn` and `target` of these functions."""
+        return {"loss_fn": self.objective.loss_fn, "target": self.objective.target}
+
+
+def make_model_input(
+    spec: str, shape: str | None, batch: int, *, meta: bool = False, seed: int = 0
+) -> ModelInput:
+    """Builds MODEL and draws a random batch.
+
+    Raises UnknownModel, ModelNotImportable, BadOption, ExampleRejected, NotCapturable.
+    """
+    from outsize.capture.models.load import example, load
+    from outsize.capture.models.losses import Objective, objective
+
+    model = load(spec, meta=meta, seed=seed)
+    args, kwargs = example(model, shape, batch, seed, spec=spec)
+    # With labels a transformers model returns its loss, which saves a capture.
+    wanted = Objective() if "labels" in kwargs else objective(model, args, kwargs, seed)
+    return ModelInput(model, args, kwargs, wanted)
+
+
+def with_weights(spec: str, shape: str | None, batch: int, seed: int, size_bytes: int) -> ModelInput | None:
+    """Returns the input with weights of `size_bytes`; None where they exceed a quarter of the free memory.
+
+    Raises what make_model_input raises.
+    """
+    import psutil
+
+    if 4 * size_bytes > psutil.virtual_memory().available:
+        return None
+    return make_model_input(spec, shape, batch, seed=seed)
+
+
+def batch_size(batch: int | None, plan: Plan | None) -> int:
+    """Returns --batch, or the plan's batch. Raises BadOption when the two disagree."""
+    if plan is None:
+        return BATCH if batch is None else batch
+    if batch not in (None, plan.batch_size):
+        raise BadOption(
+            f"--batch {batch} is not the plan's batch",
+            numbers=f"the plan was made for {plan.batch_size}",
+            next_step=f"--batch {plan.batch_size}, or plan for {batch}: outsize plan MODEL --batch {batch}",
+        )
+    return plan.batch_size
+
+
+def load_plan(path: Path | None) -> Plan | None:
+    """Returns the plan of a file, to be read. Raises BadPlan."""
+    from outsize.ir.plan import Plan
+
+    return None if path is None else Plan.load(path)
+
+
+def load_plan_to_run(path: Path | None) -> Plan | None:
+    """Returns the plan of --plan. Raises BadPlan, and WhatIfPlan for one that this version does not run."""
+    plan = load_plan(path)
+    if plan is not None:
+        plan.check_runs()
+    return plan
+
+
+def plan_or_request(
+    path: Path | None, batch: int | None, layout: LayoutOptions
+) -> tuple[Plan | None, PlanRequest]:
+    """Returns the plan of --plan, if any, and the request that a run without one is planned by.
+
+    Raises BadPlan, WhatIfPlan, and BadOption for an option that the plan has already decided.
+    """
+    from outsize.api.options import request_of
+
+    plan = load_plan_to_run(path)
+    check_not_planned(plan, "--plan", layout)
+    return plan, request_of(layout, batch_size(batch, plan))
+
+
+def load_profile(path: Path | None) -> ProfileSet | None:
+    """Returns the profile of --profile. Raises BadOption."""
+    from outsize.ir.profile import ProfileSet
+
+    return None if path is None else ProfileSet.load(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes an output file. Raises BadOption when the place cannot be written to."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadOption(
+            f"cannot write {path}", numbers=str(error.strerror), next_step=f"ls -ld {path.parent}"
+        ) from error

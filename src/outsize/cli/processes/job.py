@@ -1,0 +1,144 @@
+"""Defines what the command line passes to the processes of a run, and what rank 0 returns; both are files.
+
+launcher   folder/job.json      ->  each process (cli/processes/run_worker.py)
+launcher  <-  folder/outcome.json   from rank 0, or folder/error.json from a rank that failed
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, final
+
+from pydantic import Field
+
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.answers.utilisation import Idle, Utilisation
+from outsize.ir.base import Record
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan, ScheduleName
+from outsize.ir.timeline import Timeline
+
+
+@final
+class RunJob(Record):
+    """A run that trains MODEL for some AdamW steps on one random batch, by `plan` or by one for `request`.
+
+    `devices` are set where one process uses several devices.
+    """
+
+    model: str
+    input: str | None
+    request: PlanRequest
+    steps: int
+    lr: float = 1e-3
+    seed: int = 0
+    plan: Plan | None = None
+    weights: Path | None = None
+    devices: tuple[str, ...] = ()
+    measure: bool = False
+    watch_memory: bool = False
+    as_json: bool = False
+
+    def command(self, stages: int, idle: Idle) -> str:
+        """Returns what to type for this run with `stages` stages and with the remedy's options."""
+        tunes = idle.cause == "uneven-stages"
+        places = "nproc" if tunes else "stages"
+        options = {"input": self.input, "batch": str(self.request.batch_size), places: str(stages)}
+        options |= {"devices": ",".join(self.devices)} if self.devices and not tunes else {}
+        remaining = {
+            name: value for name, value in options.items() if value and name not in dict(idle.change)
+        }
+        words = [f"--{name} {shlex.quote(value)}" for name, value in remaining.items()]
+        line = " ".join([f"outsize {'tune' if tunes else 'run'}", shlex.quote(self.model), *words])
+        return line if tunes else idle.next_step(line)
+
+
+@final
+class TuneJob(Record):
+    """Tunes MODEL on one random batch; tuning chooses what is None."""
+
+    model: str
+    input: str | None
+    batch: int
+    microbatches: int | None = None
+    schedule: ScheduleName | None = None
+    trials: int
+    seed: int = 0
+    as_json: bool = False
+
+
+@final
+class RunOutcome(Record):
+    """The result of a run.
+
+    It holds loss and seconds of each step, the optimizer's included; the timeline of a typical late step,
+    without the optimizer's; where the devices' time went in it; and the predicted timeline.
+    """
+
+    plan: Plan
+    graph: ModelGraph
+    losses: tuple[float, ...] = Field(min_length=1)
+    steps_s: tuple[float, ...] = Field(min_length=1)
+    predicted: Timeline
+    measured: Timeline
+    used: Utilisation
+
+    def document(self) -> dict[str, Any]:
+        """Returns what --json gives: figures, and the plan."""
+        return {
+            "loss": list(self.losses),
+            "steps_s": list(self.steps_s),
+            "samples_per_s": self.plan.batch_size / self.measured.duration_s,
+            "measured": _figures(self.measured) | self._used(),
+            "predicted": _figures(self.predicted),
+            "plan": self.plan.model_dump(mode="json"),
+        }
+
+    def _used(self) -> dict[str, Any]:
+        """Returns transfers, the bound, and W210 if the devices idled."""
+        used, idle = self.used, self.used.idle
+        warned = (
+            None if idle is None else {"code": "W210", "text": idle.sentence, **idle.model_dump(mode="json")}
+        )
+        return {"transfer": used.transfer, "bound_s": used.bound_s, "warning": warned}
+
+
+@final
+class JobFolder(Record):
+    """The folder with the files of one job."""
+
+    path: Path
+
+    @classmethod
+    @contextmanager
+    def temporary(cls) -> Iterator[Self]:
+        """Yields a folder that exists as long as the block."""
+        with tempfile.TemporaryDirectory(prefix="outsize-run-") as path:
+            yield cls(path=Path(path))
+
+    @property
+    def job(self) -> Path:
+        """Returns the file that says what is to be done."""
+        return self.path / "job.json"
+
+    @property
+    def outcome(self) -> Path:
+        """Returns the file with the result; it exists only on the machine of rank 0."""
+        return self.path / "outcome.json"
+
+    @property
+    def error(self) -> Path:
+        """Returns the file with the error, as --json gives it, of a rank that raised one of outsize's."""
+        return self.path / "error.json"
+
+
+def _figures(timeline: Timeline) -> dict[str, Any]:
+    return {
+        "step_s": timeline.duration_s,
+        "bubble": timeline.bubble,
+        "busy": [timeline.utilisation(rank) for rank in range(timeline.ranks)],
+    }

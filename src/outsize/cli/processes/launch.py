@@ -1,0 +1,113 @@
+"""Starts the processes of a MODEL run and reads the outcome of rank 0, without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import typer
+
+from outsize.cli.processes.job import JobFolder, RunJob, RunOutcome
+from outsize.cli.screen import Screen, error_document
+from outsize.errors import BadOption, RankFailed, WorldMismatch
+from outsize.ir.base import Record
+from outsize.ir.hardware.devices import places_in
+from outsize.train.launch.launch import processes_for, run_script
+
+PROCESSES = 2
+
+
+@final
+@dataclass(frozen=True)
+class LaunchPlace:
+    """The number of processes on this machine, and torchrun's other options as they were given, by name."""
+
+    nproc_per_node: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def nnodes(self) -> int:
+        """Returns the number of machines; for MIN:MAX the least."""
+        least = str(self.options.get("nnodes", "1")).split(":")[0]
+        return int(least) if least.isdigit() and int(least) else 1
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Returns the options as torchrun spells them."""
+        spelled = ((f"--{name.replace('_', '-')}", value) for name, value in self.options.items())
+        return tuple(text for flag, value in spelled for text in _flag(flag, value))
+
+    def launch(self, argv: list[str], nproc_per_node: int, *, module: bool, shown_as: str = "") -> int:
+        """Runs the processes of this machine and returns their exit code."""
+        return run_script(argv, nproc_per_node, options=self.flags, module=module, shown_as=shown_as)
+
+
+def _flag(flag: str, value: Any) -> tuple[str, ...]:
+    return (flag,) if value is True else (f"{flag}={value}",)
+
+
+def run_job(job: RunJob, place: LaunchPlace, screen: Screen) -> RunOutcome | None:
+    """Returns the outcome, on the machine of rank 0 (None on others); typer.Exit with the run's code if it
+    failed.
+
+    Raises WorldMismatch (before anything starts), BadOption.
+    """
+    outcome_text = run_worker("run_worker", job, _processes(job, place), place, screen, shown_as=job.model)
+    return None if outcome_text is None else RunOutcome.model_validate_json(outcome_text)
+
+
+def run_worker(
+    worker: str, job: Record, processes: int, place: LaunchPlace, screen: Screen, *, shown_as: str
+) -> str | None:
+    """Returns the outcome that rank 0 of `outsize.cli.processes.<worker>` left, or None on another machine.
+
+    typer.Exit with the run's code if it failed.
+    """
+    with JobFolder.temporary() as folder:
+        folder.job.write_text(job.to_json(), encoding="utf-8")
+        argv = [f"outsize.cli.processes.{worker}", str(folder.path)]
+        code = place.launch(argv, processes, module=True, shown_as=shown_as)
+        if code:
+            screen.emit({"error": _error(folder, code)})
+            raise typer.Exit(code)
+        return folder.outcome.read_text(encoding="utf-8") if folder.outcome.exists() else None
+
+
+def _processes(job: RunJob, place: LaunchPlace) -> int:
+    """Returns the processes on this machine: as asked, else one per stage, else two; one for devices of
+    one.
+    """
+    wanted = job.plan.axes.world_size if job.plan is not None else job.request.stages
+    if job.devices or (job.plan is not None and places_in(job.plan.cluster)):
+        return _one_process(place)
+    if place.nproc_per_node is None:
+        return max(1, (wanted or PROCESSES) // place.nnodes)
+    processes = processes_for(place.nproc_per_node)
+    if wanted not in (None, processes * place.nnodes):
+        raise WorldMismatch(
+            f"the plan needs {wanted} processes, this run has {processes * place.nnodes}",
+            numbers=f"--nnodes {place.nnodes}, {processes} processes on each",
+            next_step=f"--nproc-per-node {wanted // place.nnodes or 1}, or plan for {processes} devices",
+        )
+    return processes
+
+
+def _one_process(place: LaunchPlace) -> int:
+    """Returns 1, for devices of one process. Raises BadOption when several processes are asked for."""
+    if place.nproc_per_node not in (None, "1") or place.nnodes > 1:
+        raise BadOption(
+            "devices are used by one process, and this run has several",
+            numbers=f"--nnodes {place.nnodes}, --nproc-per-node {place.nproc_per_node or 1}",
+            next_step="leave these out, or plan for a cluster of processes, --cluster local",
+        )
+    return 1
+
+
+def _error(folder: JobFolder, code: int) -> object:
+    """Returns what --json says: the error that a rank has written, else that the run ended with this code."""
+    if folder.error.exists():
+        return json.loads(folder.error.read_text(encoding="utf-8"))
+    failed = RankFailed("a process of the run failed", numbers=f"exit code {code}", next_step="see stderr")
+    return error_document(failed) | {"exit_code": code}

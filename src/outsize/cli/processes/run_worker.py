@@ -1,0 +1,172 @@
+"""Runs one process of `outsize run MODEL`: builds the model, agrees on a plan, trains, writes the figures to
+a file.
+
+It is started by cli/processes/launch.py under train/launch/launch.py as `python -m
+outsize.cli.processes.run_worker FOLDER`; rank 0 has the terminal and shows the bars.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outsize import api
+from outsize.api.options import CaseOptions
+from outsize.api.planning import plan_case
+from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.cli.model_input import ModelInput, make_model_input
+from outsize.cli.processes.job import JobFolder, RunJob, RunOutcome
+from outsize.cli.screen import Screen, error_document, warn_on_one_line
+from outsize.errors import OutsizeError
+from outsize.ir.base import Record
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan
+from outsize.ir.timeline import Timeline
+from outsize.train.crew.devices import cluster_of as cluster_of_places
+from outsize.train.crew.devices import places_of
+from outsize.train.engine.engine import Engine
+from outsize.train.launch.launch import World, join, leave
+from outsize.train.measure.memory import MemoryWatch, with_memory
+
+# The timeline that is reported is the median of this many last steps.
+WATCHED = 5
+Decision = tuple[Plan, ModelGraph, Timeline]
+Timed = tuple[float, Timeline]  # the start of this rank's first action, and the timeline of all ranks
+
+
+def main(folder: JobFolder) -> None:
+    """Runs the folder's job as this rank."""
+    job = RunJob.model_validate_json(folder.job.read_text(encoding="utf-8"))
+    serve(folder, lambda world: train(job, world), as_json=job.as_json)
+
+
+def serve(
+    folder: JobFolder, work: Callable[[World], Record], *, as_json: bool, device_type: str = "cpu"
+) -> None:
+    """Writes rank 0's outcome to the folder; an error of outsize goes there as well as to the launcher."""
+    world = join(device_type)
+    try:
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            outcome = work(world)
+    except OutsizeError as error:
+        folder.error.write_text(json.dumps(error_document(error)), encoding="utf-8")
+        # The traceback has no frame of the user's; without it the launcher shows only the message.
+        raise error.with_traceback(None) from None
+    if world.rank == 0:
+        folder.outcome.write_text(outcome.to_json(), encoding="utf-8")
+    leave(world)
+
+
+def train(job: RunJob, world: World) -> RunOutcome:
+    """Runs the job on this rank; every rank returns the outcome."""
+    screen = Screen(job.as_json)
+    warn_on_one_line()
+    if world.rank:
+        warnings.simplefilter("ignore")  # rank 0 shows them
+    with screen.working(f"building {job.model}"):
+        inputs = make_model_input(
+            job.model, job.input, job.request.batch_size, meta=job.weights is not None, seed=job.seed
+        )
+    plan, graph, predicted = _agree(world, job, inputs, screen)
+    engine = _engine(job, inputs, plan)
+    watch = MemoryWatch(engine.crew.device or engine.crew.device_of(0))
+    with watch if job.watch_memory else contextlib.nullcontext():
+        losses, steps_s, timelines = _steps(engine, inputs, job.steps, screen)
+    origin_s, middle = sorted(timelines, key=lambda t: t[1].duration_s)[len(timelines) // 2]
+    return RunOutcome(
+        plan=plan,
+        graph=graph,
+        losses=losses,
+        steps_s=steps_s,
+        predicted=predicted,
+        measured=with_memory(middle, origin_s, _of_all(world, watch)),
+        used=engine.report(middle),
+    )
+
+
+def _of_all(world: World, watch: MemoryWatch) -> Sequence[list[tuple[float, int]]]:
+    """Returns the readings of each rank."""
+    readings: list[Any] = [watch.readings] * world.world_size
+    if world.group is not None:
+        dist.all_gather_object(readings, watch.readings, group=world.group)
+    return readings
+
+
+def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Decision:
+    """Returns rank 0's decision on all ranks: measured costs differ from process to process."""
+    box: list[Any] = [_decide(world, job, inputs, screen) if world.rank == 0 else None]
+    if world.group is not None:
+        dist.broadcast_object_list(box, group=world.group, group_src=0)
+    return box[0]
+
+
+def _decide(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Decision:
+    plan = job.plan or _make_plan(world, job, inputs, screen)
+    with screen.working("pricing the plan"):
+        measured = job.measure or is_measured(plan)
+        priced, graph, timeline = api.price(plan, *inputs.call, **inputs.loss, measured=measured)
+    return priced.model_copy(update={"why": plan.why}), graph, timeline
+
+
+def is_measured(plan: Plan) -> bool:
+    """Tells whether a plan was made of measured times; then it is priced by measured times again."""
+    return plan.expected is not None and plan.expected.source == "measured"
+
+
+def _make_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Plan:
+    from_places = places_of(job.devices) if job.devices else ()
+    stages = max(job.request.stages or world.world_size, len(from_places))
+    name = cluster_of_places(from_places, stages) if from_places else f"{max(stages, world.world_size)}xcpu"
+    request, cluster = job.request.model_copy(update={"stages": stages}), cluster_of(name)
+    with screen.bar("planning") as progress:
+        source = CostSource(job.measure, progress)
+        options: CaseOptions = {**inputs.loss}
+        return plan_case(case_of(*inputs.call, options), request, cluster, source)[1]
+
+
+def _engine(job: RunJob, inputs: ModelInput, plan: Plan) -> Engine:
+    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=job.lr, fused=plan.streams or None)
+
+    return api.parallelize(
+        *inputs.call,
+        **inputs.loss,
+        plan=plan,
+        optimizer=adamw,
+        seed=job.seed,
+        weights=job.weights,
+        devices=job.devices or None,
+    )
+
+
+def _steps(
+    engine: Engine, inputs: ModelInput, steps: int, screen: Screen
+) -> tuple[tuple[float, ...], tuple[float, ...], list[Timed]]:
+    """Returns loss and seconds of each step, and the last timelines; the batch is the same in all."""
+    losses, seconds, timelines = [], [], deque[Timed](maxlen=WATCHED)
+    with screen.bar("training") as progress:
+        progress(0, steps)
+        for done in range(steps):
+            start = time.perf_counter()
+            result = engine.step(*inputs.args, target=inputs.objective.target, **inputs.kwargs)
+            losses.append(float(result.loss))
+            seconds.append(time.perf_counter() - start)
+            origin_s = min((s[3] for s in engine.crew.own_spans()), default=start)
+            timelines.append((origin_s, engine.timeline()))
+            progress(done + 1, steps)
+    return tuple(losses), tuple(seconds), list(timelines)
+
+
+if __name__ == "__main__":
+    main(JobFolder(path=Path(sys.argv[1])))

@@ -1,0 +1,88 @@
+"""Implements `outsize fit MODEL`: does a training step fit the devices, and what is the least to change if
+not?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import typer
+
+from outsize.cli import options, uncollected
+from outsize.cli.model_input import ModelInput, batch_size, make_model_input
+from outsize.cli.screen import Screen
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from outsize.api.options import FitOptions
+    from outsize.ir.answers.fit import Fit
+
+FITS_NOT = 1
+
+
+@uncollected()
+def fit(
+    model: options.Model,
+    input: options.Input = None,
+    batch: options.Batch = None,
+    cluster: options.Cluster = "local",
+    optimizer: options.Optimizer = "adamw",
+    precision: options.Precision = "fp32",
+    microbatches: options.Microbatches = None,
+    stages: options.Stages = None,
+    schedule: options.ScheduleByName = None,
+    recompute: options.Recompute = None,
+    axes: options.Axes = None,
+    dp_replicate: options.Replicas = None,
+    dp_shard: options.Shards = None,
+    tp: options.Tensor = None,
+    weights: options.WeightPlace = None,
+    seed: options.Seed = 0,
+    json: options.Json = False,
+) -> None:
+    """Say whether training MODEL fits the devices: YES, NO, or YES IF, with the cheapest change.
+
+    No weights are made and no device is needed. Exits with 0 for YES and with 1 for NO and YES IF.
+    """
+    from outsize.capture.models.lazy_imports import stand_in
+
+    screen = Screen(json)
+    asked: FitOptions = {
+        "cluster": cluster,
+        "optimizer": optimizer,
+        "precision": precision,
+        "microbatches": microbatches,
+        "stages": stages,
+        "schedule": schedule,
+        "recompute": recompute,
+        "axes": axes,
+        "dp_replicate": dp_replicate,
+        "dp_shard": dp_shard,
+        "tp": tp,
+        "weights": weights,
+    }
+    with screen.working(f"{model} on {cluster}"):
+        stand_in(model.partition(":")[0])
+        inputs = make_model_input(model, input, batch_size(batch, None), meta=True, seed=seed)
+        answer = _answer(inputs, asked)
+    _deliver(screen, answer)
+    if answer.answer != "YES":
+        raise typer.Exit(FITS_NOT)
+
+
+def _answer(inputs: ModelInput, asked: FitOptions) -> Fit:
+    from outsize import api
+
+    options_with_loss: FitOptions = {**asked, **inputs.loss}
+    return api.fit(*inputs.call, **options_with_loss)
+
+
+def _deliver(screen: Screen, answer: Fit) -> None:
+    def tables() -> Iterable[RenderableType]:
+        from outsize.report.tables import fit
+
+        yield fit.fit_table(answer)
+
+    screen.result(answer.model_dump(mode="json"), tables)

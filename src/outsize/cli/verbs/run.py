@@ -1,0 +1,264 @@
+"""Implements `outsize run`: a script over processes with torchrun's flags, or a MODEL trained for some steps.
+
+outsize run --nproc-per-node 2 train.py ARGS...     what follows the script belongs to the script
+outsize run -m package.module ARGS...
+outsize run MODEL --steps 20 --report report.html    options may follow the MODEL
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final, final
+
+import typer
+from typer.core import TyperCommand
+
+from outsize.cli import options
+from outsize.cli.model_input import plan_or_request, write_text
+from outsize.cli.processes.job import RunJob, RunOutcome
+from outsize.cli.processes.launch import LaunchPlace, run_job
+from outsize.cli.screen import Screen
+from outsize.cli.verbs.trace import outcome_tables, write_trace
+from outsize.errors import BadOption
+from outsize.ir.answers.request import LayoutOptions
+from outsize.train.launch.launch import processes_for
+
+STEPS: Final = 10
+_PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
+_FOR_MODELS: Final = (
+    *("steps", "input", "batch", "lr", "plan", "weights", "stages", "devices", "microbatches", "schedule"),
+    *("measure", "seed", "report", "trace", "json"),
+)
+# These options are passed on unchanged. Their names are torchrun's, whose parser also reads PET_* variables.
+_FOR_TORCHRUN: Final = (
+    *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
+    *("rdzv_conf", "standalone", "max_restarts", "monitor_interval", "local_addr", "log_dir", "redirects"),
+    *("tee", "shutdown_timeout"),
+)
+
+Target = Annotated[
+    str, typer.Argument(metavar="TARGET", help="train.py, a module with -m, or a MODEL.", show_default=False)
+]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="ARGS", help="The script's arguments.", show_default=False)
+]
+
+
+def _torchruns(name: str, help: str, *short: str, **more: Any) -> Any:
+    """Returns an option that is passed on to torchrun's own parser, in all of its spellings."""
+    names = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}", *short))
+    return typer.Option(*names, help=help, rich_help_panel=_PROCESSES, show_default=False, **more)
+
+
+Nproc = Annotated[
+    str | None,
+    _torchruns(
+        "nproc-per-node",
+        "Processes on this machine: a number, cpu, gpu or auto (default: 1 for a script; for a MODEL "
+        "one per stage, else 2).",
+        metavar="COUNT",
+        envvar="PET_NPROC_PER_NODE",
+        show_envvar=False,
+    ),
+]
+Nnodes = Annotated[str | None, _torchruns("nnodes", "Machines, or MIN:MAX of them.", metavar="COUNT")]
+NodeRank = Annotated[int | None, _torchruns("node-rank", "Number of this machine, from 0.")]
+MasterAddr = Annotated[str | None, _torchruns("master-addr", "Address of machine 0.")]
+MasterPort = Annotated[int | None, _torchruns("master-port", "Port on machine 0 (one machine: a free one).")]
+Backend = Annotated[str | None, _torchruns("rdzv-backend", "How machines meet: static, c10d, etcd-v2.")]
+Endpoint = Annotated[str | None, _torchruns("rdzv-endpoint", "Where machines meet.", metavar="HOST:PORT")]
+RunId = Annotated[str | None, _torchruns("rdzv-id", "Name of the run, the same on all machines.")]
+Conf = Annotated[
+    str | None, _torchruns("rdzv-conf", "Further settings of how machines meet.", metavar="KEY=VALUE,...")
+]
+Standalone = Annotated[bool, _torchruns("standalone", "One machine, whatever the other options say.")]
+Restarts = Annotated[int | None, _torchruns("max-restarts", "Restarts of all processes when one fails.")]
+Interval = Annotated[
+    float | None, _torchruns("monitor-interval", "Seconds between two checks of the processes.")
+]
+LocalAddr = Annotated[str | None, _torchruns("local-addr", "This machine's address for the others.")]
+LogDir = Annotated[str | None, _torchruns("log-dir", "Where --tee and --redirects write.")]
+Redirects = Annotated[
+    str | None,
+    _torchruns("redirects", "Output to files: 1 stdout, 2 stderr, 3 both; 0:1,1:2 by local rank.", "-r"),
+]
+Tee = Annotated[
+    str | None, _torchruns("tee", "Output to files and to the terminal; values as of --redirects.", "-t")
+]
+Shutdown = Annotated[int | None, _torchruns("shutdown-timeout", "Seconds from SIGTERM to SIGKILL (5).")]
+Module = Annotated[
+    bool,
+    typer.Option("-m", "--module", help="TARGET is a module, as in python -m.", rich_help_panel=_PROCESSES),
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="AdamW steps on one random batch.")]
+Lr = Annotated[float, typer.Option("--lr", help="Learning rate.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", metavar="LIST", help="Use these devices in one process, not several: cuda:0,cuda:1."
+    ),
+]
+Report = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Write an offline HTML report.")
+]
+Trace = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
+]
+
+
+@final
+class RunCommand(TyperCommand):
+    """A command whose options end at a script, as torchrun's do; they may follow a MODEL."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses TARGET first, then the whole line in the way that fits it."""
+        ctx.allow_interspersed_args = False
+        first, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        ctx.allow_interspersed_args = _is_model(first.get("target"), bool(first.get("module")))
+        return super().parse_args(ctx, args)
+
+
+def run(
+    ctx: typer.Context,
+    target: Target,
+    arguments: Arguments = None,
+    nproc_per_node: Nproc = None,
+    nnodes: Nnodes = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: MasterPort = None,
+    rdzv_backend: Backend = None,
+    rdzv_endpoint: Endpoint = None,
+    rdzv_id: RunId = None,
+    rdzv_conf: Conf = None,
+    standalone: Standalone = False,
+    max_restarts: Restarts = None,
+    monitor_interval: Interval = None,
+    local_addr: LocalAddr = None,
+    log_dir: LogDir = None,
+    redirects: Redirects = None,
+    tee: Tee = None,
+    shutdown_timeout: Shutdown = None,
+    module: Module = False,
+    steps: Steps = STEPS,
+    input: options.Input = None,
+    batch: options.Batch = None,
+    lr: Lr = 1e-3,
+    plan: options.PlanFile = None,
+    weights: options.WeightFiles = None,
+    stages: options.Stages = None,
+    devices: Devices = None,
+    microbatches: options.Microbatches = None,
+    schedule: options.ScheduleOrFile = None,
+    measure: options.Measure = False,
+    seed: options.Seed = 0,
+    report: Report = None,
+    trace: Trace = None,
+    json: options.Json = False,
+) -> None:
+    """Run a script or a module over processes, or train MODEL for some steps.
+
+    What follows a script belongs to the script; the Options are for a MODEL.
+
+    MODEL is trained on a random batch, one process per stage; measured and predicted figures are shown.
+    """
+    torchrun_options = {name: ctx.params[name] for name in _FOR_TORCHRUN}
+    place = LaunchPlace(
+        nproc_per_node,
+        {name: value for name, value in torchrun_options.items() if value not in (None, False)},
+    )
+    if not _is_model(target, module):
+        _refuse_for_scripts(ctx)
+        _run_script(place, [target, *(arguments or ())], module)
+        return
+    if arguments:
+        raise BadOption(
+            f"{arguments[0]!r} follows the MODEL, which takes only options",
+            next_step="outsize run MODEL --steps 10",
+        )
+    screen = Screen(json)
+    layout: LayoutOptions = {
+        "stages": stages,
+        "microbatches": microbatches,
+        "schedule": options.schedule_or_file(schedule),
+    }
+    chosen, request = plan_or_request(plan, batch, layout)
+    job = RunJob(
+        model=target,
+        input=input,
+        request=request,
+        steps=steps,
+        lr=lr,
+        seed=seed,
+        plan=chosen,
+        weights=weights,
+        devices=tuple(devices.split(",")) if devices else (),
+        measure=measure,
+        watch_memory=trace is not None,
+        as_json=json,
+    )
+    outcome = run_job(job, place, screen)
+    if outcome is not None:
+        _deliver(screen, job, outcome)
+        _write_files(outcome, report, trace)
+
+
+def _is_model(target: object, module: bool) -> bool:
+    """Tells whether TARGET is `provider:name`, unless a file has this very name."""
+    return isinstance(target, str) and ":" in target and not module and not Path(target).exists()
+
+
+def _run_script(place: LaunchPlace, argv: list[str], module: bool) -> None:
+    target = argv[0]
+    if not module and not Path(target).exists() and not target.endswith(".py"):
+        raise BadOption(
+            f"{target!r} is neither a file nor a MODEL",
+            next_step=f"outsize run train.py, outsize run torchvision:{target}, or -m {target}",
+        )
+    code = place.launch(argv, processes_for(place.nproc_per_node or "1"), module=module)
+    if code:
+        raise typer.Exit(code)
+
+
+def _refuse_for_scripts(ctx: typer.Context) -> None:
+    """Raises BadOption for a MODEL's option before a script, where it would have no effect."""
+    model_options = [name for name in _FOR_MODELS if _source(ctx, name) == "COMMANDLINE"]
+    if model_options:
+        raise BadOption(
+            f"--{model_options[0]} is an option of a MODEL run",
+            next_step=f"put the script's options after it: outsize run train.py --{model_options[0]} ...",
+        )
+
+
+def _source(ctx: typer.Context, name: str) -> str:
+    source = ctx.get_parameter_source(name)
+    return source.name if source is not None else ""
+
+
+def _deliver(screen: Screen, job: RunJob, outcome: RunOutcome) -> None:
+    screen.result(outcome.document(), lambda: outcome_tables(job, outcome))
+
+
+def _write_files(outcome: RunOutcome, report: Path | None, trace: Path | None) -> None:
+    if trace is not None:
+        write_trace(trace, outcome)
+    if report is not None:
+        write_text(report, _page(outcome))
+
+
+def _page(outcome: RunOutcome) -> str:
+    from outsize.report.html.page import PageFacts, render
+
+    return render(
+        PageFacts(
+            plan=outcome.plan,
+            graph=outcome.graph,
+            predicted=outcome.predicted,
+            measured=outcome.measured,
+            losses=outcome.losses,
+            verdict=None,
+            commands=[shlex.join(["outsize", *sys.argv[1:]])],
+        )
+    )

@@ -1,0 +1,232 @@
+"""Defines the answer to "does a training step fit these devices?", with its figures."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, final
+
+from pydantic import Field
+
+from outsize.ir.base import Record
+from outsize.ir.findings import CaptureNote, Finding, PeakMargin, Refusal
+from outsize.ir.offload import Weights
+from outsize.ir.plan import Axes, Precision, Recompute, ScheduleName
+
+Answer = Literal["YES", "YES IF", "NO"]
+
+
+@final
+class DeviceFit(Record):
+    """Describes one device at the peak of a step, which is in `phase`: bytes by cause, and its memory.
+
+    `p50_bytes` is their sum; one step in twenty takes more than `p95_bytes`, which is what has to fit. For a
+    plan that was searched, master copies are in `optimizer_bytes` and temporaries in `activations_bytes`, as
+    in the plan, and `phase` is empty.
+    """
+
+    device: str
+    units: tuple[str, ...]
+    parameters: int
+    weights_bytes: int
+    gradients_bytes: int
+    master_bytes: int = 0
+    optimizer_bytes: int
+    activations_bytes: int
+    boundary_bytes: int
+    workspace_bytes: int = 0
+    context_bytes: int
+    in_flight: int = 0
+    phase: str = ""
+    p50_bytes: int
+    p95_bytes: int
+    memory_bytes: int
+
+    @property
+    def share(self) -> float:
+        """Returns the share of the device's memory that is used; more than 1 does not fit."""
+        return self.p95_bytes / self.memory_bytes
+
+
+@final
+class Contributor(Record):
+    """Describes a unit that holds much: weights, gradients and states, and what its microbatches save."""
+
+    name: str
+    kind: str
+    device: str
+    states_bytes: int
+    saved_bytes: int
+
+
+# -- what a change means, and what it costs --------------------------------------------------------------
+
+
+@final
+class MicrobatchesAdded(Finding):
+    """Says that the batch is cut into more microbatches of at most `samples` samples."""
+
+    code: Literal["microbatches-added"] = "microbatches-added"
+    microbatches: int
+    samples: int
+
+
+@final
+class DevicesAdded(Finding):
+    """Says that there is a stage on each of `devices` devices."""
+
+    code: Literal["devices-added"] = "devices-added"
+    devices: int
+
+
+@final
+class ScheduleChanged(Finding):
+    """Names a schedule that has fewer microbatches in flight."""
+
+    code: Literal["schedule-changed"] = "schedule-changed"
+    schedule: str
+    asked: str
+
+
+@final
+class OneAtATime(Finding):
+    """Says that one microbatch runs at a time, so that the devices of the stages wait for each other."""
+
+    code: Literal["one-at-a-time"] = "one-at-a-time"
+    stages: int
+
+
+@final
+class RecomputeAdded(Finding):
+    """Says that activations are recomputed in the backward, for a share more of compute."""
+
+    code: Literal["recompute-added"] = "recompute-added"
+    more_compute_share: float
+
+
+@final
+class OptimizerChanged(Finding):
+    """Names an optimizer that holds less state."""
+
+    code: Literal["optimizer-changed"] = "optimizer-changed"
+    optimizer: str
+    asked: str
+
+
+@final
+class PrecisionChanged(Finding):
+    """Names a precision whose numbers take fewer bytes."""
+
+    code: Literal["precision-changed"] = "precision-changed"
+    precision: Precision
+    asked: Precision
+
+
+@final
+class BatchReduced(Finding):
+    """Holds a smaller batch size."""
+
+    code: Literal["batch-reduced"] = "batch-reduced"
+    batch_size: int
+    asked: int
+
+
+@final
+class PlanSearched(Finding):
+    """Describes the plan that the search makes where no pipeline fits as asked, and by what it fits."""
+
+    code: Literal["plan-searched"] = "plan-searched"
+    fits_by: Literal["offload", "mesh", "recompute"]
+    axes: dict[str, int]
+    weights: Weights
+    step_s: float
+
+
+Effect = Annotated[
+    MicrobatchesAdded
+    | DevicesAdded
+    | ScheduleChanged
+    | OneAtATime
+    | RecomputeAdded
+    | OptimizerChanged
+    | PrecisionChanged
+    | BatchReduced
+    | PlanSearched,
+    Field(discriminator="code"),
+]
+
+
+@final
+class CountedBytes(Finding):
+    """Says what the bytes were counted from: the model's forward, op by op, or its modules alone."""
+
+    code: Literal["counted-bytes"] = "counted-bytes"
+    by_op: bool
+
+
+@final
+class LeastFullCut(Finding):
+    """Says that the answer's cut fills its fullest device least; the plan's is the fastest, so they may
+    differ.
+    """
+
+    code: Literal["least-full-cut"] = "least-full-cut"
+
+
+Certainty = Annotated[CountedBytes | LeastFullCut | PeakMargin | CaptureNote, Field(discriminator="code")]
+
+
+# -- the answer ------------------------------------------------------------------------------------------
+
+
+@final
+class Change(Record):
+    """Describes a change that suffices: what to type, what it means, how full the fullest device is then, at
+    P95.
+
+    `options` are by name without dashes, as {"microbatches": 8}. `planned`: `outsize plan` makes it by
+    itself. `devices`: those of the plan, where it had to be searched.
+    """
+
+    options: dict[str, int | str]
+    effects: tuple[Effect, ...]
+    p95_bytes: int
+    share: float
+    planned: bool = False
+    devices: tuple[DeviceFit, ...] = ()
+
+
+@final
+class Fit(Record):
+    """Holds the answer.
+
+    `changes` (of YES IF) begin with the cheapest; `devices_needed` (of NO) would suffice. `alone`: one device
+    without a pipeline is enough. `whole` is false where activations are not counted. `sure` says where the
+    figures are from and what they leave open. `devices` is empty and `refused` is set where axes or weights
+    that were asked for (not a pipeline) do not fit.
+    """
+
+    answer: Answer
+    model: str
+    parameters: int
+    units: int
+    cluster: str
+    batch_size: int
+    microbatches: int
+    schedule: ScheduleName
+    optimizer: str
+    precision: Precision
+    recompute: Recompute
+    axes: Axes
+    weights: Weights = "resident"
+    devices: tuple[DeviceFit, ...]
+    largest: tuple[Contributor, ...] = ()
+    alone: bool = False
+    whole: bool = True
+    changes: tuple[Change, ...] = ()
+    devices_needed: int | None = None
+    sure: tuple[Certainty, ...] = ()
+    refused: Refusal | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether `outsize plan` finds a plan for what was asked."""
+        return self.answer == "YES" or any(change.planned for change in self.changes)

@@ -1,0 +1,142 @@
+"""Defines what a user asks of the planner: the options that are fixed, and those that the search may choose.
+
+    outsize.plan(model, x, stages=2)  ->  RequestOptions  ->  PlanRequest  ->  search, fit, tune
+    outsize plan MODEL --stages 2     ->  RequestOptions  ->  PlanRequest
+
+`RequestOptions` names the keyword arguments for type checkers; `PlanRequest` is the validated record, and
+holds their defaults. Below the public functions only the record is passed on.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self, TypedDict, final
+
+from pydantic import model_validator
+
+from outsize.errors import BadOption
+from outsize.ir.base import Record
+from outsize.ir.offload import Weights
+from outsize.ir.plan import Axes, BatchNormMode, Count, Precision, Recompute, ScheduleName
+from outsize.ir.schedule import Schedule
+
+AxisSearch = Literal["pp", "all"]
+"""Says which axes that are not given are searched: "pp" searches none of them, "all" every one that runs."""
+
+
+class LayoutOptions(TypedDict, total=False):
+    """Lists the options that say how a step is laid on the devices; None means that the option is not
+    given.
+    """
+
+    batch_size: int | None
+    microbatches: int | None
+    stages: int | None
+    schedule: ScheduleName | Schedule | None
+    precision: Precision | None
+    recompute: Recompute | None
+    bn: BatchNormMode | None
+    axes: AxisSearch | None
+    dp_replicate: int | None
+    dp_shard: int | None
+    tp: int | None
+    sequence_parallel: bool | None
+    what_if: bool | None
+
+
+class RequestOptions(LayoutOptions, total=False):
+    """Lists the options of `outsize.plan` and `outsize.fit` that make a PlanRequest."""
+
+    optimizer: str | None
+    weights: Weights | None
+
+
+@final
+class PlanRequest(Record):
+    """Holds what is fixed of a plan; None leaves the choice to the planner.
+
+    `microbatches` are those of each replica; `stages` that are not given are one per device or group of
+    devices. `actions` are the rows of a user's own schedule. `axes` "all" searches the axes that are not
+    given; None searches them only where no pipeline fits (`may_search_axes`). `what_if` searches all axes and
+    adds layouts that this version only plans. `sequence_parallel` None prices both values. `weights` None
+    shards weights over dp_shard, and keeps them on the host where one device is too small for them. Raises
+    BadOption for options that contradict each other.
+    """
+
+    batch_size: Count
+    microbatches: Count | None = None
+    stages: Count | None = None
+    schedule: ScheduleName | None = None
+    optimizer: str = "adamw"
+    precision: Precision = "fp32"
+    recompute: Recompute | None = None
+    bn: BatchNormMode = "micro"
+    axes: AxisSearch | None = None
+    dp_replicate: Count = 1
+    dp_shard: Count = 1
+    tp: Count = 1
+    sequence_parallel: bool | None = None
+    weights: Weights | None = None
+    what_if: bool = False
+    actions: tuple[str, ...] = ()
+
+    def mesh(self, pp: int) -> Axes:
+        """Returns the given axes together with `pp` pipeline ranks."""
+        return Axes(pp=pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+
+    @property
+    def has_group_axes(self) -> bool:
+        """Returns whether a pipeline rank is a group of devices, by replicas or tensor parallelism."""
+        return self.mesh(1).group_size > 1
+
+    @property
+    def total_microbatches(self) -> int | None:
+        """Returns the microbatches of all replicas together, where their number is given."""
+        return self.microbatches and self.microbatches * self.mesh(1).replicas
+
+    @property
+    def searches_axes(self) -> bool:
+        """Returns whether axes are searched that are not given."""
+        return self.what_if or self.axes == "all"
+
+    @property
+    def without_axis_search(self) -> PlanRequest:
+        """Returns this request for the given axes alone."""
+        return self.model_copy(update={"axes": None})
+
+    def may_search_axes(self, devices: int) -> bool:
+        """Returns whether other axes may be tried where no pipeline fits, and these devices allow any."""
+        pipeline = self.axes is None and not (self.has_group_axes or self.actions)
+        return pipeline and devices > (self.stages or 1)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.bn == "sync":
+            self._check_whole_batch()
+        if self.sequence_parallel and self.tp == 1 and not self.searches_axes:
+            raise BadOption(
+                "sequence parallelism is between the ranks of tensor parallelism, and there is one",
+                numbers="sequence_parallel=True, tp=1",
+                next_step="tp=2, or leave sequence_parallel out",
+            )
+        if self.weights == "sharded" and self.dp_shard == 1 and not self.searches_axes:
+            raise BadOption(
+                "weights='sharded' divides the weights among replicas, and no replicas are asked for",
+                numbers="dp_shard 1",
+                next_step="dp_shard=2 (--dp-shard 2), or leave out weights",
+            )
+        return self
+
+    def _check_whole_batch(self) -> None:
+        """Checks that no replica and no microbatch splits the batch whose statistics BatchNorm takes."""
+        if max(self.dp_replicate, self.dp_shard) > 1:
+            raise BadOption(
+                "bn='sync' takes the statistics of the whole batch, and replicas split the batch",
+                numbers=f"dp_replicate {self.dp_replicate}, dp_shard {self.dp_shard}",
+                next_step="bn='deferred'",
+            )
+        if self.microbatches not in (None, 1):
+            raise BadOption(
+                f"bn='sync' takes the statistics of the whole batch, and {self.microbatches} microbatches "
+                "split the batch",
+                next_step="microbatches=1, where stages do not overlap, or bn='deferred'",
+            )

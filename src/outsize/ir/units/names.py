@@ -1,0 +1,89 @@
+"""Names runs of units: `model.layers.0-7` instead of 120 leaf names, and back.
+
+A unit is named by the FQN of its leaf call, `:op` behind the FQN of a frame for heavy glue, and `#k`
+when a module is called several times (`#0` is the first call). A pattern covers the unit itself and
+everything below it.
+`compress` writes a contiguous run of units as the shortest list of patterns; `expand` reads it back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+
+_RANGE = re.compile(r"^(.*\.)?(\d+)-(\d+)$")
+
+
+def prefixes(name: str) -> list[str]:
+    """Returns all patterns that cover a unit, longest first: `a.b:op#1` -> [`a.b:op#1`, `a.b`, `a`]."""
+    patterns = [name]
+    path = re.split(r"[:#]", name)[0]
+    while path:
+        if path != patterns[-1]:
+            patterns.append(path)
+        path = path.rpartition(".")[0]
+    return patterns
+
+
+def compress(names: Sequence[str], first: int, last: int) -> tuple[str, ...]:
+    """Returns patterns that cover exactly the units first..last of `names` (both inclusive)."""
+    return compress_units(names, range(first, last + 1))
+
+
+def compress_units(names: Sequence[str], units: Collection[int]) -> tuple[str, ...]:
+    """Returns patterns that cover exactly these units, which ascend."""
+    outside = {p for unit, name in enumerate(names) if unit not in units for p in prefixes(name)}
+    patterns: list[str] = []
+    for name in (names[unit] for unit in units):
+        free = [p for p in prefixes(name) if p not in outside]
+        pattern = free[-1] if free else name
+        if pattern not in patterns:
+            patterns.append(pattern)
+    return tuple(_fold(patterns))
+
+
+def _fold(patterns: list[str]) -> list[str]:
+    """Folds `h.0, h.1, h.2` into `h.0-2`."""
+    folded: list[tuple[str, int, int] | str] = []
+    for pattern in patterns:
+        head, _, tail = pattern.rpartition(".")
+        if not tail.isdigit():
+            folded.append(pattern)
+            continue
+        number, before = int(tail), folded[-1] if folded else ""
+        if isinstance(before, tuple) and before[0] == head and before[2] == number - 1:
+            folded[-1] = (head, before[1], number)
+        else:
+            folded.append((head, number, number))
+    return [_unfold(f) for f in folded]
+
+
+def _unfold(item: tuple[str, int, int] | str) -> str:
+    if isinstance(item, str):
+        return item
+    head, low, high = item
+    dot = f"{head}." if head else ""
+    return f"{dot}{low}" if low == high else f"{dot}{low}-{high}"
+
+
+def expand(patterns: Sequence[str], names: Sequence[str]) -> list[int]:
+    """Returns indices of the units that the patterns cover, in order; KeyError names a pattern that covers
+    none.
+    """
+    wanted: set[int] = set()
+    for pattern in patterns:
+        plain = set(unroll(pattern))
+        hits = {i for i, name in enumerate(names) if plain & set(prefixes(name))}
+        if not hits:
+            raise KeyError(pattern)
+        wanted |= hits
+    return sorted(wanted)
+
+
+def unroll(pattern: str) -> list[str]:
+    """Returns `h.0, h.1, h.2` for `h.0-2`; any other pattern is returned alone."""
+    match = _RANGE.match(pattern)
+    if match is None:
+        return [pattern]
+    head = match[1] or ""
+    return [f"{head}{i}" for i in range(int(match[2]), int(match[3]) + 1)]

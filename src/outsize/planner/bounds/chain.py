@@ -1,0 +1,148 @@
+"""Problem: how many units can the stages of a chain cover if none takes longer than T or exceeds its device?
+
+In a chain, where every unit depends on the one before, the critical paths of step_time.py are differences of
+sums over units. Let P, F, B be the sums up to each unit of all work, of forwards and of backwards in the
+option that a stage runs (with recompute, B includes its forwards):
+
+    alone    before + m ((F + B)[end] - (F + B)[first])         <= T
+    row      P[n] + G[end] - G[first]                           <= T
+    bytes    fixed + w saved without recompute; fixed + saved at once with it; and the optimizer's step
+
+    1f1b     G = F + B - P + (m - 1) B + (m - w) F              w = min(p - s, m)
+    gpipe    G = m (F + B) - P
+    naive    G = m (F + B - P), and m P[n]
+
+All of them rise with `end`, so the furthest end of a stage is the least of three bisections, in the option
+that reaches furthest; and a later begin never hurts. Each cut may take `slack` of a chain (step_time.py).
+What else a stage holds (values sent and received, temporaries) is left out, so this is a lower bound.
+
+Symbols: p -> stages, m -> microbatches, w -> in flight. Complexity: O(p log n) for each T, O(n) for each
+different w. Oracle: tests/unit/planner/bounds/test_bounds_chain.py, the paths of step_time.py, and every cut
+in all options.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+import numpy as np
+
+from outsize.ir.plan import ScheduleName
+from outsize.planner.costs.unit_times import Seconds
+from outsize.schedules.families import family_of
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Room:
+    """Says how many bytes stages may hold: `room_bytes`, and sums over units of shape (n + 1,) on one device.
+
+    `fixed` lasts; `graded` includes gradients of weights; `updating` includes the optimizer's temporaries
+    too. `saved` is that of a microbatch; `anew` is held while one is recomputed. `ways`: the options of a
+    stage, whether it recomputes.
+    """
+
+    fixed: Seconds
+    graded: Seconds
+    updating: Seconds
+    saved: Seconds
+    anew: Seconds
+    room_bytes: int
+    ways: tuple[bool, ...] = (False, True)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Holds, for one option, sums over units up to each: seconds alone, G, bytes of some moments."""
+
+    alone: list[float]
+    row: list[float]
+    held: list[list[float]]
+
+
+@final
+class ChainBound:
+    """Bounds the stages of an unbroken chain: sums of `before`, of `forward` and `backward`, of shape (n +
+    1,).
+    """
+
+    def __init__(
+        self,
+        before: Seconds,
+        passes: tuple[Seconds, Seconds],
+        slack_s: float,
+        how: tuple[ScheduleName, int, int],
+        room: Room | None = None,
+    ) -> None:
+        self._forward, self._backward = passes
+        schedule, self._stages, self._m = how
+        self._family = family_of(schedule)
+        self._total = self._forward + self._backward
+        self._before: list[float] = before.tolist()
+        self._slack_s, self._room = slack_s, room
+        self._ways = [self._both(stage) for stage in range(self._stages)]
+
+    def reaches(self, limit_s: float) -> bool:
+        """Returns whether the last stage reaches the end."""
+        first = 0
+        for stage, ways in enumerate(self._ways):
+            first = max(self._end(way, stage, first, limit_s) for way in ways)
+        return first == len(self._before) - 1
+
+    def _end(self, way: _Way, stage: int, first: int, limit_s: float) -> int:
+        lead_s = max(0.0, self._before[first] - stage * self._slack_s)
+        alone, row = way.alone, way.row
+        end = bisect_right(alone, alone[first] + (limit_s - lead_s) / self._m)
+        within = bisect_right(row, row[first] + limit_s - self._whole_s)
+        if self._slack_s:  # A stage within the slack may have nothing after it.
+            within = max(within, bisect_right(alone, alone[first] + self._slack_s))
+        end = min(end, within) - 1
+        if self._room is not None:
+            for held in way.held:
+                end = min(end, bisect_right(held, held[first] + self._room.room_bytes) - 1)
+        return max(first, end)
+
+    @cached_property
+    def _whole_s(self) -> float:
+        """Returns the passes over the whole chain, without what the cuts may take of it."""
+        law = self._family.chain
+        passes = law.passes(self._m) if law is not None else 0
+        return passes * (float(self._total[-1]) - (self._stages - 1) * self._slack_s)
+
+    def _both(self, stage: int) -> list[_Way]:
+        in_flight = self._family.in_flight(self._stages - stage, self._m)
+        if in_flight not in self._made:
+            options = self._room.ways if self._room is not None else (False,)
+            self._made[in_flight] = [self._way(in_flight, recompute) for recompute in options]
+        return self._made[in_flight]
+
+    @cached_property
+    def _made(self) -> dict[int, list[_Way]]:
+        return {}
+
+    def _way(self, in_flight: int, recompute: bool) -> _Way:
+        forward, m, law = self._forward, self._m, self._family.chain
+        backward = self._total if recompute else self._backward
+        pass_s = forward + backward
+        row = np.zeros_like(pass_s)
+        if law is not None:
+            row = law.passes(m) * (pass_s - self._total) + law.beyond_s(forward, backward, m, in_flight)
+        return _Way(pass_s.tolist(), row.tolist(), self._held(in_flight, recompute))
+
+    def _held(self, in_flight: int, recompute: bool) -> list[list[float]]:
+        """Returns the moments of a stage; a second backward finds gradients of weights, and under 1f1b as
+        much in flight.
+        """
+        if (room := self._room) is None:
+            return []
+        steady = self._family.chain is not None and self._m > in_flight
+        held = (
+            room.fixed + room.anew
+            if recompute
+            else (room.graded if steady else room.fixed) + in_flight * room.saved
+        )
+        return [held.tolist(), room.updating.tolist()]

@@ -1,0 +1,90 @@
+"""Bounds what layouts hold and recompute from sums over units, divided over devices; no table is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import numpy as np
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Recompute
+from outsize.ir.profile import Profile
+from outsize.planner.bounds.chain import Room
+from outsize.planner.bounds.recompute import recompute_s, storable_bytes
+from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.layout.layout import Layout
+from outsize.planner.memory.optimizer_states import OptimizerBytes
+from outsize.planner.memory.range_tables import Bytes, bytes_of_units
+
+# This index selects all entries of sums over the units before each.
+EACH: Final = slice(None)
+
+
+@final
+class MemoryBounds:
+    """Bounds the memory of one model at some microbatch sizes; `together`: an optimizer's temporaries are
+    known for all devices.
+    """
+
+    def __init__(
+        self, candidates: Mapping[int, tuple[ModelGraph, Profile]], optimizer: OptimizerBytes, together: bool
+    ) -> None:
+        self._candidates, self._optimizer, self._together = candidates, optimizer, together
+        self._held: dict[int, dict[str, Bytes]] = {}
+
+    def bytes_of(self, layout: Layout, units: int | slice = -1) -> tuple[Any, Any, Any, Any]:
+        """Returns the bytes that devices hold of the units before each: weights, gradients, states with
+        master copies, and what a microbatch saves; of all units, or of shape (n + 1,).
+        """
+        axes, held = layout.axes, self._sums(layout.captured)
+        shards = axes.tp * (axes.dp_shard if layout.weights == "sharded" else 1)
+        divided = ("weights", shards), ("gradients", shards), ("optimizer", axes.tp * axes.dp_shard)
+        weights, gradients, states = (held[name][units] / by for name, by in divided)
+        return weights, gradients, states, held["saved"][units] / layout.ways
+
+    def may_fit(self, layout: Layout, recompute: Sequence[Recompute], rooms: Sequence[int]) -> bool:
+        """Returns whether all devices together hold weights, gradients, states, and what one microbatch saves
+        in the stage that computes, unless that may be recomputed block by block.
+        """
+        if layout.hosted:
+            return True
+        *fixed, saved = self.bytes_of(layout)
+        acting = 0.0 if "selective" in recompute else saved / layout.chunks
+        return sum(fixed) + max(acting, self._updating(layout, -1)) <= sum(rooms)
+
+    def room(self, layout: Layout, recompute: Sequence[Recompute], room_bytes: int) -> Room:
+        """Returns what each stage may hold in these options."""
+        weights, gradients, states, saved = self.bytes_of(layout, EACH)
+        fixed, options = weights + states, tuple(dict.fromkeys(again != "none" for again in recompute))
+        anew = 0.0 * saved if "selective" in recompute else saved
+        updating = fixed + gradients + self._updating(layout, EACH)
+        return Room(fixed, fixed + gradients, updating, saved, anew, room_bytes, options)
+
+    def recompute_s(self, layout: Layout, work: PrefixTimes, rooms: Sequence[int]) -> float:
+        """Returns a lower bound of the forward seconds of a microbatch that memory forces to be
+        recomputed.
+        """
+        if layout.hosted:
+            return 0.0  # A second forward may overlap with the weights that are loaded.
+        weights, _, states, saved = self.bytes_of(layout, EACH)
+        held = storable_bytes(layout, rooms, int(weights[-1] + states[-1]))
+        return recompute_s(np.diff(work.forward), np.diff(saved), held)
+
+    def _updating(self, layout: Layout, units: int | slice) -> Any:
+        """Returns the temporaries of the optimizer's step; 0 where it goes tensor by tensor, or devices
+        differ.
+        """
+        if not self._together:
+            return 0.0
+        return self._sums(layout.captured)["update"][units] / (layout.axes.tp * layout.axes.dp_shard)
+
+    def _sums(self, captured: int) -> dict[str, Bytes]:
+        """Returns sums over units, of shape (n + 1,); weights without buffers, of which every
+        device has all.
+        """
+        if captured not in self._held:
+            sizes = bytes_of_units(*self._candidates[captured], self._optimizer)
+            sizes["weights"] = sizes["weights"] - sizes["buffers"]
+            self._held[captured] = {name: np.append(0, np.cumsum(part)) for name, part in sizes.items()}
+        return self._held[captured]

@@ -1,0 +1,259 @@
+"""Problem: what is the shortest possible step of this schedule, whatever the cuts are, if links cost nothing?
+
+Stage s with units first..end-1 computes f_s + b_s for each of m microbatches. The units that it depends on
+have to be computed before its first forward, and those that depend on it after: `before` is the work of the
+units in a chain that ends at `first`, `behind` of those from `end` on. A stage that begins with unit k
+depends on the stage of the last unit that made something for k (with a gradient); the units between the two,
+such as a query's projection before a key's, may be a stage of their own at the same time. So each cut of a
+chain may cost that much, at most `slack`; where it is more than BRANCH of the model, the chain is broken. A
+step lasts at least the maximum over the stages of
+
+    any schedule   before + m (f + b)
+    gpipe          before + m (f + b) + behind          all forwards are done before a backward
+    1f1b           before + (f + b) + behind + (m - 1) b + (m - w) f      w = min(p - s, m)
+    naive          m (before + (f + b) + behind)        one microbatch after the other
+    zero-bubble    the forwards of before, + m (f + b)      weight gradients overlap with what is before
+    interleaved    m max(total / p, heaviest unit)      on p ranks
+
+For a chain of equal stages these are (m + p - 1)(f + b) for gpipe and 1f1b, which is their step
+(families.py). The result is the least over all cuts of the maximum over the stages. For a limit T each stage
+takes as many units as T allows, because a later begin never hurts; whether the end is reached says if T can
+be met (Pinar and Aykanat, JPDC 64(8), 2004), and bisection finds the least T. Memory is ignored here:
+partition/stage_prices.py includes it, for cuts of which it has tables.
+
+Source: the critical paths of GPipe (arXiv 1811.06965, sec. 2.3) and PipeDream-flush (arXiv 2104.04473, sec.
+2.2), for unequal stages. Symbols: p -> stages, m -> microbatches, f, b, w -> forward_s, backward_s, ahead.
+Complexity: O(p n) for each T. Oracle: tests/unit/planner/bounds/test_step_time.py simulates every cut of
+small models.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import inf
+from typing import Any, Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import ScheduleName
+from outsize.planner.bounds.chain import ChainBound, Room
+from outsize.planner.costs.unit_times import Seconds, UnitSeconds
+from outsize.schedules.families import family_of
+from outsize.schedules.family import StagePath
+
+Index = np.intp | NDArray[np.intp]
+# Bisection stops at this relative width: far below the error of a prediction.
+PRECISE: Final = 1e-5
+# The search begins this far above the work alone, and then goes this many times further.
+FIRST: Final = 1e-3
+FURTHER: Final = 8.0
+# More than this share of all work between a unit and its dependency is a branch, not a detail.
+BRANCH: Final = 0.02
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PrefixTimes:
+    """Holds seconds per microbatch, summed over units, of shape (n + 1,).
+
+    `before[k]`: of the chain that ends at cut k, `before_forward` its forwards; `behind[k]`: of the chain
+    that begins there. Each cut within a chain may take `slack_s` from it.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    before: Seconds
+    before_forward: Seconds
+    behind: Seconds
+    slack_s: float
+    heaviest_s: float
+
+    @classmethod
+    def of(cls, graph: ModelGraph, seconds: UnitSeconds) -> Self:
+        """Computes the sums of a model with its costs."""
+        return cls.along(made_for(graph), seconds)
+
+    @classmethod
+    def along(cls, made: NDArray[np.int64], seconds: UnitSeconds) -> Self:
+        """Computes the same for a graph of which `made_for` is known."""
+        forward, backward = prefix(seconds.forward), prefix(seconds.backward)
+        total = forward + backward
+        losses = _losses(made, total)
+        linked = losses <= BRANCH * total[-1]
+        return cls(
+            forward=forward,
+            backward=backward,
+            before=_row_before(total, linked),
+            before_forward=_row_before(forward, linked),
+            behind=_row_behind(total, linked),
+            slack_s=float(losses[linked].max(initial=0.0)),
+            heaviest_s=float(np.diff(total).max()),
+        )
+
+    @property
+    def total_s(self) -> float:
+        """Returns the seconds of all units."""
+        return float(self.forward[-1] + self.backward[-1])
+
+    def least_s(self, stages: int, microbatches: int) -> float:
+        """Returns a lower bound for every cut into `stages` under any schedule: no table is needed."""
+        return microbatches * max(self.total_s / stages, self.heaviest_s)
+
+    def costing(self, seconds: UnitSeconds) -> Self:
+        """Returns the same chains around a stage with other costs, such as with recompute."""
+        return replace(self, forward=prefix(seconds.forward), backward=prefix(seconds.backward))
+
+    def stage_s(
+        self, schedule: ScheduleName, first: Index, end: Index, place: tuple[int, int], microbatches: int
+    ) -> Seconds:
+        """Returns the least seconds of a step with a stage made of the units first..end-1 (broadcast).
+
+        `place`: how many stages are before it, and how many after it.
+        """
+        rows = self.forward, self.backward, self.before, self.before_forward, self.behind
+        return _through(rows, self.slack_s, schedule, first, end, place, microbatches, np.maximum, np.where)
+
+    def balanced_s(self, stages: int, ranks: int, microbatches: int) -> float:
+        """Returns an interleaved step of equal chunks (arXiv 2104.04473, sec. 2.2): about what the best cut
+        takes.
+        """
+        return self.total_s * (microbatches / ranks + (ranks - 1) / stages)
+
+    def floor_s(
+        self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int, room: Room | None = None
+    ) -> float:
+        """Returns a lower bound of a step cut into `stages` on `ranks`; in a chain, of the cuts that fit into
+        `room`.
+
+        It is infinite when nothing fits.
+        """
+        low = self.least_s(ranks, microbatches)
+        if family_of(schedule).bound_is_work:
+            return low
+        reaches = self._reaching(schedule, stages, microbatches, room)
+        if room is not None and not reaches(inf):
+            return inf
+        gap, high = FIRST, low * (1 + FIRST)
+        while not reaches(high):  # The bound is usually close to the work alone.
+            gap *= FURTHER
+            low, high = high, high * (1 + gap)
+        while high > low * (1 + PRECISE):
+            middle = (low + high) / 2
+            low, high = (low, middle) if reaches(middle) else (middle, high)
+        return low
+
+    def _reaching(
+        self, schedule: ScheduleName, stages: int, microbatches: int, room: Room | None
+    ) -> Callable[[float], bool]:
+        """Returns a function limit -> whether `stages` stages reach the end, none of them above the limit."""
+        if not self.unbroken:
+            return partial(self._reaches, schedule, stages, microbatches)
+        before = self.before_forward if family_of(schedule).forwards_lead else self.before
+        how = schedule, stages, microbatches
+        return ChainBound(before, (self.forward, self.backward), self.slack_s, how, room).reaches
+
+    def _reaches(self, schedule: ScheduleName, stages: int, microbatches: int, limit_s: float) -> bool:
+        """Returns the same where chains break off."""
+        first, n = 0, len(self.forward) - 1
+        for stage in range(stages):
+            place = stage, stages - 1 - stage
+            longest_s = limit_s / microbatches * (1 + PRECISE)
+            ends = range(first, bisect_right(self._total, self._total[first] + longest_s))
+            # Plain numbers are used, because arrays of one element take ten times as long.
+            seconds = partial(self._one_s, schedule, place, microbatches, first)
+            first = next((end for end in reversed(ends) if seconds(end) <= limit_s), first)
+        return first == n
+
+    def _one_s(
+        self, schedule: ScheduleName, place: tuple[int, int], microbatches: int, first: int, end: int
+    ) -> float:
+        return _through(self._rows, self.slack_s, schedule, first, end, place, microbatches, max, _where)
+
+    @cached_property
+    def unbroken(self) -> bool:
+        """Returns whether a stage that takes more units never takes less time: all units are in one chain."""
+        total = self.forward + self.backward
+        return bool(np.allclose(self.behind[1:], total[-1] - total[1:], rtol=0.0, atol=1e-9 * total[-1]))
+
+    @cached_property
+    def _rows(self) -> tuple[list[float], ...]:
+        rows = self.forward, self.backward, self.before, self.before_forward, self.behind
+        return tuple(row.tolist() for row in rows)
+
+    @cached_property
+    def _total(self) -> list[float]:
+        return (self.forward + self.backward).tolist()
+
+
+def _through(
+    rows: Sequence[Any],
+    slack_s: float,
+    schedule: ScheduleName,
+    first: Any,
+    end: Any,
+    place: tuple[int, int],
+    m: int,
+    larger: Callable[..., Any],
+    where: Callable[..., Any],
+) -> Any:
+    """Returns the critical path through a stage, for arrays or for numbers (`larger` and `where`
+    are theirs).
+    """
+    (forwards, backwards, befores, before_forwards, behinds), (earlier, later) = rows, place
+    family = family_of(schedule)
+    leads = before_forwards if family.forwards_lead else befores
+    before = larger(0.0, leads[first] - earlier * slack_s)
+    forward, backward = forwards[end] - forwards[first], backwards[end] - backwards[first]
+    # A stage between a unit and its dependency may have nothing after it.
+    linked = forward + backward > slack_s
+    behind = where(linked, larger(0.0, behinds[end] - later * slack_s), 0.0)
+    in_flight = family.in_flight(later + 1, m)
+    return family.path_s(StagePath(before, forward, backward, behind, linked, m, in_flight, larger, where))
+
+
+def _where(condition: bool, yes: float, no: float) -> float:
+    return yes if condition else no
+
+
+def made_for(graph: ModelGraph) -> NDArray[np.int64]:
+    """Returns for each unit the last one that made something for it, with a gradient; -1 for none, and after
+    all units.
+    """
+    made_by = [-1] * (len(graph.units) + 1)
+    for value in graph.values:
+        for unit in value.consumers if value.requires_grad else ():
+            made_by[unit] = max(made_by[unit], value.producer if value.producer < unit else -1)
+    return np.array(made_by)
+
+
+def _losses(made: NDArray[np.int64], total: Seconds) -> Seconds:
+    """Returns for each cut k the work between the last unit that made something for unit k, and k."""
+    losses = total - total[made + 1]
+    losses[0] = losses[-1] = np.inf
+    return losses
+
+
+def _row_before(total: Seconds, linked: NDArray[np.bool_]) -> Seconds:
+    """Returns the seconds of the unbroken chain that ends at each cut."""
+    starts = np.where(linked, 0.0, total)
+    return total - np.maximum.accumulate(starts)
+
+
+def _row_behind(total: Seconds, linked: NDArray[np.bool_]) -> Seconds:
+    """Returns the seconds of the unbroken chain that begins at each cut; 0 where the cut itself is
+    a break.
+    """
+    breaks = np.where(linked, np.inf, total)
+    breaks[-1] = total[-1]
+    after = np.minimum.accumulate(breaks[::-1])[::-1]
+    return np.where(linked, after - total, 0.0)
+
+
+def prefix(seconds: Seconds) -> Seconds:
+    """Returns sums over the units before each cut, of shape (n + 1,)."""
+    return np.concatenate(([0.0], np.cumsum(seconds)))

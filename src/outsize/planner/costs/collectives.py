@@ -1,0 +1,216 @@
+"""Problem: how long does a collective of some ranks take on the links between them?
+
+On equal links of latency a and bandwidth B, n ranks, S bytes (Thakur, Rabenseifner, Gropp 2005, sec. 4):
+
+    all_reduce    ring  2(n-1) a + 2 (n-1)/n S/B        tree   2 ceil(lg n) a + 2 S/B
+    broadcast     tree  ceil(lg n) (a + S/B)            chain  (n-2+k) (a + S/(k B)) in the best k >= 1 pieces
+    all_gather, reduce_scatter, all_to_all    ring  (n-1) a + (n-1)/n S/B
+
+S is the whole tensor: what all_reduce takes, all_gather returns, reduce_scatter takes, what each rank holds
+for all_to_all. Between m nodes with k ranks each the faster of two algorithms is taken: flat, where one ring
+(or tree) runs over both kinds of link and its bytes move at the slower of them; and hierarchical, where nodes
+scatter inside, communicate outside with S/k per rank, and gather inside. A rank has its share of its node's
+NICs, q B / d for q NICs and d devices: in training all ranks of a node communicate in their own groups at
+once.
+
+Sources: Thakur et al., IJHPCA 19(1), 2005; Patarasuk, Yuan, JPDC 69(2), 2009 (no all_reduce moves fewer bytes
+than the ring); Sanders, Speck, Traeff, Parallel Computing 35, 2009 (two trees at once: 2 S/B); NCCL's guide
+and tuning.cc (a flat ring enters each node once; hops within a collective are short: Link.hop_s). Deviations:
+no protocols, no reduction in switches (SHARP, NVLS), no contention with other traffic; unequal nodes count as
+the weakest of them. Symbols: S -> size_bytes, a -> step_s, B -> bytes_per_s. Complexity: O(ranks). Oracle:
+tests/unit/planner/costs/test_costs_collectives.py, sums by hand and a ring simulated step by step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Literal, final
+
+from outsize.errors import BadOption
+from outsize.ir.cluster import Cluster
+from outsize.ir.hardware.links import Link
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+
+
+def collective_s(kind: Collective, size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> float:
+    """Returns the seconds of one collective of `size_bytes` among `ranks`; one rank or no bytes cost nothing.
+
+    Raises BadOption for a rank that the cluster does not have.
+    """
+    if len(ranks) < 2 or size_bytes == 0:
+        return 0.0
+    group = _group(ranks, cluster)
+    if kind == "all_to_all":
+        return group.all_to_all_s(size_bytes)
+    flat = group.flat.seconds(kind, size_bytes)
+    return (
+        min(flat, _hierarchical(kind, size_bytes, group)) if group.nodes > 1 and group.per_node > 1 else flat
+    )
+
+
+def collective_bytes(kind: Collective, size_bytes: int, n: int) -> int:
+    """Returns the bytes that a rank of n sends at least, rounded up; for a broadcast, what the root sends."""
+    if n < 2:
+        return 0
+    if kind == "broadcast":
+        return size_bytes
+    times = 2 if kind == "all_reduce" else 1
+    return -(-times * (n - 1) * size_bytes // n)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """Describes n ranks on one kind of link: seconds to start, seconds of all hops round a ring and down a
+    tree, and bandwidth.
+    """
+
+    n: int
+    start_s: float
+    ring_s: float
+    tree_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def of(cls, link: Link, n: int, bytes_per_s: float) -> _Wire:
+        """Builds a group whose hops all use the same link."""
+        start_s = max(0.0, link.latency_s - link.step_s)
+        return cls(n, start_s, (n - 1) * link.step_s, _depth(n) * link.step_s, bytes_per_s)
+
+    def seconds(self, kind: Collective, size_bytes: float) -> float:
+        """Returns the seconds of the faster algorithm."""
+        tree_bytes_s = size_bytes / self.bytes_per_s
+        ring_bytes_s = tree_bytes_s * (self.n - 1) / self.n
+        if kind == "all_reduce":
+            return self.start_s + 2 * min(self.ring_s + ring_bytes_s, self.tree_s + tree_bytes_s)
+        if kind == "broadcast":
+            return self.start_s + min(
+                self.tree_s + _depth(self.n) * tree_bytes_s, self._chain_s(tree_bytes_s)
+            )
+        return self.start_s + self.ring_s + ring_bytes_s
+
+    def _chain_s(self, transfer_s: float) -> float:
+        hop_s = self.ring_s / (self.n - 1)
+        if hop_s == 0:
+            return transfer_s  # The limit of infinitely many pieces.
+        pieces = max(1.0, sqrt((self.n - 2) * transfer_s / hop_s))
+        return (self.n - 2 + pieces) * (hop_s + transfer_s / pieces)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Describes ranks by nodes: `per_node` in the fullest, `nic_bytes_per_s` for each rank's share of the
+    NICs.
+    """
+
+    size: int
+    nodes: int
+    per_node: int
+    inner: Link
+    outer: Link
+    nic_bytes_per_s: float
+
+    @property
+    def within(self) -> _Wire:
+        """Returns the ranks of one node."""
+        return _Wire.of(self.inner, self.per_node, self.inner.bytes_per_s)
+
+    @property
+    def between(self) -> _Wire:
+        """Returns one rank of each node."""
+        return _Wire.of(self.outer, self.nodes, self.nic_bytes_per_s)
+
+    @property
+    def flat(self) -> _Wire:
+        """Returns all ranks in one ring, which enters and leaves each node once, over all NICs of
+        the ranks.
+        """
+        if self.nodes == 1:
+            return self.within
+        if self.per_node == 1:
+            return self.between
+        inside, across = self.inner.step_s, self.outer.step_s
+        return _Wire(
+            n=self.size,
+            start_s=max(0.0, self.outer.latency_s - across),
+            ring_s=(self.nodes - 1) * across + (self.size - self.nodes) * inside,
+            tree_s=_depth(self.nodes) * across + (self.per_node - 1) * inside,
+            bytes_per_s=min(self.inner.bytes_per_s, self.nic_bytes_per_s * self.per_node),
+        )
+
+    def all_to_all_s(self, size_bytes: int) -> float:
+        """Returns the seconds when each rank sends 1 / n to every other one, within and between nodes at
+        once.
+        """
+        inside, across = self.per_node - 1, self.size - self.per_node
+        part_bytes = size_bytes / self.size
+        return max(
+            _exchange_s(self.inner, inside, part_bytes / self.inner.bytes_per_s),
+            _exchange_s(self.outer, across, part_bytes / self.nic_bytes_per_s),
+        )
+
+
+def _exchange_s(link: Link, peers: int, each_s: float) -> float:
+    """Returns the seconds of exchanges with one peer after the other."""
+    start_s = max(0.0, link.latency_s - link.step_s)
+    return start_s + peers * (link.step_s + each_s) if peers else 0.0
+
+
+def _hierarchical(kind: Collective, size_bytes: int, group: _Group) -> float:
+    """Returns the seconds of the steps inside the nodes and between them, one after the other."""
+    part = size_bytes / group.per_node
+    if kind == "all_reduce":
+        inside = group.within.seconds("reduce_scatter", size_bytes) + group.within.seconds(
+            "all_gather", size_bytes
+        )
+        return inside + group.between.seconds(kind, part)
+    shared = size_bytes if kind == "broadcast" else part
+    return group.within.seconds(kind, size_bytes) + group.between.seconds(kind, shared)
+
+
+def _group(ranks: Sequence[int], cluster: Cluster) -> _Group:
+    if not 0 <= min(ranks) <= max(ranks) < len(cluster.devices):
+        raise BadOption(
+            f"a collective of ranks {min(ranks)} to {max(ranks)} on cluster {cluster.name!r}",
+            numbers=f"which has {len(cluster.devices)} devices",
+            next_step="--cluster with more devices",
+        )
+    counts = Counter(map(cluster.node_of, ranks) if cluster.parts else _nodes(ranks, cluster))
+    return _Group(
+        size=len(ranks),
+        nodes=len(counts),
+        per_node=max(counts.values()),
+        inner=_slowest_inner(ranks, cluster),
+        outer=cluster.outer,
+        nic_bytes_per_s=_nic_share(ranks, cluster),
+    )
+
+
+def _nodes(ranks: Sequence[int], cluster: Cluster) -> list[int]:
+    return [rank // cluster.devices_per_node for rank in ranks]
+
+
+def _slowest_inner(ranks: Sequence[int], cluster: Cluster) -> Link:
+    if not cluster.parts:
+        return cluster.inner
+    return min((cluster.part_of(rank).inner for rank in ranks), key=lambda link: link.bytes_per_s)
+
+
+def _nic_share(ranks: Sequence[int], cluster: Cluster) -> float:
+    """Returns the bytes per second of one rank's share of its node's NICs; no rank uses more than one."""
+    if not cluster.parts:
+        shares = {cluster.nics_per_node / cluster.devices_per_node}
+    else:
+        parts = [cluster.part_of(rank) for rank in ranks]
+        shares = {part.nics_per_node / part.devices_per_node for part in parts}
+    return cluster.outer.bytes_per_s * min(1.0, *shares)
+
+
+def _depth(n: int) -> int:
+    """Returns the depth of a balanced tree of n ranks, ceil(lg n)."""
+    return (n - 1).bit_length()

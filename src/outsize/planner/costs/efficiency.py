@@ -1,0 +1,116 @@
+"""Predicts which share of a device's peak an op reaches, by family of ops and by size of the op.
+
+    share(x) = peak x / (x + half),   x = seconds that the op would take at the device's peak
+
+It is a saturating curve: an op of length `half_s` reaches half of `peak`, a long one all of it. Written out,
+an op costs (x + half_s) / peak seconds: filling and draining the device costs half_s / peak, whatever its
+size. Stated in seconds, one curve serves devices of any speed: a faster one needs a larger op.
+
+GPU: large matmuls of cuBLAS reach 0.8 to 0.9 of the A100's bfloat16 peak, 1024^3 about 0.4; the forward of
+FlashAttention-2 0.55 to 0.73, its backward 0.5 to 0.6 (arXiv 2307.08691, sec. 4); copies 0.8 to 0.9.
+Convolutions in NCHW, norms and the backwards of embeddings reach less. Orders of magnitude, not fits.
+
+CPU: measured, one core, one thread, float32, torch 2.13, 2026-11. Shares of 240 GFLOP/s and of 60 GB/s: MKL's
+matmuls (no AVX-512 here) 0.21 to 0.40, oneDNN's convolutions 0.45 to 0.94, attention 0.2 to 0.38; additions
+0.5 to 1, GELU 0.3 to 0.6, LayerNorm 0.24, BatchNorm 0.05 to 0.1, softmax 0.3; a small op costs 1 to 2 us
+without autograd. The curves lie in the middle; against units measured on the same, busy machine they give
+0.96 of the seconds for a GPT-2 of 4 layers and 0.69 for ResNet-18,
+whose max-pooling takes twenty times what they say.
+Oracle: tests/unit/planner/costs/test_roofline.py.
+"""
+
+from __future__ import annotations
+
+from typing import Final, final
+
+from pydantic import Field
+
+from outsize.ir.base import Record
+from outsize.ir.graph import OpFamily
+from outsize.ir.hardware.devices import Device
+
+
+@final
+class EfficiencyCurve(Record):
+    """`peak` is the share that the longest ops reach; `half_s` is the length of an op that reaches half of
+    it.
+    """
+
+    peak: float = Field(gt=0)
+    half_s: float = Field(default=0.0, ge=0)
+
+    def seconds(self, ideal_s: float, launches: int) -> float:
+        """Returns the seconds of `launches` equal ops that would take `ideal_s` in all at the
+        device's peak.
+        """
+        return (ideal_s + launches * self.half_s) / self.peak if ideal_s > 0 else 0.0
+
+
+@final
+class Efficiency(Record):
+    """Holds curves by family for FLOPs and for bytes; `launch_s` is added per op, `host_s` is its launch on
+    the host.
+
+    A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
+    the device, so `host_s` is 0 and `launch_s` is all.
+    """
+
+    compute: dict[OpFamily, EfficiencyCurve]
+    memory: dict[OpFamily, EfficiencyCurve]
+    launch_s: float = Field(ge=0)
+    host_s: float = Field(default=0.0, ge=0)
+
+
+GPU: Final = Efficiency(
+    compute={
+        "matmul": EfficiencyCurve(peak=0.85, half_s=8e-6),
+        "attention": EfficiencyCurve(peak=0.6, half_s=12e-6),
+        "convolution": EfficiencyCurve(peak=0.5, half_s=8e-6),
+        "elementwise": EfficiencyCurve(peak=0.4),
+        "normalisation": EfficiencyCurve(peak=0.4),
+        "reduction": EfficiencyCurve(peak=0.4),
+        "embedding": EfficiencyCurve(peak=0.4),
+        "other": EfficiencyCurve(peak=0.4),
+    },
+    memory={
+        "matmul": EfficiencyCurve(peak=0.8, half_s=2e-6),
+        "attention": EfficiencyCurve(peak=0.8, half_s=2e-6),
+        "convolution": EfficiencyCurve(peak=0.7, half_s=2e-6),
+        "elementwise": EfficiencyCurve(peak=0.85, half_s=2e-6),
+        "normalisation": EfficiencyCurve(peak=0.7, half_s=2e-6),
+        "reduction": EfficiencyCurve(peak=0.75, half_s=3e-6),
+        "embedding": EfficiencyCurve(peak=0.5, half_s=3e-6),
+        "other": EfficiencyCurve(peak=0.7, half_s=2e-6),
+    },
+    launch_s=2e-6,
+    host_s=6e-6,
+)
+
+CPU: Final = Efficiency(
+    compute={
+        "matmul": EfficiencyCurve(peak=0.35, half_s=0.3e-6),
+        "attention": EfficiencyCurve(peak=0.35, half_s=10e-6),
+        "convolution": EfficiencyCurve(peak=0.7, half_s=10e-6),
+        "elementwise": EfficiencyCurve(peak=0.2),
+        "normalisation": EfficiencyCurve(peak=0.2),
+        "reduction": EfficiencyCurve(peak=0.2),
+        "embedding": EfficiencyCurve(peak=0.2),
+        "other": EfficiencyCurve(peak=0.2),
+    },
+    memory={
+        "matmul": EfficiencyCurve(peak=0.8),
+        "attention": EfficiencyCurve(peak=0.5),
+        "convolution": EfficiencyCurve(peak=0.6),
+        "elementwise": EfficiencyCurve(peak=0.45),
+        "normalisation": EfficiencyCurve(peak=0.15, half_s=1e-6),
+        "reduction": EfficiencyCurve(peak=0.5),
+        "embedding": EfficiencyCurve(peak=0.8),
+        "other": EfficiencyCurve(peak=0.5),
+    },
+    launch_s=4e-6,
+)
+
+
+def default_of(device: Device) -> Efficiency:
+    """Returns the curves of a known kind of device."""
+    return CPU if device.kind == "cpu" else GPU

@@ -1,0 +1,176 @@
+"""Problem: how long does a unit take on one device when the devices of a group share the work of a stage?
+
+    tp          products are split in pairs, by columns and then by rows, and all ops between them are
+                split too (arXiv 1909.08053, sec. 3): a pass takes 1 / tp of such flops and bytes, at the
+                efficiency of so small an operator; then the group reduces. The program tells which units
+                these are and what is sent (`Unit.divided`); where it is not known, all units are split
+    cp          the same shares of work, by tokens; attention is computed in a ring (context_parallel.py)
+    sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters
+                its gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of
+                compute and links, taken in the mean over the model (arXiv 2304.11277, sec. 3.3)
+    replicas    one all-reduce of a stage's gradients per step among all that have the same weights, cp
+                too; the last backward hides as much of it as it lasts (arXiv 2006.15704, sec. 3.2)
+    resident    over dp_shard its two halves: gradients are scattered during the last backward, weights
+                are gathered during the next step's first forward (arXiv 1910.02054, sec. 7.2.1)
+
+Deviations: the collectives of tp are not overlapped with compute; weights that cp reads whole count with a
+share of their bytes; a replica's stages synchronise one after the other. Complexity: O(units + users of all
+values). Oracle: tests/unit/planner/costs/test_parallel_times.py, figures by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.cluster import Cluster, Device
+from outsize.ir.graph import ModelGraph, ShardedFraction, Work
+from outsize.planner.costs.collectives import collective_s
+from outsize.planner.costs.context_parallel import ring_bytes, ring_s
+from outsize.planner.costs.roofline import seconds
+from outsize.planner.costs.unit_times import UnitSeconds
+from outsize.planner.layout.layout import Layout
+
+Passes = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharing:
+    """Holds what a graph says about the share of each device of a group; it is the same for every mesh.
+
+    `passes` are the distinct passes; unit u has `passes[pass_of[u]]`. `divided` is the share of each unit's
+    work that tp splits. `units` say what tp ranks reduce and gather. `rings` maps attention units to their
+    key and value bytes. `parameter_bytes`: of all weights, and of those that tp leaves whole.
+    """
+
+    parameter_bytes: tuple[int, int]
+    units: Sequence[ShardedFraction]
+    divided: NDArray[np.float64]
+    rings: Mapping[int, int]
+    passes: tuple[Passes, ...]
+    pass_of: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, graph: ModelGraph) -> Self:
+        """Collects the passes of a graph; blocks repeat, so few are distinct."""
+        unit_passes = [(unit.forward, unit.backward_input, unit.backward_weight) for unit in graph.units]
+        place: dict[Passes, int] = {}
+        pass_of = np.array([place.setdefault(passes, len(place)) for passes in unit_passes])
+        units, known = [unit.divided for unit in graph.units], graph.tensor is not None
+        divided = np.array([unit.work if known else 1.0 for unit in units])
+        names = {name for unit in units for name in unit.parameters}
+        whole = sum(p.size_bytes for p in graph.parameters if known and p.name not in names)
+        sizes = graph.parameter_bytes, whole
+        return cls(sizes, units, divided, ring_bytes(graph), tuple(place), pass_of)
+
+    def weights_bytes(self, tp: int) -> int:
+        """Returns the weight bytes of one of `tp` tensor-parallel ranks."""
+        every, whole = self.parameter_bytes
+        return whole + (every - whole) // tp
+
+
+def parallel_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    """Returns the seconds of each unit on a device of its group, with the collectives that it waits for.
+
+    `times`: the seconds on one device.
+    """
+    if layout.ways > 1:
+        times = _split(sharing, times, layout, cluster)
+    if layout.axes.cp > 1:
+        times = _ringed(sharing, times, layout, cluster)
+    if layout.weights == "sharded":
+        times = _gathering(sharing, times, layout, cluster)
+    return times
+
+
+def sync_s(held: tuple[int, int], passes: tuple[float, float], layout: Layout, cluster: Cluster) -> float:
+    """Returns the seconds per step for which replicas wait for each other's weights and gradients of a stage.
+
+    `held`: bytes of both on one device. `passes`: forward and backward of a microbatch, which overlap with
+    the transfers.
+    """
+    (weights, gradients), (forward_s, backward_s), shard = held, passes, layout.axes.dp_shard
+    gather_s = scatter_s = 0.0
+    if layout.weights == "resident" and shard > 1:
+        group = _along(layout.ways, shard * layout.ways)
+        gather_s = collective_s("all_gather", weights, group, cluster)
+        scatter_s = collective_s("reduce_scatter", gradients, group, cluster)
+        gradients = -(-gradients // shard)
+    added_s = collective_s("all_reduce", gradients, _same_weights(layout), cluster)
+    return max(0.0, gather_s - forward_s) + max(0.0, scatter_s + added_s - backward_s)
+
+
+def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    group, cp, device = range(layout.axes.tp), layout.axes.cp, cluster.devices[0]
+
+    @cache
+    def waits_s(summed: int, gathered: int) -> float:
+        adding = collective_s("all_reduce", summed // cp, group, cluster)
+        return adding + collective_s("all_gather", gathered // cp, group, cluster)
+
+    forward = np.array([waits_s(unit.forward_sum, unit.forward_gather) for unit in sharing.units])
+    backward = np.array([waits_s(unit.backward_sum, unit.backward_gather) for unit in sharing.units])
+    split, whole = (
+        np.array([[_slower(works, ways, device) for works in passes] for passes in sharing.passes])
+        for ways in (layout.ways, cp)
+    )
+    divided = sharing.divided[:, None]
+    slower = divided * split[sharing.pass_of] + (1 - divided) * whole[sharing.pass_of]
+    return times.times(*slower.T).plus(forward, backward)
+
+
+def _ringed(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    tp, cp, ranks = layout.axes.tp, layout.axes.cp, _along(layout.axes.tp, layout.ways)
+    forward, backward_input = parts.forward.copy(), parts.backward_input.copy()
+    for unit, size in sharing.rings.items():
+        # An all-gather by a ring is cp - 1 turns.
+        turn_s, double_s = (
+            collective_s("all_gather", sent // tp, ranks, cluster) / (cp - 1) for sent in (size, 2 * size)
+        )
+        forward[unit] = ring_s(forward[unit], turn_s, cp)
+        backward_input[unit] = ring_s(backward_input[unit], double_s, cp) + turn_s
+    return replace(parts, forward=forward, backward_input=backward_input)
+
+
+def _slower(works: Sequence[Work], shards: int, device: Device) -> float:
+    """Returns the time of a share of the works over that of all: no less than 1 / shards."""
+    whole = seconds(works, device)
+    if not whole:
+        return 1 / shards
+    return seconds([_part(work, shards) for work in works], device) / whole
+
+
+def _part(work: Work, shards: int) -> Work:
+    return work.model_copy(update={"flops": work.flops // shards, "moved_bytes": work.moved_bytes // shards})
+
+
+def _gathering(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    size = sharing.weights_bytes(layout.axes.tp)
+    group = _along(layout.ways, layout.axes.dp_shard * layout.ways)
+    gather = collective_s("all_gather", size, group, cluster)
+    scatter = collective_s("reduce_scatter", size, group, cluster)
+    forward = _slowdown(gather, float(times.forward.sum()))
+    backward = _slowdown(gather + scatter, float(times.backward.sum()))
+    return times.times(forward, backward, backward)
+
+
+def _slowdown(links_s: float, compute_s: float) -> float:
+    """Returns how much longer a pass takes that overlaps with the links."""
+    return max(1.0, links_s / compute_s) if compute_s else 1.0
+
+
+def _same_weights(layout: Layout) -> list[int]:
+    """Returns the ranks of the first group that hold the same part of the weights."""
+    axes, shard = layout.axes, layout.axes.dp_shard * layout.ways
+    return [r + c for r in range(0, layout.group, shard) for c in range(0, layout.ways, axes.tp)]
+
+
+def _along(step: int, size: int) -> range:
+    """Returns the ranks of the first group that differ in all but the innermost axes."""
+    return range(0, size, step)

@@ -1,0 +1,126 @@
+"""Holds the seconds of all units for one microbatch as arrays, because a search prices one model on many
+meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.hardware.devices import Device, host_link
+from outsize.ir.hardware.links import Link
+from outsize.ir.profile import Profile
+
+Seconds = NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitSeconds:
+    """Holds seconds of shape (n,) each: forward, backward of the input (`backward_input`) and of the weights
+    (`backward_weight`).
+    """
+
+    forward: Seconds
+    backward_input: Seconds
+    backward_weight: Seconds
+
+    @classmethod
+    def of(cls, profile: Profile) -> Self:
+        """Returns the seconds of a profile."""
+        rows = [(u.forward_s, u.backward_input_s, u.backward_weight_s) for u in profile.units]
+        return cls(*np.array(rows).reshape(-1, 3).T.copy())
+
+    @property
+    def backward(self) -> Seconds:
+        """Returns both parts of the backward."""
+        return self.backward_input + self.backward_weight
+
+    @property
+    def total(self) -> Seconds:
+        """Returns forward and backward."""
+        return self.forward + self.backward
+
+    def times(
+        self, forward: Seconds | float, backward_input: Seconds | float, backward_weight: Seconds | float
+    ) -> Self:
+        """Returns the seconds with each pass multiplied by a factor."""
+        return type(self)(
+            self.forward * forward,
+            self.backward_input * backward_input,
+            self.backward_weight * backward_weight,
+        )
+
+    def plus(self, forward: Seconds, backward_input: Seconds) -> Self:
+        """Returns the seconds with time added to each pass."""
+        return replace(
+            self, forward=self.forward + forward, backward_input=self.backward_input + backward_input
+        )
+
+    def recomputed(self) -> Self:
+        """Returns the seconds when a backward begins with a second forward."""
+        return replace(self, backward_input=self.backward_input + self.forward)
+
+    def merged(self, ends: Sequence[int]) -> Self:
+        """Returns the seconds of pieces of units; `ends` begins with 0 and ends with n."""
+        first = np.array(ends[:-1])
+        return type(self)(
+            *(
+                np.add.reduceat(times, first)
+                for times in (self.forward, self.backward_input, self.backward_weight)
+            )
+        )
+
+    def written(self, profile: Profile) -> Profile:
+        """Returns the profile with these seconds."""
+        rows = zip(
+            self.forward.tolist(), self.backward_input.tolist(), self.backward_weight.tolist(), strict=True
+        )
+        names = "forward_s", "backward_input_s", "backward_weight_s"
+        units = zip(profile.units, rows, strict=True)
+        changed = (unit.model_copy(update=dict(zip(names, row, strict=True))) for unit, row in units)
+        return profile.model_copy(update={"units": tuple(changed)})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Describes copies between a device and its host: overlapped with kernels on an accelerator, between them
+    on a CPU.
+    """
+
+    link: Link
+    overlaps: bool
+
+    @classmethod
+    def of(cls, device: Device) -> Self:
+        """Returns the device's link to its host; a CPU reads and writes its own memory."""
+        link = host_link(device)
+        own = Link(name="memory", latency_s=0.0, bytes_per_s=device.bytes_per_s / 2)
+        return cls(own if link is None else link, link is not None)
+
+    def slowed_s(self, passed_s: float, size_bytes: int, microbatches: int) -> float:
+        """Returns the seconds of a forward or backward while `size_bytes` leave or arrive.
+
+        Twice in a step, when forwards change to backwards and back, compute waits for one copy.
+        """
+        moved_s = self.link.seconds(size_bytes)
+        return max(passed_s, moved_s) + moved_s / microbatches if self.overlaps else passed_s + moved_s
+
+
+def fastest(kinds: Sequence[UnitSeconds]) -> UnitSeconds:
+    """Returns for each unit the seconds of the kind of device that is fastest there."""
+    if len(kinds) == 1:
+        return kinds[0]
+    chosen = np.argmin(np.stack([kind.total for kind in kinds]), axis=0)
+    units = np.arange(len(chosen))
+    passes = (
+        [k.forward for k in kinds],
+        [k.backward_input for k in kinds],
+        [k.backward_weight for k in kinds],
+    )
+    return UnitSeconds(*(np.stack(rows)[chosen, units] for rows in passes))

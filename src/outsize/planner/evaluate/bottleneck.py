@@ -1,0 +1,80 @@
+"""Finds the one thing that would have to change for a step to get shorter.
+
+    a unit       the slowest stage is a single unit, which no cut divides
+    the host     holds the weights: which share of the step the devices compute, and which the host does
+    memory       without the devices' limits another cut, or no recompute, would be faster by SEEN or more
+    links        transfers that no compute overlaps take that share of the step, or the replicas' gradients do
+    bubble       devices wait for that share: more microbatches or fewer stages would be faster
+    compute      none of these: the stage that sets the pace, with the share of the step for which it computes
+
+The first one that applies is returned. Shares are of the predicted step. Oracle:
+tests/unit/planner/evaluate/test_bottleneck.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+from outsize.ir.findings import (
+    Bottleneck,
+    BubbleBound,
+    ComputeBound,
+    GradientBound,
+    HostBound,
+    LinkBound,
+    MemoryBound,
+    SingleUnit,
+)
+from outsize.ir.graph import ModelGraph
+from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.evaluate.estimate import Estimate, waits_s
+
+SEEN: Final = 0.02
+MUCH: Final = 0.25
+
+
+def limited_by(estimate: Estimate, work: PrefixTimes, graph: ModelGraph, bounds: Sequence[int]) -> Bottleneck:
+    """Returns the bottleneck; `work` and `bounds` are of the graph's units."""
+    seconds = [c.forward_s + c.backward_s for c in estimate.costs]
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    first, layout, step_s = bounds[slowest], estimate.layout, estimate.step_s
+    if layout.hosted:
+        return _on_host(estimate)
+    if layout.stages > 1 and bounds[slowest + 1] - first == 1:
+        return SingleUnit(unit=graph.units[first].name, stage=slowest)
+    shorter_s = _memory_costs_s(work, estimate)
+    if shorter_s > SEEN * step_s:
+        return MemoryBound(shorter_s=shorter_s)
+    if estimate.sync_s > SEEN * step_s:
+        return GradientBound(replicas=layout.replicas, share=estimate.sync_s / step_s)
+    links_s = waits_s(estimate)
+    if links_s > SEEN * step_s:
+        return LinkBound(share=links_s / step_s)
+    if estimate.bubble > MUCH:
+        return BubbleBound(share=estimate.bubble)
+    return ComputeBound(stage=slowest, share=estimate.busy(slowest))
+
+
+def _on_host(estimate: Estimate) -> HostBound | ComputeBound:
+    """Returns the bottleneck with weights on the host; a case's `base` is what the device computes without
+    waiting.
+    """
+    computed_s = 0.0
+    for case, (first, end) in zip(estimate.cases, pairwise(estimate.bounds), strict=True):
+        forwards = 1 if case.recompute == "none" else 2
+        computed_s += sum(forwards * c.forward_s + c.backward_s for c in case.base.units[first:end])
+    busy = computed_s * estimate.layout.microbatches / (estimate.step_s * estimate.layout.axes.pp)
+    if 1 - busy <= SEEN:
+        return ComputeBound(stage=None, share=busy)
+    return HostBound(compute_share=busy, optimizer_share=estimate.sync_s / estimate.step_s)
+
+
+def _memory_costs_s(work: PrefixTimes, estimate: Estimate) -> float:
+    """Returns the seconds between the least step within this memory and the least one without limits."""
+    layout = estimate.layout
+    if not estimate.floor_s:
+        return 0.0
+    floor_s = work.floor_s(layout.schedule, layout.stages, layout.axes.pp, layout.microbatches)
+    return estimate.floor_s - floor_s

@@ -1,0 +1,412 @@
+"""Builds a model's tables for every layout that is asked for: each is built once, and only when it is needed.
+
+A layout that divides work over devices has its own seconds and bytes (costs/parallel_times.py,
+memory/sharded.py). A device of another kind than the one on which the model was timed has those seconds times
+the ratio that the roofline predicts, unit by unit. Models of very many units are cut in pieces
+(costs/coarsening.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from types import MappingProxyType
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.cluster import Cluster, Device
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Recompute
+from outsize.ir.profile import Profile
+from outsize.planner.bounds.chain import Room
+from outsize.planner.bounds.memory import MemoryBounds
+from outsize.planner.bounds.step_time import PrefixTimes, made_for
+from outsize.planner.costs.coarsening import coarse_graph, coarse_profile, pieces, refined_around
+from outsize.planner.costs.device_scaling import on_kind
+from outsize.planner.costs.parallel_times import Sharing, parallel_times, sync_s
+from outsize.planner.costs.unit_times import UnitSeconds, fastest
+from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, numbers, orders, taken
+from outsize.planner.heterogeneous.bounds import Crossing, Fleet, Groups
+from outsize.planner.layout.layout import Layout, grouped, of_kind
+from outsize.planner.layout.tensor_parallel import of_rank, styled
+from outsize.planner.memory.headroom import with_usable_memory
+from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
+from outsize.planner.memory.range_tables import owned_gradients
+from outsize.planner.memory.recomputed_blocks import block_ranges
+from outsize.planner.memory.sharded import UnshardedBytes, device_tables
+from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hosted
+from outsize.planner.partition.stage_prices import Case, Pipeline
+
+Candidates = Mapping[int, tuple[ModelGraph, Profile]]
+"""Maps the microbatches of the whole batch to the model at that size, with its costs."""
+Key = tuple[object, ...]
+# Up to this many units every cut is tried; larger models are cut into this many pieces.
+PIECES: Final = 400
+# A layout whose lower bound exceeds another's likely step by this factor is unlikely to win.
+BEYOND: Final = 1.08
+# A layout is arranged up to this often: each time with what the account found too much.
+ATTEMPTS: Final = 3
+
+
+@final
+class CostTables:
+    """Builds the cases and pipelines of one model on one cluster."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        cluster: Cluster,
+        optimizer: str,
+        most: int = PIECES,
+        ends: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+        idle: bool = False,
+    ) -> None:
+        """Takes the models by microbatches; `idle`: some unequal devices may be left out."""
+        self._candidates, self._cluster, self._optimizer = candidates, cluster, optimizer
+        self._rooms, self._most = with_usable_memory(cluster), most
+        self._unequal, self._idle = cluster.unequal, idle
+        self._blocks: dict[Key, StreamedBlocks] = {}
+        self._groups: dict[int, Cluster | None] = {}
+        self._most_bytes: dict[int, tuple[int, ...]] = {}
+        self._kinds = tuple({device.kind: device for device in cluster.devices}.values())
+        self._ends = dict(ends)
+        self._costs: dict[Key, UnitSeconds] = {}
+        self._made: dict[int, NDArray[np.int64]] = {}
+        self._shares: dict[tuple[int, bool], Sharing] = {}
+        self._works: dict[Key, PrefixTimes] = {}
+        self._cases: dict[Key, Case] = {}
+        self._alike: dict[Key, Cluster] = {}
+        self._fleets: dict[Key, Fleet | None] = {}
+        self._crossing: dict[int, Crossing] = {}
+        self._cuts: dict[Layout, tuple[int, ...]] = {}
+        self._reached_s = inf
+        self._least = MemoryBounds(candidates, optimizer_bytes(optimizer), not self._unequal)
+
+    def pipeline(
+        self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
+    ) -> Pipeline | None:
+        """Returns the pipeline of the layout with its tables, None without room; `places[stage]` is its rank
+        among the groups.
+        """
+        room = self._grouped(layout.group)
+        if room is None:
+            return None
+        ranks = layout.ranks if places is None else tuple(places)
+        groups = grouped(self._cluster, layout.group)
+        assert groups is not None, "the groups with usable memory exist"
+        devices = [groups.devices[rank] for rank in ranks]
+        ways = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
+        return Pipeline(layout, groups, room, ranks, ways, tuple(map(self._like, devices)))
+
+    def _like(self, device: Device) -> Cluster:
+        """Returns all devices of the same kind: a group is among them."""
+        if not self.unequal:
+            return self._cluster
+        key = device.kind, device.memory_bytes
+        if key not in self._alike:
+            self._alike[key] = of_kind(self._cluster, *key)
+        return self._alike[key]
+
+    def _grouped(self, group: int) -> Cluster | None:
+        """Returns a device for each group, with the memory that a peak may take."""
+        if group not in self._groups:
+            self._groups[group] = grouped(self._rooms, group)
+        return self._groups[group]
+
+    def _room_bytes(self, group: int) -> tuple[int, ...]:
+        """Returns the bytes that peaks may take of the first device of each group, in descending order."""
+        if group not in self._most_bytes:
+            groups = self._grouped(group)
+            devices = self._rooms.devices[::group] if groups is None else groups.devices
+            self._most_bytes[group] = tuple(sorted((d.memory_bytes for d in devices), reverse=True))
+        return self._most_bytes[group]
+
+    @property
+    def unequal(self) -> bool:
+        """Returns whether the order of the devices matters."""
+        return self._unequal
+
+    def pipelines(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
+        """Yields the pipeline in rank order, and where devices differ in orders that are balanced."""
+        if self.unequal and self._idle and layout.chunks == 1 and not self.exact(layout):
+            yield from self._arranged(layout, recompute)
+            return
+        in_order = self.pipeline(layout, recompute)
+        if in_order is None:
+            return
+        for pipeline in (in_order, *(self._ordered(layout, recompute) if self.unequal else ())):
+            yield pipeline
+            if layout.chunks > 1:
+                yield replace(pipeline, even=False)
+                yield from (replace(pipeline, even=False, first_way=way) for way in range(1, len(recompute)))
+
+    def _ordered(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
+        """Yields pipelines with other groups at the stages, or with fewer of them."""
+        groups = grouped(self._cluster, layout.group)
+        assert groups is not None, "there is a pipeline in rank order"
+        cases = [self.case(layout, device, recompute[-1]) for device in first_of(groups)]
+        once = layout.chunks == 1
+        for places in orders(layout.on(layout.axes.pp), groups, cases, self._idle and once):
+            fewer = layout.on(len(places)) if once else layout
+            ranks = tuple(places[rank] for rank in fewer.ranks)
+            if ranks != layout.ranks and (pipeline := self.pipeline(fewer, recompute, ranks)):
+                yield pipeline
+
+    def _arranged(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
+        """Yields a model of very many units, cut unit by unit as kinds are assigned, then in those pieces."""
+        fleet, groups = self._fleet(layout, recompute), grouped(self._cluster, layout.group)
+        if fleet is None or groups is None:
+            return
+        floor_s, made, over = self.floor_s(layout, recompute), None, dict[int, float]()
+        for _ in range(ATTEMPTS):
+            if (arrangement := fleet.arranged(floor_s, over)) is None:
+                break
+            fewer = layout.on(len(arrangement[0]))
+            self._cuts[fewer] = arrangement[1]
+            made = self.pipeline(fewer, recompute, taken(arrangement[0], groups))
+            assert made is not None, "there are groups"
+            if not (more := excess_bytes(made, arrangement[0])):
+                break
+            over = {kind: over.get(kind, 0.0) + more.get(kind, 0.0) for kind in {*over, *more}}
+        yield from [made] if made is not None else []
+
+    def finer(self, layout: Layout, bounds: Sequence[int]) -> CostTables:
+        """Returns tables that are unit by unit around the bounds that were found for a layout."""
+        ends = {layout.captured: refined_around(self.ends(layout), bounds)}
+        return CostTables(self._candidates, self._cluster, self._optimizer, self._most, ends)
+
+    def graph(self, layout: Layout) -> ModelGraph:
+        """Returns the model at the layout's microbatch size, unit by unit."""
+        return self._candidates[layout.captured][0]
+
+    def whole(self, layout: Layout, device: Device) -> tuple[ModelGraph, Profile, UnitSeconds]:
+        """Returns the model unit by unit, with its seconds on such a device."""
+        return *self._candidates[layout.captured], self._seconds(layout, device)
+
+    def by_blocks(self, layout: Layout) -> bool:
+        """Returns whether stages may be recomputed block by block besides as a whole: hosted ones
+        always are.
+        """
+        return not layout.hosted and not self.unequal
+
+    def exact(self, layout: Layout) -> bool:
+        """Returns whether every cut of the model is tried."""
+        return len(self.ends(layout)) == len(self.graph(layout).units) + 1
+
+    def ends(self, layout: Layout) -> tuple[int, ...]:
+        """Returns the first unit of each piece, then the number of units."""
+        if layout in self._cuts:
+            return self._cuts[layout]
+        if layout.captured not in self._ends:
+            seconds = self._alone(layout.captured, self._cluster.devices[0])
+            self._ends[layout.captured] = pieces(self.graph(layout), seconds, self._most)
+        return self._ends[layout.captured]
+
+    def work(self, layout: Layout) -> PrefixTimes:
+        """Returns the seconds of all units, not of pieces, on the fastest devices."""
+        kinds = self._kinds_of(layout)
+        key = *_spread_key(layout), *(device.kind for device in kinds)
+        if key not in self._works:
+            costs = [self._seconds(layout, device) for device in kinds]
+            self._works[key] = PrefixTimes.along(self._made_for(layout.captured), fastest(costs))
+        return self._works[key]
+
+    def may_fit(self, layout: Layout, recompute: Sequence[Recompute]) -> bool:
+        """Returns whether all devices together have room, judged by sums: no table is needed."""
+        return self._least.may_fit(layout, recompute, self._room_bytes(layout.group))
+
+    def least_s(self, layout: Layout) -> float:
+        """Returns a lower bound of every step: all work, with the recompute that memory forces, on all
+        devices.
+        """
+        m, pp, work = layout.microbatches, layout.axes.pp, self.work(layout)
+        paced_s = (work.total_s + self.recompute_s(layout)) / pp
+        fleet = self._fleet(layout, ("none", "full"))
+        if fleet is not None:
+            self._reached_s = min(self._reached_s, BEYOND * fleet.likely_s)
+        return max(work.least_s(pp, m), m * paced_s, fleet.least_s if fleet is not None else 0.0)
+
+    def floor_s(self, layout: Layout, recompute: Sequence[Recompute], most_s: float = inf) -> float:
+        """Returns a lower bound of the step of any cut that fits, with a stage on each device, in these
+        options.
+
+        On unequal devices it holds for any order; it is not sought above `most_s`, or above another layout's
+        likely step.
+        """
+        fleet = self._fleet(layout, recompute)
+        if fleet is None:
+            how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
+            return self.work(layout).floor_s(*how, self._room(layout, recompute))
+        if self._grouped(layout.group) is None:
+            return inf
+        floor_s = fleet.floor_s(self._reached_s if most_s == inf else most_s)
+        self._reached_s = min(self._reached_s, BEYOND * floor_s)
+        return floor_s
+
+    def _fleet(self, layout: Layout, recompute: Sequence[Recompute] = ("none",)) -> Fleet | None:
+        """Returns unequal groups as a fleet; None where all are equal, or seconds depend on where a
+        stage is.
+        """
+        if not self.unequal or layout.hosted:
+            return None
+        recompute = tuple(option for option in recompute if option != "selective")
+        key = layout, *recompute
+        if key not in self._fleets:
+            self._fleets[key] = self._made_fleet(layout, recompute)
+        return self._fleets[key]
+
+    def _made_fleet(self, layout: Layout, recompute: Sequence[Recompute]) -> Fleet | None:
+        groups, room = grouped(self._cluster, layout.group), self._grouped(layout.group)
+        if groups is None or room is None:
+            return None
+        kinds = [
+            Groups.of(number, self._seconds(layout, device), least.memory_bytes)
+            for number, device, least in zip(numbers(groups), first_of(groups), first_of(room), strict=True)
+        ]
+        optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
+        weights, gradients, states, saved = self._least.bytes_of(layout, slice(None))
+        graded, ways = weights + gradients + states, layout.axes.tp * layout.axes.dp_shard
+        temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / ways
+        updating = graded + weights / max(float(weights[-1]), 1.0) * temporary
+        if layout.captured not in self._crossing:
+            self._crossing[layout.captured] = Crossing.of(graph)
+        crossing = self._crossing[layout.captured]
+        held = crossing.shared(layout.ways, weights + states, graded, saved, updating)
+        again = tuple(dict.fromkeys(way != "none" for way in recompute))
+        return Fleet(kinds, held, self.work(layout), (layout.schedule, layout.microbatches), again)
+
+    def _groups_like(self, layout: Layout) -> list[Cluster]:
+        """Returns for each kind that has such groups all devices of it."""
+        return [self._like(device) for device in self._kinds_of(layout)] if self.unequal else [self._cluster]
+
+    def _kinds_of(self, layout: Layout) -> Sequence[Device]:
+        """Returns a device of each kind that has such groups."""
+        groups = grouped(self._cluster, layout.group) if self.unequal else None
+        return self._kinds if groups is None else first_of(groups)
+
+    def _room(self, layout: Layout, recompute: Sequence[Recompute]) -> Room | None:
+        """Returns what each stage may hold; None where weights or seconds depend on which device it is."""
+        if layout.hosted or len(self._kinds) > 1 or "offload" in recompute:
+            return None
+        return self._least.room(layout, recompute, self._room_bytes(layout.group)[0])
+
+    def recompute_s(self, layout: Layout) -> float:
+        """Returns a lower bound of the forward seconds of a microbatch that memory forces to be
+        recomputed.
+        """
+        return self._least.recompute_s(layout, self.work(layout), self._room_bytes(layout.group))
+
+    def together_s(self, layout: Layout) -> float:
+        """Returns the seconds that replicas take to reduce the gradients of an average stage."""
+        if layout.hosted:
+            return 0.0
+        size = int(self._least.bytes_of(layout)[1]) // layout.stages
+        return min(sync_s((0, size), (0.0, 0.0), layout, like) for like in self._groups_like(layout))
+
+    def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
+        """Returns tables of the layout's units on such a device; `selective`: all of them, block by block."""
+        key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
+        key = (*key, self._cuts.get(layout))
+        if key not in self._cases:
+            if layout.hosted:
+                whole, seconds = self._whole(layout, device), self._alone(layout.captured, device)
+                blocks, where = self._blocks_of(layout, device), (self.ends(layout), layout, self._cluster)
+                self._cases[key] = hosted(whole, blocks, seconds, *where, recompute)
+            elif recompute in ("full", "offload"):
+                self._cases[key] = self.case(layout, device, "none").with_recompute(recompute, device)
+            else:
+                self._cases[key] = self._built(layout, device, recompute)
+        return self._cases[key]
+
+    def _built(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
+        base = (*_spread_key(layout), layout.axes.dp_shard, device.kind, recompute, self._cuts.get(layout))
+        if base not in self._cases:
+            whole, seconds = self._whole(layout, device), self._seconds(layout, device)
+            if recompute == "selective":
+                whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
+            turning = max(self._sharing(layout).rings.values(), default=0) if layout.axes.cp > 1 else 0
+            styled, gathered = self.graph(layout).tensor is not None, self._gathered(layout)
+            ranges = device_tables(whole.ranges, layout, turning // layout.axes.cp, gathered, styled)
+            self._cases[base] = replace(whole, ranges=ranges).with_seconds(seconds.merged(self.ends(layout)))
+        return replace(self._cases[base], microbatches=layout.microbatches)
+
+    def _gathered(self, layout: Layout) -> UnshardedBytes | None:
+        """Returns what is gathered for a moment, where weights are sharded."""
+        if layout.weights != "sharded":
+            return None
+        graph, _ = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+        left = layout.axes.tp if graph.tensor is None else 1
+        return UnshardedBytes.of(graph, optimizer_bytes(self._optimizer), self.ends(layout), left)
+
+    def _whole(self, layout: Layout, device: Device) -> Case:
+        """Returns the case of the model as one tensor-parallel rank runs it: bytes are divided from here."""
+        key = "whole", layout.captured, layout.axes.tp, layout.sequence, style_of(device.kind)
+        key = (*key, self._cuts.get(layout))
+        if key not in self._cases:
+            ends = self.ends(layout)
+            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+            on_device = profile.model_copy(update={"device": device.kind})
+            costs = coarse_profile(on_device, ends)
+            case = Case.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
+            self._cases[key] = case
+        return self._cases[key]
+
+    def _in_blocks(self, layout: Layout, device: Device) -> Case:
+        """Returns the same when all units are recomputed block by block."""
+        key = "blocks", layout.captured, layout.axes.tp, layout.sequence, device.kind, self._cuts.get(layout)
+        if key not in self._cases:
+            whole = self._whole(layout, device)
+            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+            gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
+            ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))
+            self._cases[key] = replace(whole, ranges=ranges, recompute="selective")
+        return self._cases[key]
+
+    def _seconds(self, layout: Layout, device: Device) -> UnitSeconds:
+        key = (*_spread_key(layout), device.kind)
+        if key not in self._costs:
+            seconds = self._alone(layout.captured, device)
+            if layout.ways > 1 or layout.weights == "sharded":
+                seconds = parallel_times(self._sharing(layout), seconds, layout, self._like(device))
+            elif layout.hosted:
+                # With recompute a unit computes for longer and waits for less: a lower bound takes the
+                # minimum of both.
+                where = self._blocks_of(layout, device), seconds, layout, self._cluster
+                seconds = fastest([fetching(*where, again) for again in (False, True)])
+            self._costs[key] = seconds
+        return self._costs[key]
+
+    def _blocks_of(self, layout: Layout, device: Device) -> StreamedBlocks:
+        key = layout.captured, device.kind
+        if key not in self._blocks:
+            model, seconds = self._candidates[layout.captured], self._alone(layout.captured, device)
+            self._blocks[key] = StreamedBlocks.of(*model, seconds, optimizer_bytes(self._optimizer))
+        return self._blocks[key]
+
+    def _alone(self, captured: int, device: Device) -> UnitSeconds:
+        """Returns the seconds on one device of this kind."""
+        key = "alone", captured, device.kind
+        if key not in self._costs:
+            self._costs[key] = on_kind(*self._candidates[captured], self._cluster.devices[0], device)
+        return self._costs[key]
+
+    def _made_for(self, captured: int) -> NDArray[np.int64]:
+        if captured not in self._made:
+            self._made[captured] = made_for(self._candidates[captured][0])
+        return self._made[captured]
+
+    def _sharing(self, layout: Layout) -> Sharing:
+        key = layout.captured, layout.sequence
+        if key not in self._shares:
+            self._shares[key] = Sharing.of(styled(self.graph(layout), layout.sequence))
+        return self._shares[key]
+
+
+def _spread_key(layout: Layout) -> Key:
+    """Returns what changes the seconds of a unit."""
+    shards = layout.axes.dp_shard if layout.weights == "sharded" else 1
+    where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.hosted else ()
+    return layout.captured, layout.axes.tp, layout.axes.cp, layout.sequence, layout.weights, shards, *where

@@ -1,0 +1,393 @@
+"""Prices one cut: seconds by simulating its schedule, bytes by executing it. Cuts are not moved.
+
+`price` is for plans that a person has edited; the search uses the same `estimate` for its own. Of a step of
+very many microbatches only a part is simulated: once the pipeline is full it repeats itself (a max-plus
+system is periodic), so the remaining time follows from the rate of the simulated part. Where links set the
+pace the period need not divide p: hence the rate is that of half of the simulated microbatches. With links of
+up to ten forwards that is within 0.2 % of a full simulation for up to 16 stages, within 1.5 % for 64 (the
+rate of the last p microbatches is up to 6 % off). Oracle: tests/unit/planner/evaluate/test_estimate.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.errors import TooFewSamples
+from outsize.ir.cluster import Cluster, Device
+from outsize.ir.findings import FullestDevice, SlowestStage
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Expected, StageFigures
+from outsize.ir.schedule import Kind, Schedule
+from outsize.ir.timeline import Timeline
+from outsize.planner.costs.parallel_times import sync_s
+from outsize.planner.costs.stage_edges import Edge, Edges, edges_of
+from outsize.planner.evaluate.plan_findings import fullest_device, slowest_stage
+from outsize.planner.layout.layout import How, Layout
+from outsize.planner.memory.account import (
+    InFlightState,
+    StageMemory,
+    account_stage,
+    component_counts,
+    component_table,
+)
+from outsize.planner.memory.headroom import p50_bytes, p95_bytes, peak_margin
+from outsize.planner.memory.in_flight_states import states_along_edges, states_by_rank, states_by_stage
+from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.simulation.critical_path import Cost, Network
+from outsize.planner.simulation.simulate import StageCost, simulate
+from outsize.schedules.lower import lower
+from outsize.schedules.planned import planned
+
+# At most this many forwards of one step are simulated, over all stages.
+PLAYED: Final = 4096
+# A backward in two halves costs a CPU this much for each unit whose weights wait: 80 to 200 us for ResNet-50,
+# MLPs and a transformer (docs/decisions/0028-stages-form-a-dag.md).
+SPLIT_S: Final = 1e-4
+# After this many rounds of p microbatches a pipeline repeats itself.
+FILLED: Final = 3
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """Describes one way to run a model, with what it is expected to cost.
+
+    `pipeline_s` is for all microbatches; for `sync_s` replicas wait for each other. No cut of this layout
+    that fits makes a step shorter than `floor_s`, which is 0 where it is unknown.
+    """
+
+    pipeline: Pipeline
+    bounds: tuple[int, ...]
+    cases: tuple[Case, ...]
+    costs: tuple[StageCost, ...]
+    pipeline_s: float
+    sync_s: float
+    floor_s: float = 0.0
+
+    @property
+    def layout(self) -> Layout:
+        """Returns everything but the cuts."""
+        return self.pipeline.layout
+
+    @property
+    def graph(self) -> ModelGraph:
+        """Returns the graph of one microbatch."""
+        return self.pipeline.case.graph
+
+    @cached_property
+    def memories(self) -> tuple[StageMemory, ...]:
+        """Returns the memory of each stage at the worst moment of its device."""
+        return _memories(self.pipeline, self.bounds, self.cases)
+
+    @property
+    def ways(self) -> tuple[int, ...]:
+        """Returns the index of each stage's case among its options."""
+        pairs = zip(self.pipeline.ways, self.cases, strict=True)
+        return tuple(options.index(case) for options, case in pairs)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Returns the first device of each stage."""
+        return tuple(map(self.pipeline.device, range(self.pipeline.stages)))
+
+    @property
+    def step_s(self) -> float:
+        """Returns the predicted seconds of a step without the optimizer's."""
+        return self.pipeline_s + self.sync_s
+
+    @property
+    def bubble(self) -> float:
+        """Returns the share of all device-seconds in which no device computes."""
+        pp, m = self.layout.axes.pp, self.layout.microbatches
+        computed = m * sum(c.forward_s + c.backward_s for c in self.costs)
+        return 1.0 - computed / self.step_s / pp if self.step_s else 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Returns the peak of the fullest device."""
+        return max(self.held_bytes(rank) for rank in range(self.layout.axes.pp))
+
+    def busy(self, stage: int) -> float:
+        """Returns the share of the step in which the stage's device computes."""
+        own_stages = self.layout.stages_on(self.layout.ranks[stage])
+        computed = sum(self.costs[s].forward_s + self.costs[s].backward_s for s in own_stages)
+        return self.layout.microbatches * computed / self.step_s if self.step_s else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Returns whether every device holds all its stages."""
+        room_devices = (self.pipeline.room.devices[rank].memory_bytes for rank in self.pipeline.ranks)
+        held = map(self.held_bytes, range(self.layout.axes.pp))
+        return all(size <= room for size, room in zip(held, room_devices, strict=False))
+
+    def held_bytes(self, rank: int) -> int:
+        """Returns the bytes of all stages of a rank."""
+        return sum(self.memories[stage].peak_bytes for stage in self.layout.stages_on(rank))
+
+
+def estimate(
+    pipeline: Pipeline, bounds: Sequence[int], ways: Sequence[int], floor_s: float = 0.0
+) -> Estimate:
+    """Simulates and accounts one cut; `ways[stage]` is the index of the stage's case."""
+    edges = edges_of(pipeline.case.flows, bounds)
+    cases = tuple(pipeline.ways[stage][way] for stage, way in enumerate(ways))
+    depths = in_flight(pipeline.layout) if any(case.host_copies for case in cases) else (1,) * len(cases)
+    runs = zip(cases, pairwise(bounds), depths, strict=True)
+    costs = tuple(stage_cost(case, *run, held) for case, run, held in runs)
+    return Estimate(
+        pipeline,
+        tuple(bounds),
+        cases,
+        costs,
+        _step_s(pipeline, edges, costs),
+        max(
+            _sync_s(pipeline, *of) for of in zip(cases, pairwise(bounds), costs, pipeline.alike, strict=True)
+        ),
+        floor_s,
+    )
+
+
+def waits_s(estimate: Estimate) -> float:
+    """Returns the seconds by which the step would be shorter if links cost nothing."""
+    edges, layout = edges_of(estimate.pipeline.case.flows, estimate.bounds), estimate.layout
+    simulated = simulated_microbatches(layout)
+    seconds = _seconds(estimate.pipeline, edges, estimate.costs, simulated)
+    free = {cost: 0.0 if cost[-1] >= 0 else cost_s for cost, cost_s in seconds.items()}
+    network = _network_of(layout, simulated, edges)
+    return (network.step_s(seconds) - network.step_s(free)) * layout.microbatches / simulated
+
+
+def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
+    """Returns the compute-only schedule with the transfers of these edges."""
+    return lower(schedule, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
+
+
+def simulated_microbatches(layout: Layout) -> int:
+    """Returns how many microbatches are simulated: all of them, or enough to extrapolate."""
+    if layout.actions:
+        return layout.microbatches
+    enough = max(PLAYED // layout.stages, (FILLED + 1) * layout.axes.pp)
+    return layout.microbatches - max(0, layout.microbatches - enough) // layout.axes.pp * layout.axes.pp
+
+
+def _step_s(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> float:
+    """Returns the seconds of all microbatches, of which the last ones may not be simulated."""
+    layout = pipeline.layout
+    simulated = simulated_microbatches(layout)
+    seconds = _seconds(pipeline, edges, costs, simulated)
+    step_s = _network_of(layout, simulated, edges).step_s(seconds)
+    if simulated == layout.microbatches:
+        return step_s
+    shorter_s = _network_of(layout, simulated - _window(layout, simulated), edges).step_s(seconds)
+    return step_s + (layout.microbatches - simulated) * (step_s - shorter_s) / _window(layout, simulated)
+
+
+def _window(layout: Layout, simulated: int) -> int:
+    """Returns how many of the simulated microbatches give the rate: rounds of p, after those that fill the
+    pipeline.
+    """
+    pp = layout.axes.pp
+    return max(min(simulated // 2, simulated - FILLED * pp) // pp, 1) * pp
+
+
+Along = frozenset[Edge]
+
+
+@lru_cache(maxsize=64)
+def _network(how: How, forward: Along, backward: Along, step: Along) -> Network:
+    """Returns the events of one step; the same for all cuts that send along the same edges."""
+    return Network.of(planned(*how), forward, backward, step)
+
+
+def _network_of(layout: Layout, microbatches: int, edges: Edges) -> Network:
+    how = layout.how(microbatches)
+    return _network(how, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
+
+
+def _seconds(
+    pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost], microbatches: int
+) -> dict[Cost, float]:
+    """Returns the seconds of every kind of node."""
+    cp, seconds = pipeline.layout.axes.cp, dict[Cost, float]()
+    for stage, cost in enumerate(costs):
+        seconds |= {(kind, stage, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    for kind, sizes in ((Kind.F, forward_bytes(edges, microbatches)), (Kind.B, edges.backward)):
+        for (source, destination), size in _shares(sizes, cp).items():
+            seconds[kind, source, destination] = pipeline.link(source, destination).seconds(size)
+    return seconds
+
+
+def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) -> Timeline:
+    """Returns the predicted Timeline of the simulated microbatches."""
+    layout, edges = pipeline.layout, edges_of(pipeline.case.flows, bounds)
+    simulated = simulated_microbatches(layout)
+    lowered = lower_along(edges, planned(*layout.how(simulated)))
+    first_of = {rank: stage for stage, rank in reversed(tuple(enumerate(layout.ranks)))}
+    return simulate(
+        lowered,
+        costs,
+        _shares(forward_bytes(edges, simulated), layout.axes.cp),
+        _shares(edges.backward, layout.axes.cp),
+        lambda a, b: pipeline.link(first_of[a], first_of[b]),
+    )
+
+
+def _shares(sizes: Mapping[Edge, int], cp: int) -> Mapping[Edge, int]:
+    """Divides the bytes of each edge over the devices of a context-parallel group (each sends its part)."""
+    return {edge: -(-size // cp) for edge, size in sizes.items()}
+
+
+Run = tuple[int, int]
+
+
+def _memories(pipeline: Pipeline, bounds: Sequence[int], cases: Sequence[Case]) -> tuple[StageMemory, ...]:
+    """Returns the memory of each stage in its case, at the worst moment of its device."""
+    layout, runs = pipeline.layout, tuple(pairwise(bounds))
+    key = layout.how()
+    if layout.chunks == 1 and not layout.actions:
+        states = states_by_stage(*key[:4])
+        return tuple(_account(*of) for of in zip(cases, runs, states, strict=True))
+    stage_edges = frozenset[Edge](), frozenset[Edge]()
+    if layout.actions:
+        edges = edges_of(pipeline.case.flows, bounds)
+        stage_edges = frozenset({*edges.forward, *edges.step}), frozenset(edges.backward)
+    worst_states: dict[int, InFlightState] = {}
+    for rank in range(layout.axes.pp):
+        own = layout.stages_on(rank)
+        cases_and_runs = tuple(cases[s] for s in own), tuple(runs[s] for s in own)
+        worst_states |= dict(zip(own, _worst_states(*cases_and_runs, key, stage_edges, rank), strict=True))
+    return tuple(_account(*of, (worst_states[s],)) for s, of in enumerate(zip(cases, runs, strict=True)))
+
+
+# Cuts that are compared differ in a stage or two: the memory of the others is cached. The last tables stay
+# alive.
+@lru_cache(maxsize=128)
+def _account(case: Case, run: Run, moments: tuple[InFlightState, ...]) -> StageMemory:
+    return account_stage(case.ranges, case.graph, run, moments)
+
+
+@lru_cache(maxsize=128)
+def _worst_states(
+    cases: tuple[Case, ...], runs: tuple[Run, ...], how: How, along: tuple[Along, Along], rank: int
+) -> tuple[InFlightState, ...]:
+    """Returns the joint state in which the stages of a device hold most together."""
+    here = (case.ranges.of_run(*run) for case, run in zip(cases, runs, strict=True))
+    parts = np.concatenate([component_table(ranges, how[2]) for ranges in here])
+    return _moments(how, along)[rank][int(np.argmax(_counts(how, along, rank) @ parts))]
+
+
+@lru_cache(maxsize=64)
+def _counts(how: How, along: tuple[Along, Along], rank: int) -> NDArray[np.float64]:
+    """Returns, for each joint state of a rank, the component counts of its stages, one after the other."""
+    return np.array(
+        [
+            np.concatenate([component_counts(alive) for alive in moment])
+            for moment in _moments(how, along)[rank]
+        ]
+    )
+
+
+def _moments(how: How, along: tuple[Along, Along]) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
+    return states_along_edges(how, along) if how[-1] else states_by_rank(*how[:4])
+
+
+def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost, alike: Cluster) -> float:
+    layout = pipeline.layout
+    if case.after_s is not None:
+        return float(case.after_s[run])
+    if layout.replicas * layout.axes.cp == 1:
+        return 0.0
+    ranges = case.ranges
+    held = int(ranges.weights[run] - ranges.buffers[run]), int(ranges.gradients[run])
+    return sync_s(held, (cost.forward_s, cost.backward_s), layout, alike)
+
+
+def in_flight(layout: Layout) -> tuple[int, ...]:
+    """Returns the largest number of microbatches that each stage holds, as a chain."""
+    states_of = states_by_stage(*layout.how()[:4])
+    return tuple(max(alive.in_flight for alive in states) for states in states_of)
+
+
+def stage_cost(case: Case, first: int, end: int, in_flight_count: int = 1) -> StageCost:
+    """Returns the costs of the units first..end-1; the microbatch being computed never goes to the host."""
+    seconds = case.seconds
+    passes = seconds.forward, seconds.backward, seconds.backward_weight
+    split_s = (
+        SPLIT_S * int(np.count_nonzero(seconds.backward_weight[first:end]))
+        if case.base.device == "cpu"
+        else 0.0
+    )
+    forward_s, backward_s, weight_s = (sum(times[first:end].tolist()) for times in passes)
+    if case.host_copies is not None and in_flight_count > 1:
+        moved = int(case.ranges.on_host[first, end]), case.microbatches
+        forward_s, backward_s = (case.host_copies.slowed_s(s, *moved) for s in (forward_s, backward_s))
+    return StageCost(forward_s, backward_s, weight_s, split_s)
+
+
+def expected(found: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:
+    """Returns the figures that a plan shows; `bounds` are those of the graph's units."""
+    measured = all(c.source == "measured" for c in found.pipeline.case.base.units)
+    return Expected(
+        step_s=found.step_s,
+        bubble=found.bubble,
+        samples_per_s=batch_size / found.step_s if found.step_s else 0.0,
+        stages=tuple(_figures(found, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
+        source="measured" if measured else "roofline",
+        margins=tuple(dict.fromkeys(map(peak_margin, found.devices))),
+    )
+
+
+def reasons(found: Estimate, graph: ModelGraph, bounds: Sequence[int]) -> tuple[SlowestStage, FullestDevice]:
+    """Returns the slowest stage and the fullest device; `bounds` are those of the graph's units."""
+    return (
+        slowest_stage(graph, bounds, found.costs),
+        fullest_device(found.memories, found.devices, found.layout.ranks, found.layout.group),
+    )
+
+
+def check_enough(batch_size: int, microbatches: int) -> None:
+    """Raises TooFewSamples when a microbatch would be empty."""
+    if microbatches > batch_size:
+        raise TooFewSamples(
+            f"a batch of {batch_size} cannot be cut into {microbatches} microbatches",
+            numbers=f"{microbatches - batch_size} would be empty",
+            next_step=f"--microbatches {batch_size}, or a larger --batch",
+        )
+
+
+def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
+    """Returns the bytes per forward message; a step edge on the same stages is spread over the step's
+    messages.
+    """
+    merged = dict(edges.step)
+    for edge, size in edges.forward.items():
+        merged[edge] = size + edges.step.get(edge, 0) // microbatches
+    return merged
+
+
+def _figures(found: Estimate, stage: int, units: int) -> StageFigures:
+    first, end = found.bounds[stage], found.bounds[stage + 1]
+    memory, cost = found.memories[stage], found.costs[stage]
+    held, device = found.held_bytes(found.layout.ranks[stage]), found.devices[stage]
+    return StageFigures(
+        units=units,
+        parameters=sum(p.numel for p in found.graph.owned_parameters(first, end - 1)),
+        forward_s=cost.forward_s,
+        backward_s=cost.backward_s,
+        weights_bytes=memory.weights_bytes,
+        gradients_bytes=memory.gradients_bytes,
+        optimizer_bytes=memory.optimizer_bytes,
+        activations_bytes=memory.activations_bytes,
+        boundary_bytes=memory.boundary_bytes,
+        busy=found.busy(stage),
+        device_bytes=device.memory_bytes,
+        p50_bytes=p50_bytes(held, device),
+        p95_bytes=p95_bytes(held, device),
+    )

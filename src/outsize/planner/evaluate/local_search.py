@@ -1,0 +1,84 @@
+"""Problem: the cut with the least maximum price is not always the shortest step, because a price knows
+one stage at a time.
+
+From that cut, the bounds are moved by one unit and stages change their option, one at a time, as long as the
+simulated step gets shorter and everything fits: steepest descent over neighbouring cuts (Kernighan and Lin,
+BSTJ 49(2), 1970, along a chain). It is deterministic; at most MOST cuts are simulated. The plan's gap shows
+what the optimum may be below. Complexity: MOST simulations. Oracle: tests/unit/planner/search/test_joint.py
+knows the best of all plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final
+
+from outsize.planner.evaluate.estimate import Estimate, estimate
+
+MOST: Final = 48
+# Steps of more stages take too long to simulate for many of them to be tried.
+MOST_STAGES: Final = 64
+# A smaller share of a step is no reason to leave the better balanced cut.
+WORTH: Final = 1e-3
+
+
+def polish(start: Estimate) -> Estimate:
+    """Returns the start, or a cut reached over neighbours with a shorter step."""
+    if len(start.ways) > MOST_STAGES:
+        return start
+    best, remaining = _with_first_options(start), MOST
+    while remaining > 0:
+        places, most_s = list(islice(_neighbours(best), remaining)), best.step_s * (1 - WORTH)
+        remaining -= len(places)
+        tried = (_at(best, *place) for place in places if best.pipeline.busy_s(*place) < most_s)
+        worth = sorted((e for e in tried if e.step_s < most_s), key=lambda e: e.step_s)
+        shorter = next((e for e in worth if e.fits), None)
+        if shorter is None:
+            break
+        best = shorter
+    return _with_first_options(best)
+
+
+def _with_first_options(best: Estimate) -> Estimate:
+    """Moves each stage to its first option, or to a later one that holds less, where that fits and takes no
+    longer.
+    """
+    for stage in (stage for stage, way in enumerate(best.ways) if way):
+        simpler = _at(best, best.bounds, (*best.ways[:stage], 0, *best.ways[stage + 1 :]))
+        if simpler.step_s <= best.step_s and simpler.fits:
+            best = simpler
+        else:
+            best = min(
+                (best, *_holding_less(best, stage)),
+                key=lambda candidate: candidate.memories[stage].peak_bytes,
+            )
+    return best
+
+
+def _holding_less(best: Estimate, stage: int) -> Iterator[Estimate]:
+    """Yields the stage in its later options, where the step is no longer."""
+    for way in range(best.ways[stage] + 1, len(best.pipeline.ways[stage])):
+        other = _at(best, best.bounds, (*best.ways[:stage], way, *best.ways[stage + 1 :]))
+        if other.step_s <= best.step_s and other.fits:
+            yield other
+
+
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _at(here: Estimate, bounds: tuple[int, ...], ways: tuple[int, ...]) -> Estimate:
+    return estimate(here.pipeline, bounds, ways, here.floor_s)
+
+
+def _neighbours(here: Estimate) -> Iterator[Place]:
+    """Yields bounds and options that differ in one place."""
+    bounds, ways = here.bounds, here.ways
+    for place in range(1, len(bounds) - 1):
+        for moved in (bounds[place] - 1, bounds[place] + 1):
+            if bounds[place - 1] < moved < bounds[place + 1]:
+                yield (*bounds[:place], moved, *bounds[place + 1 :]), ways
+    for stage, options in enumerate(here.pipeline.ways):
+        for way in range(len(options)):
+            if way != ways[stage]:
+                yield bounds, (*ways[:stage], way, *ways[stage + 1 :])

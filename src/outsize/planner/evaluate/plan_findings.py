@@ -1,0 +1,92 @@
+"""Finds what a plan reports of its own work and memory: slowest stage, fullest device, what does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from outsize.ir.cluster import Cluster, Device
+from outsize.ir.findings import DeviceKindUse, FullestDevice, MemoryShortage, SlowestStage
+from outsize.ir.graph import ModelGraph
+from outsize.ir.units.names import compress
+from outsize.planner.memory.account import StageMemory
+from outsize.planner.simulation.simulate import StageCost
+
+# This many units of the fullest device are named.
+LARGEST_NAMED = 3
+
+
+def slowest_stage(graph: ModelGraph, bounds: Sequence[int], costs: Sequence[StageCost]) -> SlowestStage:
+    """Returns the stage that sets the pace, and its share of the work."""
+    seconds = [c.forward_s + c.backward_s for c in costs]
+    slowest = seconds.index(max(seconds))
+    return SlowestStage(
+        stage=slowest,
+        units=tuple(compress([u.name for u in graph.units], bounds[slowest], bounds[slowest + 1] - 1)),
+        compute_s=seconds[slowest],
+        share=seconds[slowest] / sum(seconds) if sum(seconds) else 0.0,
+        even_share=1 / len(costs),
+    )
+
+
+def fullest_device(
+    memories: Sequence[StageMemory], devices: Sequence[Device], ranks: Sequence[int], group: int = 1
+) -> FullestDevice:
+    """Returns the device closest to its limit, and its largest units.
+
+    Stage s is on rank `ranks[s]`, a group of `group` devices like `devices[s]`.
+    """
+    used = [0] * (max(ranks) + 1)
+    for rank, memory in zip(ranks, memories, strict=True):
+        used[rank] += memory.peak_bytes
+    shares = [used[rank] / device.memory_bytes for rank, device in zip(ranks, devices, strict=True)]
+    fullest = shares.index(max(shares))
+    rank, device = ranks[fullest], devices[fullest]
+    own_memories = [m for at, m in zip(ranks, memories, strict=True) if at == rank]
+    largest = sorted((unit for m in own_memories for unit in m.largest), key=lambda unit: -unit[1])
+    return FullestDevice(
+        device=device.name,
+        same_devices=group - 1,
+        used_bytes=used[rank],
+        memory_bytes=device.memory_bytes,
+        microbatches_in_flight=sum(m.in_flight for m in own_memories),
+        largest=tuple(largest[:LARGEST_NAMED]),
+    )
+
+
+def device_kinds(
+    graph: ModelGraph, bounds: Sequence[int], devices: Sequence[Device], cluster: Cluster, group: int
+) -> Iterator[DeviceKindUse]:
+    """Yields, on a cluster with several kinds of devices, the stages and the share of the work of each kind.
+
+    `devices` are the first of each stage's group.
+    """
+    if not cluster.unequal:
+        return
+    work = [sum(u.flops for u in graph.units[a:b]) for a, b in pairwise(bounds)]
+    for kind, number in Counter(device.kind for device in cluster.devices).items():
+        stages = tuple(stage for stage, device in enumerate(devices) if device.kind == kind)
+        yield DeviceKindUse(
+            kind=kind,
+            stages=stages,
+            devices=number,
+            busy_devices=group * len({devices[stage].name for stage in stages}),
+            flops_share=sum(work[stage] for stage in stages) / max(sum(work), 1),
+        )
+
+
+def shortages(memories: Sequence[StageMemory], room_devices: Sequence[Device]) -> tuple[MemoryShortage, ...]:
+    """Returns a finding for each stage that does not fit its device, whose memory is what a peak may take."""
+    return tuple(
+        shortage(stage, memory, room)
+        for stage, (memory, room) in enumerate(zip(memories, room_devices, strict=True))
+        if memory.peak_bytes > room.memory_bytes
+    )
+
+
+def shortage(stage: int, memory: StageMemory, room: Device) -> MemoryShortage:
+    """Returns what a stage needs and what its device has; `room` is a device with usable memory."""
+    return MemoryShortage(
+        stage=stage, device=room.name, needs_bytes=memory.peak_bytes, room_bytes=room.memory_bytes
+    )

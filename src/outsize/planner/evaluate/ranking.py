@@ -1,0 +1,193 @@
+"""Ranks priced candidates: which one is taken, and what the plan says of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from outsize.errors import OutsizeError
+from outsize.ir.findings import Difference, NoPipelineFits, NotChosen, Refusal
+from outsize.ir.plan import Alternative, Expected, Plan, Recompute
+from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.layout.layout import Layout
+from outsize.schedules.families import family_of
+
+# A smaller difference is below the error of a prediction.
+CLOSE: Final = 1.01
+ALTERNATIVES: Final = 3
+
+
+def choose(candidates: Sequence[Estimate]) -> Estimate:
+    """Returns the fastest candidate; of those within CLOSE of it, the first by `thrift`."""
+    close_s = CLOSE * min(f.step_s for f in candidates)
+    return min((f for f in candidates if f.step_s <= close_s), key=thrift)
+
+
+def thrift(candidate: Estimate) -> tuple[object, ...]:
+    """Orders equally fast candidates: those that run today, least memory, fewest microbatches, preferred
+    schedule.
+    """
+    layout = candidate.layout
+    order = family_of(layout.schedule).preference
+    axes = tuple(layout.axes.model_dump().values())
+    return (
+        layout.what_if,
+        candidate.peak_bytes,
+        layout.microbatches,
+        order,
+        layout.weights,
+        layout.stages,
+        axes,
+    )
+
+
+def rivals(best: Layout, candidates: Iterable[Estimate]) -> list[Estimate]:
+    """Returns the candidates that were not chosen, the fastest first."""
+    return sorted((f for f in candidates if f.layout is not best), key=lambda f: (f.step_s, *thrift(f)))
+
+
+def shown(rivals: Sequence[Estimate]) -> list[Estimate]:
+    """Returns the fastest ones; one of them runs today, if any does."""
+    first = list(rivals[:ALTERNATIVES])
+    today = next((r for r in rivals if not r.layout.what_if), None)
+    return first if today is None or today in first else [*first[: ALTERNATIVES - 1], today]
+
+
+def alternative(batch_size: int, rival: Estimate) -> Alternative:
+    """Returns a candidate as an alternative of the plan."""
+    layout = rival.layout
+    recomputes: list[Recompute] = [case.recompute for case in rival.cases if case.recompute != "none"]
+    return Alternative(
+        schedule=layout.schedule,
+        microbatches=layout.microbatches,
+        axes=layout.axes,
+        chunks=layout.chunks,
+        weights=layout.weights,
+        sequence_parallel=layout.sequence,
+        recompute=recomputes[0] if recomputes else "none",
+        step_s=rival.step_s,
+        samples_per_s=batch_size / rival.step_s if rival.step_s else 0.0,
+        peak_bytes=rival.peak_bytes,
+        what_if=layout.what_if,
+    )
+
+
+def compared_with(best: Estimate, rivals: Sequence[Estimate]) -> list[NotChosen]:
+    """Compares with the same microbatches under the other schedules, and the fastest other number of
+    microbatches.
+
+    Sequence parallelism is compared only under the schedule that was chosen.
+    """
+    mine = best.layout
+    rivals = [r for r in rivals if mine.schedule == r.layout.schedule or mine.sequence == r.layout.sequence]
+    same = [r for r in rivals if r.layout.captured == mine.captured and r.layout.axes == mine.axes]
+    other = [r for r in rivals if r.layout.captured != mine.captured and r.layout.schedule == mine.schedule]
+    meshes = [r for r in rivals if r.layout.axes != mine.axes]
+    shown = dict.fromkeys((*same, *other[:1], *meshes[:1]))
+    return [_compared(best, rival) for rival in shown]
+
+
+def is_as_fast(step_s: float, best_s: float) -> bool:
+    """Returns whether a step differs from the best one by less than a prediction's error."""
+    return not step_s > CLOSE * best_s > 0
+
+
+def not_chosen(
+    best: Alternative, other: Alternative, differs: tuple[Difference, ...], bit_identical: bool = False
+) -> NotChosen:
+    """Compares a plan that was not chosen with the one that was."""
+    return NotChosen(
+        schedule=other.schedule,
+        microbatches=other.microbatches,
+        stages_per_device=other.chunks,
+        axes=other.axes.used,
+        weights=other.weights,
+        sequence_parallel=other.sequence_parallel,
+        differs=differs,
+        step_s=other.step_s,
+        chosen_step_s=best.step_s,
+        as_fast=is_as_fast(other.step_s, best.step_s),
+        more_bytes=other.peak_bytes - best.peak_bytes,
+        bit_identical=bit_identical,
+    )
+
+
+def _compared(best: Estimate, other: Estimate) -> NotChosen:
+    """Compares an estimate with the one that was chosen."""
+    layout, chosen = other.layout, best.layout
+    same: dict[Difference, bool] = {
+        "axes": layout.axes == chosen.axes,
+        "weights": layout.weights == chosen.weights,
+        "sequence_parallel": layout.sequence == chosen.sequence,
+    }
+    differs: tuple[Difference, ...] = tuple(name for name, equal in same.items() if not equal)
+    return not_chosen(alternative(1, best), alternative(1, other), differs)
+
+
+# -- a pipeline or a mesh ---------------------------------------------------------------------------------
+
+
+def faster(pipeline_plan: Plan, mesh: Plan) -> Plan:
+    """Returns the mesh if its step is shorter by more than a prediction's error, otherwise the pipeline; the
+    other plan becomes an alternative.
+    """
+    assert pipeline_plan.expected is not None
+    assert mesh.expected is not None
+    mesh_wins = CLOSE * mesh.expected.step_s < pipeline_plan.expected.step_s
+    best, other = (mesh, pipeline_plan) if mesh_wins else (pipeline_plan, mesh)
+    assert best.expected is not None
+    alternatives = sorted(
+        (as_alternative(other), *best.alternatives[: ALTERNATIVES - 1]), key=lambda a: a.step_s
+    )
+    # The mesh's lower bound also holds for pipelines.
+    gap = best.expected.gap if mesh_wins else _gap(pipeline_plan.expected, mesh.expected)
+    return best.model_copy(
+        update={
+            "expected": best.expected.model_copy(update={"gap": gap}),
+            "alternatives": tuple(alternatives),
+            "why": (
+                *best.why,
+                not_chosen(
+                    as_alternative(best), as_alternative(other), ("axes",), other.axes.group_size == 1
+                ),
+            ),
+        }
+    )
+
+
+def _gap(best: Expected, other: Expected) -> float | None:
+    """Returns the gap of the best plan to the lower of both bounds."""
+    if best.gap is None or other.gap is None or not other.step_s:
+        return None
+    return max(best.gap, best.step_s * (1 + other.gap) / other.step_s - 1)
+
+
+def no_pipeline(refused: OutsizeError) -> NoPipelineFits:
+    """Returns why the search opened axes that were not asked for."""
+    return NoPipelineFits(refusal=refusal(refused))
+
+
+def refusal(error: OutsizeError) -> Refusal:
+    """Returns an error as a record."""
+    return Refusal(error_code=error.code, what=error.what, numbers=error.numbers)
+
+
+def as_alternative(plan: Plan) -> Alternative:
+    """Returns a plan with expectations as an alternative of another plan."""
+    assert plan.expected is not None
+    used_bytes: dict[int, int] = {}
+    for rank, figures in zip(plan.ranks, plan.expected.stages, strict=True):
+        used_bytes[rank] = used_bytes.get(rank, 0) + figures.peak_bytes
+    return Alternative(
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        axes=plan.axes,
+        chunks=max(1, len(plan.stages) // plan.axes.pp),
+        weights=plan.weights,
+        sequence_parallel=plan.sequence_parallel,
+        recompute=plan.recompute,
+        step_s=plan.expected.step_s,
+        samples_per_s=plan.expected.samples_per_s,
+        peak_bytes=max(used_bytes.values()),
+        what_if=bool(plan.beyond),
+    )

@@ -1,0 +1,412 @@
+"""Problem: does a training step fit these devices, and if not, what is the least that has to change?
+
+    YES      there is a cut with which every device stays within its memory
+    YES IF   there is one after a change that needs no other device; the cheapest comes first
+    NO       none of these changes suffices; the answer says how many such devices would
+
+It considers pipelines; from_plan.py covers other axes and weights on the host. A stage fits a device when its
+P95 does (memory/headroom.py): the peak with the error of the account, the allocator's segments, and the
+context.
+
+A setting fits if any cut does (partition/feasibility.py), so the answer does not depend on which cut is the
+fastest: `outsize plan` decides that. The cut shown is one whose fullest device is nearly least full.
+
+Changes are tried in the order of their cost: more microbatches (nothing), another schedule, all devices,
+recompute (a second forward), one microbatch at a time (no overlap); then what changes the numbers of the
+training: another optimizer, a lower precision, a smaller batch, each alone and together with recompute. A
+change that contains an earlier sufficient one is left out. Where weights, gradients and states alone exceed
+all devices, nothing is tried.
+
+Complexity: O(p n log) for each change, O(p n^2) where that does not decide.
+Oracle: tests/unit/planner/fit/test_fit.py tries every cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice, pairwise
+from typing import final
+
+from outsize.errors import BadOption, TooManyStages
+from outsize.ir.answers.fit import (
+    Answer,
+    BatchReduced,
+    Change,
+    Contributor,
+    DeviceFit,
+    DevicesAdded,
+    Effect,
+    Fit,
+    LeastFullCut,
+    MicrobatchesAdded,
+    OneAtATime,
+    OptimizerChanged,
+    PrecisionChanged,
+    RecomputeAdded,
+    ScheduleChanged,
+)
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Axes, Precision, Recompute, ScheduleName
+from outsize.ir.profile import Profile
+from outsize.ir.units.names import compress
+from outsize.planner.costs.stage_edges import edges_between
+from outsize.planner.evaluate.estimate import check_enough, lower_along
+from outsize.planner.fit.from_plan import CHANGES_SHOWN, sure
+from outsize.planner.fit.nearest import device_part, widened
+from outsize.planner.memory.account import StageMemory, account_stages
+from outsize.planner.memory.headroom import p50_bytes, p95_bytes, with_usable_memory
+from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.memory.range_tables import rows_without_crossing
+from outsize.planner.partition.feasibility import ChainFeasibility, refuted
+from outsize.planner.partition.stage_prices import Case
+from outsize.schedules.builders import build
+from outsize.schedules.families import DEFAULT, SEQUENTIAL, family_of
+
+ModelAndProfile = tuple[ModelGraph, Profile]
+At = Callable[[int, Precision], ModelAndProfile | None]
+"""Maps (samples of one microbatch, precision) to the model with its costs; None where it does not accept so
+few samples.
+"""
+
+# Microbatches per stage that keep the bubble small (GPipe, arXiv 1811.06965, sec. 2.3).
+PER_STAGE = 4
+LARGEST_SHOWN = 6
+MOST_DEVICES = 1024
+LEANER = {
+    "adamw": ("adam8bit", "adafactor", "sgd"),
+    "adam": ("adam8bit", "adafactor", "sgd"),
+    "adam8bit": ("adafactor", "sgd"),
+    "momentum": ("adafactor", "sgd"),
+    "adafactor": ("sgd",),
+}
+LOWER: dict[Precision, tuple[Precision, ...]] = {
+    "fp32": ("bf16-mixed", "bf16"),
+    "bf16-mixed": ("bf16",),
+    "fp16-mixed": ("bf16",),
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Describes one complete way to run a step."""
+
+    batch_size: int
+    microbatches: int
+    stages: int
+    schedule: ScheduleName
+    optimizer: str
+    precision: Precision
+    recompute: Recompute
+
+    @property
+    def samples(self) -> int:
+        """Returns the samples of the largest microbatch."""
+        return -(-self.batch_size // self.microbatches)
+
+    def changed_from(self, other: Setting) -> dict[str, int | str]:
+        """Returns the fields in which this setting differs, with their new values."""
+        new = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in new.items() if value != getattr(other, name)}
+
+
+def is_named_pipeline(request: PlanRequest) -> bool:
+    """Returns whether the request is for a pipeline by a named schedule whose stages all keep, or all
+    recompute.
+    """
+    named = request.schedule is None or family_of(request.schedule).row is not None
+    named &= request.recompute in (None, "none", "full") and request.weights is None
+    return named and not (request.searches_axes or request.has_group_axes)
+
+
+def fit(request: PlanRequest, at: At, cluster: Cluster) -> Fit:
+    """Returns the answer for a cluster to a request for a named pipeline (`is_named_pipeline`).
+
+    Raises TooFewSamples, TooManyStages, and BadOption for more stages than devices or an unknown optimizer.
+    """
+    judge = _Judge(at, cluster)
+    asked = tuple(_asked(request, judge))
+    fitting = next(filter(judge.fits, asked), None)
+    if fitting is not None:
+        return _answer("YES", fitting, judge)
+    smallest_asked = asked[-1]
+    suffice = tuple(islice(_sufficing(smallest_asked, request, judge), CHANGES_SHOWN))
+    answer = _answer("YES IF" if suffice else "NO", smallest_asked, judge)
+    needed = None if suffice else _devices_needed(smallest_asked, judge)
+    return answer.model_copy(update={"changes": suffice, "devices_needed": needed})
+
+
+@final
+class _Judge:
+    """Builds tables and verdicts for settings on one cluster; each table is built once."""
+
+    def __init__(self, at: At, cluster: Cluster) -> None:
+        self.at, self.cluster, self.room = at, cluster, with_usable_memory(cluster)
+        self._cases: dict[tuple[object, ...], Case] = {}
+        self._bases: dict[tuple[int, Precision, Recompute], Case] = {}
+
+    def most_microbatches(self, batch: int, precision: Precision, most: int | None = None) -> int:
+        """Returns the largest divisor of a batch, at most `most`, whose microbatches the model accepts; 1 if
+        none.
+        """
+        counts = (d for d in range(min(batch, most or batch), 1, -1) if batch % d == 0)
+        return next((d for d in counts if self.at(batch // d, precision) is not None), 1)
+
+    def graph(self, samples: int, precision: Precision) -> ModelGraph:
+        """Returns the model at `samples` samples, which it accepts."""
+        return self._model(samples, precision)[0]
+
+    def case(self, setting: Setting) -> Case:
+        """Returns the tables of a setting."""
+        key = setting.samples, setting.optimizer, setting.precision, setting.recompute
+        if key not in self._cases:
+            self._cases[key] = self._built(setting)
+        return replace(self._cases[key], microbatches=setting.microbatches)
+
+    def _built(self, setting: Setting) -> Case:
+        """Builds tables from those that differ only in the optimizer, or otherwise in recompute, where these
+        exist.
+        """
+        key = setting.samples, setting.precision, setting.recompute
+        if (base := self._bases.get(key)) is not None:
+            optimizer = optimizer_bytes(setting.optimizer)
+            return replace(base, ranges=base.ranges.with_optimizer(base.graph, base.base, optimizer))
+        if setting.recompute == "none":
+            model = self._model(setting.samples, setting.precision)
+            made = Case.of(*model, setting.microbatches, setting.optimizer)
+        else:
+            made = self.case(replace(setting, recompute="none")).fully_recomputed()
+        self._bases[key] = made
+        return made
+
+    def _model(self, samples: int, precision: Precision) -> ModelAndProfile:
+        model = self.at(samples, precision)
+        assert model is not None, "only settings are built whose microbatches the model takes"
+        return model
+
+    def fits(self, setting: Setting, cluster: Cluster | None = None) -> bool:
+        """Returns whether any cut fits; sums alone refuse most settings cheaply."""
+        where, (graph, profile) = cluster or self.room, self._model(setting.samples, setting.precision)
+        devices = where.devices[: setting.stages]
+        if state_bytes(graph, setting.optimizer) > sum(d.memory_bytes for d in devices):
+            return False
+        saves, optimizer = setting.recompute == "none", optimizer_bytes(setting.optimizer)
+        rows = rows_without_crossing(graph, profile, optimizer, saves=saves)
+        if refuted(rows, setting.schedule, setting.microbatches, devices):
+            return False
+        return self._extents(setting, where).fits()
+
+    def least_full(self, setting: Setting) -> tuple[Case, tuple[int, ...], tuple[StageMemory, ...]]:
+        """Returns a cut that is nearly least full, with its account."""
+        case = self.case(setting)
+        bounds = self._extents(setting, self.room).least_full_cut()
+        schedule = build(setting.schedule, setting.stages, setting.microbatches)
+        lowered = lower_along(edges_between(case.graph, bounds), schedule)
+        return case, bounds, account_stages(case.ranges, case.graph, bounds, lowered)
+
+    def _extents(self, setting: Setting, cluster: Cluster) -> ChainFeasibility:
+        return ChainFeasibility.of(self.case(setting), setting.schedule, setting.stages, cluster)
+
+
+def state_bytes(graph: ModelGraph, optimizer: str) -> int:
+    """Returns the weights and optimizer states of the model: a lower bound of what all devices
+    together hold.
+    """
+    optimizer_kind, owners = optimizer_bytes(optimizer), graph.owner_of
+    held = [optimizer_kind.held(p) for p in graph.parameters if p.name in owners]
+    return sum(h.weight + h.master + h.state for h in held) + sum(u.buffer_bytes for u in graph.units)
+
+
+# -- what is asked, and what could be changed -----------------------------------------------------------
+
+
+def _asked(request: PlanRequest, judge: _Judge) -> Iterator[Setting]:
+    """Yields the settings that were asked for: the likely one, then the one with the smallest
+    microbatches.
+    """
+    cluster, batch = judge.cluster, request.batch_size
+    most = PER_STAGE * (request.stages or len(cluster.devices))
+    check_enough(batch, request.microbatches or 1)
+    count = request.microbatches or judge.most_microbatches(batch, request.precision, most)
+    graph = judge.graph(-(-batch // count), request.precision)
+    stages = request.stages or min(len(cluster.devices), len(graph.units))
+    _check_stages(stages, len(graph.units), cluster)
+    schedule = SEQUENTIAL.name if graph.form == "modules" else request.schedule or DEFAULT.name
+    recompute = request.recompute or "none"
+    likely = Setting(batch, count, stages, schedule, request.optimizer, request.precision, recompute)
+    yield likely
+    finest = request.microbatches or judge.most_microbatches(batch, request.precision)
+    if finest != count:
+        yield replace(likely, microbatches=finest)
+
+
+def _check_stages(stages: int, units: int, cluster: Cluster) -> None:
+    if stages > units:
+        raise TooManyStages(
+            f"{stages} stages were asked for, the model has {units} units to put into them",
+            numbers="one unit is the smallest stage",
+            next_step=f"--stages {units}",
+        )
+    if stages > len(cluster.devices):
+        raise BadOption(
+            f"{stages} stages want as many devices",
+            numbers=f"cluster {cluster.name!r} has {len(cluster.devices)} devices",
+            next_step=f"--cluster {stages}x{device_part(cluster)}",
+        )
+
+
+def _sufficing(asked: Setting, request: PlanRequest, judge: _Judge) -> Iterator[Change]:
+    sufficient: list[dict[str, int | str]] = []
+    for setting in dict.fromkeys(_changed(asked, judge)):
+        new = setting.changed_from(asked)
+        if new and not any(earlier.items() <= new.items() for earlier in sufficient) and judge.fits(setting):
+            sufficient.append(new)
+            planned = all(getattr(request, name) is None for name in new)
+            yield _change(asked, setting, judge).model_copy(update={"planned": planned})
+
+
+def _changed(asked: Setting, judge: _Judge) -> Iterator[Setting]:
+    """Yields free changes, then slower ones, then those that change the numbers of the training."""
+    most = judge.most_microbatches(asked.batch_size, asked.precision)
+    yield (finest := replace(asked, microbatches=most))
+    if (lighter := family_of(asked.schedule).dominated_by) is not None:
+        yield (finest := replace(finest, schedule=lighter))
+    yield (on_all_devices := replace(finest, stages=min(len(judge.cluster.devices), judge.case(asked).units)))
+    yield replace(finest, recompute="full")
+    yield (recomputed := replace(on_all_devices, recompute="full"))
+    yield from (replace(base, schedule=SEQUENTIAL.name) for base in (on_all_devices, recomputed))
+    for base in (on_all_devices, recomputed):
+        yield from (replace(base, optimizer=name) for name in LEANER.get(asked.optimizer, ()))
+        yield from (replace(base, precision=lower) for lower in LOWER.get(asked.precision, ()))
+    for lower in LOWER.get(asked.precision, ()):
+        yield from (
+            replace(recomputed, precision=lower, optimizer=name) for name in LEANER.get(asked.optimizer, ())
+        )
+    for count in _halves(most):
+        smaller = {"batch_size": count * finest.samples, "microbatches": count}
+        yield from (replace(base, **smaller) for base in (on_all_devices, recomputed))
+
+
+def _halves(count: int) -> Iterator[int]:
+    while count > 1:
+        count //= 2
+        yield count
+
+
+def _devices_needed(asked: Setting, judge: _Judge) -> int | None:
+    """Returns how many devices like the last one suffice, by doubling; None when MOST_DEVICES do not."""
+    count = len(judge.cluster.devices)
+    while (count := 2 * count) <= min(MOST_DEVICES, judge.case(asked).units):
+        if judge.fits(replace(asked, stages=count), widened(judge.room, count)):
+            return count
+    return None
+
+
+# -- what is told ---------------------------------------------------------------------------------------
+
+
+def _answer(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
+    case, bounds, memories = judge.least_full(setting)
+    graph = case.graph
+    return Fit(
+        answer=answer,
+        model=graph.model,
+        parameters=sum(p.numel for p in graph.parameters),
+        units=len(graph.units),
+        cluster=judge.cluster.name,
+        batch_size=setting.batch_size,
+        microbatches=setting.microbatches,
+        schedule=setting.schedule,
+        optimizer=setting.optimizer,
+        precision=setting.precision,
+        recompute=setting.recompute,
+        axes=Axes(pp=setting.stages),
+        devices=tuple(_device(stage, judge.cluster, graph, bounds, m) for stage, m in enumerate(memories)),
+        largest=_largest(case, judge.cluster, bounds, memories),
+        alone=judge.fits(replace(setting, stages=1)),
+        whole=graph.form == "tape",
+        sure=(LeastFullCut(), *sure(graph, judge.cluster)),
+    )
+
+
+def _device(
+    stage: int, cluster: Cluster, graph: ModelGraph, bounds: Sequence[int], memory: StageMemory
+) -> DeviceFit:
+    first, end, device = bounds[stage], bounds[stage + 1], cluster.devices[stage]
+    return DeviceFit(
+        device=device.name,
+        units=compress([u.name for u in graph.units], first, end - 1),
+        parameters=sum(p.numel for p in graph.owned_parameters(first, end - 1)),
+        weights_bytes=memory.weights_bytes,
+        gradients_bytes=memory.gradients_bytes,
+        master_bytes=memory.master_bytes,
+        optimizer_bytes=memory.optimizer_bytes - memory.master_bytes,
+        activations_bytes=memory.activations_bytes - memory.workspace_bytes,
+        boundary_bytes=memory.boundary_bytes,
+        workspace_bytes=memory.workspace_bytes,
+        context_bytes=device.context_bytes,
+        in_flight=memory.in_flight,
+        phase=memory.phase,
+        p50_bytes=p50_bytes(memory.peak_bytes, device),
+        p95_bytes=p95_bytes(memory.peak_bytes, device),
+        memory_bytes=device.memory_bytes,
+    )
+
+
+def _largest(
+    case: Case, cluster: Cluster, bounds: Sequence[int], memories: Sequence[StageMemory]
+) -> tuple[Contributor, ...]:
+    ranges, contributors = case.ranges, list[Contributor]()
+    for (first, end), memory, device in zip(pairwise(bounds), memories, cluster.devices, strict=False):
+        for unit in case.graph.units[first:end]:
+            here = ranges.of_run(unit.index, unit.index + 1)
+            held = Contributor(
+                name=unit.name,
+                kind=unit.kind,
+                device=device.name,
+                states_bytes=int(here.weights + here.gradients + here.optimizer),
+                saved_bytes=memory.in_flight * int(here.saved),
+            )
+            contributors.append(held)
+    ranked = sorted(contributors, key=lambda c: (-c.states_bytes - c.saved_bytes, c.name))
+    return tuple(ranked[:LARGEST_SHOWN])
+
+
+def _change(asked: Setting, setting: Setting, judge: _Judge) -> Change:
+    case, _, memories = judge.least_full(setting)
+    needs = [(p95_bytes(m.peak_bytes, d), d) for m, d in zip(memories, judge.cluster.devices, strict=False)]
+    fullest, device = max(needs, key=lambda pair: pair[0] / pair[1].memory_bytes)
+    new = setting.changed_from(asked)
+    if setting.batch_size != asked.batch_size:
+        new.pop("microbatches", None)  # follows from the batch
+    return Change(
+        options={_OPTIONS.get(name, name): value for name, value in new.items()},
+        effects=tuple(_effect(name, asked, setting, case) for name in new),
+        p95_bytes=fullest,
+        share=fullest / device.memory_bytes,
+    )
+
+
+_OPTIONS = {"batch_size": "batch"}
+
+
+def _effect(name: str, asked: Setting, setting: Setting, case: Case) -> Effect:
+    """Returns what the change of one field means, and what it costs."""
+    if name == "recompute":
+        forward_s = float(case.seconds.forward.sum())
+        more = forward_s / (float(case.seconds.total.sum()) - forward_s)
+        return RecomputeAdded(more_compute_share=more)
+    if name == "schedule" and family_of(setting.schedule).sequential:
+        return OneAtATime(stages=setting.stages)
+    effects: dict[str, Effect] = {
+        "batch_size": BatchReduced(batch_size=setting.batch_size, asked=asked.batch_size),
+        "microbatches": MicrobatchesAdded(microbatches=setting.microbatches, samples=setting.samples),
+        "stages": DevicesAdded(devices=setting.stages),
+        "schedule": ScheduleChanged(schedule=setting.schedule, asked=asked.schedule),
+        "optimizer": OptimizerChanged(optimizer=setting.optimizer, asked=asked.optimizer),
+        "precision": PrecisionChanged(precision=setting.precision, asked=asked.precision),
+    }
+    return effects[name]

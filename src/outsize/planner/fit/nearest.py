@@ -1,0 +1,237 @@
+"""Builds the error when nothing fits: which stage lacks how much, and the nearest setting that fits, by
+trying.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Final, final
+
+from outsize.errors import NoFeasiblePlan
+from outsize.ir.cluster import Cluster, Device
+from outsize.ir.findings import DoesNotFit
+from outsize.ir.formatting import byte_unit, bytes_text, microbatches_text, needs_text
+from outsize.ir.plan import Recompute, ScheduleName
+from outsize.planner.costs.stage_edges import edges_between
+from outsize.planner.evaluate.estimate import lower_along
+from outsize.planner.evaluate.plan_findings import shortage
+from outsize.planner.memory.account import InFlightState, StageMemory, account_stages, peak_table
+from outsize.planner.partition.least_full import fits, least_full_cut
+from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.schedules.builders import build
+from outsize.schedules.families import SEQUENTIAL, family_of
+
+OTHERS = "outsize plan MODEL --axes all, which looks beyond pipelines"
+MORE_STAGES = 8
+MOST_STAGES = 64
+_COUNTS = re.compile(r"^(?:\d+x)+")
+RECOMPUTED_TEXT: Final[dict[Recompute, str]] = {
+    "none": "",
+    "full": ", all recomputed",
+    "selective": ", all recomputed block by block",
+    "offload": ", activations on the host",
+}
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class LeastFull:
+    """Describes the cut of one attempt that fills its fullest device least."""
+
+    case: Case
+    schedule: ScheduleName
+    stages: int
+    stage: int
+    memory: StageMemory
+    share: float
+
+
+def rejections(tried: Iterable[Pipeline]) -> Iterator[DoesNotFit]:
+    """Yields why attempts do not fit; schedules that differ in nothing else are one finding."""
+    schedules: dict[str, list[str]] = {}
+    findings: dict[str, DoesNotFit] = {}
+    for pipeline in tried:
+        rejection = _rejection(pipeline)
+        reason = rejection.model_dump_json(exclude={"schedules"})
+        schedules.setdefault(reason, []).append(pipeline.layout.schedule)
+        findings.setdefault(reason, rejection)
+    for reason, names in schedules.items():
+        yield findings[reason].model_copy(update={"schedules": tuple(names)})
+
+
+def _rejection(tried: Pipeline) -> DoesNotFit:
+    """Describes an attempt with what its least full cut lacks; no cut is shown of stages that share
+    a device.
+    """
+    layout, short = tried.layout, None
+    if layout.chunks == 1:
+        cut = _least_full(tried.ways[0][-1], layout.schedule, layout.stages, tried.room)
+        short = shortage(cut.stage, cut.memory, tried.room.devices[cut.stage])
+    return DoesNotFit(
+        schedules=(layout.schedule,),
+        microbatches=layout.microbatches,
+        stages_per_device=layout.chunks,
+        axes=layout.axes.used,
+        weights=layout.weights,
+        shortage=short,
+    )
+
+
+def no_feasible_plan(
+    asked: Sequence[Case],
+    spare: Sequence[Case],
+    schedules: Sequence[ScheduleName],
+    stages: int,
+    cluster: Cluster,
+    others: bool = False,
+) -> NoFeasiblePlan:
+    """Returns the error; the `asked` cases do not fit in any of the schedules, `spare` ones may help.
+
+    `others`: there are axes that were not searched.
+    """
+    tried = [_least_full(case, name, stages, cluster) for case in asked for name in schedules]
+    closest = min(tried, key=lambda cut: cut.share)
+    near = next(_fitting((*asked, *spare), schedules, stages, cluster), None)
+    steps = _larger_devices(closest) if near is None else _steps(near, asked, schedules, closest, cluster)
+    return NoFeasiblePlan(
+        stage_needs_text(closest.stage, closest.memory, cluster.devices[closest.stage]),
+        numbers=f"{parts_text(closest.memory)}; {_near_text(near, closest)}",
+        next_step=steps + (f"; or {OTHERS}" if others else ""),
+    )
+
+
+def _fitting(
+    cases: Sequence[Case], schedules: Sequence[ScheduleName], stages: int, cluster: Cluster
+) -> Iterator[LeastFull]:
+    """Yields what fits, nearest first: fewer stages, then schedules, then cases; naive, being slow, last of
+    all.
+    """
+    memory_bytes = max(d.memory_bytes for d in cluster.devices)
+    candidates = [case for case in cases if _unit_bytes(case) <= memory_bytes]
+    for names in _worth_trying(schedules):
+        for count in _stage_counts(candidates, stages, memory_bytes):
+            wide = widened(cluster, count)
+            pairs = product(names, candidates)
+            # Waiting for another schedule costs less than computing everything twice.
+            for name, case in sorted(pairs, key=lambda pair: pair[1].recompute != "none"):
+                if fits(case, name, count, wide):
+                    yield _least_full(case, name, count, wide)
+
+
+def _worth_trying(schedules: Sequence[ScheduleName]) -> tuple[tuple[ScheduleName, ...], ...]:
+    """Returns the schedules that differ in memory, with the slow ones in a group of their own at the end.
+
+    A schedule that another one dominates is tried only where that one may not be, and then before it.
+    """
+    asked = [family_of(name) for name in schedules]
+    plain = [family for family in asked if family.plain and not family.sequential]
+    names = dict.fromkeys(f.name for f in plain if f.dominated_by not in schedules)
+    names |= dict.fromkeys(f.dominated_by for f in plain if f.dominated_by is not None)
+    return (*((tuple(names),) if names else ()), (SEQUENTIAL.name,))
+
+
+def _unit_bytes(case: Case) -> int:
+    """Returns the minimum that the largest unit needs, alone on a device with one microbatch in flight."""
+    table = peak_table(case.ranges, (InFlightState(1, 0, 0, 0),))
+    return max(int(table[unit, unit + 1]) for unit in range(case.units))
+
+
+def _stage_counts(cases: Sequence[Case], stages: int, memory_bytes: int) -> list[int]:
+    """Returns counts from the minimum that holds weights and states: one by one, then doubled twice."""
+    if not cases:
+        return []
+    least = min(-(-_state_bytes(case) // memory_bytes) for case in cases)
+    first, units = max(stages, least), min(case.units for case in cases)
+    counts = (*range(first, first + MORE_STAGES + 1), 2 * (first + MORE_STAGES), 4 * (first + MORE_STAGES))
+    return [count for count in counts if count <= min(units, MOST_STAGES)]
+
+
+def _state_bytes(case: Case) -> int:
+    ranges = case.ranges
+    return sum(int(table[0, -1]) for table in (ranges.weights, ranges.gradients, ranges.optimizer))
+
+
+def _least_full(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> LeastFull:
+    bounds = least_full_cut(case, schedule, stages, cluster)
+    lowered = lower_along(edges_between(case.graph, bounds), build(schedule, stages, case.microbatches))
+    memories = account_stages(case.ranges, case.graph, bounds, lowered)
+    pairs = zip(memories, cluster.devices[:stages], strict=True)
+    shares = [memory.peak_bytes / device.memory_bytes for memory, device in pairs]
+    stage = shares.index(max(shares))
+    return LeastFull(case, schedule, stages, stage, memories[stage], shares[stage])
+
+
+def widened(cluster: Cluster, stages: int) -> Cluster:
+    """Returns the cluster with copies of its last device, so that there are at least `stages`."""
+    last, count = cluster.devices[-1], len(cluster.devices)
+    family = last.name.rpartition(":")[0] or last.name
+    extra = (last.model_copy(update={"name": f"{family}:{rank}"}) for rank in range(count, stages))
+    return cluster.model_copy(update={"devices": (*cluster.devices, *extra)})
+
+
+def device_part(cluster: Cluster) -> str:
+    """Returns the device part of a name, `h100-80gb` of `2x8xh100-80gb`, or the devices' kind without such a
+    name.
+    """
+    counts = _COUNTS.match(cluster.name)
+    return cluster.name[counts.end() :] if counts else cluster.devices[0].kind
+
+
+def stage_needs_text(stage: int, memory: StageMemory, room: Device) -> str:
+    """Returns `stage 2 needs 31.4 GiB, cpu:1 has room for 23.8`; `room` is a device with usable memory."""
+    return needs_text(f"stage {stage}", memory.peak_bytes, room.name, room.memory_bytes)
+
+
+def parts_text(memory: StageMemory) -> str:
+    """Returns `weights 3.1 + gradients 3.1 + optimizer 6.2 + activations 18.7 GiB`, without what is zero."""
+    name, unit = byte_unit(memory.peak_bytes)
+    parts = (
+        ("weights", memory.weights_bytes),
+        ("gradients", memory.gradients_bytes),
+        ("optimizer", memory.optimizer_bytes),
+        ("activations", memory.activations_bytes),
+        ("boundary", memory.boundary_bytes),
+    )
+    return " + ".join(f"{part} {size / unit:.1f}" for part, size in parts if size / unit >= 0.05) + f" {name}"
+
+
+def _near_text(near: LeastFull | None, closest: LeastFull) -> str:
+    if near is None:
+        name, size = closest.memory.largest[0]
+        return f"nothing near fits; the largest unit there is {name} with {bytes_text(size)}"
+    count = microbatches_text(near.case.microbatches)
+    recompute_text = RECOMPUTED_TEXT[near.case.recompute]
+    size = bytes_text(near.memory.peak_bytes)
+    return f"nearest fit: pp={near.stages}, {count}, {near.schedule}{recompute_text} -> {size}"
+
+
+def _steps(
+    near: LeastFull,
+    asked: Sequence[Case],
+    schedules: Sequence[ScheduleName],
+    closest: LeastFull,
+    cluster: Cluster,
+) -> str:
+    """Returns only the options that have to change."""
+    steps: list[str] = []
+    if near.stages > len(cluster.devices):
+        steps.append(f"--cluster {near.stages}x{device_part(cluster)}")
+    if near.stages != closest.stages:
+        steps.append(f"--stages {near.stages}")
+    if near.case.microbatches not in {case.microbatches for case in asked}:
+        steps.append(f"--microbatches {near.case.microbatches}")
+    if near.case.recompute != closest.case.recompute:
+        steps.append(f"--recompute {near.case.recompute}")
+    if near.schedule not in schedules:
+        steps.append(f"--schedule {near.schedule}")
+    return " ".join(steps)
+
+
+def _larger_devices(closest: LeastFull) -> str:
+    """Returns the next step: smaller microbatches while each has more than one sample, or larger devices."""
+    if closest.case.graph.batch_size % 2:
+        return "devices with more memory"
+    return f"--microbatches {2 * closest.case.microbatches}, or devices with more memory"

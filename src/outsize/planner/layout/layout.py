@@ -1,0 +1,289 @@
+"""Problem: in which layouts can a model run on N devices?
+
+A layout fixes everything but the cuts: p pipeline ranks of k = dp_replicate x dp_shard x cp x tp devices
+each, v stages on a rank, the schedule, the size and number of microbatches. Rank r of the pipeline has the
+devices [r k, (r + 1) k); within it tp is innermost, then cp, then dp_shard, then dp_replicate, so the axes
+with the most traffic have the nearest neighbours. On unequal devices a group has devices of one kind, because
+it would be as slow as its slowest member: groups are formed within the parts of a cluster, and a part that
+they do not fill stays idle. p is then at most the number of groups: heterogeneous/assignment.py and
+heterogeneous/bounds.py decide which of them work.
+
+    default       pp alone, all devices, one rank each; other axes where they are asked for
+    all axes      every factorisation N = pp x dp_replicate x dp_shard x cp x tp, tp within a node, dp_shard
+                           all of the replicas or those of a node, as ZeRO-1 (resident) or as FSDP (weights
+                           too)
+    cp            in the sizes that costs/context_parallel.py allows, and with the smallest microbatches
+                           only: fewer samples at a time save as many bytes as fewer tokens of each, and send
+                           nothing
+    host          where nothing else fits: one device (offload/host_traffic.py), or several in round-robin
+                  (strategies/host_round_robin.py)
+
+Symbols as in arXiv 2104.04473 (p, t, d) and torch's DeviceMesh. Complexity: O(divisors of N, cubed).
+Oracle: tests/unit/planner/layout/test_planner_layout.py counts the factorisations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, product
+from math import gcd
+from typing import Final, final
+
+from outsize.errors import UnknownDevice
+from outsize.ir.cluster import Cluster, Part
+from outsize.ir.hardware.devices import Device, host_link
+from outsize.ir.offload import HOSTED, Weights
+from outsize.ir.plan import Axes, Plan, ScheduleName, beyond
+from outsize.ir.schedule import placed
+from outsize.schedules.families import family_of, preferred
+
+How = tuple[ScheduleName, int, int, int, tuple[str, ...]]
+"""Holds the arguments of `schedules.planned`: name, stages, microbatches, ranks, actions."""
+# Layouts with several stages on a rank have at most this many stages: with more, messages dominate.
+MOST_STAGES: Final = 64
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Fixes everything but the cuts: `stages` in all, `microbatches` of each replica.
+
+    `captured`: the number of microbatches of the whole batch for which the model was captured. `sequence`: tp
+    also divides the activations between layers (sequence parallelism).
+    """
+
+    axes: Axes
+    stages: int
+    schedule: ScheduleName
+    microbatches: int
+    captured: int
+    weights: Weights = "resident"
+    actions: tuple[str, ...] = ()
+    sequence: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Returns the pipeline rank of each stage."""
+        return placed(self.schedule, self.stages, self.axes.pp, self.actions)
+
+    @property
+    def chunks(self) -> int:
+        """Returns the number of stages on a rank; on the fullest one, where `actions` place them."""
+        return max(Counter(self.ranks).values()) if self.actions else self.stages // self.axes.pp
+
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Returns the stages of a rank in ascending order."""
+        return tuple(stage for stage, at in enumerate(self.ranks) if at == rank)
+
+    def how(self, microbatches: int | None = None) -> How:
+        """Returns the key of the schedule of `microbatches`, by default of all."""
+        count = self.microbatches if microbatches is None else microbatches
+        return self.schedule, self.stages, count, self.axes.pp, self.actions
+
+    @property
+    def group(self) -> int:
+        """Returns the number of devices that compute one stage."""
+        return self.axes.world_size // self.axes.pp
+
+    @property
+    def replicas(self) -> int:
+        """Returns the number of parts of the batch that are computed at the same time."""
+        return self.axes.dp_replicate * self.axes.dp_shard
+
+    @property
+    def ways(self) -> int:
+        """Returns the number of devices that share the work of one microbatch."""
+        return self.axes.tp * self.axes.cp
+
+    @property
+    def hosted(self) -> bool:
+        """Returns whether the host keeps weights, gradients or states that a step needs."""
+        return self.weights in HOSTED
+
+    @property
+    def what_if(self) -> bool:
+        """Returns whether the layout can be planned, but not run."""
+        return bool(beyond(self.axes, self.weights))
+
+    def on(self, ranks: int) -> Layout:
+        """Returns the layout with another number of ranks, a stage each: groups may stay idle."""
+        return replace(self, axes=self.axes.model_copy(update={"pp": ranks}), stages=ranks)
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Layout:
+        """Returns the layout of a plan."""
+        m = plan.microbatches
+        layout = cls(plan.axes, len(plan.stages), plan.schedule, m, m, plan.weights, plan.actions)
+        return replace(layout, sequence=plan.sequence_parallel)
+
+
+def pipelines(
+    axes: Axes, counts: Iterable[tuple[int, int]], schedules: Iterable[ScheduleName], units: int
+) -> Iterator[Layout]:
+    """Yields the pipelines over the ranks of these axes; `counts`: (microbatches, microbatches of the whole
+    batch).
+    """
+    for (microbatches, captured), schedule in product(counts, schedules):
+        for chunks in family_of(schedule).chunk_counts(axes.pp, microbatches):
+            if axes.pp * chunks <= (units if chunks == 1 else min(units, MOST_STAGES)):
+                yield Layout(axes, axes.pp * chunks, schedule, microbatches, captured)
+
+
+def all_layouts(
+    cluster: Cluster,
+    captured: Iterable[int],
+    schedules: Sequence[ScheduleName],
+    units: int,
+    contexts: Sequence[int] = (1,),
+) -> Iterator[Layout]:
+    """Yields all layouts of all devices.
+
+    `captured`: the numbers of microbatches of the whole batch for which there is a model. `contexts`: the
+    sizes of cp.
+    """
+    ascending = sorted(captured)
+    per_node = gcd(*(part.devices_per_node for part in cluster.parts)) or cluster.devices_per_node
+    for axes, weights in _meshes(_sizes(cluster, units), per_node, contexts):
+        counts = counts_for(ascending if axes.cp == 1 else ascending[-1:], axes)
+        for layout in pipelines(axes, counts, _worth(schedules, axes.pp), units):
+            yield replace(layout, weights=weights)
+
+
+def host_layouts(
+    cluster: Cluster, captured: Iterable[int], schedules: Sequence[ScheduleName], units: int
+) -> Iterator[Layout]:
+    """Yields layouts of one device with weights or optimizer states in host memory; none on CPUs.
+
+    Schedules that are the same on one device, such as naive and 1f1b, are tried once.
+    """
+    if any(host_link(device) is None for device in cluster.devices):
+        return
+    same = (family_of(name).on_host_as for name in schedules)
+    names = dict.fromkeys(name for name in same if name is not None)
+    for layout in pipelines(Axes(), counts_for(sorted(captured), Axes()), names, units):
+        yield from (replace(layout, weights=weights) for weights in HOSTED)
+
+
+def grouped(cluster: Cluster, group: int) -> Cluster | None:
+    """Returns the cluster with one device for each group; None where groups would straddle nodes."""
+    if group == 1:
+        return cluster
+    parts = cluster.parts or (cluster.whole,)
+    first = [sum(part.devices for part in parts[:place]) for place in range(len(parts))]
+    filled = [_fills(group, cluster.devices[a : a + p.devices], p) for a, p in zip(first, parts, strict=True)]
+    if not (any(filled) if cluster.unequal else all(filled)):
+        return None
+    used = [(a, part) for a, part, fills in zip(first, parts, filled, strict=True) if fills]
+    fewer = [
+        part.model_copy(
+            update={
+                "devices": part.devices // group,
+                "devices_per_node": max(1, part.devices_per_node // group),
+            }
+        )
+        for _, part in used
+    ]
+    return cluster.model_copy(
+        update={
+            "devices": tuple(d for a, part in used for d in cluster.devices[a : a + part.devices : group]),
+            "devices_per_node": fewer[0].devices_per_node,
+            "inner": fewer[0].inner,
+            "parts": tuple(fewer) if cluster.parts else (),
+        }
+    )
+
+
+def _fills(group: int, devices: Sequence[Device], part: Part) -> bool:
+    """Returns whether groups of this size cover a part, each of one kind, within a node or of whole nodes."""
+    size = part.devices_per_node
+    if (size % group and group % size) or len(devices) % group:
+        return False
+    return all(_of_one_kind(devices[first : first + group]) for first in range(0, len(devices), group))
+
+
+def _of_one_kind(devices: Iterable[Device]) -> bool:
+    return len({(device.kind, device.memory_bytes) for device in devices}) == 1
+
+
+def of_kind(cluster: Cluster, kind: str, memory_bytes: int) -> Cluster:
+    """Returns the devices of one kind, in their nodes and with their links."""
+    ranks = [r for r, d in enumerate(cluster.devices) if (d.kind, d.memory_bytes) == (kind, memory_bytes)]
+    parts: list[Part] = []
+    for _, node in groupby(ranks, cluster.node_of):
+        node_ranks = list(node)
+        part = cluster.part_of(node_ranks[0]).model_copy(
+            update={"devices": len(node_ranks), "devices_per_node": len(node_ranks)}
+        )
+        if parts and parts[-1].model_copy(update={"devices": len(node_ranks)}) == part:
+            part = part.model_copy(update={"devices": parts.pop().devices + len(node_ranks)})
+        parts.append(part)
+    return cluster.model_copy(
+        update={
+            "devices": tuple(cluster.devices[rank] for rank in ranks),
+            "devices_per_node": parts[0].devices_per_node,
+            "inner": parts[0].inner,
+            "nics_per_node": parts[0].nics_per_node,
+            "parts": tuple(parts) if len(parts) > 1 else (),
+        }
+    )
+
+
+def _worth(schedules: Sequence[ScheduleName], ranks: int) -> Sequence[ScheduleName]:
+    """Returns one schedule for one rank, which has no bubble under any of them."""
+    return (preferred(schedules),) if ranks == 1 and schedules else schedules
+
+
+def counts_for(captured: Iterable[int], axes: Axes) -> list[tuple[int, int]]:
+    """Returns pairs (microbatches of a replica, microbatches of the whole batch)."""
+    return [(count // axes.replicas, count) for count in captured if count % axes.replicas == 0]
+
+
+def _sizes(cluster: Cluster, units: int) -> list[tuple[int, int]]:
+    """Returns the sizes of a group, each with the number of such groups, the fewest first; unequal groups may
+    be idle.
+    """
+    devices = len(cluster.devices)
+    if not cluster.unequal:
+        return [(devices // pp, pp) for pp in _divisors(devices)]
+    sizes = {size for part in cluster.parts or (cluster.whole,) for size in _divisors(part.devices)}
+    grouped_clusters = ((size, grouped(cluster, size)) for size in sorted(sizes, reverse=True))
+    return [
+        (size, min(len(groups.devices), units)) for size, groups in grouped_clusters if groups is not None
+    ]
+
+
+def _meshes(
+    sizes: Sequence[tuple[int, int]], per_node: int, contexts: Sequence[int]
+) -> Iterator[tuple[Axes, Weights]]:
+    largest = max(size for size, _ in sizes)
+    within = (t for t in _divisors(per_node) if largest % t == 0)
+    for tp, cp in product(within, contexts):
+        for replicas, pp in ((size // tp // cp, pp) for size, pp in sizes if size % (tp * cp) == 0):
+            yield Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas), "resident"
+            for shard in sorted({replicas, _largest(replicas, per_node // tp // cp)} - {1}):
+                axes = Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas // shard, dp_shard=shard)
+                yield axes, "resident"
+                yield axes, "sharded"
+
+
+def _largest(replicas: int, limit: int) -> int:
+    """Returns how many replicas within a node share their states."""
+    return max(d for d in _divisors(replicas) if d <= max(1, limit))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def rank_named(device: str, cluster: Cluster) -> int:
+    """Returns the index of a device in the cluster; raises UnknownDevice."""
+    names = [d.name for d in cluster.devices]
+    if device in names:
+        return names.index(device)
+    raise UnknownDevice(
+        f"the plan names {device!r}, which cluster {cluster.name!r} has not",
+        numbers=f"its devices: {', '.join(names)}",
+        next_step=f"set the stage's device to {names[-1]!r}, or give a larger --cluster",
+    )

@@ -1,0 +1,410 @@
+"""Problem: how many bytes does each stage need at the worst moment of a step? The only owner of bytes.
+
+    weights      parameters the stage owns, its buffers, replicas of parameters owned by earlier stages
+    gradients    one per trainable parameter owned; none before the first backward of a step
+    optimizer    state and master copies of those, see optimizer_states.py; temporaries of the
+                 optimizer's step
+    inputs       the batch, of which every device holds a whole copy
+    activations  per microbatch in flight: what autograd saves, and the received values
+    boundary     per microbatch in flight: the values sent on (roots of the backward); receives posted
+                 ahead and not yet used; gradients on their way in or out
+    workspace    what the microbatch being computed holds beyond that, see activations.py
+
+The number of microbatches in flight never comes from a formula: the schedule's own actions are executed. On
+the stage that computes, a microbatch is
+
+    posted         from its RECV_F (the buffer exists) until its F begins
+    in flight      from its F                          until its B (or W) has run
+    waiting        from its I                          until its W has run
+    gradient_in    from its RECV_B                     until its B (or W) has run
+    gradient_out   from the end of its B               until the next compute action has run
+
+Sent values live as long as saved ones, because a stage needs its output as the root of the backward. Memory
+that autograd saves too is counted once.
+
+A backward in two halves (I, W) frees what autograd saved at the end of W. Between the halves the gradients
+that W needs wait (run/stage/split_backward.py). A received gradient that waits unchanged counts twice.
+
+In a stage whose activations are offloaded to the host (run/moves/activations.py), one waiting microbatch is
+being copied: it holds on the device what the others hold on the host (`on_host`).
+
+Closed forms are used in tests only: microbatches in flight are m under GPipe (arXiv 1811.06965) and min(p -
+s, m) under 1F1B (arXiv 2104.04473, sec. 2.2). Complexity: O(actions) per schedule.
+Oracle: tests/unit/planner/memory/test_memory_account.py; benchmarks/memory compares with real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from itertools import pairwise
+from typing import Generic, NamedTuple, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.graph import ModelGraph
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.planner.memory.range_tables import Bytes, RangeTables
+
+LARGEST = 3
+
+
+@final
+class Phase(IntEnum):
+    """Names what a stage computes at a moment; HALF is one half of a split backward."""
+
+    WAIT = 0
+    FORWARD = 1
+    BACKWARD = 2
+    UPDATE = 3
+    HALF = 4
+
+
+_BACKWARDS = (Phase.BACKWARD, Phase.HALF)
+
+
+@final
+@dataclass(frozen=True, slots=True, order=True)
+class InFlightState:
+    """Counts how many microbatches a stage holds in each state at one moment, and names what it computes.
+
+    `graded`: an earlier backward of the step has made gradients of the weights. `batch`: the number of
+    microbatches whose inputs the device holds.
+    """
+
+    in_flight: int
+    posted: int
+    gradient_in: int
+    gradient_out: int
+    phase: Phase = Phase.BACKWARD
+    graded: bool = True
+    batch: int = 1
+    waiting: int = 0
+
+    def covers(self, other: InFlightState) -> bool:
+        """Returns whether this state needs at least as many bytes as the other, whatever the sizes are."""
+        return (
+            (self.phase is other.phase or (self.phase in _BACKWARDS and other.phase is Phase.WAIT))
+            and self.graded >= other.graded
+            and self.in_flight >= other.in_flight
+            and self.posted >= other.posted
+            and self.gradient_in >= other.gradient_in
+            and self.gradient_out >= other.gradient_out
+            and self.waiting >= other.waiting
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Holds the bytes of one stage at its peak, which occurs in `phase`; `phases` has the peak of each phase.
+
+    `in_flight` is the largest number of microbatches in flight; `largest` lists the largest units as (name,
+    bytes). `optimizer_bytes` includes the master copies (`master_bytes`). `activations_bytes` includes the
+    batch and the temporaries (`workspace_bytes`) of the unit being computed or of the optimizer's step.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    boundary_bytes: int
+    in_flight: int
+    largest: tuple[tuple[str, int], ...]
+    workspace_bytes: int = 0
+    master_bytes: int = 0
+    phase: str = "backward"
+    phases: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Returns the sum of all causes."""
+        states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+        return states + self.activations_bytes + self.boundary_bytes
+
+
+def account_stages(
+    ranges: RangeTables, graph: ModelGraph, bounds: Sequence[int], schedule: Schedule
+) -> tuple[StageMemory, ...]:
+    """Returns the memory of each stage; `schedule` is lowered, `bounds` are as in `Plan.bounds`."""
+    runs = enumerate(pairwise(bounds))
+    return tuple(account_stage(ranges, graph, run, peak_states(schedule, stage)) for stage, run in runs)
+
+
+def joint_states(schedule: Schedule, rank: int) -> tuple[tuple[InFlightState, ...], ...]:
+    """Returns each distinct joint state of a rank's stages (in ascending order), of which one computes.
+
+    Only the first stage counts the batch, which a rank holds once.
+    """
+    row = schedule.actions[rank]
+    counters = {stage: _Held() for stage in sorted({action.stage for action in row})}
+    batch = dict.fromkeys(counters, 0) | dict.fromkeys([min(counters)], schedule.microbatches)
+    states: dict[tuple[InFlightState, ...], None] = {}
+    for action in row:
+        counters[action.stage].begin(action)
+        now = (h.state_during(action if s == action.stage else None, batch[s]) for s, h in counters.items())
+        states[tuple(now)] = None
+        counters[action.stage].end(action)
+    states[tuple(h.state_in(Phase.UPDATE, batch[s]) for s, h in counters.items())] = None
+    return tuple(states)
+
+
+def bytes_in_state(here: RangeTables, state: InFlightState) -> int:
+    """Returns all bytes of a stage in one state; `here` holds the tables of its run alone
+    (`RangeTables.of_run`).
+    """
+    return int(_lasting_bytes(here, state.batch) + _variable_bytes(here, state))
+
+
+def account_stage(
+    ranges: RangeTables, graph: ModelGraph, run: tuple[int, int], states: Sequence[InFlightState]
+) -> StageMemory:
+    """Returns the memory of one stage that computes the units `run`, from its `peak_states`."""
+    return _stage_memory(ranges, [u.name for u in graph.units], run, states)
+
+
+def peak_table(ranges: RangeTables, states: Sequence[InFlightState]) -> Bytes:
+    """Returns the peak bytes of a stage for every run of units `[first, end]`, from its peak states."""
+    variable = (_variable_bytes(ranges, state) for state in states)
+    peak = next(variable)
+    for other in variable:
+        np.maximum(peak, other, out=peak)
+    return np.add(_lasting_bytes(ranges, states[0].batch), peak, out=peak)
+
+
+def component_table(ranges: RangeTables, batch: int) -> NDArray[np.float64]:
+    """Returns the components of a stage's bytes, of shape (components, runs) for tables of one dim."""
+    return np.array([_lasting_bytes(ranges, batch), *_sizes(ranges)], np.float64)
+
+
+def peaks_of_components(sizes: NDArray[np.float64], states: Sequence[InFlightState]) -> NDArray[np.float64]:
+    """Returns the peak bytes of each run in these states; exact, because whole numbers below 2^53 are."""
+    return (np.array([component_counts(state) for state in states], np.float64) @ sizes).max(axis=0)
+
+
+def component_counts(state: InFlightState) -> tuple[int, ...]:
+    """Returns how often a stage in this state holds each row of `component_table`."""
+    return 1, *_counts(state)
+
+
+def peak_states(schedule: Schedule, stage: int) -> tuple[InFlightState, ...]:
+    """Returns the states of `stage` that no other state covers: its peak occurs in one of them."""
+    peak: list[InFlightState] = []
+    row, batch = schedule.actions[schedule.rank_of[stage]], schedule.microbatches
+    states = {*_execute(row, stage, batch), InFlightState(0, 0, 0, 0, Phase.UPDATE, batch=batch)}
+    for state in sorted(states, key=lambda a: (a.phase, a), reverse=True):
+        if not any(other.covers(state) for other in peak):
+            peak.append(state)
+    return tuple(peak)
+
+
+def _execute(row: Sequence[Action], stage: int, batch: int) -> Iterator[InFlightState]:
+    """Yields the state of the stage during each of its actions."""
+    counter = _Held()
+    for action in row:
+        if action.stage == stage:
+            counter.begin(action)
+            yield counter.state_during(action, batch)
+            counter.end(action)
+
+
+_PHASE = {Kind.F: Phase.FORWARD, Kind.B: Phase.BACKWARD, Kind.I: Phase.HALF, Kind.W: Phase.HALF}
+
+
+@final
+@dataclass(slots=True)
+class _Held:
+    """Holds the microbatches of one stage by state while the schedule's actions are executed."""
+
+    in_flight: set[int] = field(default_factory=set[int])
+    posted: set[int] = field(default_factory=set[int])
+    gradient_in: set[int] = field(default_factory=set[int])
+    gradient_out: set[int] = field(default_factory=set[int])
+    waiting: set[int] = field(default_factory=set[int])
+    graded: bool = False
+
+    def state_during(self, action: Action | None, batch: int) -> InFlightState:
+        """Returns the state while `action` runs on this stage; None means that another stage computes."""
+        if action is None:
+            return self.state_in(Phase.WAIT, batch)
+        # The W half makes the gradients, and frees nothing until it ends.
+        graded = self.graded or action.kind is Kind.W
+        return replace(self.state_in(_PHASE.get(action.kind, Phase.WAIT), batch), graded=graded)
+
+    def state_in(self, phase: Phase, batch: int) -> InFlightState:
+        """Returns the present counts as a state."""
+        counts = len(self.in_flight), len(self.posted), len(self.gradient_in), len(self.gradient_out)
+        return InFlightState(*counts, phase, self.graded, batch, len(self.waiting))
+
+    def begin(self, action: Action) -> None:
+        if action.kind is Kind.RECV_F:
+            self.posted.add(action.microbatch)
+        elif action.kind is Kind.RECV_B:
+            self.gradient_in.add(action.microbatch)
+        elif action.kind is Kind.F:
+            self.posted.discard(action.microbatch)
+            self.in_flight.add(action.microbatch)
+        elif action.kind is Kind.I:
+            self.waiting.add(action.microbatch)
+
+    def end(self, action: Action) -> None:
+        if action.kind in COMPUTE:
+            self.gradient_out.clear()
+        if action.kind in (Kind.B, Kind.I):
+            self.gradient_out.add(action.microbatch)
+        if action.kind in (Kind.B, Kind.W):
+            self.graded = True
+            self.in_flight.discard(action.microbatch)
+            self.gradient_in.discard(action.microbatch)
+            self.waiting.discard(action.microbatch)
+
+
+def _lasting_bytes(ranges: RangeTables, batch: int) -> Bytes:
+    """Returns the bytes that are present in every phase."""
+    return ranges.weights + ranges.replicas + ranges.optimizer + batch * ranges.inputs
+
+
+def _variable_bytes(ranges: RangeTables, state: InFlightState) -> Bytes:
+    """Returns the bytes that depend on the state."""
+    pairs = zip(_counts(state), _sizes(ranges), strict=True)
+    return sum((count * size for count, size in pairs if count), np.zeros_like(ranges.sent))
+
+
+Amount = TypeVar("Amount", int, Bytes)
+
+
+@final
+class Components(NamedTuple, Generic[Amount]):
+    """Holds, for each component of the variable bytes, its size for every run or how many a stage holds.
+
+    `waiting`: what a microbatch that waits for its backward saved and sent. `received`, `sent`,
+    `gradient_in`, `gradient_out`: boundary buffers. `forward`, `backward`, `first_backward`: what the
+    microbatch being computed holds. `gradients` are those of weights, `update` are the optimizer's
+    temporaries. `between_halves`: gradients that wait for the second half of a backward. `split_backward`:
+    what one half holds. `copied`: activations being copied to or from the host.
+    """
+
+    waiting: Amount
+    received: Amount
+    sent: Amount
+    gradient_in: Amount
+    gradient_out: Amount
+    forward: Amount
+    backward: Amount
+    first_backward: Amount
+    gradients: Amount
+    update: Amount
+    between_halves: Amount
+    split_backward: Amount
+    copied: Amount
+
+
+def _sizes(ranges: RangeTables) -> Components[Bytes]:
+    """Returns the bytes of one of each component, for every run."""
+    return Components(
+        waiting=_waiting_bytes(ranges) + ranges.sent,
+        received=ranges.received,
+        sent=ranges.sent,
+        gradient_in=ranges.gradient_in,
+        gradient_out=ranges.gradient_out,
+        forward=ranges.forward,
+        backward=ranges.backward,
+        first_backward=ranges.first_backward,
+        gradients=ranges.gradients,
+        update=ranges.update,
+        between_halves=ranges.waiting,
+        split_backward=ranges.split_backward,
+        copied=ranges.on_host,
+    )
+
+
+def _counts(state: InFlightState) -> Components[int]:
+    """Returns how many of each component a stage holds; `backward` includes the weights' gradients."""
+    forward, backward = state.phase is Phase.FORWARD, state.phase is Phase.BACKWARD
+    computing, half = forward or backward, state.phase is Phase.HALF
+    return Components(
+        waiting=state.in_flight - computing,
+        received=state.posted + computing,
+        sent=int(backward),
+        gradient_in=state.gradient_in,
+        gradient_out=state.gradient_out,
+        forward=int(forward),
+        backward=int(backward and state.graded),
+        first_backward=int(backward and not state.graded),
+        gradients=int(state.graded and not backward),
+        update=int(state.phase is Phase.UPDATE),
+        between_halves=state.waiting,
+        split_backward=int(half),
+        copied=min(1, max(0, state.in_flight - (computing or half))),
+    )
+
+
+def _waiting_bytes(ranges: RangeTables) -> Bytes:
+    """Returns the activation bytes of a microbatch that waits for its backward."""
+    return ranges.saved + ranges.received - ranges.saved_boundary
+
+
+def _gradients(ranges: RangeTables, state: InFlightState) -> Bytes:
+    """Returns the bytes of activation gradients that are being passed between stages."""
+    return state.gradient_in * ranges.gradient_in + state.gradient_out * ranges.gradient_out
+
+
+def _stage_memory(
+    ranges: RangeTables, names: Sequence[str], run: tuple[int, int], states: Sequence[InFlightState]
+) -> StageMemory:
+    here = ranges.of_run(*run)
+    peak = max(states, key=lambda a: (int(_variable_bytes(here, a)), a.phase, a))
+    total = int(_lasting_bytes(here, peak.batch) + _variable_bytes(here, peak))
+    gradients = int(peak.graded * here.gradients)
+    weights, optimizer = int(here.weights + here.replicas), int(here.optimizer)
+    boundary = int(peak.in_flight * here.sent + peak.posted * here.received + _gradients(here, peak))
+    activations = total - weights - gradients - optimizer - boundary
+    waiting = int(
+        peak.in_flight * _waiting_bytes(here) + peak.waiting * here.waiting + peak.batch * here.inputs
+    )
+    waiting += int(min(peak.in_flight, 2) * here.on_host)
+    return StageMemory(
+        weights_bytes=weights,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        activations_bytes=activations,
+        boundary_bytes=boundary,
+        in_flight=max(a.in_flight for a in states),
+        largest=_largest(ranges, names, run, peak),
+        workspace_bytes=max(activations - waiting, 0),
+        master_bytes=int(here.master),
+        phase=_phase_name(peak.phase),
+        phases=_phases(here, states),
+    )
+
+
+def _phase_name(phase: Phase) -> str:
+    return "backward" if phase in _BACKWARDS else phase.name.lower()
+
+
+def _phases(here: RangeTables, states: Sequence[InFlightState]) -> tuple[tuple[str, int], ...]:
+    """Returns the peak bytes of each phase; `load` is before the first step."""
+    peaks = {"load": int(here.weights + here.replicas + here.optimizer)}
+    lasting = int(_lasting_bytes(here, states[0].batch))
+    for state in sorted(states, key=lambda a: a.phase):
+        name = _phase_name(state.phase)
+        peaks[name] = max(peaks.get(name, 0), lasting + int(_variable_bytes(here, state)))
+    return tuple(peaks.items())
+
+
+def _largest(
+    ranges: RangeTables, names: Sequence[str], run: tuple[int, int], state: InFlightState
+) -> tuple[tuple[str, int], ...]:
+    """Returns the units that hold the most bytes: weights, gradients, states, and saved activations."""
+    units = range(*run)
+    weights, gradients, optimizer, saved = (
+        np.diagonal(table, offset=1)[run[0] : run[1]]
+        for table in (ranges.weights, ranges.gradients, ranges.optimizer, ranges.saved)
+    )
+    bytes_of = dict(
+        zip(units, (weights + gradients + optimizer + state.in_flight * saved).tolist(), strict=True)
+    )
+    ranked = sorted(units, key=lambda u: (-bytes_of[u], u))
+    return tuple((names[u], bytes_of[u]) for u in ranked[:LARGEST])

@@ -1,0 +1,127 @@
+"""Counts how many microbatches a stage holds in each state (`account.InFlightState`), for a chain of stages.
+
+Only non-dominated states are kept: those that no other state of the stage exceeds in every count, since the
+peak is in one of them. Results are cached for each schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Final
+
+from outsize.ir.plan import ScheduleName
+from outsize.ir.schedule import Schedule
+from outsize.planner.layout.layout import How
+from outsize.planner.memory.account import InFlightState, joint_states, peak_states
+from outsize.schedules.builders import build, row_of
+from outsize.schedules.families import family_of
+from outsize.schedules.lower import in_chain, lower
+from outsize.schedules.planned import planned
+
+Edges = frozenset[tuple[int, int]]
+
+# Five microbatches of a turn are simulated; each further one behaves as the third.
+SIMULATED_TURN: Final = 5
+
+
+@lru_cache(maxsize=256)
+def states_by_stage(
+    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
+) -> tuple[tuple[InFlightState, ...], ...]:
+    """Returns the states of each stage in a chain; receives are at the same places for any real edges."""
+    if family_of(schedule).like_last_stages:
+        states = tuple(_as_shorter_pipeline(schedule, stages, stage, microbatches) for stage in range(stages))
+    else:
+        states = _by_stage(
+            schedule, stages, microbatches_to_simulate(schedule, stages, microbatches, ranks), ranks
+        )
+    return tuple(_with_batch(stage_states, microbatches) for stage_states in states)
+
+
+def _as_shorter_pipeline(
+    schedule: ScheduleName, stages: int, stage: int, microbatches: int
+) -> tuple[InFlightState, ...]:
+    """Simulates a stage as the first or second one of a shorter pipeline with as many stages after it."""
+    position = min(stage, 1)
+    length = stages - stage + position
+    return _simulate_stage(
+        schedule, length, position, microbatches_to_simulate(schedule, length, microbatches, length)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _simulate_stage(
+    schedule: ScheduleName, stages: int, stage: int, simulated: int
+) -> tuple[InFlightState, ...]:
+    """Simulates one stage from its own row."""
+    row = in_chain(row_of(schedule, stage, stages, simulated), stages)
+    return peak_states(Schedule(schedule, simulated, (row,)), stage)
+
+
+@lru_cache(maxsize=64)
+def states_by_rank(
+    schedule: ScheduleName, stages: int, microbatches: int, ranks: int
+) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
+    """Returns for each rank the joint states of its stages in a chain."""
+    simulated = microbatches_to_simulate(schedule, stages, microbatches, ranks)
+    layer_by_layer = family_of(schedule).layer_by_layer
+    if layer_by_layer:  # At the end of a stage's turn it holds all microbatches that were simulated.
+        simulated = min(microbatches, SIMULATED_TURN)
+    states = _by_rank(schedule, stages, simulated, ranks)
+    if layer_by_layer:
+        states = tuple(
+            tuple(_with_more_in_flight(state, microbatches - simulated) for state in rank) for rank in states
+        )
+    return tuple(
+        tuple((*_with_batch(state[:1], microbatches), *state[1:]) for state in rank) for rank in states
+    )
+
+
+def _with_more_in_flight(states: tuple[InFlightState, ...], microbatches: int) -> tuple[InFlightState, ...]:
+    """Adds microbatches in flight to the stages that are in the middle of a turn."""
+    return tuple(
+        replace(state, in_flight=state.in_flight + microbatches * (state.in_flight > SIMULATED_TURN // 2))
+        for state in states
+    )
+
+
+@lru_cache(maxsize=64)
+def states_along_edges(
+    how: How, edges: tuple[Edges, Edges]
+) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
+    """Returns the joint states where the plan has the actions, over its own edges (forward, backward)."""
+    lowered = lower(planned(*how), *edges)
+    return tuple(joint_states(lowered, rank) for rank in range(lowered.ranks))
+
+
+@lru_cache(maxsize=64)
+def _by_stage(
+    schedule: ScheduleName, stages: int, simulated: int, ranks: int
+) -> tuple[tuple[InFlightState, ...], ...]:
+    lowered = _in_a_chain(schedule, stages, simulated, ranks)
+    return tuple(peak_states(lowered, stage) for stage in range(stages))
+
+
+@lru_cache(maxsize=64)
+def _by_rank(
+    schedule: ScheduleName, stages: int, simulated: int, ranks: int
+) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
+    lowered = _in_a_chain(schedule, stages, simulated, ranks)
+    return tuple(joint_states(lowered, rank) for rank in range(ranks))
+
+
+def _with_batch(states: tuple[InFlightState, ...], microbatches: int) -> tuple[InFlightState, ...]:
+    return tuple(replace(state, batch=microbatches) for state in states)
+
+
+def microbatches_to_simulate(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> int:
+    """Returns the number of microbatches to simulate; those after them reach no new state."""
+    return family_of(schedule).microbatches_to_play(stages, microbatches, ranks)
+
+
+def _in_a_chain(schedule: ScheduleName, stages: int, microbatches: int, ranks: int) -> Schedule:
+    chain = range(stages)
+    forward, backward = frozenset(pairwise(chain)), frozenset(pairwise(reversed(chain)))
+    return lower(build(schedule, stages, microbatches, ranks), forward, backward)

@@ -1,0 +1,259 @@
+"""Problem: what does a stage need when some of its units are recomputed in the backward?
+
+The chosen units run in segments (ir/units/recompute_segments.py). A segment keeps what it reads of the units
+before it; what autograd would save inside it exists again from its second forward until its own backward has
+used it. So a memory that crosses units is kept from its first keeper on, and its keepers are the units
+outside segments that autograd saves it for and the segments that read it without having made it. Let kept(k)
+be all that units and segments up to k keep. At unit k the stage holds
+
+    forward    kept(k), values made here with users at k or later, workspace of k
+    backward   kept(k), what the segment of k has saved again up to k, gradients passing k
+    again      kept(k), the segment's second forward at its worst moment, gradients of what it has made
+
+Received and sent values exist all the time (account.py counts them) and are no part of kept(k).
+
+Deviations: values that every stage computes for itself (masks) count as freed with the first unit that keeps
+them. Complexity: O(units x memories). Oracles: tests/unit/planner/memory/test_recomputed_stage.py counts
+tensor by tensor and, where no unit is recomputed, equals activations.py; benchmarks/memory runs real steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.graph import ModelGraph, Unit, Value
+from outsize.ir.profile import Profile
+from outsize.ir.units.recompute_segments import Run, blocks, segments
+from outsize.planner.memory.activations import UnitBytes, by_storage, held_backward, own_bytes, storages_of
+
+# This number stands for a moment that does not occur.
+NOTHING: Final = -(1 << 62)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StageStorage:
+    """Describes a memory that crosses units of the stage: made by unit `made` (-1: received), last used by
+    `last` (n: sent), saved by autograd for `keepers`.
+    """
+
+    size_bytes: int
+    made: int
+    last: int
+    used: tuple[int, ...]
+    keepers: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MicrobatchBytes:
+    """Holds the bytes of one microbatch without received and sent values: kept until its backward, and at the
+    worst moment of each kind.
+
+    The backward includes the gradients of weights, as in activations.py.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    first_backward: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SegmentBytes:
+    """Holds the bytes of a segment at the worst moment of its backward, its second forward included."""
+
+    backward: int
+    first_backward: int
+
+
+@final
+@dataclass(frozen=True)
+class StageBytes:
+    """Describes the units 0..n-1 of one stage: the bytes of each, and the memories that cross them.
+
+    `own`: what autograd saves for the unit alone. `workspace`: temporaries of its forward. `backward`,
+    `first_backward`: gradients in its backward, those of weights included. `passing[b]`, `first_passing[b]`:
+    gradients that exist when all units from b on have gone back; n + 1 entries.
+    """
+
+    block: tuple[str, ...]
+    own: tuple[int, ...]
+    workspace: tuple[int, ...]
+    backward: tuple[int, ...]
+    first_backward: tuple[int, ...]
+    passing: tuple[int, ...]
+    first_passing: tuple[int, ...]
+    stores: tuple[StageStorage, ...]
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile, gradients: Sequence[int], run: Run) -> Self:
+        """Builds the stage with the units of a run; `gradients`: bytes for the weights that each of its units
+        owns.
+        """
+        first, end = run
+        n, units = end - first, graph.units[first:end]
+        values = [view for v in graph.values if (view := _within(v, first, end)) is not None]
+        memories, costs = by_storage(values), profile.units[first:end]
+        stores, own = [_store(views, n) for views in memories], own_bytes(units, costs)
+        for views, store in zip(memories, stores, strict=True):
+            if 1 <= views[0].saved_by <= n:
+                own[views[0].saved_by - 1] -= store.size_bytes
+        held, crossing = _gradients(values, units, gradients)
+        weights = np.array(gradients, np.int64)
+        weights_behind = np.append(weights[::-1].cumsum()[::-1], 0)
+        return cls(
+            block=tuple(blocks([u.name for u in graph.units])[first:end]),
+            own=tuple(np.maximum(own, 0).tolist()),
+            workspace=tuple(c.workspace_bytes for c in costs),
+            backward=tuple((held + weights.sum()).tolist()),
+            first_backward=tuple((held + weights_behind[1:]).tolist()),
+            passing=tuple((crossing + weights.sum()).tolist()),
+            first_passing=tuple((crossing + weights_behind).tolist()),
+            stores=tuple(stores),
+        )
+
+    @property
+    def units(self) -> int:
+        """Returns the number of units, n."""
+        return len(self.own)
+
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """Returns the indices of the storages that are neither received nor sent."""
+        return tuple(i for i, s in enumerate(self.stores) if s.made >= 0 and s.last < self.units)
+
+    @cached_property
+    def leaving(self) -> tuple[int, ...]:
+        """Returns for each unit the bytes of the values made up to it that will be sent."""
+        sent = [s for s in self.stores if s.made >= 0 and s.last >= self.units]
+        return tuple(_over(self.units, ((s.made, self.units, s.size_bytes) for s in sent)).tolist())
+
+    @cached_property
+    def _made_by(self) -> list[list[StageStorage]]:
+        made_by: list[list[StageStorage]] = [[] for _ in range(self.units)]
+        for store in self.stores:
+            if store.made >= 0:
+                made_by[store.made].append(store)
+        return made_by
+
+    def held(self, chosen: Collection[int]) -> MicrobatchBytes:
+        """Returns the bytes of the stage when the units `chosen` are recomputed."""
+        n, parts = self.units, segments(self.block, chosen)
+        start_of = {unit: a for a, b in parts for unit in range(a, b)}
+        inner = [self.stores[place] for place in self.inner]
+        pairs = [(store, _kept_at(store, start_of, n)) for store in inner]
+        own = np.array([0 if k in start_of else self.own[k] for k in range(n)], np.int64)
+        kept = np.cumsum(own) + _over(n, ((at, n, s.size_bytes) for s, at in pairs))
+        alive = _over(n, ((s.made, min(s.last + 1, at), s.size_bytes) for s, at in pairs))
+        forward = kept + alive + np.array(self.leaving) + np.array(self.workspace)
+        acting = {
+            k: SegmentBytes(self.backward[k], self.first_backward[k]) for k in range(n) if k not in start_of
+        }
+        acting |= {a: self.segment(a, b) for a, b in parts}
+        return MicrobatchBytes(
+            int(kept[-1]),
+            max(0, int(forward.max())),
+            max(int(kept[k]) + at.backward for k, at in acting.items()),
+            max(int(kept[k]) + at.first_backward for k, at in acting.items()),
+        )
+
+    def segment(self, a: int, b: int) -> SegmentBytes:
+        """Returns what the segment holds in its second forward and in its backward, besides what is kept.
+
+        The second forward ends with the last tensor that is saved: tensors made only for other segments do
+        not exist.
+        """
+        made = [s for u in range(a, b) for s in self._made_by[u]]
+        since = [min((u for u in s.keepers if u < b), default=b) for s in made]
+        until = [max((u for u in s.used if u < b), default=-1) for s in made]
+        saved, again, backward, first_backward = 0, 0, NOTHING, NOTHING
+        for k in range(a, b):
+            saved += self.own[k] + sum(s.size_bytes for s, at in zip(made, since, strict=True) if at == k)
+            spans = zip(made, since, until, strict=True)
+            alive = sum(s.size_bytes for s, at, end in spans if s.made <= k <= end and at > k)
+            again = max(again, saved + alive + self.workspace[k])
+            backward = max(backward, saved + self.backward[k])
+            first_backward = max(first_backward, saved + self.first_backward[k])
+        return SegmentBytes(
+            max(backward, again + self.passing[b]), max(first_backward, again + self.first_passing[b])
+        )
+
+
+def _kept_at(store: StageStorage, start_of: Mapping[int, int], never: int) -> int:
+    """Returns the unit from which on the storage is kept; `start_of` maps units to the start of their
+    segment.
+    """
+    outside = (unit for unit in store.keepers if unit not in start_of)
+    reading = (start_of[unit] for unit in store.used if unit in start_of)
+    return min((*outside, *(a for a in reading if store.made < a)), default=never)
+
+
+def _over(n: int, spans: Iterable[tuple[int, int, int]]) -> NDArray[np.int64]:
+    """Returns for each of n units the sum of the sizes whose span (first, end, size) covers it."""
+    steps = np.zeros(n + 1, np.int64)
+    for first, end, size in spans:
+        steps[first] += size
+        steps[end] -= size
+    return np.cumsum(steps)[:-1]
+
+
+def _within(value: Value, first: int, end: int) -> Value | None:
+    """Renumbers a value for the stage: unit 0 stands for all before it, 1..n are its own, n + 1 for all after
+    it.
+    """
+    if value.producer >= end or value.consumers[-1:] < (first,):
+        return None
+
+    def place(unit: int) -> int:
+        return min(max(unit - first + 1, 0), end - first + 1)
+
+    users = sorted({place(u) for u in value.consumers} - {0})
+    keepers = [place(u) for u in (value.saved_by, *value.also_saved_by) if first <= u < end]
+    return value.model_copy(
+        update={
+            "producer": place(value.producer),
+            "consumers": tuple(users),
+            "saved_by": place(value.saved_by) if value.saved_by >= 0 else -1,
+            "also_saved_by": tuple(keepers),
+        }
+    )
+
+
+def _store(views: Sequence[Value], n: int) -> StageStorage:
+    total_bytes = sum(v.size_bytes for v in views)
+    used = sorted({u - 1 for v in views for u in v.consumers})
+    return StageStorage(
+        size_bytes=min(total_bytes, views[0].storage_bytes or total_bytes),
+        made=min(v.producer for v in views) - 1,
+        last=min(used[-1], n),
+        used=tuple(u for u in used if u < n),
+        keepers=tuple(sorted({u - 1 for u in views[0].also_saved_by})),
+    )
+
+
+def _gradients(
+    values: Sequence[Value], units: Sequence[Unit], weights: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns, without the weights' gradients, what the backward of each unit holds and what exists between
+    units.
+    """
+    n, memories = len(units), storages_of(values)
+    unit_bytes = UnitBytes(
+        saved=np.zeros(n + 2, np.int64),
+        workspace=np.zeros(n + 2, np.int64),
+        gradients=np.pad(np.array(weights, np.int64), 1),
+        backward_workspace=np.pad(np.array([u.backward_workspace_bytes for u in units], np.int64), 1),
+        single_op=np.pad(np.array([sum(w.launches for w in u.forward) <= 1 for u in units]), 1),
+    )
+    held = held_backward(n + 2, memories, unit_bytes, np.zeros(n + 3, np.int64))[1 : n + 1, n + 1]
+    ends = ((m, max((u for u in m.used if u <= n), default=-1)) for m in memories if m.gradient)
+    crossing = _over(n + 1, ((m.made, last, m.size_bytes) for m, last in ends if m.made < last))
+    return held, crossing

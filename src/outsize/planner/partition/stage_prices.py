@@ -1,0 +1,424 @@
+"""Cuts one layout: prices of all runs, from tables, a schedule and a cluster.
+
+The price of a run of units on stage s is bounds/step_time.py's critical path through that stage, plus the
+transfers that it waits for, for each of the m microbatches:
+
+    link(s - 1, s): latency + received bytes / bandwidth       (step edges: a share of 1 / m)
+    link(s + 1, s): latency + gradient bytes / bandwidth
+
+It is infinite where the stage's peak (memory/account.py) exceeds its device's memory. A stage may have
+several options (without recompute, or with): each run takes the first one that fits. The cut with the least
+maximum price is exact (sparse_chain_dp.py), and so is `floor_s`, the same without links: no cut that fits
+makes a shorter step. Each message is priced once, where it is awaited: a skip edge with the neighbour's link
+(the same one unless the edge leaves the node), and messages to one stage as one. The simulator, which ranks
+the results, knows every edge. Under interleaved the price is that of one chunk, and its device's memory is
+divided evenly over its chunks.
+
+Only runs that a stage can be are tried (sparse_chain_dp.py), and whether they fit only until one does not.
+Complexity: O(p n^2) at worst. Oracle: tests/unit/planner/partition/test_stage_prices.py and test_search.py
+price every cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any, Final, Self, TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outsize.ir.cluster import Cluster, Device, Link
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Recompute
+from outsize.ir.profile import Profile
+from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.costs.stage_edges import Flow, flows
+from outsize.planner.costs.unit_times import HostCopies, UnitSeconds, fastest
+from outsize.planner.layout.layout import Layout
+from outsize.planner.memory.account import component_table, peaks_of_components
+from outsize.planner.memory.in_flight_states import states_by_stage
+from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.memory.range_tables import Bytes, RangeTables, Seconds
+from outsize.planner.partition.chain_dp import SAME
+from outsize.planner.partition.sparse_chain_dp import Runs
+from outsize.schedules.families import family_of
+
+Table = TypeVar("Table", Bytes, Seconds)
+Wire = tuple[float, float]
+"""Holds a link's (latency_s, bytes_per_s)."""
+# A stage of the first list of runs may be this much longer than the least step; each further list is longer
+# by GROWTH where some cut fits, and by FAR where none does.
+START: Final = 1.05
+GROWTH: Final = 1.25
+FAR: Final = 2.0
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """Holds a model at one microbatch size, with its tables; `microbatches` of them make a batch.
+
+    `base` names the units and says what they save; `seconds` are those of a layout. `after_s`: seconds that a
+    stage needs after its last backward, for all runs; None where only replicas wait for each other.
+    `host_copies`: how activations are copied to the host; `seconds` do not include it.
+    """
+
+    graph: ModelGraph
+    base: Profile
+    flows: tuple[Flow, ...]
+    seconds: UnitSeconds
+    ranges: RangeTables
+    microbatches: int
+    recompute: Recompute = "none"
+    after_s: Seconds | None = None
+    host_copies: HostCopies | None = None
+
+    @classmethod
+    def of(
+        cls,
+        graph: ModelGraph,
+        profile: Profile,
+        microbatches: int,
+        optimizer: str,
+        recompute: Recompute = "none",
+    ) -> Self:
+        """Builds the tables; raises BadOption for an unknown optimizer, ModelMismatch for a foreign
+        profile.
+        """
+        ranges = RangeTables.of(graph, profile, optimizer_bytes(optimizer))
+        case = cls(graph, profile, flows(graph), UnitSeconds.of(profile), ranges, microbatches)
+        return case.with_recompute(recompute)
+
+    def with_seconds(self, seconds: UnitSeconds) -> Self:
+        """Returns the case with other seconds."""
+        return replace(self, seconds=seconds, ranges=replace(self.ranges, compute_s=_compute_s(seconds)))
+
+    def fully_recomputed(self) -> Self:
+        """Returns the case when everything is recomputed in the backward."""
+        recomputed = replace(self, ranges=self.ranges.recomputed(), recompute="full")
+        return recomputed.with_seconds(self.seconds.recomputed())
+
+    def with_recompute(self, recompute: Recompute, device: Device | None = None) -> Self:
+        """Returns the case without recompute, with all units recomputed, or with activations on the host of
+        `device`.
+        """
+        if recompute != "offload":
+            return self if recompute == "none" else self.fully_recomputed()
+        host_copies = device and HostCopies.of(device)
+        return replace(self, ranges=self.ranges.offloaded(), recompute=recompute, host_copies=host_copies)
+
+    @property
+    def profile(self) -> Profile:
+        """Returns the profile with the seconds of this case."""
+        return self.seconds.written(self.base)
+
+    @property
+    def units(self) -> int:
+        """Returns the number of units."""
+        return len(self.graph.units)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Pipeline:
+    """Holds a layout on devices without the cuts: stage s is on `ranks[s]` of `room`, in one of the options
+    `ways[s]`.
+
+    `groups` has the first device of each group of the layout; `room` has the same with the memory that a peak
+    may take. `alike[stage]` are all devices of the same kind as the stage's group. `even`: the stages of one
+    device have equal shares of it; otherwise each may take it all, and the account of the whole device
+    decides. Options before `first_way` are not tried.
+    """
+
+    layout: Layout
+    groups: Cluster
+    room: Cluster
+    ranks: tuple[int, ...]
+    ways: tuple[tuple[Case, ...], ...]
+    alike: tuple[Cluster, ...]
+    even: bool = True
+    first_way: int = 0
+
+    @property
+    def stages(self) -> int:
+        """Returns the number of stages."""
+        return len(self.ranks)
+
+    @property
+    def case(self) -> Case:
+        """Returns the first option of the first stage."""
+        return self.ways[0][0]
+
+    def device(self, stage: int) -> Device:
+        """Returns the first device of the stage's group, with all its memory."""
+        return self.groups.devices[self.ranks[stage]]
+
+    def room_bytes(self, stage: int) -> int:
+        """Returns the bytes that the peak of this stage may take of its device."""
+        return self.room.devices[self.ranks[stage]].memory_bytes // (self.layout.chunks if self.even else 1)
+
+    def link(self, source: int, destination: int) -> Link:
+        """Returns the link between the devices of two stages."""
+        return self.room.link(self.ranks[source], self.ranks[destination])
+
+    def busy_s(self, bounds: Sequence[int], ways: Sequence[int]) -> float:
+        """Returns the compute seconds of the busiest device in a step: no step of this cut is shorter."""
+        busy_s, m = dict.fromkeys(self.ranks, 0.0), self.layout.microbatches
+        for stage, (way, run) in enumerate(zip(ways, pairwise(bounds), strict=True)):
+            busy_s[self.ranks[stage]] += m * float(self.ways[stage][way].ranges.compute_s[run])
+        return max(busy_s.values())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ChainPartition:
+    """Holds the first unit of each stage, then n, and the option of each stage; no cut that fits makes a
+    shorter step than `floor_s`.
+
+    `floor_s` is 0 where stages share a device: their cuts are balanced, and the best is unknown.
+    """
+
+    bounds: tuple[int, ...]
+    ways: tuple[int, ...]
+    floor_s: float
+
+
+def split(pipeline: Pipeline) -> ChainPartition | None:
+    """Returns the cut with the least maximum price that fits; None when none fits."""
+    return Tables(pipeline).split()
+
+
+@final
+class Tables:
+    """Computes the prices of runs for each stage of a pipeline; `least_s` is a known lower bound of
+    the step.
+    """
+
+    def __init__(self, pipeline: Pipeline, least_s: float = 0.0) -> None:
+        self.pipeline, self._m = pipeline, pipeline.case.microbatches
+        self._cases = {id(case): case for ways in pipeline.ways for case in ways}
+        fastest_s = fastest([case.seconds for case in self._cases.values()])
+        chain = PrefixTimes.of(pipeline.case.graph, fastest_s)
+        self.works = {key: chain.costing(case.seconds) for key, case in self._cases.items()}
+        self._total = self._m * (chain.forward + chain.backward)
+        least_s = max(least_s / pipeline.layout.chunks, float(self._total[-1]) / pipeline.stages)
+        self._start_s = START * least_s
+        self._last: _Listing | None = None
+
+    @cached_property
+    def floor_s(self) -> float:
+        """Returns the least step of all cuts that fit, if links cost nothing; infinite when none fits.
+
+        It is 0 where stages share a device.
+        """
+        return self.floor_below(np.inf)
+
+    def floor_below(self, most_s: float) -> float:
+        """Returns `floor_s` if it is below `most_s`, and otherwise a value between the two."""
+        if self.pipeline.layout.chunks > 1:
+            return 0.0
+        return self._least(_Listing.floor, self._start_s, most_s)[0]
+
+    def price_below(self, most_s: float) -> float:
+        """Returns the least maximum price if it is below `most_s`, and otherwise a value between the two."""
+        return self._least(_Listing.price, self._start_s, most_s)[0]
+
+    def split(self) -> ChainPartition | None:
+        """Returns the cut with the least maximum price that fits; None when none fits."""
+        if self.floor_s == np.inf:
+            return None
+        limit_s, listing = self._least(_Listing.price, max(self._start_s, self.floor_s))
+        if limit_s == np.inf:
+            return None
+        bounds = listing.runs.cut(self.pipeline.stages, listing.price, limit_s * SAME, listing.traffic())
+        return ChainPartition(
+            bounds, tuple(map(listing.way, range(self.pipeline.stages), pairwise(bounds))), self.floor_s
+        )
+
+    def least_busy_s(self) -> float:
+        """Returns the least compute seconds of the busiest device in a step, in any option that is tried."""
+        pipeline = self.pipeline
+        cases = {id(case): case for ways in pipeline.ways for case in ways[pipeline.first_way :]}
+        whole_s = float(fastest([case.seconds for case in cases.values()]).total.sum())
+        return self._m * whole_s / pipeline.layout.axes.pp
+
+    def may_gain(self, most_s: float) -> bool:
+        """Returns whether more memory saving may pay: a run no longer than the best cut's (or than `most_s`)
+        fits in no option that was tried, and would fit if a microbatch kept only what a stage receives and
+        sends.
+
+        Where stages share a device, it returns whether nothing fits.
+        """
+        if self.pipeline.layout.chunks > 1:
+            return self.price_below(most_s) == np.inf
+        self.floor_below(most_s)
+        return self._last is not None and any(map(self._last.may_fit, range(self.pipeline.stages)))
+
+    def reach(self, stage: int, limit_s: float) -> tuple[int, int]:
+        """Returns the first and last unit that a stage can begin with, if no stage takes longer than the
+        limit.
+        """
+        last = np.searchsorted(self._total, stage * limit_s * SAME, side="right") - 1
+        later_s = (self.pipeline.stages - stage) * limit_s * SAME
+        first = np.searchsorted(self._total, self._total[-1] - later_s, side="left")
+        return int(first), int(last)
+
+    def _least(
+        self, price: Callable[[_Listing, int], Seconds], start_s: float, most_s: float = np.inf
+    ) -> tuple[float, _Listing]:
+        """Returns the least bottleneck, and a list of runs that contains its cut; or a limit above
+        `most_s`.
+        """
+        limit_s, total_s = start_s, float(self._total[-1])
+        while True:
+            listing = self._listing(limit_s)
+            least_s = listing.runs.bottleneck(self.pipeline.stages, partial(price, listing))
+            if least_s <= listing.limit_s or listing.limit_s >= total_s:
+                return least_s, listing
+            if listing.limit_s > most_s:
+                return listing.limit_s, listing
+            growth = GROWTH if least_s < np.inf else FAR
+            limit_s = min(least_s, listing.limit_s * growth, total_s)
+
+    def _listing(self, limit_s: float) -> _Listing:
+        """Returns the last list of runs if it reaches the limit, and otherwise a new one."""
+        if self._last is None or self._last.limit_s < limit_s:
+            self._last = _Listing(self, limit_s, Runs.within(self._total, limit_s))
+        return self._last
+
+
+@final
+class _Listing:
+    """Holds the runs within a limit, with what they cost and hold as each stage; each value is
+    computed once.
+    """
+
+    def __init__(self, tables: Tables, limit_s: float, runs: Runs) -> None:
+        self._tables, self._pipeline = tables, tables.pipeline
+        self.limit_s, self.runs = limit_s, runs
+        layout, self._m = self._pipeline.layout, self._pipeline.case.microbatches
+        self._worst = states_by_stage(layout.schedule, layout.stages, self._m, layout.axes.pp)
+        self._places = runs.first * (runs.units + 1) + runs.end
+        self._taken: dict[int, Any] = {}
+        self._columns: dict[int, Seconds] = {}
+        self._ways: dict[int, NDArray[np.int8]] = {}
+        self._prices: dict[int, Seconds] = {}
+
+    def floor(self, stage: int) -> Seconds:
+        """Returns the seconds of a step through this stage, if links cost nothing; infinite where it does not
+        fit.
+        """
+        return self._by_way(stage, self._compute)
+
+    def price(self, stage: int) -> Seconds:
+        """Returns the seconds with the transfers that the stage waits for."""
+        if stage not in self._prices:
+            self._prices[stage] = self._by_way(stage, self._with_links)
+        return self._prices[stage]
+
+    def may_fit(self, stage: int) -> bool:
+        """Returns whether a run that does not fit could, if only boundary values were kept."""
+        window = self._window(stage)
+        unfit = self._first_ways(stage) < 0
+        places = self.runs.first[window][unfit], self.runs.end[window][unfit]
+        parts = component_table(self._cases(stage)[0].ranges.at(places).without_activations(), self._m)
+        return bool(
+            (peaks_of_components(parts, self._worst[stage]) <= self._pipeline.room_bytes(stage)).any()
+        )
+
+    def way(self, stage: int, run: tuple[int, int]) -> int:
+        """Returns the first option that fits this run."""
+        window = self._window(stage)
+        first, end = self.runs.first[window], self.runs.end[window]
+        place = np.flatnonzero((first == run[0]) & (end == run[1]))[0]
+        return self._pipeline.first_way + int(self._first_ways(stage)[place])
+
+    def traffic(self) -> NDArray[np.int64]:
+        """Returns the bytes that each run receives in a step."""
+        ranges = self._pipeline.case.ranges
+        received, gradient_in = self._of(ranges.received), self._of(ranges.gradient_in)
+        return self._m * (received + gradient_in) + self._of(ranges.replicas)
+
+    def _by_way(self, stage: int, seconds: Callable[[Case, int, slice], Seconds]) -> Seconds:
+        window, ways = self._window(stage), self._first_ways(stage)
+        seconds_of = np.full(len(self.runs.first), np.inf)
+        for way, case in enumerate(self._cases(stage)):
+            chosen = ways == way
+            if chosen.any():
+                np.copyto(seconds_of[window], seconds(case, stage, window), where=chosen)
+        return seconds_of
+
+    def _window(self, stage: int) -> slice:
+        """Returns the runs that begin where the stages before can end, and from which those after can reach
+        the end.
+        """
+        return self.runs.beginning(*self._tables.reach(stage, self.limit_s))
+
+    def _cases(self, stage: int) -> Sequence[Case]:
+        return self._pipeline.ways[stage][self._pipeline.first_way :]
+
+    def _first_ways(self, stage: int) -> NDArray[np.int8]:
+        """Returns, for each run of the stage's window, the first option that fits; -1 where none does."""
+        if stage not in self._ways:
+            room, window = self._pipeline.room_bytes(stage), self._window(stage)
+            first_ways = np.full(window.stop - window.start, -1, np.int8)
+            for way, case in reversed(tuple(enumerate(self._cases(stage)))):
+                first_ways[peaks_of_components(self._parts(case)[:, window], self._worst[stage]) <= room] = (
+                    way
+                )
+            self._ways[stage] = first_ways
+        return self._ways[stage]
+
+    def _parts(self, case: Case) -> Seconds:
+        if id(case) not in self._columns:
+            tables = {f.name: self._of(getattr(case.ranges, f.name)) for f in fields(case.ranges)}
+            self._columns[id(case)] = component_table(replace(case.ranges, **tables), self._m)
+        return self._columns[id(case)]
+
+    def _of(self, table: Table) -> Table:
+        """Returns a table's entries of the runs; cases share tables."""
+        if id(table) not in self._taken:
+            self._taken[id(table)] = table.ravel()[self._places]
+        return self._taken[id(table)]
+
+    def _with_links(self, case: Case, stage: int, window: slice) -> Seconds:
+        waits = self._m * self._waits(case, stage, window)
+        if family_of(self._pipeline.layout.schedule).even_cut_is_best:
+            return self._m * self._of(case.ranges.compute_s)[window] + waits
+        return self._compute(case, stage, window) + waits
+
+    def _compute(self, case: Case, stage: int, window: slice) -> Seconds:
+        place, schedule = (stage, self._pipeline.stages - 1 - stage), self._pipeline.layout.schedule
+        first, end = self.runs.first[window], self.runs.end[window]
+        return self._tables.works[id(case)].stage_s(schedule, first, end, place, self._m)
+
+    def _waits(self, case: Case, stage: int, window: slice) -> Seconds:
+        """Returns the seconds a run waits for the messages of one microbatch."""
+        before, after = self._wire(stage - 1, stage), self._wire(stage + 1, stage)
+        ranges, seconds = case.ranges, np.zeros(window.stop - window.start)
+        if before is not None:
+            seconds += _transfer(before, self._of(ranges.received)[window])
+            seconds += _transfer(before, self._of(ranges.replicas)[window]) / self._m
+        if after is not None:
+            seconds += _transfer(after, self._of(ranges.gradient_in)[window])
+        return seconds
+
+    def _wire(self, source: int, stage: int) -> Wire | None:
+        if not 0 <= source < self._pipeline.stages:
+            return None
+        link = self._pipeline.link(source, stage)
+        return link.latency_s, link.bytes_per_s
+
+
+def _compute_s(seconds: UnitSeconds) -> Seconds:
+    prefix = np.concatenate(([0.0], np.cumsum(seconds.total)))
+    return np.subtract(prefix, prefix[:, None])
+
+
+def _transfer(wire: Wire, size: Bytes) -> Seconds:
+    """Returns `Link.seconds` for a table of sizes."""
+    latency_s, bytes_per_s = wire
+    return np.where(size > 0, latency_s + size / bytes_per_s, 0.0)

@@ -1,0 +1,170 @@
+"""Problem: which of many layouts should be priced, and how good can the others be at most?
+
+Layouts wait in a queue by a lower bound of their step (bounds/step_time.py, bounds/chain.py), first a bound
+that needs only sums, then the sharp one. They are priced by ascending bound: exact partition, memory account,
+simulation. The loop ends when the next bound exceeds the best step, or enough layouts were priced; no plan
+beats the least of all bounds, of layouts that were priced and that were not.
+
+Source: best-first branch and bound, Land and Doig, Econometrica 28(3), 1960. Complexity: O(layouts x log
+layouts) and the layouts that are priced. Oracle: tests/unit/planner/search/test_joint.py prices all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Final, final
+
+from outsize.ir.plan import Recompute
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate, estimate
+from outsize.planner.evaluate.ranking import CLOSE
+from outsize.planner.layout.layout import Layout
+from outsize.planner.partition.stage_prices import Pipeline, Tables
+
+# One search prices at most this many layouts; the gap accounts for the others.
+MOST_TRIED: Final = 24
+FEW: Final = 24
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Holds what was priced, what does not fit, and a lower bound over everything that was allowed."""
+
+    estimates: tuple[Estimate, ...]
+    rejected: tuple[Pipeline, ...]
+    floor_s: float
+
+
+@final
+class BranchAndBound:
+    """Prices layouts by ascending lower bound until the next one cannot win."""
+
+    def __init__(self, tables: CostTables, recompute: Sequence[Recompute]) -> None:
+        self._cost_tables, self._recompute = tables, tuple(recompute)
+        self._found: list[Estimate] = []
+        self._rejected: list[Pipeline] = []
+        self._floors: list[float] = []
+        self._asked = 0
+
+    def run(self, layouts: Sequence[Layout]) -> Found:
+        """Prices what may win, by ascending lower bound."""
+        queue = [(self._least(layout), False, place) for place, layout in enumerate(layouts)]
+        heapify(queue)
+        self._asked += len(layouts)
+        while queue and not self._over(queue[0][0]):
+            floor_s, sharp, place = heappop(queue)
+            if sharp:
+                self._try(layouts[place], floor_s)
+            else:
+                heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
+        self._floors += [floor_s for floor_s, *_ in queue]
+        return Found(tuple(self._found), tuple(self._rejected), min(self._floors, default=inf))
+
+    def floor_s(self, layouts: Iterable[Layout]) -> float:
+        """Returns a lower bound over all cuts of these layouts, without pricing them."""
+        return min((max(self._least(layout), self._floor(layout)) for layout in layouts), default=inf)
+
+    def _over(self, floor_s: float) -> bool:
+        """Returns whether to stop; a few layouts are always priced for comparison."""
+        if not self._found:
+            return floor_s == inf
+        enough = len(self._found) >= MOST_TRIED and not self._few()
+        return enough or self._beaten(floor_s)
+
+    def _beaten(self, floor_s: float) -> bool:
+        """Returns whether nothing above this bound can win, and enough was priced for comparison."""
+        if not self._found or self._few():
+            return False
+        return floor_s > self._close_s()
+
+    def _close_s(self) -> float:
+        """Returns the seconds beyond which nothing wins."""
+        return CLOSE * min((f.step_s for f in self._found), default=inf)
+
+    def _few(self) -> bool:
+        return self._asked <= FEW
+
+    def _least(self, layout: Layout) -> float:
+        if not self._cost_tables.may_fit(layout, self._recompute):
+            return inf
+        return self._together(layout, self._cost_tables.least_s(layout))
+
+    def _floor(self, layout: Layout, most_s: float = inf) -> float:
+        """Returns a lower bound, or for interleaved layouts the step of a balanced cut: their bound would
+        rank them first.
+        """
+        work, m = self._cost_tables.work(layout), layout.microbatches
+        if layout.chunks > 1:
+            recompute_s = self._cost_tables.recompute_s(layout) * m / layout.axes.pp
+            return work.balanced_s(layout.stages, layout.axes.pp, m) + recompute_s
+        return self._together(layout, self._cost_tables.floor_s(layout, self._recompute, most_s))
+
+    def _together(self, layout: Layout, pipeline_s: float) -> float:
+        """Adds the part of the replicas' gradient reduction that no microbatch hides.
+
+        At least one stage has its share of the gradients, and no more than its share of the pipeline's
+        seconds.
+        """
+        share_s = pipeline_s / layout.microbatches
+        return pipeline_s + max(0.0, self._cost_tables.together_s(layout) - share_s)
+
+    def _try(self, layout: Layout, floor_s: float) -> None:
+        most_s = inf if self._few() else self._close_s()
+        if self._cost_tables.unequal:  # Not all orders of unequal devices are tried.
+            floor_s = max(floor_s, self._floor(layout, most_s))
+            self._floors.append(floor_s)
+            if self._beaten(floor_s):
+                return
+        tables = self._tables(layout, floor_s, most_s)
+        if not tables:
+            return
+        known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
+        if known_s < inf and self._beaten(known_s):
+            self._floors.append(known_s)
+            return
+        tried = [self._priced(candidate, most_s) for candidate in tables]
+        priced = [candidate for candidate in tried if isinstance(candidate, Estimate) and candidate.fits]
+        slow_s = min((candidate for candidate in tried if isinstance(candidate, float)), default=inf)
+        if priced:
+            self._found.append(min(priced, key=lambda candidate: candidate.step_s))
+        elif slow_s == inf:
+            self._rejected.append(tables[0].pipeline)
+            return
+        # One stage has one cut, and interleaved cuts are balanced.
+        single_cut = layout.chunks > 1 or layout.stages == 1
+        self._floors.append(
+            min(slow_s, *(candidate.step_s for candidate in priced), inf) if single_cut else known_s
+        )
+
+    def _tables(self, layout: Layout, floor_s: float, most_s: float) -> list[Tables]:
+        """Returns the tables; block by block recompute is tried where only it may help."""
+        at_once: list[Recompute] = [option for option in self._recompute if option != "selective"]
+        tables = [Tables(each, floor_s) for each in self._cost_tables.pipelines(layout, at_once)]
+        by_blocks = len(at_once) < len(self._recompute) and self._cost_tables.by_blocks(layout)
+        if not by_blocks or not all(each.may_gain(most_s) for each in tables):
+            return tables
+        return [Tables(each, floor_s) for each in self._cost_tables.pipelines(layout, self._recompute)]
+
+    def _priced(self, tables: Tables, most_s: float) -> Estimate | float:
+        """Prices the best cut, or returns a lower bound of its seconds beyond `most_s`: infinite where none
+        fits.
+        """
+        pipeline, least_s = tables.pipeline, tables.least_busy_s()
+        if pipeline.layout.chunks > 1 and least_s <= most_s < inf:
+            least_s = tables.price_below(most_s)
+        if least_s > most_s:
+            return least_s
+        if (cut := tables.split()) is None:
+            return inf
+        if (busy_s := pipeline.busy_s(cut.bounds, cut.ways)) > most_s:
+            return busy_s
+        known_s = cut.floor_s if self._exact(pipeline.layout) else 0.0
+        return estimate(pipeline, cut.bounds, cut.ways, known_s)
+
+    def _exact(self, layout: Layout) -> bool:
+        """Returns whether its tables give a bound that no cut of it beats."""
+        return layout.chunks == 1 and self._cost_tables.exact(layout) and not self._cost_tables.unequal

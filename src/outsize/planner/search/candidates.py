@@ -1,0 +1,141 @@
+"""Lists the layouts to try for a request: those asked for, those of all axes, and those with weights on the
+host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from outsize.errors import BadOption, TooManyStages
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import ScheduleName, beyond
+from outsize.ir.profile import Profile
+from outsize.planner.costs.context_parallel import context
+from outsize.planner.fit.nearest import device_part
+from outsize.planner.layout.layout import (
+    MOST_STAGES,
+    Layout,
+    all_layouts,
+    counts_for,
+    grouped,
+    host_layouts,
+    pipelines,
+)
+from outsize.planner.layout.tensor_parallel import divides
+from outsize.schedules.families import DEFAULT, SEQUENTIAL, family_of, searched
+
+Candidates = Mapping[int, tuple[ModelGraph, Profile]]
+
+
+def in_a_row(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
+    """Yields pipelines, each rank with the axes that were given; raises BadOption, TooManyStages."""
+    measured = all(u.source == "measured" for _, found in candidates.values() for u in found.units[:1])
+    usual = searched(on_cpu=cluster.devices[0].kind == "cpu", measured=measured)
+    schedules = _schedules(request, candidates, usual)
+    ranks = _ranks(request, _units(candidates), cluster)
+    whole = request.dp_shard == 1 or request.weights == "resident"
+    axes, weights = request.mesh(ranks), "resident" if whole else "sharded"
+    for layout in pipelines(axes, counts_for(candidates, axes), schedules, _units(candidates)):
+        for sequence in _sequence_options(request, layout, candidates[layout.captured][0]):
+            yield replace(layout, weights=weights, sequence=sequence)
+
+
+def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
+    """Yields all meshes that are allowed, pp alone among them, under one schedule; unequal devices may stay
+    idle.
+    """
+    graph = candidates[max(candidates)][0]
+    contexts = context(graph).sizes(len(cluster.devices)) if request.what_if else (1,)
+    schedules = _schedules(request, candidates, (DEFAULT.name,))
+    for layout in all_layouts(cluster, candidates, schedules, _units(candidates), contexts):
+        for sequence in _sequence_options(request, layout, graph):
+            if _allows(request, layout, graph):
+                yield replace(layout, sequence=sequence)
+
+
+def on_host(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
+    """Yields layouts with weights in host memory; none if activations are offloaded."""
+    if request.recompute == "offload":
+        return
+    graph = candidates[max(candidates)][0]
+    schedules = _schedules(request, candidates, searched(on_cpu=False, measured=False))
+    for layout in host_layouts(cluster, candidates, schedules, _units(candidates)):
+        if _allows(request, layout, graph):
+            yield layout
+
+
+def no_layout(
+    schedule: ScheduleName, request: PlanRequest, candidates: Candidates, cluster: Cluster
+) -> BadOption | TooManyStages:
+    """Returns the error for a schedule that has no pipeline of the model over these devices."""
+    units, family = _units(candidates), family_of(schedule)
+    ranks = _ranks(request, units, cluster)
+    counts = [microbatches for microbatches, _ in counts_for(candidates, request.mesh(ranks))]
+    stages = [ranks * chunks for count in counts for chunks in family.chunk_counts(ranks, count)]
+    if stages:
+        return TooManyStages(
+            f"{schedule} makes {min(stages)} stages on {ranks} devices, the model has {units} units for them",
+            numbers=f"one unit is the smallest stage; of at most {MOST_STAGES} stages",
+            next_step=f"--stages {max(1, min(units, MOST_STAGES) * ranks // min(stages))}",
+        )
+    return BadOption(
+        f"{schedule} has no pipeline of {ranks} device{'' if ranks == 1 else 's'}",
+        numbers=f"{max(counts, default=0)} microbatches; it wants several devices, and as many microbatches",
+        next_step="--stages 2" if ranks == 1 else f"--microbatches {ranks}",
+    )
+
+
+def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
+    """Returns whether a layout has what the request fixes, and runs, unless a what-if is asked for.
+
+    Stages are ranks of the pipeline, and microbatches those of a replica.
+    """
+    fixed, axes = request.mesh(layout.axes.pp).model_dump(), layout.axes.model_dump()
+    has_fixed = all(axes[name] == size for name, size in fixed.items() if size > 1)
+    has_fixed &= request.stages in (None, axes["pp"]) and request.microbatches in (None, layout.microbatches)
+    has_fixed &= request.weights in (None, layout.weights) and (request.bn != "sync" or layout.replicas == 1)
+    runs = request.what_if or not beyond(layout.axes, layout.weights, graph.form)
+    return has_fixed and runs and divides(graph, layout.axes.tp)
+
+
+def _sequence_options(request: PlanRequest, layout: Layout, graph: ModelGraph) -> tuple[bool, ...]:
+    """Returns whether to divide activations between layers: both options where it matters and none was asked
+    for.
+    """
+    if layout.axes.tp == 1 or all(unit.in_sequence == unit.divided for unit in graph.units):
+        return (False,)
+    return (False, True) if request.sequence_parallel is None else (request.sequence_parallel,)
+
+
+def _units(candidates: Candidates) -> int:
+    return min(len(graph.units) for graph, _ in candidates.values())
+
+
+def _schedules(
+    request: PlanRequest, candidates: Candidates, usual: tuple[ScheduleName, ...]
+) -> tuple[ScheduleName, ...]:
+    if any(graph.form == "modules" for graph, _ in candidates.values()):
+        return (SEQUENTIAL.name,)  # Modules of a model that runs by modules wait for each other.
+    return (request.schedule,) if request.schedule else usual
+
+
+def _ranks(request: PlanRequest, units: int, cluster: Cluster) -> int:
+    group, count = request.mesh(1).group_size, len(cluster.devices)
+    stages = request.stages or max(1, count // group)
+    devices = f"cluster {cluster.name!r} has {count} devices"
+    if grouped(cluster, group) is None or stages * group > count:
+        raise BadOption(
+            f"{stages} stages want {'as many devices' if group == 1 else f'{group} devices each'}",
+            numbers=f"{request.mesh(stages).beyond_pp}; {devices}" if group > 1 else devices,
+            next_step=f"--cluster {stages * group}x{device_part(cluster)}",
+        )
+    if stages > units:
+        raise TooManyStages(
+            f"{stages} stages were asked for, the model has {units} units to put into them",
+            numbers=f"one unit is the smallest stage; {devices}",
+            next_step=f"--stages {units}",
+        )
+    return stages

@@ -1,0 +1,108 @@
+"""Prices a plan as it is, perhaps edited by a person: it is checked against the model, and its cuts are not
+moved. The search prices its own cuts with the same `estimate`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from outsize.errors import BadPlan
+from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan, Recompute
+from outsize.ir.profile import Profile
+from outsize.ir.timeline import Timeline
+from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.costs.unit_times import fastest
+from outsize.planner.evaluate.bottleneck import limited_by
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, play, reasons
+from outsize.planner.evaluate.plan_findings import shortages
+from outsize.planner.layout.layout import Layout, grouped, rank_named
+from outsize.planner.strategies import host_one_device, host_round_robin
+from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons, offloads
+from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
+
+
+def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
+    """Returns the plan with `expected` and `why` of its present content; its cuts stay, even if they do not
+    fit.
+
+    `graph` and `profile` are of one microbatch of the plan. Raises ModelMismatch, BadPlan, TooFewSamples, and
+    UnknownDevice when the cluster lacks a device of the plan.
+    """
+    if plan.streams:
+        check_recompute("offload" if offloads(plan) else None, plan.weights)
+        hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
+        return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
+    graph, profile = in_plans_order(plan, graph, profile)
+    found = _of_plan(plan, graph, profile, cluster)
+    chosen = _chosen(plan, graph)
+    figures = counted(expected(found, plan.batch_size, found.bounds), chosen)
+    work = PrefixTimes.of(graph, fastest([case.seconds for case in found.cases]))
+    limit = limited_by(found, work, graph, found.bounds)
+    room_devices = [found.pipeline.room.devices[rank] for rank in found.pipeline.ranks]
+    recompute_findings = (*selective_reasons(found, chosen, found.bounds), *offload_reasons(found))
+    why = (
+        *shortages(found.memories, room_devices),
+        *reasons(found, graph, found.bounds),
+        *recompute_findings,
+    )
+    return plan.model_copy(update={"expected": figures.model_copy(update={"limited_by": limit}), "why": why})
+
+
+def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
+    """Returns the predicted Timeline of one step of the plan, or of its first microbatches; raises as
+    `price`.
+    """
+    if plan.streams:
+        hosts = host_one_device.timeline if plan.axes.pp == 1 else host_round_robin.timeline
+        return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
+    found = _of_plan(plan, *in_plans_order(plan, graph, profile), cluster)
+    return play(found.pipeline, found.bounds, found.costs)
+
+
+def in_plans_order(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[ModelGraph, Profile]:
+    """Returns the model with its units stage after stage, so that stages are runs; raises as
+    `Plan.owners`.
+    """
+    order = plan.in_order(graph)
+    return graph.in_order(order), profile.in_order(order)
+
+
+def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Estimate:
+    check_enough(plan.batch_size, plan.microbatches)
+    layout, bounds = Layout.of_plan(plan), plan.bounds(graph)
+    tables = CostTables({layout.captured: (graph, profile)}, cluster, plan.optimizer, most=len(graph.units))
+    groups = grouped(cluster, layout.group)
+    if groups is None:
+        raise _no_groups(plan, cluster)
+    places = tuple(rank_named(stage.device, groups) for stage in plan.stages)
+    chosen = _chosen(plan, graph)
+    by_blocks = {s for s, units in chosen.items() if len(units) == bounds[s + 1] - bounds[s]}
+    recomputes = [plan.recompute_of(stage) for stage in range(len(plan.stages))]
+    offered: tuple[Recompute, ...] = ("none", "full", "selective") if by_blocks else ("none", "full")
+    offered = (*offered, "offload") if "offload" in recomputes else offered
+    found = tables.pipeline(layout, offered, places)
+    assert found is not None, "there are groups"
+    ways = [
+        offered.index(recompute) if recompute != "selective" or s in by_blocks else 0
+        for s, recompute in enumerate(recomputes)
+    ]
+    some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
+    return recomputing(found, bounds, ways, some, tables, plan.optimizer)
+
+
+def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:
+    """Returns the units that stages recompute, where these are only some of theirs."""
+    names, runs = [unit.name for unit in graph.units], enumerate(pairwise(plan.bounds(graph)))
+    some = [(s, run) for s, run in runs if plan.recompute_of(s) == "selective"]
+    return {s: plan.recomputed(s, names).intersection(range(*run)) for s, run in some}
+
+
+def _no_groups(plan: Plan, cluster: Cluster) -> BadPlan:
+    return BadPlan(
+        f"cluster {cluster.name!r} cannot be laid out as the plan says",
+        numbers=f"{len(cluster.devices)} devices, {cluster.devices_per_node} in a node, for {plan.axes}",
+        next_step="outsize plan MODEL --axes all with this cluster",
+    )

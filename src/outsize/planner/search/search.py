@@ -1,0 +1,362 @@
+"""Problem: which layout and which cuts make a step on this cluster fastest?
+
+For every layout (layout/layout.py: schedule, microbatches, stages on a rank; where axes are open every mesh
+of pp, dp_replicate, dp_shard, cp and tp under 1f1b, the best of them interleaved, and weights on the host
+where nothing else fits) it computes the exact partition (partition/stage_prices.py), its memory account, and
+its simulated step. Layouts are tried by ascending lower bound (bounds/step_time.py), until the next bound
+exceeds the best step. The fastest that fits wins; among those within one percent of it, less than the error
+of a prediction, one that runs today before a what-if, then the one with least memory on its fullest device,
+then fewer microbatches, then 1f1b before gpipe before naive. A stage that does not fit recomputes, or has its
+waiting activations on the host (strategies/activation_offload.py), if that is open.
+
+Where axes are open, pipelines and meshes are searched one after the other, each to its end (which units
+recompute is decided for a winner alone), and a mesh has to be faster by more than that percent, because the
+results of a pipeline are bit-identical to one device.
+
+The gap says how far the plan is from the least lower bound: no allowed layout and cut makes a step shorter by
+more than that, except interleaved layouts that were not chosen, for which the balanced cut counts. It
+includes what the bounds leave out: links, and memory where a layout was not tried. There is no randomness and
+no clock: equal input, equal plan.
+
+Source: plan enumeration with a cost model as in PipeDream (arXiv 1806.03377, sec. 3.1) and Alpa (arXiv
+2201.12023, sec. 5), best first with a bound (Land and Doig 1960). Complexity: layouts x O(p n^2), for those
+that are tried. Oracles: tests/unit/planner/search/test_search.py prices every cut of small models,
+test_joint.py every layout as well, test_all_axes.py every mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, islice
+from math import inf
+from typing import Final
+
+from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster
+from outsize.ir.findings import CaptureNote
+from outsize.ir.formatting import microbatches_text
+from outsize.ir.offload import HOSTED, Weights
+from outsize.ir.plan import Axes, Expected, Plan, Recompute, ScheduleName, stages_from_bounds
+from outsize.planner.evaluate.bottleneck import limited_by
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons
+from outsize.planner.evaluate.local_search import polish
+from outsize.planner.evaluate.plan_findings import device_kinds
+from outsize.planner.evaluate.ranking import (
+    alternative,
+    choose,
+    compared_with,
+    faster,
+    no_pipeline,
+    rivals,
+    shown,
+)
+from outsize.planner.fit.nearest import no_feasible_plan, rejections
+from outsize.planner.layout.layout import Layout, counts_for, pipelines
+from outsize.planner.layout.tensor_parallel import tensor_reasons
+from outsize.planner.memory.headroom import with_usable_memory
+from outsize.planner.offload.host_traffic import layerwise
+from outsize.planner.search.branch_and_bound import BranchAndBound, Found
+from outsize.planner.search.candidates import Candidates, in_a_row, meshes, no_layout, on_host
+from outsize.planner.search.caveats import beyond_reasons, order_reasons, slow_options
+from outsize.planner.search.custom_schedule import with_schedule
+from outsize.planner.strategies.activation_offload import (
+    check_recompute,
+    offload_reasons,
+    offloaded,
+    offloads,
+    or_offloaded,
+)
+from outsize.planner.strategies.host_one_device import check_hosted, fastest, in_blocks, too_small
+from outsize.planner.strategies.host_round_robin import or_round_robin
+from outsize.planner.strategies.parallel_branches import branched
+from outsize.planner.strategies.recompute_and_cut import selective
+from outsize.planner.strategies.selective_recompute import by_blocks, counted, selective_reasons, written
+from outsize.schedules.families import CHUNKED, COMPOSED, CUSTOM, DEFAULT
+
+# This many meshes are tried with several stages on a device.
+MESHES: Final = 3
+REJECTIONS: Final = 6
+# A smaller gap is below the error of a prediction.
+OPTIMAL: Final = 1e-4
+# These options are written once for the whole plan where all its stages have them.
+PLAN_WIDE: Final[tuple[set[Recompute], ...]] = {"full"}, {"offload"}
+
+
+def search(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan:
+    """Returns the fastest plan that fits; `candidates` map microbatches -> model at batch / microbatches
+    samples.
+
+    Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices than
+    stages, or when nothing was captured for the microbatches asked for.
+    """
+    if not request.searches_axes:
+        return _with_given_axes(request, candidates, cluster)
+    try:
+        pipeline_plan = _with_given_axes(request.without_axis_search, candidates, cluster)
+    except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
+        return instead(refused, request, candidates, cluster)
+    mesh = _open(request, candidates, cluster)
+    return pipeline_plan if mesh is None else faster(pipeline_plan, mesh)
+
+
+def instead(refused: OutsizeError, request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan:
+    """Returns the fastest plan with open axes, or on the host where no mesh fits, because a pipeline was
+    `refused`.
+
+    Raises the refusal where nothing fits.
+    """
+    plan = _open(request, candidates, cluster, last=True)
+    if plan is None:
+        raise refused
+    return plan.model_copy(update={"why": (*plan.why, no_pipeline(refused))})
+
+
+def _with_given_axes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan:
+    """Searches only the axes that were given, and parallel branches where the graph has any."""
+    if request.schedule == CUSTOM.name:
+        run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), candidates, cluster)
+        model = candidates[run_plan.microbatches * run_plan.axes.replicas]
+        return with_schedule(run_plan, request.actions, *model, cluster)
+    if request.schedule not in (None, COMPOSED.name) or (request.schedule is None and request.has_group_axes):
+        return _by_runs(request, candidates, cluster)
+    plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
+    return _composed(request, plan, candidates, cluster)
+
+
+def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster: Cluster) -> Plan:
+    """Replaces the schedule by a composed one where branches run in parallel, or where one is asked for."""
+    if plan.weights in HOSTED or offloads(plan):
+        return plan
+    counts = counts_for(candidates, plan.axes)
+    asked = {m: candidates[c] for m, c in counts if request.microbatches in (None, m)}
+    composed = branched(plan, asked, cluster, always=request.schedule == COMPOSED.name)
+    graph, layout = asked[composed.microbatches][0], Layout.of_plan(composed)
+    sums = order_reasons(graph, layout, request.bn), tensor_reasons(graph, layout.axes.tp, layout.sequence)
+    return (
+        composed if composed is plan else composed.model_copy(update={"why": (*composed.why, *chain(*sums))})
+    )
+
+
+def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan:
+    """Returns the fastest plan whose stages are runs of the model's own order."""
+    if request.weights in HOSTED:
+        check_hosted(request, [graph for graph, _ in candidates.values()], cluster)
+        check_recompute(request.recompute, request.weights)
+    asked = {count: candidates[count] for count in _asked(request, candidates)}
+    for count in asked:
+        check_enough(request.batch_size, count)
+    layouts = tuple(in_a_row(request, asked, cluster))
+    tables = CostTables(candidates, cluster, request.optimizer)
+    found = BranchAndBound(tables, _recompute(request)).run(() if request.weights in HOSTED else layouts)
+    if found.estimates:
+        return _plan(request, found, tables, cluster)
+    last = len(cluster.devices) == 1 or request.weights in HOSTED
+    plan = _hosted(request, asked, found, tables, cluster) if last else None
+    if plan is not None:
+        return plan
+    if request.schedule is not None and request.weights not in HOSTED and not layouts:
+        raise no_layout(request.schedule, request, asked, cluster)
+    raise _nothing_fits(request, candidates, layouts, tables, cluster)
+
+
+def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster, last: bool = False) -> Plan | None:
+    """Returns the fastest mesh of all axes; where none fits, None, or with `last` a plan with weights on the
+    host.
+    """
+    if request.actions:
+        return None  # The actions were written for a pipeline.
+    if request.schedule == COMPOSED.name:
+        plan = _open(request.model_copy(update={"schedule": None}), candidates, cluster, last)
+        return plan and _composed(request, plan, candidates, cluster)
+    tables = CostTables(candidates, cluster, request.optimizer, idle=request.stages is None)
+    search_loop = BranchAndBound(tables, _recompute(request))
+    layouts = tuple(meshes(request, candidates, cluster))
+    grouped_layouts = tuple(layout for layout in layouts if layout.group > 1 or cluster.unequal)
+    found = search_loop.run(grouped_layouts)
+    if request.schedule is None:
+        found = search_loop.run(tuple(_interleaved(found, tables)))
+    least_s = search_loop.floor_s(layout for layout in layouts if layout not in grouped_layouts)
+    found = replace(found, floor_s=min(found.floor_s, least_s))
+    if found.estimates:
+        return _plan(request, found, tables, cluster)
+    return _hosted(request, candidates, found, tables, cluster) if last else None
+
+
+def _hosted(
+    request: PlanRequest, candidates: Candidates, found: Found, tables: CostTables, cluster: Cluster
+) -> Plan | None:
+    """Returns a plan with weights on the host in the fastest degree of offload, on one device or on several
+    in round-robin.
+    """
+    layouts, options = tuple(on_host(request, candidates, cluster)), _recompute(request)
+    degrees = [
+        _streamed([layout for layout in layouts if layout.weights == w], tables, own)
+        for w in HOSTED
+        if (own := _options_for(w, options))
+    ]
+    made = [
+        _plan(request, replace(d, rejected=found.rejected), tables, cluster) for d in degrees if d.estimates
+    ]
+    plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made]
+    one_device = fastest(plans, candidates, cluster) if plans else None
+    return or_round_robin(one_device, request, candidates, cluster, options)
+
+
+def _options_for(weights: Weights, options: tuple[Recompute, ...]) -> tuple[Recompute, ...]:
+    """Returns the options of a degree; stages whose activations are on the host recompute what they do not
+    receive.
+    """
+    return (
+        tuple(option for option in options if option == "full") if weights == "host-activations" else options
+    )
+
+
+def _streamed(layouts: Sequence[Layout], tables: CostTables, options: Sequence[Recompute]) -> Found:
+    """Prices layer by layer, and microbatch by microbatch only where that does not fit."""
+    found = BranchAndBound(tables, options).run([layout for layout in layouts if layerwise(layout)])
+    return found if found.estimates else BranchAndBound(tables, options).run(layouts)
+
+
+def _recompute(request: PlanRequest) -> tuple[Recompute, ...]:
+    """Returns the recompute options of a stage, the preferred one first."""
+    return ("none", "full", "selective") if request.recompute in (None, "selective") else (request.recompute,)
+
+
+def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
+    if request.total_microbatches is None:
+        return sorted(candidates)
+    check_enough(request.batch_size, request.total_microbatches)
+    if request.total_microbatches not in candidates:
+        raise BadOption(
+            f"the model was not captured for {microbatches_text(request.total_microbatches)}",
+            numbers=f"captured: {', '.join(map(str, sorted(candidates))) or 'none'}",
+            next_step=f"capture it with {-(-request.batch_size // request.total_microbatches)} samples",
+        )
+    return [request.total_microbatches]
+
+
+def _interleaved(found: Found, tables: CostTables) -> Iterator[Layout]:
+    """Yields the best meshes again with several stages on a device: such cuts take long to price."""
+    for estimate in sorted(found.estimates, key=lambda e: e.step_s)[:MESHES]:
+        layout = estimate.layout
+        counts, units = [(layout.microbatches, layout.captured)], len(tables.graph(layout).units)
+        for chunked in pipelines(layout.axes, counts, (CHUNKED.name,), units):
+            yield replace(chunked, weights=layout.weights, sequence=layout.sequence)
+
+
+def _nothing_fits(
+    request: PlanRequest,
+    candidates: Candidates,
+    layouts: Sequence[Layout],
+    tables: CostTables,
+    cluster: Cluster,
+) -> NoFeasiblePlan:
+    """Returns the error: which stage lacks how much, and what would fit."""
+    streaming = tuple(on_host(request, candidates, cluster)) if request.weights in HOSTED else ()
+    if streaming:
+        return too_small(streaming, tables, _recompute(request)[:2][-1])
+    one_stage_layouts = [layout for layout in layouts if layout.chunks == 1] or [
+        Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), DEFAULT.name, count, count)
+        for count in candidates
+    ]
+    schedules: list[ScheduleName] = list(dict.fromkeys(layout.schedule for layout in one_stage_layouts))
+    counts = {layout.captured: layout for layout in one_stage_layouts}
+    spare = {
+        c: replace(one_stage_layouts[0], microbatches=c, captured=c) for c in candidates if c not in counts
+    }
+    options = _recompute(request)
+    device = cluster.devices[0]
+    asked = [tables.case(layout, device, option) for layout in counts.values() for option in options]
+    more = [tables.case(layout, device, option) for layout in spare.values() for option in options]
+    more += [tables.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
+    devices = len(cluster.devices)
+    others = devices > 1 and not request.may_search_axes(devices)
+    return no_feasible_plan(
+        asked, more, schedules, one_stage_layouts[0].axes.pp, with_usable_memory(cluster), others
+    )
+
+
+# -- what comes out --------------------------------------------------------------------------------------
+
+
+def _plan(request: PlanRequest, found: Found, tables: CostTables, cluster: Cluster) -> Plan:
+    best, all_tables = polish(choose(found.estimates)), tables
+    if not (tables.exact(best.layout) or tables.unequal):
+        tables, best = _refined(request, tables, best)
+    best, recomputed = selective(best, tables, request.optimizer)
+    other = or_offloaded(best, found.estimates, all_tables, cluster) if request.recompute is None else None
+    if other is not None:
+        tables, best, recomputed = all_tables, other, {}
+    layout, piece_ends = best.layout, tables.ends(best.layout)
+    bounds = tuple(piece_ends[b] for b in best.bounds)
+    recomputed = by_blocks(best, bounds) | recomputed
+    graph = tables.graph(layout)
+    overall = best.cases[0].recompute if {c.recompute for c in best.cases} in PLAN_WIDE else "none"
+    stages = stages_from_bounds(graph, bounds, tuple(device.name for device in best.devices))
+    not_chosen = rivals(layout, found.estimates)
+    return Plan(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        form=graph.form,
+        cluster=cluster.name,
+        axes=layout.axes,
+        batch_size=request.batch_size,
+        microbatches=layout.microbatches,
+        schedule=layout.schedule,
+        stages=written(stages, best.cases, overall, recomputed, graph),
+        optimizer=request.optimizer,
+        precision=request.precision,
+        weights=layout.weights,
+        sequence_parallel=layout.sequence,
+        recompute=overall,
+        bn=request.bn,
+        what_if=layout.what_if,
+        expected=counted(_expected(request, best, found, bounds, tables), recomputed),
+        alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(not_chosen)),
+        why=(
+            *(CaptureNote(note=note) for note in graph.notes if graph.form == "modules"),
+            *reasons(best, graph, bounds),
+            *device_kinds(graph, bounds, best.devices, cluster, layout.group),
+            *slow_options(request.bn, best),
+            *order_reasons(graph, layout, request.bn),
+            *selective_reasons(best, recomputed, bounds),
+            *offload_reasons(best),
+            *tensor_reasons(graph, layout.axes.tp, layout.sequence),
+            *(
+                beyond_reasons(graph, layout, cluster, request.optimizer)
+                if request.what_if or layout.hosted
+                else ()
+            ),
+            *compared_with(best, not_chosen),
+            *islice(rejections(found.rejected), REJECTIONS),
+        ),
+    )
+
+
+def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[CostTables, Estimate]:
+    """Searches the winner again, with every cut near its bounds instead of pieces."""
+    ends = tables.ends(best.layout)
+    finer = tables.finer(best.layout, [ends[bound] for bound in best.bounds])
+    estimates = BranchAndBound(finer, _recompute(request)).run([best.layout]).estimates
+    better = polish(estimates[0]) if estimates else best
+    return (finer, better) if better.step_s < best.step_s else (tables, best)
+
+
+def _expected(
+    request: PlanRequest, best: Estimate, found: Found, bounds: Sequence[int], tables: CostTables
+) -> Expected:
+    figures = expected(best, request.batch_size, bounds)
+    floor_s = min(found.floor_s, best.floor_s or inf)
+    # The other cuts of an interleaved layout are not among those that were priced.
+    if best.layout.chunks > 1:
+        floor_s = min(floor_s, tables.least_s(best.layout))
+    gap = max(0.0, best.step_s / floor_s - 1) if floor_s > 0 and not offloaded(best) else None
+    return figures.model_copy(
+        update={
+            "gap": 0.0 if gap is not None and gap < OPTIMAL else gap,
+            "limited_by": limited_by(best, tables.work(best.layout), tables.graph(best.layout), bounds),
+        }
+    )

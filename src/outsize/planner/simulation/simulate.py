@@ -1,0 +1,193 @@
+"""Problem: how long does a step of this schedule take, and which rank waits when?
+
+It simulates a lowered schedule, the same list that the interpreter runs, with stage and link costs:
+    rank     takes its cells in order; SEND and RECV cost it nothing, compute waits for the messages
+             that were posted for it and then lasts forward_s or backward_s (+ overhead_s)
+    wire     one for each directed pair of ranks, for activations and gradients apart: moves one message
+             at a time in the order of the sends, in parallel to compute; a transfer begins when it is
+             sent, its receive is posted (rendezvous, as in NCCL and gloo) and the wire is free
+Every start is a maximum of ends and every end a sum (a max-plus system), so a step never gets shorter
+when a cost grows; heap ties cannot change it.
+
+Source: Hockney's link model (ir/cluster.py) and the pipeline analysis of GPipe (arXiv 1811.06965,
+sec. 2.3); kernel in the spirit of SimPy. Symbols: p -> stages, m -> microbatches, t_f -> forward_s,
+t_b -> backward_s. Deviations: no contention between wires, no slow-down of compute by transfers, no
+residency actions yet. Complexity: O(k log k) for k actions.
+Oracles (tests/unit/planner/simulation/test_simulate.py): the closed forms (m + p - 1)(t_f + t_b) and
+m p (t_f + t_b), a longest path over the graph of cells, and conservation of busy time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+from outsize.errors import BadOption, InvalidSchedule
+from outsize.ir.cluster import Link
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.ir.timeline import Lane, Span, Timeline
+from outsize.planner.simulation.event_kernel import Event, Kernel, Process
+from outsize.schedules.job import StageCost as StageCost
+from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, message_of
+
+EdgeBytes = Mapping[tuple[int, int], int]
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Sequence[StageCost],
+    edge_bytes: EdgeBytes,
+    gradient_bytes: EdgeBytes,
+    link: Callable[[int, int], Link],
+    overhead_s: float = 0.0,
+) -> Timeline:
+    """Returns the predicted Timeline of one step: spans in lanes 'compute' and 'send' (of the sending rank).
+
+    schedule        lowered and checked; without transfers its ranks would not wait for each other
+    costs           `costs[stage]`, seconds for one microbatch
+    edge_bytes      (source stage, destination stage) -> bytes of activations of one microbatch
+    gradient_bytes  (source stage, destination stage) -> bytes of gradients of one microbatch
+    link            (sending rank, receiving rank) -> Link, such as `Cluster.link`
+    overhead_s      added to each compute action (launch, Python)
+
+    Raises BadOption when a stage has no cost or an edge no bytes, InvalidSchedule when the schedule
+    hangs or has an action without a cost.
+    """
+    rank_of = schedule.rank_of
+
+    def transfer_s(message: Message) -> float:
+        ranks = rank_of[message.source], rank_of[message.destination]
+        return link(*ranks).seconds(_bytes(message, edge_bytes, gradient_bytes))
+
+    return _play(schedule, _compute_seconds(schedule, costs, overhead_s), transfer_s)
+
+
+def bound_s(schedule: Schedule, costs: Sequence[StageCost]) -> float:
+    """Returns the step's seconds when links and launches cost nothing: no run of this schedule is faster.
+
+    `schedule` is lowered, as for `simulate`; raises the same errors.
+    """
+    return critical_path_s(schedule, _compute_seconds(schedule, costs, 0.0))
+
+
+def critical_path_s(schedule: Schedule, compute_s: Mapping[Action, float]) -> float:
+    """Returns the step's seconds when each compute action lasts `compute_s` and all else costs nothing.
+
+    With the durations of a run it is a lower bound of this run's step. `schedule` is lowered, and `compute_s`
+    has all its compute actions; raises InvalidSchedule when the schedule hangs.
+    """
+    return _play(schedule, compute_s, lambda _: 0.0).duration_s
+
+
+def _play(
+    schedule: Schedule, seconds: Mapping[Action, float], transfer_s: Callable[[Message], float]
+) -> Timeline:
+    simulation = _Simulation(seconds, transfer_s, Ends(schedule))
+    simulation.run(schedule)
+    done = {span.action for span in simulation.spans if span.lane == "compute"}
+    hanging = sorted(str(action) for action in seconds if str(action) not in done)
+    if hanging:
+        raise InvalidSchedule(
+            "the simulated schedule hangs",
+            numbers=f"{len(hanging)} compute actions never start, among them {hanging[0]}",
+            next_step="outsize.schedules.check.check says where",
+        )
+    spans = sorted(simulation.spans, key=lambda span: (span.start_s, span.end_s, span.rank))
+    return Timeline(source="predicted", ranks=schedule.ranks, spans=tuple(spans))
+
+
+@final
+class _Simulation:
+    """Holds the processes of one step and the events between them."""
+
+    def __init__(
+        self, compute_s: Mapping[Action, float], transfer_s: Callable[[Message], float], ends: Ends
+    ) -> None:
+        self.spans: list[Span] = []
+        self._kernel = Kernel()
+        self._compute_s, self._transfer_s, self._ends = compute_s, transfer_s, ends
+        self._sent: defaultdict[Message, Event] = defaultdict(Event)
+        self._posted: defaultdict[Message, Event] = defaultdict(Event)
+        self._arrived: defaultdict[Message, Event] = defaultdict(Event)
+
+    def run(self, schedule: Schedule) -> None:
+        """Starts a process for each rank and each wire, and runs the clock to the end."""
+        for rank, row in enumerate(schedule.actions):
+            self._kernel.start(self._rank(rank, row))
+        for (source, *_), queue in _wires(schedule).items():
+            self._kernel.start(self._wire(source, queue))
+        self._kernel.run()
+
+    def _rank(self, rank: int, row: Sequence[Action]) -> Process:
+        inbox: defaultdict[Action, list[Message]] = defaultdict(list)
+        for action in row:
+            if action.kind in SENDS:
+                self._kernel.fire(self._sent[message_of(action)])
+            elif action.kind in RECEIVES:
+                message = message_of(action)
+                inbox[self._ends.consumer(message)].append(message)
+                self._kernel.fire(self._posted[message])
+            else:
+                for message in inbox[action]:
+                    yield self._arrived[message]
+                yield from self._span(rank, "compute", action, self._compute_s[action])
+
+    def _wire(self, rank: int, queue: Sequence[Message]) -> Process:
+        for message in queue:
+            yield self._sent[message]
+            yield self._posted[message]
+            yield from self._span(rank, "send", message.send, self._transfer_s(message))
+            self._kernel.fire(self._arrived[message])
+
+    def _span(self, rank: int, lane: Lane, action: Action, seconds: float) -> Process:
+        start_s = self._kernel.now_s
+        yield seconds
+        end_s = self._kernel.now_s
+        self.spans.append(Span(rank=rank, lane=lane, action=str(action), start_s=start_s, end_s=end_s))
+
+
+def _wires(schedule: Schedule) -> dict[tuple[int, int, Kind], list[Message]]:
+    """Maps (sending rank, receiving rank, F or B) to messages in the order of the sends."""
+    rank_of = schedule.rank_of
+    queues: defaultdict[tuple[int, int, Kind], list[Message]] = defaultdict(list)
+    for rank, row in enumerate(schedule.actions):
+        for action in row:
+            if action.kind in SENDS:
+                queues[rank, rank_of[action.peer], SENDS[action.kind]].append(message_of(action))
+    return queues
+
+
+def _compute_seconds(
+    schedule: Schedule, costs: Sequence[StageCost], overhead_s: float
+) -> dict[Action, float]:
+    if len(costs) != schedule.stages:
+        raise BadOption(
+            "each stage needs a cost",
+            numbers=f"{schedule.stages} stages, {len(costs)} costs",
+            next_step="pass one StageCost for each stage",
+        )
+    cells = [a for row in schedule.actions for a in row if a.kind not in SENDS | RECEIVES]
+    return {action: _cost_s(action, costs[action.stage]) + overhead_s for action in cells}
+
+
+def _cost_s(action: Action, cost: StageCost) -> float:
+    if action.kind in COMPUTE:
+        return cost.seconds(action.kind)
+    raise InvalidSchedule(
+        f"{action} has no cost",
+        numbers=f"the simulator knows F, B, I, W, sends and receives, not {action.kind}",
+        next_step="simulate the schedule before it is given such actions",
+    )
+
+
+def _bytes(message: Message, edge_bytes: EdgeBytes, gradient_bytes: EdgeBytes) -> int:
+    table, name = (edge_bytes, "edge_bytes") if message.kind is Kind.F else (gradient_bytes, "gradient_bytes")
+    edge = message.source, message.destination
+    if edge not in table:
+        raise BadOption(
+            f"{message.send} has no size",
+            numbers=f"{name} knows {sorted(table)}, not {edge}",
+            next_step=f"{name}[{edge}] = bytes of one microbatch",
+        )
+    return table[edge]

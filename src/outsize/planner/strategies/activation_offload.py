@@ -1,0 +1,102 @@
+"""Problem: a stage lacks memory for its activations. Is copying them from the host faster than recomputing?
+
+Activations that wait for their backward leave in a forward and return in a backward, b bytes per microbatch:
+
+    F' = max(F, b / link) + b / link / m      B' = max(B, b / link) + b / link / m
+
+against B + F where everything is recomputed (recompute_knapsack.py chooses the units). The link is the
+device's own to its host: devices that share one are not slowed down by each other here. A CPU copies within
+its own memory, which no compute overlaps, so there it must be asked for.
+
+The layouts that were fastest with recompute are cut again, each stage without it where that fits and
+otherwise with its activations on the host. The result must be faster by more than the error of a prediction,
+so no plan becomes slower; layouts that were not cut again are unknown, and such a plan has no gap.
+Complexity: TRIED partitions. Oracle: tests/unit/planner/strategies/test_strategies_activation_offload.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from outsize.errors import BadOption
+from outsize.ir.cluster import Cluster
+from outsize.ir.findings import ActivationsOffloaded
+from outsize.ir.hardware.devices import host_link
+from outsize.ir.offload import Weights
+from outsize.ir.plan import Plan, Recompute
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate, estimate
+from outsize.planner.evaluate.local_search import polish
+from outsize.planner.evaluate.ranking import CLOSE, choose
+from outsize.planner.layout.layout import Layout
+from outsize.planner.partition.stage_prices import Tables
+
+TRIED: Final = 8
+
+
+def or_offloaded(
+    best: Estimate, priced: Sequence[Estimate], tables: CostTables, cluster: Cluster
+) -> Estimate | None:
+    """Returns a faster estimate than the best one, which recomputes; None where there is none."""
+    links = all(host_link(device) is not None for device in cluster.devices)
+    possible = links and not tables.unequal and best.graph.form == "tape"
+    if not possible or all(case.recompute == "none" for case in best.cases):
+        return None
+    layouts = dict.fromkeys(e.layout for e in sorted(priced, key=lambda e: e.step_s))
+    tried = [option for layout in list(layouts)[:TRIED] for option in _offload_options(layout, tables)]
+    if not tried:
+        return None
+    candidate = polish(choose(tried))
+    return candidate if CLOSE * candidate.step_s < best.step_s else None
+
+
+def offloads(plan: Plan) -> bool:
+    """Returns whether activations of any stage go to the host."""
+    return any(plan.recompute_of(stage) == "offload" for stage in range(len(plan.stages)))
+
+
+def check_recompute(recompute: Recompute | None, weights: Weights | None) -> None:
+    """Raises BadOption for activations on the host in two forms, or for what is not recomputed there."""
+    if weights == "host-activations" and recompute not in (None, "full"):
+        raise BadOption(
+            "what is on the host of activations is what stages receive, and the rest is computed anew",
+            numbers=f"weights {weights!r}, recompute {recompute!r}",
+            next_step="--recompute full, or --weights host",
+        )
+    if recompute == "offload":
+        raise BadOption(
+            "weights and activations on the host at once are not run",
+            numbers=f"weights {weights!r}, recompute 'offload'",
+            next_step="--weights host-activations, or weights that stay on their devices",
+        )
+
+
+def offloaded(estimate_: Estimate) -> list[int]:
+    """Returns the stages whose activations go to the host."""
+    return [stage for stage, case in enumerate(estimate_.cases) if case.host_copies is not None]
+
+
+def offload_reasons(found: Estimate) -> Iterator[ActivationsOffloaded]:
+    """Yields which stages send activations to the host; the bytes and the link are those of the first one."""
+    stages = offloaded(found)
+    for stage in stages[:1]:
+        case, run = found.cases[stage], (found.bounds[stage], found.bounds[stage + 1])
+        assert case.host_copies is not None
+        yield ActivationsOffloaded(
+            stages=tuple(stages),
+            stage=stage,
+            moved_bytes=int(case.ranges.on_host[run]),
+            link=case.host_copies.link.name,
+        )
+
+
+def _offload_options(layout: Layout, tables: CostTables) -> Iterator[Estimate]:
+    """Yields the best cuts of a layout that fit."""
+    if layout.hosted:
+        return
+    for pipeline in tables.pipelines(layout, ("none", "offload")):
+        cut = Tables(pipeline).split()
+        candidate = None if cut is None else estimate(pipeline, cut.bounds, cut.ways)
+        if candidate is not None and candidate.fits:
+            yield candidate

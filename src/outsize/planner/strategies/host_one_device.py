@@ -1,0 +1,275 @@
+"""Problem: weights are copied to one device stage by stage. Which stages, and what does such a plan cost?
+
+    degree    of ir/offload.py, from least to most; the fastest that fits, by the predicted step
+    stages    the blocks of offload/host_traffic.py: neighbouring units of about equal work, 64 at most
+    schedule  gpipe, layer by layer; naive where boundaries of all microbatches do not fit besides two stages
+    seconds   those of offload/host_traffic.py, which the device's timeline has stage by stage
+    bytes     of the device, divided evenly over its stages, so that they add up to what it holds
+    bound     max(compute, copies to the device, copies to the host, the optimizer on the host)
+
+No order of these four beats the bound; the plan says all four, of each degree. Gradient offload is no degree
+of its own: layer by layer gradients leave anyway when their stage's last backward ends, and one microbatch at
+a time they stay until the last one. Complexity: that of offload/host_traffic.py. Oracle:
+tests/unit/planner/strategies/test_host_one_device.py adds the four up by hand, and a plan is priced as it was
+made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+from outsize.errors import BadOption, NoFeasiblePlan
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster
+from outsize.ir.findings import FullestDevice, HostRoofline, SlowestStage
+from outsize.ir.formatting import bytes_text, microbatches_text
+from outsize.ir.graph import ModelGraph
+from outsize.ir.hardware.devices import host_link
+from outsize.ir.offload import HOSTED, OF_SEVERAL, Bound, Degree, weights_text
+from outsize.ir.plan import Expected, Plan, Recompute, StageFigures, beyond, stages_from_bounds
+from outsize.ir.profile import Profile
+from outsize.ir.timeline import Timeline
+from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
+from outsize.planner.costs.unit_times import UnitSeconds
+from outsize.planner.evaluate.bottleneck import limited_by
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate, expected, stage_cost
+from outsize.planner.evaluate.plan_findings import fullest_device, shortages
+from outsize.planner.fit.nearest import RECOMPUTED_TEXT, parts_text, stage_needs_text
+from outsize.planner.layout.layout import Layout, rank_named
+from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.offload.boundary_traffic import waiting_reasons
+from outsize.planner.offload.disk import spill_reasons, with_disk
+from outsize.planner.offload.host_traffic import (
+    BLOCKS,
+    Host,
+    StreamedBlocks,
+    block_ends,
+    host_states,
+    layerwise,
+)
+from outsize.planner.simulation.simulate import StageCost, simulate
+from outsize.schedules.families import DEFAULT, LAYER_BY_LAYER, SEQUENTIAL, families, family_of
+from outsize.schedules.planned import planned
+
+# These numbers of blocks are tried; the fewest within NEAR of the fastest are taken, because each is a stage
+# to read.
+MOST: Final = (16, 32, BLOCKS)
+NEAR: Final = 1.02
+_BYTES: Final = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
+
+
+def check_hosted(request: PlanRequest, graphs: Sequence[ModelGraph], cluster: Cluster) -> None:
+    """Raises BadOption where the degree asked for makes no sense, or runs only in another setting."""
+    if any(host_link(device) is None for device in cluster.devices):
+        raise BadOption(
+            "weights on the host want a device with a memory of its own",
+            numbers=f"cluster {cluster.name!r} computes in the host's",
+            next_step="--cluster 1x12GB, which runs on a CPU as well",
+        )
+    modules = next((graph.model for graph in graphs if graph.form == "modules"), None)
+    if modules is not None:
+        raise BadOption(
+            f"{modules} runs by modules, in its own Python, and its weights stay where they are",
+            next_step=f"leave out weights={request.weights!r}",
+        )
+    axes, weights = request.mesh(request.stages or 1), request.weights or "resident"
+    if beyond(axes, weights):
+        ranks = "a pipeline with one device a rank" if weights in OF_SEVERAL else "one device"
+        raise BadOption(
+            f"{weights_text(weights)}: that is for {ranks}",
+            numbers=f"asked for: {axes.used_besides(())}",
+            next_step=f"leave these out, or weights={weights!r}",
+        )
+    allowed = (f for f in families() if (f.layer_by_layer if axes.pp > 1 else f.on_host_as))
+    orders = [f.name for f in sorted(allowed, key=lambda f: (not f.layer_by_layer, f.preference))]
+    if request.schedule not in (None, *orders):
+        raise BadOption(
+            f"schedule {request.schedule!r} is none in which weights come and go",
+            numbers=f"pp {axes.pp}, weights {weights!r}: {', '.join(orders)}",
+            next_step=f"--schedule {LAYER_BY_LAYER.name}",
+        )
+
+
+def too_small(layouts: Iterable[Layout], tables: CostTables, recompute: Recompute) -> NoFeasiblePlan:
+    """Returns the error where no requested degree fits: what the one that fills the device least lacks."""
+    tried = [pipeline for layout in layouts if (pipeline := tables.pipeline(layout, (recompute,)))]
+    priced = [estimate(pipeline, (0, pipeline.case.units), (0,)) for pipeline in tried]
+    smallest = min(priced, key=lambda candidate: candidate.peak_bytes)
+    (memory,), weights, m = smallest.memories, smallest.layout.weights, smallest.layout.microbatches
+    name, size = memory.largest[0]
+    steps = [f"--microbatches {2 * m}"] * (smallest.graph.batch_size > 1)
+    steps += ["--weights host-activations"] * (weights == "host")
+    return NoFeasiblePlan(
+        f"{weights_text(weights)}, {microbatches_text(m)}{RECOMPUTED_TEXT[recompute]}: "
+        + stage_needs_text(0, memory, smallest.pipeline.room.devices[0]),
+        numbers=f"{parts_text(memory)}; the largest unit there is {name} with {bytes_text(size)}",
+        next_step=", or ".join([*steps, "devices with more memory"]),
+    )
+
+
+def in_blocks(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
+    """Divides the one stage of a plan with weights on the host into a stage for each block.
+
+    `profile` is of the cluster's first device.
+    """
+    cuts = dict.fromkeys(block_ends(graph, UnitSeconds.of(profile), most) for most in MOST)
+    made = [_cut(plan, graph, cut) for cut in cuts]
+    costs = [_estimate_and_bound(stages_plan, graph, profile, cluster) for stages_plan in made]
+    fitting = [at for at, (found, _) in enumerate(costs) if found.fits] or [len(cuts) - 1]
+    least_s = min(costs[at][0].step_s for at in fitting)
+    chosen = next(at for at in fitting if costs[at][0].step_s <= NEAR * least_s)
+    return _shown(made[chosen], plan, graph, *costs[chosen])
+
+
+def fastest(
+    plans: Sequence[Plan], candidates: Mapping[int, tuple[ModelGraph, Profile]], cluster: Cluster
+) -> Plan:
+    """Returns the fastest plan that fits of several degrees (the least first), with what each
+    degree costs.
+    """
+    rows = [_degree(plan, *candidates[plan.microbatches], cluster) for plan in plans]
+    at = min(range(len(plans)), key=lambda at: (not rows[at].fits, rows[at].step_s))
+    return _with_degrees(plans[at], rows, *candidates[plans[at].microbatches], cluster)
+
+
+def _with_degrees(
+    plan: Plan, known: Sequence[Degree], graph: ModelGraph, profile: Profile, cluster: Cluster
+) -> Plan:
+    """Adds what each degree costs: as it is known, or otherwise if all but the degree is as in this plan."""
+    assert plan.expected is not None
+    rows = {degree.weights: degree for degree in known}
+    for weights in ("resident", *HOSTED):
+        if weights not in rows:
+            recompute = "full" if weights == "host-activations" else plan.recompute
+            other = plan.model_copy(update={"weights": weights, "recompute": recompute})
+            rows[weights] = _degree(other, graph, profile, cluster)
+    disk = tuple(with_disk(rows[plan.weights], graph, plan, cluster))
+    changed: dict[str, object] = {"degrees": (*(rows[weights] for weights in ("resident", *HOSTED)), *disk)}
+    for row in disk:
+        changed |= {"step_s": row.step_s, "samples_per_s": plan.batch_size / row.step_s}
+    figures = plan.expected.model_copy(update=changed)
+    why = (*plan.why, *waiting_reasons(graph, plan), *spill_reasons(graph, plan, cluster))
+    return plan.model_copy(update={"expected": figures, "why": why})
+
+
+def _degree(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Degree:
+    candidate, bound = _estimate_and_bound(plan, graph, profile, cluster)
+    return Degree(
+        weights=plan.weights,
+        microbatches=plan.microbatches,
+        recompute=candidate.cases[0].recompute != "none",
+        bound=bound,
+        step_s=candidate.step_s,
+        peak_bytes=candidate.peak_bytes,
+        fits=candidate.fits,
+    )
+
+
+def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
+    device = plan.stages[0].device
+    return plan.model_copy(
+        update={
+            "stages": stages_from_bounds(graph, cut, (device,) * (len(cut) - 1)),
+            "schedule": plan.schedule if family_of(plan.schedule).layer_by_layer else SEQUENTIAL.name,
+            "recompute": "none" if plan.recompute_of(0) == "none" else "full",
+        }
+    )
+
+
+def _shown(made: Plan, plan: Plan, graph: ModelGraph, found: Estimate, bound: Bound) -> Plan:
+    figures, before = _figures(made, found, graph), plan.expected
+    bounds = {} if before is None else {"gap": before.gap, "limited_by": before.limited_by}
+    fullest = fullest_device(found.memories, found.devices, found.layout.ranks, found.layout.group)
+    # The findings of the one-stage plan are of other blocks than these stages.
+    others = (reason for reason in plan.why if not isinstance(reason, (SlowestStage, FullestDevice)))
+    why = (fullest, *others, host_states(graph, made), HostRoofline(bound=bound))
+    return made.model_copy(update={"expected": figures.model_copy(update=bounds), "why": why})
+
+
+def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
+    """Prices a plan whose weights are streamed, as planner/search/evaluate_plan.py does; raises as
+    that does.
+    """
+    candidate, bound = _estimate_and_bound(plan, graph, profile, cluster)
+    work = PrefixTimes.of(candidate.graph, candidate.cases[0].seconds)
+    limit = limited_by(candidate, work, candidate.graph, candidate.bounds)
+    figures = _figures(plan, candidate, graph).model_copy(update={"limited_by": limit})
+    room_devices = [candidate.pipeline.room.devices[rank] for rank in candidate.pipeline.ranks]
+    fullest = fullest_device(
+        candidate.memories, candidate.devices, candidate.layout.ranks, candidate.layout.group
+    )
+    shortage_findings = shortages(candidate.memories, room_devices)
+    why = (*shortage_findings, fullest, host_states(graph, plan), HostRoofline(bound=bound))
+    made = plan.model_copy(update={"expected": figures, "why": why})
+    return _with_degrees(made, (), graph, profile, cluster)
+
+
+def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
+    """Returns the predicted Timeline of one step; the waits of a stage are in its actions."""
+    costs = _costs(_estimate_and_bound(plan, graph, profile, cluster)[0])
+    schedule = planned(plan.schedule, len(plan.stages), plan.microbatches, 1, plan.actions)
+    return simulate(schedule, costs, {}, {}, cluster.link)
+
+
+def _estimate_and_bound(
+    plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster
+) -> tuple[Estimate, Bound]:
+    """Prices the whole model as one stage, whose units are the plan's stages."""
+    check_enough(plan.batch_size, plan.microbatches)
+    (name,) = {stage.device for stage in plan.stages}
+    device, m, bounds = rank_named(name, cluster), plan.microbatches, plan.bounds(graph)
+    coarse = coarse_graph(graph, bounds), coarse_profile(profile, bounds)
+    schedule = plan.schedule if family_of(plan.schedule).layer_by_layer else DEFAULT.name
+    layout = Layout(plan.axes, 1, schedule, m, m, plan.weights)
+    recompute = any(plan.recompute_of(stage) != "none" for stage in range(len(plan.stages)))
+    tables = CostTables({m: coarse}, cluster, plan.optimizer, most=len(bounds))
+    pipeline = tables.pipeline(layout, ("full" if recompute else "none",), (device,))
+    assert pipeline is not None, "one device always exists"
+    candidate = estimate(pipeline, (0, len(bounds) - 1), (0,))
+    return candidate, _bound(candidate, coarse, plan.optimizer, layout, cluster)
+
+
+def _bound(
+    candidate: Estimate, coarse: tuple[ModelGraph, Profile], optimizer: str, layout: Layout, cluster: Cluster
+) -> Bound:
+    host, m, case = Host.of(cluster, 1), layout.microbatches, candidate.cases[0]
+    blocks = StreamedBlocks.of(*coarse, UnitSeconds.of(coarse[1]), optimizer_bytes(optimizer))
+    passes = 1 if layerwise(layout) else m
+    streams = {"resident": (0, 0), "host-optimizer": (1, 1)}
+    copies_in, copies_out = streams.get(layout.weights, (2 * passes, passes))
+    boundary_bytes = blocks.handed.moved_bytes if layout.weights == "host-activations" else (0, 0)
+    forwards = 1 if case.recompute == "none" else 2
+    return Bound(
+        compute_s=m * sum(forwards * c.forward_s + c.backward_s for c in case.base.units),
+        to_device_s=copies_in * host.link.seconds(sum(blocks.weights))
+        + host.link.seconds(m * boundary_bytes[0]),
+        to_host_s=copies_out * host.link.seconds(sum(blocks.gradients))
+        + host.link.seconds(m * boundary_bytes[1]),
+        optimizer_s=candidate.sync_s,
+    )
+
+
+def _costs(candidate: Estimate) -> list[StageCost]:
+    """Returns the costs of each block."""
+    return [stage_cost(candidate.cases[0], block, block + 1) for block in range(candidate.bounds[-1])]
+
+
+def _figures(plan: Plan, candidate: Estimate, graph: ModelGraph) -> Expected:
+    """Returns the figures with a row for each stage; bytes are those of the device, divided evenly."""
+    whole = expected(candidate, plan.batch_size, (0, len(graph.units)))
+    (device,), count = whole.stages, len(plan.stages)
+    rows = list[StageFigures]()
+    for stage, (cost, (first, end)) in enumerate(
+        zip(_costs(candidate), pairwise(plan.bounds(graph)), strict=True)
+    ):
+        own = {name: getattr(device, name) * (stage + 1) // count for name in _BYTES}
+        before = {name: getattr(device, name) * stage // count for name in _BYTES}
+        changed = {name: own[name] - before[name] for name in _BYTES}
+        changed |= {"units": end - first, "forward_s": cost.forward_s, "backward_s": cost.backward_s}
+        changed |= {"parameters": sum(p.numel for p in graph.owned_parameters(first, end - 1))}
+        rows.append(device.model_copy(update=changed))
+    return whole.model_copy(update={"stages": tuple(rows)})

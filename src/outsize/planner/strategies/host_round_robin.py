@@ -1,0 +1,356 @@
+"""Problem: weights are on the hosts of p devices. Which device has which stage, and what does a step cost?
+
+    stages    v p blocks (offload/host_traffic.py) of about equal work, stage s on device s mod p, breadth
+              first: gpipe with several stages on a rank (schedules/families.py; Lamy-Poirier, arXiv
+              2211.05953)
+    seconds   offload/host_traffic.py's copies for each device's own stages, whose weights come over its own
+              link, in the costs of its actions; then the schedule is simulated with its messages, as for
+              any pipeline
+    bytes     those of the pipeline, and for weights and gradients two of the device's own stages (all weights
+              where they stay), divided evenly over them, so that they add up to what it holds; weights that
+              several stages use stay with their owner
+    choice    p (divisors of the number of devices), v, microbatches, degree, recompute of all or nothing:
+              those whose bound is below the best step are priced, and the fastest that fits is taken
+
+Deviations: gradients count from the first forward on, and the wait for loads is spread evenly over a stage's
+microbatches. Devices must be equal. Complexity: choices x O(actions). Oracle:
+tests/unit/planner/strategies/test_host_round_robin.py adds bytes and seconds up by hand; such plans run in
+tests/dist/test_hosted_processes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import inf
+from operator import itemgetter
+from typing import Final, NamedTuple, Self, final
+
+import numpy as np
+
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster
+from outsize.ir.findings import DevicesInTurns, HostRoofline, MemoryShortage
+from outsize.ir.graph import ModelGraph
+from outsize.ir.hardware.devices import host_link
+from outsize.ir.offload import OF_SEVERAL, Bound, Degree, Weights
+from outsize.ir.plan import Axes, Plan, Recompute, stages_from_bounds
+from outsize.ir.profile import Profile
+from outsize.ir.timeline import Timeline
+from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
+from outsize.planner.costs.unit_times import Seconds, UnitSeconds
+from outsize.planner.evaluate.bottleneck import limited_by
+from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate, expected, play
+from outsize.planner.evaluate.plan_findings import fullest_device
+from outsize.planner.evaluate.ranking import CLOSE
+from outsize.planner.layout.layout import Layout, rank_named
+from outsize.planner.memory.headroom import with_usable_memory
+from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.memory.range_tables import Bytes, RangeTables
+from outsize.planner.memory.sharded import single_units
+from outsize.planner.offload.host_traffic import (
+    BLOCKS,
+    Host,
+    block_ends,
+    host_reason,
+    host_states,
+    staying,
+    streamed,
+    two_places,
+    updated,
+)
+from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.schedules.families import LAYER_BY_LAYER
+
+# These numbers of stages of all devices are tried.
+MOST: Final = (16, 32, BLOCKS)
+Model = tuple[ModelGraph, Profile]
+WeightAndGradientBytes = tuple[Bytes, Bytes]
+"""Holds weights and gradients of each stage, shape (stages,)."""
+
+
+@final
+class HostedStages(NamedTuple):
+    """Holds a model whose units are stages: weights and gradients of each, and the bytes that its optimizer
+    moves.
+    """
+
+    whole: Case
+    held: WeightAndGradientBytes
+    updated: Seconds
+
+    @classmethod
+    def of(cls, graph: ModelGraph, profile: Profile, bounds: Sequence[int], optimizer: str) -> Self:
+        """Builds the stages; `bounds` are the first unit of each stage, then their number."""
+        coarse = coarse_graph(graph, bounds)
+        whole = Case.of(coarse, coarse_profile(profile, bounds), 1, optimizer)
+        held = (
+            single_units(whole.ranges.weights - whole.ranges.buffers),
+            single_units(whole.ranges.gradients),
+        )
+        return cls(whole, held, updated(coarse, optimizer_bytes(optimizer)))
+
+
+# -- the choice ------------------------------------------------------------------------------------------
+
+
+def or_round_robin(
+    one_device: Plan | None,
+    request: PlanRequest,
+    candidates: Mapping[int, Model],
+    cluster: Cluster,
+    recompute: Sequence[Recompute],
+) -> Plan | None:
+    """Returns the plan of one device, or of several where that step is shorter by more than a prediction's
+    error.
+
+    `recompute`: the open options; all stages take the same one.
+    """
+    recomputes = [option == "full" for option in recompute if option in ("none", "full")]
+    several = _round_robin(request, candidates, cluster, recomputes)
+    if one_device is None or several is None:
+        return one_device or several
+    assert one_device.expected is not None
+    assert several.expected is not None
+    comparison = DevicesInTurns(
+        one_device_step_s=one_device.expected.step_s, devices=several.axes.pp, step_s=several.expected.step_s
+    )
+    best = several if CLOSE * several.expected.step_s < one_device.expected.step_s else one_device
+    return best.model_copy(update={"why": (*best.why, comparison)})
+
+
+def _round_robin(
+    request: PlanRequest, candidates: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
+) -> Plan | None:
+    """Returns the fastest that fits; of those as fast, the one with fewest devices and stages."""
+    known = cache(lambda count, cut: HostedStages.of(*candidates[count], cut, request.optimizer))
+    fitting, best_s = list[tuple[float, Plan]](), inf
+    for least_s, plan, cut in sorted(_plans(request, candidates, cluster, recomputes), key=itemgetter(0)):
+        if least_s > CLOSE * best_s:
+            break
+        candidate, _ = _estimate_and_bound(plan, known(plan.microbatches, cut), cluster)
+        if candidate.fits:
+            fitting.append((candidate.step_s, plan))
+            best_s = min(best_s, candidate.step_s)
+    close = [plan for step_s, plan in fitting if step_s <= CLOSE * best_s]
+    if not close:
+        return None
+    plan = min(close, key=lambda plan: (plan.axes.pp, len(plan.stages), OF_SEVERAL.index(plan.weights)))
+    return priced(plan, *candidates[plan.microbatches], cluster)
+
+
+def _plans(
+    request: PlanRequest, candidates: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
+) -> Iterator[tuple[float, Plan, tuple[int, ...]]]:
+    """Yields plans, each with a lower bound of its seconds (all devices computing), and its cut."""
+    devices = len(cluster.devices)
+    degrees: list[Weights] = [w for w in OF_SEVERAL if request.weights in (None, w)]
+    applicable = request.schedule in (None, LAYER_BY_LAYER.name) and not request.has_group_axes
+    applicable &= not cluster.unequal
+    if not applicable or any(host_link(device) is None for device in cluster.devices):
+        return
+    sizes = [p for p in range(2, devices + 1) if request.stages == p or not (request.stages or devices % p)]
+    for pp, (count, model) in product(sizes, candidates.items()):
+        if model[0].form == "tape" and request.total_microbatches in (None, count):
+            seconds, cuts = UnitSeconds.of(model[1]), dict.fromkeys(_cut(*model, pp, most) for most in MOST)
+            for cut in filter(None, cuts):
+                made = _plan(request, model[0], cluster, (pp, count, cut))
+                for weights, recompute in product(degrees, recomputes):
+                    compute = seconds.recomputed() if recompute else seconds
+                    changes = {"weights": weights, "recompute": "full" if recompute else "none"}
+                    yield count * float(compute.total.sum()) / pp, made.model_copy(update=changes), cut
+
+
+def _cut(graph: ModelGraph, profile: Profile, pp: int, most: int) -> tuple[int, ...]:
+    """Returns blocks, the same number for each device: the lightest neighbours are merged; () where that
+    fails.
+    """
+    seconds = UnitSeconds.of(profile)
+    cut = list(block_ends(graph, seconds, max(most, pp)))
+    while len(cut) > pp and (len(cut) - 1) % pp:
+        work = seconds.merged(cut).total
+        del cut[int(np.argmin(work[1:] + work[:-1])) + 1]
+    return tuple(cut) if len(cut) > pp else ()
+
+
+def _plan(
+    request: PlanRequest, graph: ModelGraph, cluster: Cluster, how: tuple[int, int, tuple[int, ...]]
+) -> Plan:
+    pp, count, cut = how
+    names = [cluster.devices[stage % pp].name for stage in range(len(cut) - 1)]
+    return Plan(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        form=graph.form,
+        cluster=cluster.name,
+        axes=Axes(pp=pp),
+        batch_size=request.batch_size,
+        microbatches=count,
+        schedule=LAYER_BY_LAYER.name,
+        stages=stages_from_bounds(graph, cut, names),
+        optimizer=request.optimizer,
+        precision=request.precision,
+        bn=request.bn,
+    )
+
+
+# -- the price -------------------------------------------------------------------------------------------
+
+
+def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Plan:
+    """Prices a pipeline whose weights are streamed, as planner/search/evaluate_plan.py does; raises as that
+    does.
+    """
+    bounds = plan.bounds(graph)
+    blocks = HostedStages.of(graph, profile, bounds, plan.optimizer)
+    candidate, bound = _estimate_and_bound(plan, blocks, cluster)
+    whole = expected(candidate, plan.batch_size, bounds)
+    # Bytes counted as the optimizer's are gradients on their way to it (`_on_device`).
+    rows = (
+        r.model_copy(update={"gradients_bytes": r.optimizer_bytes, "optimizer_bytes": 0})
+        for r in whole.stages
+    )
+    limit = limited_by(candidate, PrefixTimes.of(graph, UnitSeconds.of(profile)), graph, bounds)
+    figures = whole.model_copy(
+        update={
+            "stages": tuple(rows),
+            "limited_by": limit,
+            "degrees": tuple(_degrees(plan, blocks, cluster)),
+        }
+    )
+    why = (
+        *_shortages(candidate),
+        fullest_device(candidate.memories, candidate.devices, candidate.layout.ranks),
+        host_states(graph, plan),
+        HostRoofline(bound=bound),
+        host_reason(graph, candidate.layout, cluster, plan.optimizer),
+    )
+    return plan.model_copy(update={"expected": figures, "why": why})
+
+
+def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
+    """Returns the predicted Timeline of one step; the waits of a stage are in its actions."""
+    blocks = HostedStages.of(graph, profile, plan.bounds(graph), plan.optimizer)
+    candidate, _ = _estimate_and_bound(plan, blocks, cluster)
+    return play(candidate.pipeline, candidate.bounds, candidate.costs)
+
+
+def _shortages(candidate: Estimate) -> Iterator[MemoryShortage]:
+    """Yields devices whose stages together need more than their usable memory."""
+    for rank in range(candidate.layout.axes.pp):
+        held, room = (
+            candidate.held_bytes(rank),
+            candidate.pipeline.room.devices[candidate.pipeline.ranks[rank]],
+        )
+        if held > room.memory_bytes:
+            yield MemoryShortage(stage=None, device=room.name, needs_bytes=held, room_bytes=room.memory_bytes)
+
+
+def _degrees(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Iterator[Degree]:
+    """Yields what each degree would cost if all else were as in this plan."""
+    degrees: tuple[Weights, ...] = ("resident", *OF_SEVERAL)
+    for weights in degrees:
+        candidate, bound = _estimate_and_bound(plan.model_copy(update={"weights": weights}), blocks, cluster)
+        yield Degree(
+            weights=weights,
+            microbatches=plan.microbatches,
+            recompute=plan.recompute != "none",
+            bound=bound,
+            step_s=candidate.step_s,
+            peak_bytes=candidate.peak_bytes,
+            fits=candidate.fits,
+        )
+
+
+def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> tuple[Estimate, Bound]:
+    """Prices a plan; each stage is a unit."""
+    check_enough(plan.batch_size, plan.microbatches)
+    layout = Layout.of_plan(plan)
+    case = _case(plan, layout, blocks, cluster)
+    places, stages = tuple(rank_named(stage.device, cluster) for stage in plan.stages), layout.stages
+    pipeline = Pipeline(
+        layout, cluster, with_usable_memory(cluster), places, ((case,),) * stages, (cluster,) * stages
+    )
+    candidate = estimate(pipeline, range(stages + 1), (0,) * stages)
+    return candidate, _bound(layout, case, blocks.held, cluster)
+
+
+def _case(plan: Plan, layout: Layout, blocks: HostedStages, cluster: Cluster) -> Case:
+    whole = replace(blocks.whole, microbatches=plan.microbatches)
+    if any(plan.recompute_of(stage) != "none" for stage in range(layout.stages)):
+        whole = whole.fully_recomputed()
+    if not layout.hosted:
+        return whole
+    host, after_s = Host.of(cluster, layout.axes.pp), np.zeros(layout.stages)
+    for own in _own(layout):
+        after_s[own] = blocks.updated[own].sum() / host.bytes_per_s
+    case = replace(whole, ranges=_on_device(whole, blocks.held, layout), after_s=np.diag(after_s, 1))
+    return case.with_seconds(_waiting(whole.seconds, blocks.held, layout, host))
+
+
+def _own(layout: Layout) -> list[list[int]]:
+    """Returns the stages of each rank."""
+    return [list(layout.stages_on(rank)) for rank in range(layout.axes.pp)]
+
+
+def _waiting(compute: UnitSeconds, held: WeightAndGradientBytes, layout: Layout, host: Host) -> UnitSeconds:
+    """Adds to each pass what a device waits for of its own stages."""
+    add_waits = streamed if layout.weights == "host" else staying
+    forward, backward_input = np.zeros_like(compute.forward), np.zeros_like(compute.backward_input)
+    for own in _own(layout):
+        own_seconds = UnitSeconds(
+            *(seconds[own] for seconds in (compute.forward, compute.backward_input, compute.backward_weight))
+        )
+        weights, gradients = (size[own].tolist() for size in held)
+        waiting = add_waits(own_seconds, range(len(own) + 1), weights, gradients, layout, host)
+        forward[own], backward_input[own] = waiting.forward, waiting.backward_input
+    return UnitSeconds(forward, backward_input, compute.backward_weight)
+
+
+def _on_device(whole: Case, held: WeightAndGradientBytes, layout: Layout) -> RangeTables:
+    """Returns the bytes of each stage; what a device holds for all of them in turn is divided evenly.
+
+    Gradients take the place of the optimizer's bytes, which exist all the time.
+    """
+    ranges, (weights, gradients) = whole.ranges, (np.zeros_like(size) for size in held)
+    tied_weights, tied_gradients = (np.zeros_like(size) for size in held)
+    for flow in whole.flows:
+        if flow.step:
+            tied_weights[flow.producer] += flow.size_bytes
+            tied_gradients[flow.producer] += flow.size_bytes * flow.gradient
+    for own in _own(layout):
+        own_weights, own_gradients = (held[0] - tied_weights)[own], (held[1] - tied_gradients)[own]
+        places = two_places(own_weights) if layout.weights == "host" else int(own_weights.sum())
+        weights[own] = _shares(places + int(tied_weights[own].sum()), len(own))
+        pair = max((own_gradients + np.append(own_gradients[1:], 0)).tolist())
+        gradients[own] = _shares(pair + int(tied_gradients[own].sum()), len(own))
+    nothing, backward = np.zeros_like(ranges.saved), ranges.backward - ranges.gradients
+    return replace(
+        ranges,
+        weights=np.diag(weights, 1) + ranges.buffers,
+        optimizer=np.diag(gradients, 1),
+        backward=backward,
+        first_backward=backward,
+        **dict.fromkeys(("gradients", "master", "update", "saved_sent"), nothing),
+    )
+
+
+def _shares(total: int, count: int) -> list[int]:
+    return [total * (at + 1) // count - total * at // count for at in range(count)]
+
+
+def _bound(layout: Layout, case: Case, held: WeightAndGradientBytes, cluster: Cluster) -> Bound:
+    """Returns the bound of the device that takes longest with each of the four."""
+    link, forwards = Host.of(cluster, layout.axes.pp).link, 1 if case.recompute == "none" else 2
+    costs = np.array([forwards * c.forward_s + c.backward_s for c in case.base.units])
+    copies_in, copies_out = {"host": (2, 1), "host-optimizer": (1, 1)}.get(layout.weights, (0, 0))
+    weights, gradients = (max(int(size[own].sum()) for own in _own(layout)) for size in held)
+    return Bound(
+        compute_s=layout.microbatches * max(float(costs[own].sum()) for own in _own(layout)),
+        to_device_s=copies_in * link.seconds(weights),
+        to_host_s=copies_out * link.seconds(gradients),
+        optimizer_s=0.0 if case.after_s is None else float(case.after_s.max()),
+    )

@@ -1,0 +1,226 @@
+"""Prices stages that recompute some of their units, which recompute_knapsack.py chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, Self, final
+
+import numpy as np
+
+from outsize.ir.findings import UnitsRecomputed
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Expected, Recompute, Stage
+from outsize.ir.profile import Profile
+from outsize.ir.units.names import compress_units
+from outsize.ir.units.recompute_segments import Run
+from outsize.planner.costs.unit_times import UnitSeconds
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate, estimate
+from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state
+from outsize.planner.memory.in_flight_states import states_by_rank, states_by_stage
+from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.memory.range_tables import Bytes, RangeTables, owned_gradients
+from outsize.planner.memory.recomputed_stage import StageBytes
+from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.strategies.recompute_knapsack import (
+    BACKWARD,
+    FIRST_BACKWARD,
+    FORWARD,
+    NOTHING,
+    Choice,
+    Limit,
+    choose,
+)
+
+Units = frozenset[int]
+# Up to this many stages have a finding each; more share one.
+MANY: Final = 3
+# A choice of units changes these tables of a stage.
+OWN = (
+    "saved",
+    "saved_boundary",
+    "saved_sent",
+    "forward",
+    "backward",
+    "first_backward",
+    "waiting",
+    "split_backward",
+)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class UnitLevelModel:
+    """Holds the model of a search unit by unit; its tables may be of pieces, whose `ends` are given.
+
+    `gradients`: bytes for the weights that each unit owns.
+    """
+
+    graph: ModelGraph
+    profile: Profile
+    seconds: UnitSeconds
+    gradients: Bytes
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tables: CostTables, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
+        """Builds the model as the stage's device runs it."""
+        layout = pipeline.layout
+        graph, profile, seconds = tables.whole(layout, pipeline.device(stage))
+        gradients = owned_gradients(graph, optimizer_bytes(optimizer))
+        return cls(graph, profile, seconds, gradients, tables.ends(layout))
+
+    def stage(self, run: Run) -> StageBytes:
+        """Returns the bytes of the stage with a run of pieces."""
+        first, end = self.ends[run[0]], self.ends[run[1]]
+        gradients: list[int] = self.gradients[first:end].tolist()
+        return StageBytes.of(self.graph, self.profile, gradients, (first, end))
+
+
+def selective_reasons(
+    found: Estimate, chosen: Mapping[int, Units], bounds: Sequence[int]
+) -> Iterator[UnitsRecomputed]:
+    """Yields how much each stage recomputes, and its seconds; `bounds` are those of the graph's units."""
+    findings = [
+        UnitsRecomputed(
+            stages=(stage,),
+            recomputed_units=len(units),
+            units=bounds[stage + 1] - bounds[stage],
+            again_s=_again_s(found, stage),
+            forward_s=found.costs[stage].forward_s,
+        )
+        for stage, units in chosen.items()
+    ]
+    if len(findings) <= MANY:
+        yield from findings
+        return
+    yield UnitsRecomputed(
+        stages=tuple(sorted(chosen)),
+        recomputed_units=sum(f.recomputed_units for f in findings),
+        units=sum(f.units for f in findings),
+        again_s=sum(f.again_s for f in findings),
+        forward_s=sum(f.forward_s for f in findings),
+    )
+
+
+def by_blocks(found: Estimate, bounds: Sequence[int]) -> dict[int, Units]:
+    """Returns the stages that recompute all their units block by block; `bounds` are those of the graph's
+    units.
+    """
+    cases = enumerate(zip(found.cases, pairwise(bounds), strict=True))
+    return {s: frozenset(range(*run)) for s, (case, run) in cases if case.recompute == "selective"}
+
+
+def _again_s(found: Estimate, stage: int) -> float:
+    """Returns the forward seconds of a microbatch that a stage recomputes."""
+    run, kept = slice(*found.bounds[stage : stage + 2]), kept_case(found.pipeline, stage)
+    return float((found.cases[stage].seconds.backward_input - kept.seconds.backward_input)[run].sum())
+
+
+def counted(figures: Expected, chosen: Mapping[int, Units]) -> Expected:
+    """Returns the figures with the number of units that each stage recomputes."""
+    counts = [len(chosen.get(stage, ())) for stage in range(len(figures.stages))]
+    pairs = zip(figures.stages, counts, strict=True)
+    stages = tuple(figure.model_copy(update={"recomputed": count}) for figure, count in pairs)
+    return figures.model_copy(update={"stages": stages})
+
+
+def written(
+    stages: Sequence[Stage],
+    cases: Sequence[Case],
+    overall: Recompute,
+    chosen: Mapping[int, Units],
+    graph: ModelGraph,
+) -> tuple[Stage, ...]:
+    """Returns the stages of a plan, each with its recompute option and its recomputed units."""
+    names = [unit.name for unit in graph.units]
+    units = [compress_units(names, sorted(chosen.get(stage, ()))) for stage in range(len(stages))]
+    how = [None if case.recompute == overall else case.recompute for case in cases]
+    pairs = zip(stages, how, units, strict=True)
+    return tuple(s.model_copy(update={"recompute": h, "recomputed": u}) for s, h, u in pairs)
+
+
+def recomputing(
+    pipeline: Pipeline,
+    bounds: Sequence[int],
+    ways: Sequence[int],
+    chosen: Mapping[int, Units],
+    tables: CostTables,
+    optimizer: str,
+) -> Estimate:
+    """Prices a cut whose stages recompute the units in `chosen`, as numbered in the model; the others run
+    their options `ways`.
+    """
+    options, places, runs = list(pipeline.ways), list(ways), tuple(pairwise(bounds))
+    for stage, units in chosen.items():
+        fine = UnitLevelModel.of(tables, pipeline, stage, optimizer)
+        places[stage] = len(options[stage])
+        options[stage] = (*options[stage], _case(kept_case(pipeline, stage), runs[stage], units, fine))
+    return estimate(replace(pipeline, ways=tuple(options)), bounds, places)
+
+
+def kept_case(pipeline: Pipeline, stage: int) -> Case:
+    """Returns the stage's tables without recompute."""
+    return next(case for case in pipeline.ways[stage] if case.recompute == "none")
+
+
+def choice(pipeline: Pipeline, stage: int, run: Run, fine: UnitLevelModel) -> Choice | None:
+    """Returns the best choice of a stage with a run of pieces, units as numbered in the model; None if none
+    fits.
+    """
+    layout, tables = pipeline.layout, kept_case(pipeline, stage).ranges.of_run(*run)
+    empty = replace(tables, **dict.fromkeys(OWN, np.zeros_like(tables.saved)))
+    key = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
+    limits = [_limit(empty, alive) for alive in states_by_stage(*key)[stage]]
+    return _best(fine, run, limits, pipeline.room_bytes(stage))
+
+
+def shared_choice(found: Estimate, stage: int, fine: UnitLevelModel) -> Choice | None:
+    """Returns the same for a stage that shares its device, while the others there keep their options."""
+    layout, pipeline, runs = found.layout, found.pipeline, tuple(pairwise(found.bounds))
+    rank = layout.ranks[stage]
+    own = layout.stages_on(rank)
+    tables, at = [found.cases[s].ranges.of_run(*runs[s]) for s in own], own.index(stage)
+    tables[at] = empty = replace(tables[at], **dict.fromkeys(OWN, np.zeros_like(tables[0].saved)))
+    largest_fixed = dict[tuple[int, int], int]()
+    for states in states_by_rank(*layout.how()[:4])[rank]:
+        limit = _limit(empty, states[at])
+        key, fixed = (limit.waiting, limit.phase), sum(map(bytes_in_state, tables, states))
+        largest_fixed[key] = max(fixed, largest_fixed.get(key, fixed))
+    limits = [Limit(fixed, *key) for key, fixed in largest_fixed.items()]
+    return _best(fine, runs[stage], limits, pipeline.room.devices[pipeline.ranks[stage]].memory_bytes)
+
+
+def _best(fine: UnitLevelModel, run: Run, limits: Sequence[Limit], room: int) -> Choice | None:
+    first, end = fine.ends[run[0]], fine.ends[run[1]]
+    forward_s: list[float] = fine.seconds.forward[first:end].tolist()
+    cheapest = choose(fine.stage(run), forward_s, limits, room)
+    return replace(cheapest, units=frozenset(first + unit for unit in cheapest.units)) if cheapest else None
+
+
+def _limit(empty: RangeTables, state: InFlightState) -> Limit:
+    backward = BACKWARD if state.graded else FIRST_BACKWARD
+    acting = {Phase.FORWARD: FORWARD, Phase.BACKWARD: backward, Phase.HALF: backward}
+    phase = acting.get(state.phase, NOTHING)
+    return Limit(bytes_in_state(empty, state), state.in_flight - (phase != NOTHING), phase)
+
+
+def _case(kept: Case, run: Run, chosen: Units, fine: UnitLevelModel) -> Case:
+    """Returns the tables with this run's own bytes, and the seconds of units that are recomputed."""
+    first, end = fine.ends[run[0]], fine.ends[run[1]]
+    held = fine.stage(run).held({unit - first for unit in chosen if first <= unit < end})
+    tables = {name: getattr(kept.ranges, name).copy() for name in OWN}
+    recompute_s = np.zeros(len(fine.graph.units))
+    recompute_s[sorted(chosen)] = fine.seconds.forward[sorted(chosen)]
+    pieces = np.add.reduceat(recompute_s, fine.ends[:-1])
+    for piece in np.flatnonzero(pieces >= kept.seconds.forward * (1 - 1e-12)):
+        tables["saved"][piece, piece + 1] = 0
+    sizes = {"saved": held.kept, "saved_boundary": 0, "saved_sent": 0, "forward": held.forward}
+    sizes |= {"backward": held.backward, "first_backward": held.first_backward, "waiting": 0}
+    sizes |= {"split_backward": max(held.backward, held.first_backward)}
+    for name, size in sizes.items():
+        tables[name][run] = size
+    seconds = kept.seconds.plus(np.zeros_like(pieces), pieces)
+    return replace(kept, ranges=replace(kept.ranges, **tables), seconds=seconds, recompute="selective")

@@ -1,0 +1,50 @@
+"""Locates events in the user's code as `file:line`, with the frames of outsize and of torch left out.
+
+A frame is outsize's own when its file lies below the folder of this package, whatever that folder's parents
+are called: a user may work in a clone or a folder named `outsize` or `torch`. torch is located, not imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+def is_outsize_file(filename: str) -> bool:
+    """Returns whether a frame's file belongs to the installed package `outsize`."""
+    return filename.startswith(_PACKAGE)
+
+
+def calling_line() -> str:
+    """Returns the `file:line` of the nearest caller outside torch and outsize; "?" where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, _torch_folder(), "<")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "?"
+
+
+def frames_outside_outsize(error: BaseException) -> list[traceback.FrameSummary]:
+    """Returns the frames of an error's traceback that are not outsize's own, the outermost first."""
+    return [f for f in traceback.extract_tb(error.__traceback__) if not is_outsize_file(f.filename)]
+
+
+def raising_line(error: BaseException) -> str:
+    """Returns the `file:line` of the user's code that raised, or of torch's where no user frame is left."""
+    frames = frames_outside_outsize(error)
+    users = [f for f in frames if not f.filename.startswith(_torch_folder())]
+    last = (users or frames)[-1] if frames else None
+    return f"{last.filename}:{last.lineno}" if last is not None else "the call itself"
+
+
+@cache
+def _torch_folder() -> str:
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return _PACKAGE
+    return f"{Path(spec.origin).parent}{os.sep}"

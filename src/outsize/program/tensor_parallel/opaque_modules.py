@@ -1,0 +1,137 @@
+"""Tries out what a user's module does that its program does not show, on a small copy of it.
+
+    works_by_vector   does it treat all vectors along its last dim equally, as a norm does? (Each transformers
+                      model file defines its own RMSNorm class.)
+    adds_up           experts with weights (experts, a, b): with which parts of them do the results of ranks
+                      add up to the whole? Tried with an inner dim of 8 and a width of 16.
+
+Copies get random weights and inputs, so that properties that hold by accident are not accepted.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.program.tape import Meta
+from outsize.program.tensor_parallel.share import RankPosition, Share
+from outsize.program.tree import leaves
+
+_TRIED = 4  # The sharded dim is tried with so many items.
+_MOST = 1 << 20  # A module with more weights is not tried.
+
+
+def works_by_vector(module: nn.Module, shape: tuple[int, ...], dim: int) -> bool:
+    """Returns whether `module(x)` cut along `dim` is `module(x cut along dim)`, bit by bit or nearly."""
+    weights = list(module.parameters())
+    if dim == len(shape) - 1 or sum(p.numel() for p in weights) > _MOST:
+        return False
+    sizes = [*(min(size, 2) for size in shape[:-1]), shape[-1]]
+    sizes[dim] = _TRIED
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        small_copy = copy.deepcopy(module).to_empty(device="cpu").double()
+        for weight in leaves([*small_copy.parameters(), *small_copy.buffers()]):
+            weight.copy_(torch.rand(weight.shape, generator=generator))
+        x = torch.randn(sizes, generator=generator, dtype=torch.float64)
+        try:
+            whole, part = small_copy(x), small_copy(x.narrow(dim, 1, 2))
+        except (RuntimeError, ValueError, TypeError):
+            return False
+    return whole.shape == x.shape and torch.allclose(whole.narrow(dim, 1, 2), part, rtol=1e-9, atol=1e-12)
+
+
+_WIDTH, _INNER, _TOKENS = 16, 8, 6
+
+
+def adds_up(module: nn.Module, args: Sequence[Any]) -> dict[str, Share] | None:
+    """Returns how each parameter is sharded, if two ranks' results with their shards add up to one's."""
+    weights = {name: p for name, p in module.named_parameters() if p.ndim == 3}
+    tokens = args[0].shape[-1] if args and isinstance(args[0], Meta) and args[0].shape else 0
+    if not weights or len(weights) < len(list(module.parameters())):
+        return None
+    for shares in _candidates({name: tuple(p.shape) for name, p in weights.items()}, tokens):
+        if _tried(module, shares, tokens, args):
+            return shares
+    return None
+
+
+def _candidates(shapes: Mapping[str, tuple[int, ...]], width: int) -> Iterator[dict[str, Share]]:
+    """Yields shards along the dim that is not the tokens' width, in one part or in parts of the smallest
+    size.
+    """
+    if any(width not in shape[1:] for shape in shapes.values()):
+        return
+    for dims in product((1, 2), repeat=len(shapes)):
+        chosen = dict(zip(shapes, dims, strict=True))
+        if any(shapes[name][3 - dim] != width for name, dim in chosen.items()):
+            continue
+        inner = min(shapes[name][dim] for name, dim in chosen.items())
+        if any(shapes[name][dim] % inner for name, dim in chosen.items()):
+            continue
+        for fused in (True, False):
+            yield {
+                name: Share(dim, (inner,) * (shapes[name][dim] // inner) if fused else (shapes[name][dim],))
+                for name, dim in chosen.items()
+            }
+
+
+def _tried(module: nn.Module, shares: Mapping[str, Share], width: int, args: Sequence[Any]) -> bool:
+    inner = min(share.parts[0] for share in shares.values())
+    generator = torch.Generator().manual_seed(0)
+    small = {name: _small(share, inner) for name, share in shares.items()}
+    experts = next(iter(module.parameters())).shape[0]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        whole = {name: _weight(experts, share, generator) for name, share in small.items()}
+        inputs = [_input(a, width, experts, generator) for a in args]
+        try:
+            expected = _with(module, whole)(*inputs)
+            parts = [
+                _with(module, {n: _part(whole[n], small[n], rank) for n in whole})(*inputs) for rank in (0, 1)
+            ]
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return False
+        return bool(expected.abs().max() > 0) and torch.allclose(
+            parts[0] + parts[1], expected, rtol=1e-3, atol=1e-4
+        )
+
+
+def _small(share: Share, inner: int) -> Share:
+    return Share(share.dim, tuple(part * _INNER // inner for part in share.parts))
+
+
+def _weight(experts: int, share: Share, generator: torch.Generator) -> Tensor:
+    shape = [experts, _WIDTH, _WIDTH]
+    shape[share.dim] = share.size
+    return torch.randn(shape, generator=generator)
+
+
+def _part(weight: Tensor, share: Share, rank: int) -> Tensor:
+    ranges = RankPosition(rank, 2).ranges(share)
+    return torch.cat([weight.narrow(share.dim, a, b - a) for a, b in ranges], share.dim)
+
+
+def _input(arg: Any, width: int, experts: int, generator: torch.Generator) -> Any:
+    """Returns an input like the recorded one, with few tokens; integers choose experts."""
+    if not isinstance(arg, Meta):
+        return arg
+    shape = (_TOKENS, *arg.shape[1:-1], _WIDTH if arg.shape[-1] == width else arg.shape[-1])
+    if arg.dtype.is_floating_point:
+        return torch.rand(shape, generator=generator)
+    return torch.rand(*shape[:-1], experts, generator=generator).argsort(-1)[..., : shape[-1]]
+
+
+def _with(module: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    parameters = dict(module._parameters)
+    try:
+        module._parameters.update(dict.fromkeys(parameters))
+        copied = copy.deepcopy(module)
+    finally:
+        module._parameters.update(parameters)
+    copied._parameters.update({name: nn.Parameter(weight) for name, weight in weights.items()})
+    return copied

@@ -1,0 +1,105 @@
+"""Defines the interface of propagate.py's rules: an instruction with shares of its operands, and a Step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, final
+
+from outsize.program.tape import Instruction, Meta, Ref, Weight
+from outsize.program.tensor_parallel.share import RankPosition, Share
+from outsize.program.tree import leaves
+
+Operand = Ref | Weight
+Shape = tuple[int, ...]
+Rewrite = Callable[[RankPosition], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@final
+class NotPropagated(Exception):
+    """Says that the sharded dim cannot be followed through this instruction, so the value must be
+    gathered.
+    """
+
+
+@final
+class NeedsParts(Exception):
+    """Says that the origins have to be sharded in parts, split at these points of the dim."""
+
+    def __init__(self, share: Share, points: Sequence[Fraction]) -> None:
+        super().__init__(f"parts at {points}")
+        self.share, self.points = share, points
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """Holds the result of a rule; `out` has a Share for each slot that the instruction defines, in their
+    order.
+    """
+
+    out: tuple[Share | None, ...]
+    cut: Mapping[Operand, Share] = field(default_factory=dict)
+    rewrite: Rewrite | None = None
+    dropout: Share | None = None  # The dropout mask is drawn for the whole value.
+
+
+@final
+@dataclass(frozen=True)
+class RuleInput:
+    """Describes an instruction with what is known of its operands."""
+
+    instruction: Instruction
+    metas: Sequence[Meta]
+    shares: Mapping[int, Share]
+    weights: Mapping[str, Shape]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """Returns the positional arguments."""
+        return self.instruction.args
+
+    def arg(self, place: int, name: str, default: Any = None) -> Any:
+        """Returns an argument by position or name."""
+        args = self.instruction.args
+        return args[place] if len(args) > place else self.instruction.kwargs.get(name, default)
+
+    def operands(self) -> Iterator[Operand]:
+        """Yields the tensors among the arguments."""
+        everything = leaves((self.instruction.args, self.instruction.kwargs))
+        return (leaf for leaf in everything if isinstance(leaf, Ref | Weight))
+
+    def share(self, operand: Any) -> Share | None:
+        """Returns how an operand is sharded."""
+        return self.shares.get(operand.slot) if isinstance(operand, Ref) else None
+
+    def shape(self, operand: Operand) -> Shape:
+        """Returns the shape of an operand on one device."""
+        return self.metas[operand.slot].shape if isinstance(operand, Ref) else self.weights[operand.name]
+
+    def results(self) -> list[Shape]:
+        """Returns the shapes of the slots that the instruction defines."""
+        return [self.metas[slot].shape for slot in self.instruction.defines()]
+
+    def divided(self) -> dict[Operand, Share]:
+        """Returns the operands that are sharded."""
+        shares = ((operand, self.share(operand)) for operand in self.operands())
+        return {operand: share for operand, share in shares if share is not None}
+
+    def alone(self) -> Share:
+        """Returns the share of the first argument, when no other one is sharded. Raises NotPropagated."""
+        divided = self.divided()
+        if len(divided) != 1 or self.share(self.args[0]) is None:
+            raise NotPropagated("more than its first argument is divided")
+        return next(iter(divided.values()))
+
+    def same(self, share: Share | None, **more: Any) -> Step:
+        """Returns a step in which every result has this share."""
+        return Step(tuple(share for _ in self.instruction.defines()), **more)
+
+
+def op_name(instruction: Instruction) -> str:
+    """Returns `add` for torch.add, Tensor.add_, Tensor.__add__ and aten.add.Tensor."""
+    name = getattr(instruction.target, "__name__", type(instruction.target).__name__)
+    return name.split(".")[0].strip("_")

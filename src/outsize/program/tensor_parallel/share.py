@@ -1,0 +1,81 @@
+"""Describes along which dim a value is sharded over ranks, and in which parts.
+
+    Share(dim=2, parts=(768, 768, 768))     a fused q, k, v: each of the three is sharded over the ranks
+
+Parts are divided into blocks of ceil(size / ranks), as `torch.chunk` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate
+from typing import ClassVar, final
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Describes a sharded dim; `origins` are the weights that caused it, `complete` says that all of it is
+    here.
+    """
+
+    __tape_leaf__: ClassVar[bool] = True
+    dim: int
+    parts: tuple[int, ...]
+    origins: frozenset[str] = frozenset()
+    complete: bool = True
+
+    @property
+    def size(self) -> int:
+        """Returns the size of the dim on one device."""
+        return sum(self.parts)
+
+    @property
+    def layout(self) -> tuple[Fraction, ...]:
+        """Returns each part's fraction of the dim; two values that are combined must agree in it."""
+        return tuple(Fraction(part, self.size) for part in self.parts)
+
+    def at(self, dim: int) -> Share:
+        """Returns the same share of another dim."""
+        return replace(self, dim=dim)
+
+    def resized(self, size: int) -> Share | None:
+        """Returns the share of a dim made larger or smaller by merging or splitting; None where that cuts a
+        part.
+        """
+        parts = [Fraction(part * size, self.size) for part in self.parts]
+        whole = all(part.denominator == 1 for part in parts)
+        return replace(self, parts=tuple(int(part) for part in parts)) if whole else None
+
+    def between(self, start: int, stop: int) -> Share | None:
+        """Returns the share of [start, stop) if it consists of whole parts, else None."""
+        edges = [0, *accumulate(self.parts)]
+        if start not in edges or stop not in edges or start >= stop:
+            return None
+        taken = self.parts[edges.index(start) : edges.index(stop)]
+        return replace(self, parts=taken, complete=self.complete and len(taken) == len(self.parts))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankPosition:
+    """Identifies one rank of a tensor-parallel group of `ranks` ranks."""
+
+    rank: int
+    ranks: int
+
+    def block(self, size: int) -> tuple[int, int]:
+        """Returns start and stop of this rank's block."""
+        block = -(-size // self.ranks)
+        return min(size, self.rank * block), min(size, (self.rank + 1) * block)
+
+    def size(self, share: Share) -> int:
+        """Returns the size of the dim on this rank."""
+        return sum(stop - start for start, stop in map(self.block, share.parts))
+
+    def ranges(self, share: Share) -> list[tuple[int, int]]:
+        """Returns the ranges of the whole dim that this rank has, one of each part."""
+        starts = [0, *accumulate(share.parts)]
+        blocks = (self.block(part) for part in share.parts)
+        return [(base + start, base + stop) for base, (start, stop) in zip(starts, blocks, strict=False)]

@@ -1,0 +1,335 @@
+"""Renders the report of a run as one HTML file that needs no network, no script and no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from outsize.ir.answers.advice import Advice
+from outsize.ir.answers.curve import ThroughputCurve
+from outsize.ir.answers.verdict import Verdict
+from outsize.ir.formatting import bytes_text, count_text, percent_text, rate_text, seconds_text
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Expected, Plan
+from outsize.ir.profile import Profile
+from outsize.ir.schedule import CUSTOM_NAME, Action
+from outsize.ir.timeline import Timeline
+from outsize.report.html.curves import curve_svg
+from outsize.report.html.figures import (
+    limit_drawn,
+    loss_svg,
+    memory_svg,
+    several_stages,
+    sure_bytes,
+    sure_text,
+    timeline_svg,
+)
+from outsize.report.html.network import network_svg
+from outsize.report.palette import BACKWARD, CAUSES, FORWARD, WEIGHT
+from outsize.report.tables.offload import TITLE, degree_rows
+from outsize.report.tables.placement import device_text, holdings, lanes, recompute_text, recompute_varies
+from outsize.report.tables.plan_tables import (
+    SOURCES,
+    causes,
+    difference_text,
+    differences,
+    how_text,
+    optimum_text,
+    way_text,
+    what_if_text,
+)
+from outsize.report.tables.stage_units import short_units
+from outsize.report.wording import advised, sentence, sentences
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A headline figure and what to compare it with."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PageFacts:
+    """Holds the facts that a page shows; the page leaves out those that are None or empty.
+
+    With `profile`, which is of `graph`, the network is drawn with its cuts. `commands` are shown as the way
+    to reproduce the run.
+    """
+
+    plan: Plan
+    graph: ModelGraph | None = None
+    profile: Profile | None = None
+    predicted: Timeline | None = None
+    measured: Timeline | None = None
+    losses: Sequence[float] = ()
+    verdict: Verdict | None = None
+    advice: Sequence[Advice] = ()
+    curves: Sequence[ThroughputCurve] = ()
+    commands: Sequence[str] = ()
+
+
+def write(path: str | Path, facts: PageFacts) -> None:
+    """Writes the page to `path`."""
+    Path(path).write_text(render(facts), encoding="utf-8")
+
+
+def render(facts: PageFacts) -> str:
+    """Returns the page as text."""
+    return _environment().get_template("report.html.jinja").render(_shown(facts))
+
+
+def _shown(facts: PageFacts) -> dict[str, Any]:
+    """Returns what the template reads, by its names there."""
+    plan, expected, verdict = facts.plan, facts.plan.expected, facts.verdict
+    timelines = [timeline for timeline in (facts.predicted, facts.measured) if timeline is not None]
+    return _shown_of_plan(plan, expected) | {
+        "size": _size(facts.graph),
+        "tiles": _tiles(plan, facts.predicted, facts.measured, facts.losses),
+        "timelines": _timelines(plan, timelines),
+        "several": any(map(several_stages, timelines)),
+        "shades": list(zip(FORWARD, BACKWARD, strict=True)),
+        "weight": WEIGHT if any(s.action.partition("W")[1] for t in timelines for s in t.spans) else (),
+        "network": _network(plan, facts.graph, facts.profile),
+        "curves": [curve_svg(f"by-{curve.choice}", curve) for curve in facts.curves],
+        "advice": list(map(advised, facts.advice)),
+        "loss": loss_svg("loss", facts.losses) if len(facts.losses) > 1 else "",
+        "losses": facts.losses,
+        "verdict": verdict,
+        "differences": _differences(verdict),
+        "compared": _compared(verdict) if verdict else "",
+        "commands": list(facts.commands) or _commands(plan),
+    }
+
+
+def _shown_of_plan(plan: Plan, expected: Expected | None) -> dict[str, Any]:
+    """Returns what the template reads of the plan alone."""
+    return {
+        "plan": plan,
+        "expected": expected,
+        "lead": f"{_count(len(plan.stages), 'stage')} on {plan.cluster}, {how_text(plan)}",
+        "what_if": what_if_text(plan) if plan.beyond else "",
+        "optimum": _optimum(plan),
+        "stages": _stages(plan),
+        "varies": recompute_varies(plan),
+        "each": plan.axes.group_size > 1,
+        "devices": _devices(plan),
+        "alternatives": _alternatives(plan),
+        "causes": list(CAUSES.items()),
+        "memory": memory_svg("memory", plan, expected) if expected else "",
+        "degrees": degree_rows(expected.degrees, plan.weights) if expected else None,
+        "degrees_title": TITLE,
+        "margins": "; ".join(sentences(expected.margins)) if expected is not None else "",
+        "limit_drawn": expected is not None and limit_drawn(plan, expected),
+        "why": sentences(plan.reasons),
+        "rejected": sentences(plan.rejections),
+        "source": SOURCES[expected.source] if expected else "",
+    }
+
+
+def _environment() -> Environment:
+    return Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_unbroken,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _unbroken(value: object) -> object:
+    """Keeps a per cent sign on the line of its number; markup and the plan's JSON stay unchanged."""
+    return value.replace(" %", "\u00a0%") if type(value) is str else value
+
+
+def _count(number: int, what: str) -> str:
+    plural = f"{what}es" if what.endswith(("ch", "ss")) else f"{what}s"
+    return f"{number} {what if number == 1 else plural}"
+
+
+def _optimum(plan: Plan) -> str:
+    """Returns how good the plan is, and what limits it, as far as the plan says."""
+    if plan.expected is None:
+        return ""
+    gap, limit = plan.expected.gap, plan.expected.limited_by
+    parts = [
+        "" if gap is None else optimum_text(gap),
+        "" if limit is None else f"limited by {sentence(limit)}",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _size(graph: ModelGraph | None) -> str:
+    if graph is None:
+        return ""
+    number = count_text(sum(p.numel for p in graph.parameters))
+    return f"{number} parameters, {bytes_text(graph.parameter_bytes)}, {len(graph.units)} units"
+
+
+def _network(plan: Plan, graph: ModelGraph | None, profile: Profile | None) -> str:
+    if graph is None or profile is None:
+        return ""
+    order = plan.in_order(graph)
+    graph, profile = graph.in_order(order), profile.in_order(order)
+    return network_svg("network", graph, profile, plan.bounds(graph))
+
+
+def _tiles(
+    plan: Plan, predicted: Timeline | None, measured: Timeline | None, losses: Sequence[float]
+) -> list[Tile]:
+    tiles = _step_tiles(plan, predicted, measured)
+    if plan.expected is not None and plan.expected.stages:
+        figures = [h.figures for h in holdings(plan, plan.expected)]
+        fullest = max(figures, key=lambda f: sure_bytes(f) / (f.device_bytes or 1))
+        note = f"{sure_text(fullest)}, predicted".removeprefix(", ")
+        tiles.append(Tile("fullest device", bytes_text(fullest.peak_bytes), note))
+    if losses:
+        tiles.append(Tile("loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f} in {len(losses)} steps"))
+    return tiles
+
+
+def _step_tiles(plan: Plan, predicted: Timeline | None, measured: Timeline | None) -> list[Tile]:
+    shown = measured or predicted
+    if shown is None or not shown.duration_s:
+        return []
+    step_s, bubble = _step(plan, shown)
+    step_note, busy_note = _step_notes(plan, predicted, measured)
+    return [
+        Tile("step time", seconds_text(step_s), step_note),
+        Tile("samples per second", rate_text(plan.batch_size / step_s), f"batch {plan.batch_size}"),
+        Tile("devices busy", percent_text(1 - bubble), busy_note),
+    ]
+
+
+def _step(plan: Plan, timeline: Timeline) -> tuple[float, float]:
+    """Returns seconds and bubble.
+
+    Of a prediction only its first microbatches may be drawn; the plan has the figures of the whole step.
+    """
+    if timeline.source == "predicted" and plan.expected is not None and plan.expected.step_s:
+        return plan.expected.step_s, plan.expected.bubble
+    return timeline.duration_s, timeline.bubble
+
+
+def _step_notes(plan: Plan, predicted: Timeline | None, measured: Timeline | None) -> tuple[str, str]:
+    """Returns the predicted figures as notes under measured ones; predicted figures are marked as such."""
+    if measured is None:
+        return "predicted", "predicted"
+    if predicted is None:
+        return "measured", "measured"
+    step_s, bubble = _step(plan, predicted)
+    return f"{seconds_text(step_s)} predicted", f"{percent_text(1 - bubble)} predicted"
+
+
+def _stages(plan: Plan) -> list[dict[str, Any]]:
+    """Returns the rows of the plan table; `figures` is empty without expectations."""
+    rows: list[dict[str, Any]] = []
+    for number, stage in enumerate(plan.stages):
+        row: dict[str, Any] = {
+            "number": number,
+            "device": device_text(plan, number),
+            "recompute": recompute_text(plan, number),
+            "units": short_units(stage.units),
+            "all_units": "\n".join(stage.units),
+            "figures": [],
+        }
+        if plan.expected is not None:
+            found = plan.expected.stages[number]
+            row["figures"] = [
+                count_text(found.parameters),
+                seconds_text(found.forward_s),
+                seconds_text(found.backward_s),
+                percent_text(found.busy),
+            ]
+        rows.append(row)
+    return rows
+
+
+def _devices(plan: Plan) -> list[dict[str, Any]]:
+    """Returns the rows of the memory table."""
+    held = holdings(plan, plan.expected) if plan.expected else []
+    return [
+        {
+            "name": h.name,
+            "memory": [bytes_text(size) for _, size in causes(h.figures)],
+            "peak": bytes_text(h.figures.peak_bytes),
+            "p95": bytes_text(h.figures.p95_bytes) if h.figures.p95_bytes else "",
+            "limit": bytes_text(h.figures.device_bytes) if h.figures.device_bytes else "unknown",
+        }
+        for h in held
+    ]
+
+
+def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
+    """Returns name, seconds of a step, samples per second and bytes of the fullest device."""
+    return [
+        (way_text(a), seconds_text(a.step_s), rate_text(a.samples_per_s), bytes_text(a.peak_bytes))
+        for a in plan.alternatives
+    ]
+
+
+def _timelines(plan: Plan, found: Sequence[Timeline]) -> list[dict[str, str]]:
+    """Returns one figure for each timeline, all on the axis of the longest."""
+    end_s = max((t.duration_s for t in found), default=0.0)
+    if not end_s:
+        return []
+    devices = lanes(plan)
+    return [
+        {
+            "name": timeline.source,
+            "step": seconds_text(_step(plan, timeline)[0]),
+            "bubble": percent_text(_step(plan, timeline)[1]),
+            "part": _part(plan, timeline),
+            "svg": timeline_svg(timeline.source, timeline, end_s, devices),
+        }
+        for timeline in found
+    ]
+
+
+def _part(plan: Plan, timeline: Timeline) -> str:
+    """Returns how much of the step is drawn, when it is not all of it."""
+    last = max((Action.parse(s.action).microbatch for s in timeline.spans), default=0)
+    return f", its first {last + 1} microbatches" if last + 1 < plan.microbatches else ""
+
+
+def _differences(verdict: Verdict | None) -> list[tuple[str, str, bool]]:
+    if verdict is None:
+        return []
+    return [(name, difference_text(number), number == 0) for name, number in differences(verdict)]
+
+
+def _compared(verdict: Verdict) -> str:
+    """Returns what was compared: `2 stages, 1f1b, 4 microbatches, one process`."""
+    processes = _count(verdict.processes, "process") if verdict.processes else "one process"
+    stages, microbatches = _count(len(verdict.stages), "stage"), _count(verdict.microbatches, "microbatch")
+    return f"{stages}, {verdict.schedule}, {microbatches}, {processes}"
+
+
+def _commands(plan: Plan) -> list[str]:
+    """Returns how to make and run this plan; MODEL stands for the model's spec, which a plan does not
+    know.
+    """
+    make = f"outsize plan MODEL --cluster {plan.cluster} --batch {plan.batch_size}"
+    for_what = f"--optimizer {plan.optimizer} --precision {plan.precision}"
+    if plan.beyond:
+        return [f"{make} {for_what} --what-if --out plan.json", "outsize explain-plan plan.json"]
+    sizes = {f"--{name.replace('_', '-')}": size for name, size in plan.axes.model_dump().items()}
+    axes = "".join(f" {name} {size}" for name, size in sizes.items() if name != "--pp" and size > 1)
+    named = "schedule.csv" if plan.schedule == CUSTOM_NAME else plan.schedule  # with the rows of `actions`
+    how = f"--stages {plan.axes.pp} --microbatches {plan.microbatches} --schedule {named}{axes}"
+    return [
+        f"{make} {how} {for_what} --out plan.json",
+        *(["outsize check MODEL --plan plan.json --processes"] if plan.axes.tp == 1 else []),
+        f"outsize run --nproc-per-node {plan.axes.world_size} MODEL --plan plan.json",
+    ]

@@ -1,0 +1,139 @@
+"""Builds the answer of `outsize fit` as text: a word, the devices by cause, the largest units, what to
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outsize.ir.answers.fit import Change, Contributor, DeviceFit, Fit
+from outsize.ir.formatting import byte_unit, bytes_text, count_text, percent_text
+from outsize.ir.offload import weights_text
+from outsize.report.tables import table_style
+from outsize.report.wording import options_text, refusal_text, sentences
+
+COLOURS = {"YES": "bold green", "YES IF": "bold yellow", "NO": "bold red"}
+# Each column shows one field of DeviceFit; a column of zeros is left out.
+CAUSES = {
+    "weights": "weights_bytes",
+    "grads": "gradients_bytes",
+    "master": "master_bytes",
+    "optim.": "optimizer_bytes",
+    "activ.": "activations_bytes",
+    "buf.": "boundary_bytes",
+    "work": "workspace_bytes",
+    "ctx": "context_bytes",
+}
+
+
+def fit_table(fit: Fit) -> Group:
+    """Returns the whole answer."""
+    changes = table_style.spaced(_changes(fit.changes)) if fit.changes else []
+    largest = [*table_style.spaced(Text("Largest", "bold")), _largest(fit.largest)] if fit.largest else []
+    notes = table_style.listed("How sure", sentences(fit.sure))
+    return Group(
+        _heading(fit),
+        *changes,
+        *(table_style.spaced(_devices(fit.devices)) if fit.devices else ()),
+        *_others(fit.changes),
+        *largest,
+        *table_style.spaced(*notes),
+    )
+
+
+def _heading(fit: Fit) -> RenderableType:
+    fits = {"YES": "fits", "YES IF": "does not fit as asked on", "NO": "does not fit"}[fit.answer]
+    first = Text.assemble(
+        (fit.answer, COLOURS[fit.answer]),
+        ("  ", ""),
+        (fit.model, "bold"),
+        f" ({count_text(fit.parameters)} parameters) {fits} {fit.cluster}",
+    )
+    lines = [first, Text(_setting(fit))]
+    if not fit.whole:
+        lines.append(
+            Text(
+                "This counts only weights, gradients and states: activations are added to it.", "bold yellow"
+            )
+        )
+    if fit.alone:
+        lines.append(Text("One device is enough: replicas on the others would be faster."))
+    if fit.devices_needed is not None:
+        lines.append(Text(f"{fit.devices_needed} such devices would be enough."))
+    if fit.refused is not None:
+        lines.append(Text(refusal_text(fit.refused)))
+    return Group(*lines)
+
+
+def _setting(fit: Fit) -> str:
+    replicas = fit.axes.replicas
+    size = -(-fit.batch_size // (fit.microbatches * replicas))
+    shared = f"{replicas} replicas x " if replicas > 1 else ""
+    recompute_texts = {"none": "", "full": ", all recomputed", "offload": ", activations on the host"}
+    parts = [f"{fit.axes.pp} stage{'s' if fit.axes.pp > 1 else ''}", fit.axes.beyond_pp]
+    parts += [weights_text(fit.weights), fit.schedule]
+    cut = f" as {shared}{fit.microbatches} x {size}" if fit.devices else ""
+    parts += [f"batch {fit.batch_size}{cut}", fit.optimizer]
+    recomputed = recompute_texts.get(fit.recompute, ", some recomputed")
+    return ", ".join(filter(None, parts)) + f", {fit.precision}{recomputed}"
+
+
+def _changes(changes: tuple[Change, ...]) -> Table:
+    made = table_style.table(
+        ("if", "left"), *table_style.rights("fullest", "full"), ("what it costs", "left")
+    )
+    for change in changes:
+        peak = bytes_text(change.p95_bytes)
+        effects = "; ".join(sentences(change.effects))
+        made.add_row(Text(options_text(change.options), "bold"), peak, percent_text(change.share), effects)
+    return made
+
+
+def _others(changes: tuple[Change, ...]) -> Iterator[RenderableType]:
+    """Yields the devices after each change that makes another kind of plan."""
+    for change in changes:
+        if change.devices:
+            yield from table_style.spaced(Text(f"With {options_text(change.options)}", "bold"))
+            yield _devices(change.devices)
+
+
+def _devices(devices: tuple[DeviceFit, ...]) -> Table:
+    unit, size = byte_unit(max(d.p95_bytes for d in devices))
+    shown_causes = {c: f for c, f in CAUSES.items() if any(getattr(d, f) >= 0.05 * size for d in devices)}
+    limits = {d.memory_bytes for d in devices}
+    of = f"{unit} of {limits.pop() / size:.1f}" if len(limits) == 1 else unit
+    made = table_style.table((of, "left"), *table_style.rights(*shown_causes, "P50", "P95", "full"))
+
+    def cells(device: DeviceFit) -> tuple[str, ...]:
+        cause_bytes = [getattr(device, field) for field in shown_causes.values()]
+        sizes = (*cause_bytes, device.p50_bytes, device.p95_bytes)
+        return tuple(f"{number / size:.1f}" for number in sizes)
+
+    for texts, same in groupby(devices, key=cells):
+        run = list(same)
+        made.add_row(_run(run), *texts, table_style.full(run[0].share))
+    return made
+
+
+def _run(devices: list[DeviceFit]) -> str:
+    """Returns `cuda:3`, or `cuda:3-22` for a run of devices that hold the same."""
+    first, last = devices[0].device, devices[-1].device
+    return first if first == last else f"{first}-{last.rpartition(':')[2]}"
+
+
+def _largest(largest: tuple[Contributor, ...]) -> Table:
+    made = table_style.table(("unit", "left"), ("device", "left"), *table_style.rights("states", "saved"))
+    for contributor in largest:
+        name = f"{contributor.name} ({contributor.kind})"
+        made.add_row(
+            name,
+            contributor.device,
+            bytes_text(contributor.states_bytes),
+            bytes_text(contributor.saved_bytes),
+        )
+    return made

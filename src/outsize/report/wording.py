@@ -1,0 +1,746 @@
+"""Writes the sentence of every finding: one function for each code, from its figures.
+
+Tables, pages and the command line call `sentence`, and for advice `next_step`. No other file of the package
+words what the planner says, and nothing reads a sentence back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import singledispatch
+from typing import Final
+
+from outsize.ir.answers.advice import (
+    Advice,
+    BranchOrder,
+    DoubledMicrobatches,
+    FatBoundary,
+    HeavyUnit,
+    IdleDevices,
+    Lever,
+    MemoryLeft,
+    OptimizerStates,
+    ReplicasFaster,
+    SecondForward,
+    SlowLinks,
+    SmallStage,
+    UnevenStages,
+    UnusedDevices,
+)
+from outsize.ir.answers.fit import (
+    BatchReduced,
+    CountedBytes,
+    DevicesAdded,
+    LeastFullCut,
+    MicrobatchesAdded,
+    OneAtATime,
+    OptimizerChanged,
+    PlanSearched,
+    PrecisionChanged,
+    RecomputeAdded,
+    ScheduleChanged,
+)
+from outsize.ir.findings import (
+    ActivationsOffloaded,
+    AllRecomputed,
+    BubbleBound,
+    CaptureNote,
+    ComposedSchedule,
+    ComputeBound,
+    ContextParallel,
+    DeviceKindUse,
+    DeviceOrder,
+    DevicesInTurns,
+    DoesNotFit,
+    Finding,
+    FirstReplicaStatistics,
+    FullestDevice,
+    GradientBound,
+    HostBound,
+    HostMemoryEnough,
+    HostMemoryShort,
+    HostRoofline,
+    HostStates,
+    LinkBound,
+    Measured,
+    MemoryBound,
+    MemoryShortage,
+    ModelTensorPlan,
+    NoContextParallel,
+    NoContextReason,
+    NoPipelineFits,
+    NotChosen,
+    PeakMargin,
+    Refusal,
+    SequenceParallel,
+    SingleUnit,
+    SlowestStage,
+    StagesRecomputed,
+    StageValuesOnHost,
+    SumOrder,
+    TensorParallel,
+    TuningEnd,
+    UnitsRecomputed,
+    WeightsOnHost,
+    WholeBatchStatistics,
+)
+from outsize.ir.formatting import (
+    axes_text,
+    bytes_text,
+    microbatches_text,
+    needs_text,
+    percent_text,
+    rate_text,
+    seconds_text,
+    stages_text,
+)
+from outsize.ir.offload import Weights, weights_text
+
+UNITS_NAMED: Final = 3
+HINTS_SHOWN: Final = 2
+# More stages of one kind of device are counted, not named.
+STAGES_NAMED: Final = 8
+
+
+@singledispatch
+def sentence(finding: Finding) -> str:
+    """Returns the finding as one plain sentence, without a capital letter and a full stop, as in a list."""
+    raise NotImplementedError(f"{type(finding).__name__} has no wording")
+
+
+@singledispatch
+def next_step(advice: Finding) -> str:
+    """Returns what to type or to change, for advice and levers."""
+    raise NotImplementedError(f"{type(advice).__name__} is no advice")
+
+
+def sentences(findings: Iterable[Finding]) -> list[str]:
+    """Returns the sentence of each finding."""
+    return [sentence(finding) for finding in findings]
+
+
+def advised(advice: Advice | Lever) -> str:
+    """Returns the sentence and the next step."""
+    return f"{sentence(advice)}. Next: {next_step(advice)}"
+
+
+def document(advice: Advice | Lever) -> dict[str, object]:
+    """Returns what --json gives: the code and its figures, and the words for people."""
+    return {**advice.model_dump(mode="json"), "sentence": sentence(advice), "next_step": next_step(advice)}
+
+
+def refusal_text(refusal: Refusal) -> str:
+    """Returns what an error said, with its numbers."""
+    return "; ".join(filter(None, (refusal.what, refusal.numbers)))
+
+
+def options_text(options: Mapping[str, int | str]) -> str:
+    """Returns `--dp-shard 2 --microbatches 8`."""
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
+
+
+# -- how work and memory are shared out ------------------------------------------------------------------
+
+
+@sentence.register
+def _slowest_stage(f: SlowestStage) -> str:
+    units = ", ".join(f.units[:UNITS_NAMED]) + (", ..." if len(f.units) > UNITS_NAMED else "")
+    return (
+        f"stage {f.stage} ({units}) sets the pace: its forward and backward take {seconds_text(f.compute_s)} "
+        f"per microbatch, {percent_text(f.share)} of the work; an even share is {percent_text(f.even_share)}"
+    )
+
+
+@sentence.register
+def _fullest_device(f: FullestDevice) -> str:
+    others = f" (and {f.same_devices} like it)" if f.same_devices else ""
+    return (
+        f"{f.device}{others} is the fullest device: {bytes_text(f.used_bytes)} of "
+        f"{bytes_text(f.memory_bytes)} with {microbatches_text(f.microbatches_in_flight)} in flight; its "
+        f"largest units are {_sizes(f.largest)}"
+    )
+
+
+def _sizes(largest: Iterable[tuple[str, int]]) -> str:
+    """Returns `wte 1.2 GiB, h.0.mlp 300.0 MiB`."""
+    return ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in largest)
+
+
+@sentence.register
+def _device_kind_use(f: DeviceKindUse) -> str:
+    if not f.stages:
+        return f"{f.kind}: all {f.devices} devices stay idle, since no order that uses them is faster"
+    stages = stages_text(f.stages) if len(f.stages) <= STAGES_NAMED else f"{len(f.stages)} stages"
+    idle = f"; {f.devices - f.busy_devices} idle" if f.devices > f.busy_devices else ""
+    share = percent_text(f.flops_share)
+    return f"{f.kind}: {stages} on {f.busy_devices} of {f.devices} devices, {share} of the FLOPs{idle}"
+
+
+@sentence.register
+def _memory_shortage(f: MemoryShortage) -> str:
+    if f.stage is None:
+        return needs_text(f.device, f.needs_bytes, "it", f.room_bytes)
+    return needs_text(f"stage {f.stage}", f.needs_bytes, f.device, f.room_bytes)
+
+
+@sentence.register
+def _device_order(f: DeviceOrder) -> str:
+    order = ", ".join(f.devices)
+    return f"the devices differ and this order of them is the fastest: start the ranks as {order}"
+
+
+@sentence.register
+def _capture_note(f: CaptureNote) -> str:
+    return f.note
+
+
+# -- recomputation and activations -----------------------------------------------------------------------
+
+
+@sentence.register
+def _all_recomputed(f: AllRecomputed) -> str:
+    who = "blocks" if f.blocks else "stages"
+    return f"all activations are recomputed: {who} save only their inputs, and compute each forward twice"
+
+
+@sentence.register
+def _stages_recomputed(f: StagesRecomputed) -> str:
+    verb = "recomputes its" if len(f.stages) == 1 else "recompute their"
+    return (
+        f"{stages_text(f.stages)} {verb} activations, since memory is short: each forward is computed twice"
+    )
+
+
+@sentence.register
+def _units_recomputed(f: UnitsRecomputed) -> str:
+    one = len(f.stages) == 1
+    count = f"{f.recomputed_units} of {f.units} units"
+    if not one or f.recomputed_units == f.units:
+        count += ", block by block,"
+    whose = "its forward's" if one else "their forwards'"
+    return (
+        f"{stages_text(f.stages)} recompute{'s' * one} {count} to save memory: {seconds_text(f.again_s)} of "
+        f"{whose} {seconds_text(f.forward_s)} per microbatch are computed twice"
+    )
+
+
+@sentence.register
+def _activations_offloaded(f: ActivationsOffloaded) -> str:
+    return (
+        f"activations go to the host: {stages_text(f.stages)}; on stage {f.stage} "
+        f"{bytes_text(f.moved_bytes)} leave in the forward of a microbatch and come back in its backward, "
+        f"over {f.link}"
+    )
+
+
+# -- other axes ------------------------------------------------------------------------------------------
+
+
+@sentence.register
+def _sum_order(f: SumOrder) -> str:
+    sizes = {"replicas": f.replicas, "ranks (tp)": f.tp}
+    who = " and ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+    return f"{who} add up in another order than one device: results agree within rounding, not bit by bit"
+
+
+@sentence.register
+def _first_replica_statistics(f: FirstReplicaStatistics) -> str:
+    return (
+        f"BatchNorm ({f.layers} layer{'s' * (f.layers > 1)}) keeps the running statistics of the first "
+        f"replica's microbatches, 1 / {f.replicas} of the batch; --bn deferred uses those of all replicas"
+    )
+
+
+@sentence.register
+def _whole_batch_statistics(f: WholeBatchStatistics) -> str:
+    return "BatchNorm normalises over the whole batch, which is one microbatch, so the stages do not overlap"
+
+
+@sentence.register
+def _sequence_parallel(f: SequenceParallel) -> str:
+    return (
+        f"sequence parallel: a rank saves {bytes_text(f.saved_bytes)} of a microbatch for its backward "
+        f"instead of {bytes_text(f.undivided_saved_bytes)}"
+    )
+
+
+@sentence.register
+def _tensor_parallel(f: TensorParallel) -> str:
+    gathers = f" and gather {bytes_text(f.gathered_bytes)}" if f.gathered_bytes else ""
+    return (
+        f"tp {f.tp}: {f.divided_modules} of {f.modules} modules with weights are divided, and a rank has "
+        f"{percent_text(f.weights_share)} of the weights; for a microbatch the ranks add up "
+        f"{bytes_text(f.reduced_bytes)}{gathers}"
+    )
+
+
+@sentence.register
+def _model_tensor_plan(f: ModelTensorPlan) -> str:
+    hints = "; ".join(f.hints[:HINTS_SHOWN])
+    return f"the model's own tensor-parallel plan is compared and not followed: {hints}"
+
+
+@sentence.register
+def _context_parallel(f: ContextParallel) -> str:
+    return (
+        f"each of {f.cp} devices (cp) has {f.tokens // f.cp:,} of a sequence's {f.tokens:,} tokens; keys and "
+        "values go from device to device during attention"
+    )
+
+
+@sentence.register
+def _no_context_parallel(f: NoContextParallel) -> str:
+    reasons: dict[NoContextReason, str] = {
+        "no-attention": "the model has no attention that outsize knows",
+        "several-lengths": f"attention works on sequences of {f.lengths} lengths",
+        "tokens-are-samples": f"there are {f.tokens} tokens and {f.tokens} samples, which look the same",
+        "too-few-tokens": f"of {f.tokens:,} tokens two devices would have less than {f.least_tokens:,} each",
+        "no-token-dim": f"{f.unit} makes {f.shape}, where no dimension is the {f.tokens:,} tokens",
+        "convolution": f"{f.unit} convolves, maybe over tokens",
+        "recurrent": f"{f.unit} works from one token to the next",
+        "unknown-reduction": f"{f.unit} reduces over a dimension that the graph does not name",
+        "unknown-op": f"{f.unit} has an operation whose dimensions are unknown",
+        "product-not-by-token": f"{f.unit} has a matrix product that does not work token by token",
+    }
+    return f"cp: {reasons[f.reason]}"
+
+
+# -- weights, states and values on the host --------------------------------------------------------------
+
+
+@sentence.register
+def _weights_on_host(f: WeightsOnHost) -> str:
+    room = "" if f.host_memory_known else ", and the cluster does not say whether it has as much"
+    moved = f"{bytes_text(f.moved_bytes)} of weights"
+    moves = f"{moved} come for the forwards and again for the backwards"
+    if f.weights == "host-optimizer":
+        moves = f"{moved} come once a step and stay on the device"
+    if f.weights == "host-activations":
+        moves += ", and values between stages come and go with each microbatch"
+    return (
+        f"weights, gradients and states live on the host: {bytes_text(f.host_bytes)} at most{room}. {moves}, "
+        f"over {f.link}; {f.host_bytes_per_s / 1e9:.0f} GB/s of the host's memory are assumed for each device"
+    )
+
+
+@sentence.register
+def _host_states(f: HostStates) -> str:
+    holds = f"the host holds {bytes_text(f.host_bytes)}, {f.bytes_per_parameter:.1f} bytes a parameter"
+    if not f.in_parts:
+        return f"{holds}: all gradients stay there, since {f.optimizer} steps once, at the end"
+    exceptions = "clip_norm, a GradScaler, update=False"
+    return (
+        f"{holds}, if the optimizer steps as gradients arrive; more if gradients have to stay ({exceptions})"
+    )
+
+
+@sentence.register
+def _host_roofline(f: HostRoofline) -> str:
+    parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in f.bound.parts.items())
+    return f"no step is shorter than its longest part, {f.bound.longest}: {parts}"
+
+
+@sentence.register
+def _stage_values_on_host(f: StageValuesOnHost) -> str:
+    return f"values between stages take {bytes_text(f.host_bytes)} more on the host"
+
+
+@sentence.register
+def _host_memory_enough(f: HostMemoryEnough) -> str:
+    return f"the host has room for it: {bytes_text(f.host_memory_bytes)}"
+
+
+@sentence.register
+def _host_memory_short(f: HostMemoryShort) -> str:
+    how = "whose speed the cluster does not say (disk_bytes_per_s)"
+    if f.disk_bytes_per_s is not None and f.disk_s is not None:
+        speed = f"{rate_text(f.disk_bytes_per_s / 1e9)} GB/s"
+        how = f"which reads and writes it once a step at {speed}, in {seconds_text(f.disk_s)} at least"
+    return (
+        f"the host has {bytes_text(f.host_memory_bytes)}, {bytes_text(f.missing_bytes)} too little: "
+        f"outsize.parallelize(..., offload_folder=) puts the rest on a disk, {how}"
+    )
+
+
+@sentence.register
+def _devices_in_turns(f: DevicesInTurns) -> str:
+    one, several = seconds_text(f.one_device_step_s), seconds_text(f.step_s)
+    return f"a step would take {one} on one device, and {several} on {f.devices} devices in turns"
+
+
+# -- schedules and tuning --------------------------------------------------------------------------------
+
+
+@sentence.register
+def _composed_schedule(f: ComposedSchedule) -> str:
+    what = "branches run at the same time" if f.branches else "a schedule composed for these stages"
+    split = ", with gradients of weights computed in its gaps" if f.split_backward else ""
+    schedule_text = f"{what}{split}: {f.stages} stages on {f.devices} devices"
+    if f.named_step_s < f.step_s:
+        return schedule_text
+    return (
+        f"{schedule_text}, {seconds_text(f.step_s)} a step; in the model's own order {f.named_schedule} with "
+        f"{microbatches_text(f.microbatches)} takes {seconds_text(f.named_step_s)}, "
+        f"{percent_text(f.named_step_s / f.step_s - 1)} more"
+    )
+
+
+@sentence.register
+def _measured(f: Measured) -> str:
+    return f"tuned: {seconds_text(f.step_s)} by a real step, the fastest of {f.trials} that ran"
+
+
+@sentence.register
+def _tuning_end(f: TuningEnd) -> str:
+    if f.reason == "all-trials":
+        return f"tuning ended after {f.trials} steps"
+    if f.reason == "no-faster-point":
+        return "no other choice is predicted to be faster"
+    return f"the best other choice would take {percent_text(f.gain)} less at best, by prediction"
+
+
+# -- what was not chosen ---------------------------------------------------------------------------------
+
+
+@sentence.register
+def _not_chosen(f: NotChosen) -> str:
+    where = f" on {axes_text(f.axes)}" if "axes" in f.differs else ""
+    where += f", {weights_text(f.weights) or 'weights resident'}" if "weights" in f.differs else ""
+    if "sequence_parallel" in f.differs:
+        where += ", sequence parallel" if f.sequence_parallel else ", not sequence parallel"
+    name = _schedule_text((f.schedule,), f.stages_per_device, f.microbatches) + where
+    bits = "; its results are bit-identical to one device's" if f.bit_identical else ""
+    if not f.as_fast:
+        slower = percent_text(f.step_s / f.chosen_step_s - 1)
+        times = f"{seconds_text(f.step_s)} a step instead of {seconds_text(f.chosen_step_s)}"
+        return f"{name}: {times}, {slower} slower{bits}"
+    more = f"{bytes_text(f.more_bytes)} more on its fullest device" if f.more_bytes > 0 else "no less memory"
+    return f"{name}: as fast within a percent, with {more}{bits}"
+
+
+@sentence.register
+def _does_not_fit(f: DoesNotFit) -> str:
+    where = f" on {axes_text(f.axes)}" if set(f.axes) - {"pp"} else ""
+    where += _weights_named(f.weights)
+    name = _schedule_text(f.schedules, f.stages_per_device, f.microbatches) + where
+    if f.shortage is None:
+        return f"{name}: no balanced cut fits"
+    return f"{name}: at best {sentence(f.shortage)}"
+
+
+def _schedule_text(schedules: Iterable[str], stages_per_device: int, microbatches: int) -> str:
+    """Returns `gpipe, 1f1b with 8 microbatches`, `interleaved (2 stages a device) with 4 microbatches`."""
+    several = f" ({stages_per_device} stages a device)" if stages_per_device > 1 else ""
+    return f"{', '.join(schedules)}{several} with {microbatches_text(microbatches)}"
+
+
+def _weights_named(weights: Weights) -> str:
+    return f", {weights_text(weights)}" if weights != "resident" else ""
+
+
+@sentence.register
+def _no_pipeline_fits(f: NoPipelineFits) -> str:
+    return f"no pipeline fits, so outsize searched all axes that it runs: {refusal_text(f.refusal)}"
+
+
+# -- what a step is limited by: the sentence follows the words "limited by" ------------------------------
+
+
+@sentence.register
+def _single_unit(f: SingleUnit) -> str:
+    return f"{f.unit}, a single unit, alone on stage {f.stage}"
+
+
+@sentence.register
+def _host_bound(f: HostBound) -> str:
+    optimizer = percent_text(f.optimizer_share)
+    return (
+        f"the host: devices compute for {percent_text(f.compute_share)} of the step, the host's optimizer "
+        f"takes {optimizer}"
+    )
+
+
+@sentence.register
+def _memory_bound(f: MemoryBound) -> str:
+    return f"memory: with more of it a step could be {seconds_text(f.shorter_s)} shorter"
+
+
+@sentence.register
+def _gradient_bound(f: GradientBound) -> str:
+    return f"the sum of gradients over {f.replicas} replicas: {percent_text(f.share)} of the step"
+
+
+@sentence.register
+def _link_bound(f: LinkBound) -> str:
+    return f"links: {percent_text(f.share)} of the step are transfers that no computation hides"
+
+
+@sentence.register
+def _bubble_bound(f: BubbleBound) -> str:
+    return f"the bubble: devices wait for {percent_text(f.share)} of the step"
+
+
+@sentence.register
+def _compute_bound(f: ComputeBound) -> str:
+    if f.stage is None:
+        return f"compute, for {percent_text(f.share)} of the step"
+    return f"compute on stage {f.stage}, which is busy for {percent_text(f.share)} of the step"
+
+
+@sentence.register
+def _peak_margin(f: PeakMargin) -> str:
+    unseen = f"P95 adds {100 * f.unseen_share:.3g} % for what is not counted"
+    if not f.segments_bytes:
+        return unseen
+    return (
+        f"{unseen}, {100 * f.fragmented_share:.3g} % and {bytes_text(f.segments_bytes)} for the segments of "
+        f"the allocator, and {bytes_text(f.context_bytes)} for the context"
+    )
+
+
+# -- advice on a plan ------------------------------------------------------------------------------------
+
+
+@sentence.register
+def _replicas_faster(f: ReplicasFaster) -> str:
+    who = f"the model fits on one device: {f.replicas} replicas"
+    if f.sharded:
+        who = f"{f.replicas} replicas that share weights and states"
+    but = ", with results equal within rounding instead of bit by bit" if f.sharded else ""
+    return (
+        f"{who} would do {rate_text(f.samples_per_s)} samples/s, {f.ratio:.2f} x this pipeline's "
+        f"{rate_text(f.pipeline_samples_per_s)}{but}"
+    )
+
+
+@next_step.register
+def _take_replicas(f: ReplicasFaster) -> str:
+    option = "--axes all" if f.sharded else f"--dp-replicate {f.replicas}"
+    return f"outsize plan MODEL --cluster {f.cluster} {option}"
+
+
+@sentence.register
+def _slow_links(f: SlowLinks) -> str:
+    return (
+        f"{f.link} is {f.ratio:.1f} x too slow for tensor parallelism over {f.devices} devices: "
+        f"{seconds_text(f.sent_s)} of all-reduces per microbatch would save {seconds_text(f.saved_s)} of "
+        "matrix products"
+    )
+
+
+@next_step.register
+def _keep_tp_one(f: SlowLinks) -> str:
+    return f"keep tp=1, or use links of {bytes_text(f.enough_bytes_per_s)}/s"
+
+
+@sentence.register
+def _heavy_unit(f: HeavyUnit) -> str:
+    amount = {"compute": "compute", "memory": "bytes of weights and states"}[f.amount]
+    return (
+        f"{f.unit} alone has {percent_text(f.share)} of the {amount}, an even share is "
+        f"{percent_text(f.even_share)}: no cut into {f.stages} stages is balanced"
+    )
+
+
+@next_step.register
+def _take_fewer_stages(f: HeavyUnit) -> str:
+    return f"--stages {max(1, int(1 / f.share))}, or a smaller {f.unit}"
+
+
+@sentence.register
+def _branch_order(f: BranchOrder) -> str:
+    return (
+        "with its branches in another order the model has cuts whose slowest stage takes "
+        f"{seconds_text(f.stages_s)} per microbatch; in its own order no cut takes less than "
+        f"{seconds_text(f.runs_s)}"
+    )
+
+
+@next_step.register
+def _take_auto(f: BranchOrder) -> str:
+    moved = f": {f.moved} and what it needs in an earlier stage" if f.moved else ""
+    return f"--schedule auto, where branches may be stages of their own{moved}"
+
+
+@sentence.register
+def _small_stage(f: SmallStage) -> str:
+    why = "its memory is full" if f.memory_full else "its neighbours have nothing more to give"
+    return (
+        f"stage {f.stage} has {percent_text(f.share)} of the compute, an even share is "
+        f"{percent_text(f.even_share)}: {why}"
+    )
+
+
+@next_step.register
+def _take_one_stage_less(f: SmallStage) -> str:
+    return f"--stages {f.stages - 1}"
+
+
+@sentence.register
+def _fat_boundary(f: FatBoundary) -> str:
+    more = f" and {f.more_values} more" if f.more_values else ""
+    return (
+        f"the cut before {f.unit} moves {bytes_text(f.moved_bytes)} per microbatch in both directions, "
+        f"{seconds_text(f.moved_s)} on {f.link}, while the slowest stage computes for "
+        f"{seconds_text(f.slowest_stage_s)}: {_sizes(f.largest)}{more}"
+    )
+
+
+@next_step.register
+def _cut_elsewhere(f: FatBoundary) -> str:
+    return "a cut elsewhere by hand (outsize plan MODEL --check FILE), or a faster link"
+
+
+@sentence.register
+def _optimizer_states(f: OptimizerStates) -> str:
+    return (
+        f"{f.device} is {percent_text(f.full_share)} full and {percent_text(f.states_share)} of that is "
+        f"optimizer state; another device has {bytes_text(f.room_bytes)} to spare"
+    )
+
+
+@next_step.register
+def _shrink_states(f: OptimizerStates) -> str:
+    return "--optimizer adam8bit, or --axes all, which may shard states over several devices"
+
+
+@sentence.register
+def _unused_devices(f: UnusedDevices) -> str:
+    return f"{f.unused} of {f.devices} devices have no stage"
+
+
+@next_step.register
+def _use_all_devices(f: UnusedDevices) -> str:
+    return f"--stages {f.devices}"
+
+
+@sentence.register
+def _idle_devices(f: IdleDevices) -> str:
+    return (
+        f"devices are idle for {percent_text(f.bubble)} of the step with "
+        f"{microbatches_text(f.microbatches)} on {f.devices} devices in a row"
+    )
+
+
+@next_step.register
+def _fill_the_bubble(f: IdleDevices) -> str:
+    if f.try_microbatches is None:
+        return "a larger --batch, or fewer --stages"
+    return f"--microbatches {f.try_microbatches}"
+
+
+@sentence.register
+def _uneven_stages(f: UnevenStages) -> str:
+    return (
+        f"stage {f.stage} takes {seconds_text(f.slowest_s)} per microbatch, the mean is "
+        f"{seconds_text(f.mean_s)}: equal stages would save up to {percent_text(f.gain)} of the step"
+    )
+
+
+@next_step.register
+def _move_units(f: UnevenStages) -> str:
+    return f"other --stages, or move units of stage {f.stage} by hand and price the plan with --check"
+
+
+@sentence.register
+def _doubled_microbatches(f: DoubledMicrobatches) -> str:
+    return (
+        f"{f.microbatches} microbatches instead of {f.now} would save up to {percent_text(f.gain)}: devices "
+        f"are idle for {percent_text(f.bubble)} of the step"
+    )
+
+
+@next_step.register
+def _double_microbatches(f: DoubledMicrobatches) -> str:
+    return f"--microbatches {f.microbatches}"
+
+
+@sentence.register
+def _second_forward(f: SecondForward) -> str:
+    return f"recomputation is {percent_text(f.gain)} of the compute"
+
+
+@next_step.register
+def _recompute_nothing(f: SecondForward) -> str:
+    return "--recompute none, with more or larger devices"
+
+
+@sentence.register
+def _memory_left(f: MemoryLeft) -> str:
+    verb = "are free on" if f.room_bytes >= 0 else "are missing on"
+    return f"{bytes_text(abs(f.room_bytes))} {verb} {f.device}, the fullest device"
+
+
+@next_step.register
+def _use_memory(f: MemoryLeft) -> str:
+    return "a larger --batch" if f.room_bytes >= 0 else "outsize fit MODEL says what to change"
+
+
+# -- whether a training fits -----------------------------------------------------------------------------
+
+
+@sentence.register
+def _microbatches_added(f: MicrobatchesAdded) -> str:
+    samples = f"{f.samples} sample{'s' * (f.samples > 1)}"
+    return f"{microbatches_text(f.microbatches)} of at most {samples}"
+
+
+@sentence.register
+def _devices_added(f: DevicesAdded) -> str:
+    return f"a stage on each of {f.devices} devices"
+
+
+@sentence.register
+def _schedule_changed(f: ScheduleChanged) -> str:
+    return f"{f.schedule} keeps fewer microbatches in flight than {f.asked}"
+
+
+@sentence.register
+def _one_at_a_time(f: OneAtATime) -> str:
+    return f"one microbatch at a time: devices wait for each other, about {f.stages} x slower"
+
+
+@sentence.register
+def _recompute_added(f: RecomputeAdded) -> str:
+    more = percent_text(f.more_compute_share)
+    return f"activations are recomputed in the backward, {more} more compute"
+
+
+@sentence.register
+def _optimizer_changed(f: OptimizerChanged) -> str:
+    return f"{f.optimizer} has less state than {f.asked}: it trains differently"
+
+
+@sentence.register
+def _precision_changed(f: PrecisionChanged) -> str:
+    return f"{f.precision} instead of {f.asked}: results are other numbers, in fewer bytes"
+
+
+@sentence.register
+def _batch_reduced(f: BatchReduced) -> str:
+    return f"a batch of {f.batch_size} instead of {f.asked}: it trains differently"
+
+
+@sentence.register
+def _plan_searched(f: PlanSearched) -> str:
+    step = f"{seconds_text(f.step_s)} a step predicted"
+    if f.fits_by == "offload":
+        return f"nothing else fits; {axes_text(f.axes)}, {weights_text(f.weights)}: {step}"
+    if f.fits_by == "mesh":
+        return f"no pipeline fits; {axes_text(f.axes)}, results equal within rounding: {step}"
+    return f"activations that memory has no room for are recomputed in the backward: {step}"
+
+
+@sentence.register
+def _counted_bytes(f: CountedBytes) -> str:
+    if f.by_op:
+        return "bytes are counted from the model's own forward, op by op, and the actions of the schedule"
+    return "bytes are counted from the model's modules alone: without weights activations are unknown"
+
+
+@sentence.register
+def _least_full_cut(f: LeastFullCut) -> str:
+    return (
+        "the cut above fills its fullest device least; `outsize plan` takes the fastest cut that fits, which "
+        "may be another one"
+    )

@@ -1,0 +1,415 @@
+"""Runs one rank's row of a lowered schedule.
+
+    action      handler          waits for
+    0F1         forward          the values posted by 0RECV_F1
+    0B1         backward         the gradients posted by 0RECV_B1
+    0SEND_F1    send values      nothing
+    0RECV_F1    post receives    nothing
+    ...
+
+Each action of the row is bound to its handler once, when the interpreter is built: which boundaries it moves,
+on which channels, and the slots in which they wait between two actions of the rank. A step walks the list.
+Microbatches of other shapes have other programs with the same wiring (edges, tied weights), so one schedule
+runs them all. New behaviour is a new action or a lowering pass, never an `if` here. In one process several
+interpreters take turns (run/interpreter/in_process.py): each runs until its next compute action lacks a
+message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor
+
+from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule
+from outsize.ir.timeline import Lane
+from outsize.run.device.clock import HOST, Clock
+from outsize.run.interpreter.trace import Marks
+from outsize.run.moves.base import Moves, Resident
+from outsize.run.moves.boundary_values import BoundaryValues
+from outsize.run.stage.boundary import Boundary
+from outsize.run.stage.rng import Seed
+from outsize.run.stage.stage import Gradients, StageExecutor
+from outsize.run.transport.base import Pending, Transport
+from outsize.run.transport.slots import MISSING, MessageSlot, ready, take
+
+Message = tuple[int, int, int]  # A message is keyed by (boundary key, consuming stage, microbatch).
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """Holds what a step runs.
+
+    `stage(number, microbatch)` returns the executor of a stage; `channels` gives each microbatch's first
+    channel; `moves` moves weights, and `values` passes boundary values between stages of one rank.
+    """
+
+    stages: int
+    stage: Callable[[int, int], StageExecutor]
+    channels: Sequence[int]  # The index is the microbatch.
+    moves: Moves = field(default_factory=Resident)
+    values: BoundaryValues = field(default_factory=BoundaryValues)
+
+
+@final
+@dataclass
+class StepInputs:
+    """Holds the data of a step: `inputs[mb]` are all input tensors, `weights[mb]` is the share of
+    the loss.
+    """
+
+    inputs: Sequence[Sequence[Tensor]]
+    weights: Sequence[float]
+    seeds: Sequence[Seed]
+
+
+@final
+@dataclass
+class StepOutputs:
+    """Holds what a rank has computed at the end of a step."""
+
+    marks: Marks
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+
+@final
+@dataclass(slots=True)
+class _BoundAction:
+    """Represents an action with its handler: `gather` waits for its messages, or is None; `run`
+    acts on them.
+    """
+
+    text: str
+    lane: Lane
+    run: Callable[[Any], None]
+    gather: Callable[[], Any] | None = None
+    ready: Callable[[], bool] | None = None
+    at: int = 0  # The index of its first mark.
+
+
+@final
+class Interpreter:
+    """Runs one rank: call `begin(inputs)`, then `run()`, or `advance()` until it returns None."""
+
+    def __init__(
+        self, rank: int, schedule: Schedule, programs: Programs, transport: Transport, clock: Clock = HOST
+    ) -> None:
+        self.rank, self.schedule = rank, schedule
+        self._transport, self._clock, self._mark = transport, clock, clock.mark
+        self._handlers = _Handlers(rank, schedule, programs, transport)
+        self._ops = [self._handlers.bind(at) for at in range(len(schedule.actions[rank]))]
+        for number, op in enumerate(self._ops):
+            op.at = 3 * number
+        self._names: list[tuple[str, Lane]] = [(op.text, op.lane) for op in self._ops]
+        self._times: list[Any] = []
+        self._at = 0
+
+    @property
+    def outputs(self) -> StepOutputs:
+        """Returns what the step has computed so far."""
+        return self._handlers.outputs
+
+    def begin(self, step: StepInputs) -> None:
+        """Sets the data of a step."""
+        self._at = 0
+        marks = Marks(self._names, clock=self._clock)
+        self._times = marks.times
+        self._handlers.begin(step, StepOutputs(marks))
+
+    def run(self) -> StepOutputs:
+        """Runs all actions, blocking on receives."""
+        for op in self._ops:
+            self._execute(op)
+        self._transport.flush()
+        return self.outputs
+
+    def advance(self) -> bool | None:
+        """Runs one action and returns True; returns False when it lacks a message, None at the end of the
+        row.
+        """
+        if self._at == len(self._ops):
+            return None
+        op = self._ops[self._at]
+        if op.ready is not None and not op.ready():
+            return False
+        self._execute(op)
+        self._at += 1
+        return True
+
+    def computes(self) -> bool:
+        """Returns whether the next action is one of compute."""
+        return self._at < len(self._ops) and self._ops[self._at].lane == "compute"
+
+    def current(self) -> str:
+        """Returns the action that `advance` would run next."""
+        return self._ops[min(self._at, len(self._ops) - 1)].text
+
+    def reset(self) -> None:
+        """Drops an unfinished step."""
+        self._handlers.reset()
+
+    def _execute(self, op: _BoundAction) -> None:
+        times, at, mark, messages = self._times, op.at, self._mark, None
+        times[at] = mark()
+        if op.gather is not None:
+            messages = op.gather()
+            times[at + 1] = mark()
+        op.run(messages)
+        times[at + 2] = mark()
+
+
+@final
+class _Handlers:
+    """Maps each action of one rank to its handler and holds the message slots between them.
+
+    It does not reference the actions that it binds, so that an engine that is dropped is freed at once and
+    not when Python's garbage collector next runs.
+    """
+
+    def __init__(self, rank: int, schedule: Schedule, programs: Programs, transport: Transport) -> None:
+        self._rank, self._rank_of = rank, schedule.rank_of
+        self._row = schedule.actions[rank]
+        self._programs, self._transport = programs, transport
+        self._offloads = programs.values.offloads
+        self._stages: dict[int, StageExecutor] = {}
+        # Whoever takes a message, a compute action or a send, empties its slot. A tied weight comes with
+        # microbatch 0 and stays for the step.
+        self._values: dict[Message, MessageSlot] = {}
+        self._gradients: dict[Message, MessageSlot] = {}
+        self._tied: dict[tuple[str, int], MessageSlot] = {}
+        self._held: dict[tuple[int, int], list[Pending]] = {}
+        self._trains = any(a.kind in (Kind.B, Kind.I) for a in schedule.actions[rank])
+        self._step = StepInputs((), (), ())
+        self.outputs = StepOutputs(Marks(()))
+
+    def begin(self, step: StepInputs, outputs: StepOutputs) -> None:
+        """Sets the data of a new step."""
+        self._step, self.outputs = step, outputs
+        for slot in self._tied.values():
+            slot.content = MISSING
+        for stage in self._stages.values():
+            stage.begin()
+
+    def reset(self) -> None:
+        """Drops an unfinished step."""
+        for stage in self._stages.values():
+            stage.forget()
+        for slot in (*self._values.values(), *self._tied.values(), *self._gradients.values()):
+            slot.content = MISSING
+        for held in self._held.values():
+            held.clear()
+
+    def bind(self, at: int) -> _BoundAction:
+        """Binds the action at this index of the row to its handler."""
+        action, moves = self._row[at], self._programs.moves
+        if action.kind in NO_MICROBATCH:
+            move = moves.action(self._row, at)
+            return _BoundAction(str(action), "load", lambda _: move())
+        op = self._table()[action.kind](action)
+        arrival = moves.arrival(self._row, at) if action.kind in COMPUTE else None
+        return op if arrival is None else replace(op, gather=_behind(arrival, op.gather))
+
+    def _table(self) -> dict[Kind, Callable[[Action], _BoundAction]]:
+        return {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward_input,
+            Kind.W: self._backward_weight,
+            Kind.SEND_F: self._send_values,
+            Kind.RECV_F: self._receive_values,
+            Kind.SEND_B: self._send_gradients,
+            Kind.RECV_B: self._receive_gradients,
+        }
+
+    def _stage(self, action: Action) -> StageExecutor:
+        stage = self._programs.stage(action.stage, action.microbatch)
+        self._stages[id(stage)] = stage
+        return stage
+
+    def _down(self, boundary: Boundary, stage: int, mb: int) -> int:
+        """Returns the channel of a value: one per program, boundary value, consuming stage and direction."""
+        return self._programs.channels[mb] + (boundary.key * self._programs.stages + stage) * 2
+
+    def _up(self, boundary: Boundary, stage: int, mb: int) -> int:
+        """Returns the channel of a value's gradient."""
+        return self._down(boundary, stage, mb) + 1
+
+    # -- compute -------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> _BoundAction:
+        stage, mb = self._stage(action), action.microbatch
+        wanted = [self._wanted(b, action.stage, mb) for b in stage.program.received]
+        pendings, release = self._held_of(action), self._release(action) if not self._trains else None
+        pairs = [(b, c) for b in stage.program.sent for c in b.consumers]
+        values = [(b, c) for b, c in pairs if b.weight is None]
+        leaving = [(self._value(b, c, mb), b.key, self._wrapper(b.key, c, mb)) for b, c in values]
+        tied = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is not None and mb == 0]
+
+        def run(received: list[Tensor] | None) -> None:
+            step = self._step
+            result = stage.forward(mb, step.inputs[mb], received or (), step.seeds[mb])
+            if result.loss is not None:
+                self.outputs.losses[mb] = result.loss.detach()
+            if result.outputs:
+                self.outputs.outputs[mb] = result.outputs
+            for slot, key, wrap in leaving:
+                slot.content = wrap(result.sent[key].detach())
+            for slot, key in tied:
+                slot.content = stage.tied_parameter(key).detach()
+            if release is not None:
+                release()
+
+        def gather() -> list[Tensor]:
+            return [take(slot, remote, keep, pendings) for slot, remote, keep in wanted]
+
+        op = _BoundAction(str(action), "compute", run)
+        return replace(op, gather=gather, ready=ready([w[:2] for w in wanted])) if wanted else op
+
+    def _backward(self, action: Action) -> _BoundAction:
+        return self._gradients_through(action, self._stage(action).backward, self._release(action))
+
+    def _backward_input(self, action: Action) -> _BoundAction:
+        return self._gradients_through(action, self._stage(action).backward_input, lambda: None)
+
+    def _backward_weight(self, action: Action) -> _BoundAction:
+        stage, mb, release = self._stage(action), action.microbatch, self._release(action)
+
+        def run(_: None) -> None:
+            stage.backward_weight(mb)
+            release()
+
+        return _BoundAction(str(action), "compute", run)
+
+    def _gradients_through(
+        self, action: Action, backward: Callable[[int, float, Gradients], Gradients], end: Callable[[], None]
+    ) -> _BoundAction:
+        """Turns the gradients of what the stage sent, and of the last stage's loss, into those of what it
+        received.
+        """
+        number, mb, pendings = action.stage, action.microbatch, self._held_of(action)
+        program = self._stage(action).program
+        ours = [(b, b.following(number)) for b in (*program.sent, *program.received) if b.requires_grad]
+        incoming = [(b.key, self._gradient(b.key, number, mb), far) for b, far in ours if far is not None]
+        incoming = [(key, slot, self._pends(far)) for key, slot, far in incoming]
+        back = [b for b in program.received if b.requires_grad]
+        onward = [(b.key, b.previous(number)) for b in back]
+        returned = [(self._gradient(k, to, mb), k, self._wrapper(k, to, mb, back=True)) for k, to in onward]
+
+        def run(gradients: Gradients | None) -> None:
+            sink = backward(mb, self._step.weights[mb], gradients or {})
+            for slot, key, wrap in returned:
+                slot.content = wrap(sink.get(key))
+            end()
+
+        def gather() -> Gradients:
+            return {key: take(slot, remote, False, pendings) for key, slot, remote in incoming}
+
+        op = _BoundAction(str(action), "compute", run)
+        return replace(op, gather=gather, ready=ready([i[1:] for i in incoming])) if incoming else op
+
+    # -- transfers -----------------------------------------------------------------------------------
+
+    def _send_values(self, action: Action) -> _BoundAction:
+        mb, peer = action.microbatch, action.peer
+        sent = self._stage(action).program.sent
+        leaving = [b for b in sent if peer in b.consumers and (b.weight is None or mb == 0)]
+        return self._send(action, [(self._value(b, peer, mb), self._down(b, peer, mb)) for b in leaving])
+
+    def _receive_values(self, action: Action) -> _BoundAction:
+        mb, here = action.microbatch, action.stage
+        received = self._stage(action).program.received
+        coming = [b for b in received if b.producer == action.peer and (b.weight is None or mb == 0)]
+        return self._receive(action, [(self._value(b, here, mb), self._down(b, here, mb)) for b in coming])
+
+    def _send_gradients(self, action: Action) -> _BoundAction:
+        mb, here, peer = action.microbatch, action.stage, action.peer
+        received = self._stage(action).program.received
+        back = [b for b in received if b.requires_grad and b.previous(here) == peer]
+        return self._send(action, [(self._gradient(b.key, peer, mb), self._up(b, here, mb)) for b in back])
+
+    def _receive_gradients(self, action: Action) -> _BoundAction:
+        mb, here, peer = action.microbatch, action.stage, action.peer
+        program = self._stage(action).program
+        # The order is that of their keys, in which the peer sends what it received, because NCCL has no tags.
+        ours = sorted((*program.sent, *program.received), key=lambda b: b.key)
+        coming = [b for b in ours if b.requires_grad and b.following(here) == peer]
+        return self._receive(
+            action, [(self._gradient(b.key, here, mb), self._up(b, peer, mb)) for b in coming]
+        )
+
+    def _send(self, action: Action, leaving: list[tuple[MessageSlot, int]]) -> _BoundAction:
+        rank, mb, send = self._rank_of[action.peer], action.microbatch, self._transport.send
+
+        def run(_: None) -> None:
+            for slot, channel in leaving:
+                tensor, slot.content = slot.content, MISSING
+                send(rank, channel, mb, tensor)
+
+        return _BoundAction(str(action), "send", run)
+
+    def _receive(self, action: Action, coming: list[tuple[MessageSlot, int]]) -> _BoundAction:
+        rank, mb, post = self._rank_of[action.peer], action.microbatch, self._transport.post
+
+        def run(_: None) -> None:
+            for slot, channel in coming:
+                slot.content = post(rank, channel, mb)
+
+        return _BoundAction(str(action), "recv", run)
+
+    # -- message slots -------------------------------------------------------------------------------
+
+    def _value(self, boundary: Boundary, stage: int, mb: int) -> MessageSlot:
+        if boundary.weight is not None:
+            return self._tied.setdefault((boundary.weight, stage), MessageSlot())
+        return self._values.setdefault((boundary.key, stage, mb), MessageSlot())
+
+    def _gradient(self, key: int, stage: int, mb: int) -> MessageSlot:
+        return self._gradients.setdefault((key, stage, mb), MessageSlot())
+
+    def _wanted(self, boundary: Boundary, stage: int, mb: int) -> tuple[MessageSlot, bool, bool]:
+        """Returns the slot of a received value, whether it must be waited for, and whether it stays for the
+        step.
+        """
+        slot, tied = self._value(boundary, stage, mb), boundary.weight is not None
+        remote = self._rank_of[boundary.producer] != self._rank
+        return slot, (remote and mb == 0) if tied else self._pends(boundary.producer), tied
+
+    def _pends(self, producer: int) -> bool:
+        """Returns whether a slot for what that stage computes holds a Pending."""
+        return self._offloads or self._rank_of[producer] != self._rank
+
+    def _wrapper(self, key: int, taker: int, mb: int, *, back: bool = False) -> Callable[[Any], Any]:
+        """Returns the function that prepares a tensor for its slot, for a stage of this rank or to
+        be sent.
+        """
+        offloads, values = self._offloads and self._rank_of[taker] == self._rank, self._programs.values
+        return partial(values.wrap, (key, taker, mb, back)) if offloads else values.copy_weight_view
+
+    def _held_of(self, action: Action) -> list[Pending]:
+        return self._held.setdefault((action.stage, action.microbatch), [])
+
+    def _release(self, action: Action) -> Callable[[], None]:
+        """Returns a function that lets the memory of what the microbatch received be used again."""
+        pendings = self._held_of(action)
+
+        def release() -> None:
+            for pending in pendings:
+                pending.release()
+            pendings.clear()
+
+        return release
+
+
+def _behind(arrival: Callable[[], None], gather: Callable[[], Any] | None) -> Callable[[], Any]:
+    """Returns a function that waits for both."""
+
+    def both() -> Any:
+        arrival()
+        return gather() if gather is not None else None
+
+    return both

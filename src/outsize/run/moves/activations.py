@@ -1,0 +1,159 @@
+"""Problem: what autograd saves of microbatches that wait for their backward fills the device.
+
+    compute   F0   F1   F2   F3   B0   B1   B2   B3
+    leaves         0    1    2    3
+    comes                    0    1    2    3
+
+    pack   in a forward: each storage that autograd saves is recorded once, however many tensors lie in it
+    send   launches when the next action begins (host/copy_lane.py)
+    fetch  launches one action before the backward
+    unpack in the backward: views of memory that is freed with the nodes of the graph
+
+The device holds what is computed and one microbatch under way, in one direction at a time: before the next
+one moves, compute is behind the copies of the last. A microbatch whose backward comes within two actions
+stays. Parameters, buffers, received and sent values stay, and so do storages below SMALL_BYTES. A storage is
+copied whole, as it is at the end of its stage's forward, so views and strides are unchanged: bit-equal.
+
+Oracle: tests/unit/run/moves/test_moves_activations.py on fake streams, where leaving out any order is
+detected; tests/parity/test_activation_offload.py against the plain loop. vDNN (arXiv 1602.08124), Capuchin
+(ASPLOS 2020); torch.autograd.graph.save_on_cpu, which copies on the compute stream, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Self, final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from outsize.ir.plan import Plan
+from outsize.ir.schedule import Action, Kind
+from outsize.run.device.streams import TorchStreams
+from outsize.run.host.copy_lane import Bundle, CopyLane, Handle, OffloadedStorage
+from outsize.run.moves.base import Moves
+from outsize.run.moves.implicit import ImplicitMoves
+
+_BACK: Final = frozenset({Kind.B, Kind.I})
+Key = tuple[int, int]  # stage, microbatch
+
+
+@final
+class SavedTensors(Bundle):
+    """Holds what autograd saves in one forward of a stage."""
+
+    def __init__(self, lane: CopyLane, staying: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._lane, self._staying = lane, {_place(t) for t in staying}
+        self._memories = WeakValueDictionary[int, OffloadedStorage]()
+
+    def pack(self, tensor: Tensor) -> Tensor | Handle:
+        """Returns a handle for autograd to save, or the tensor itself where it stays on the device."""
+        place = _place(tensor) if self._lane.takes(tensor) else None
+        if place is None or place in self._staying:
+            return tensor
+        memory = self._memories.get(place)
+        if memory is None:
+            memory = self._memories[place] = OffloadedStorage(tensor)
+        return Handle.of(memory, tensor)
+
+    def unpack(self, packed: Tensor | Handle) -> Tensor:
+        """Returns the tensor on the device."""
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.memory.here is None:
+            self._lane.arrive(self)
+        return packed.tensor()
+
+    def keep(self, tensors: Iterable[Any]) -> None:
+        """Ends the forward; these tensors are used elsewhere, so they stay on the device."""
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self._memories.pop(_place(tensor), None)
+
+    def memories(self) -> list[OffloadedStorage]:
+        """Returns the storages that the autograd graph still references."""
+        return list(self._memories.values())
+
+
+@final
+class ActivationOffload:
+    """Offloads activations of the stages of one process that the plan names."""
+
+    def __init__(self, stages: Iterable[int], lane: Callable[[torch.device], CopyLane] | None = None) -> None:
+        self.stages, self._made = frozenset(stages), lane or _lane
+        self.lanes: dict[torch.device, CopyLane] = {}
+        self._saved: dict[Key, tuple[CopyLane, SavedTensors]] = {}
+
+    @classmethod
+    def of(cls, plan: Plan) -> Self:
+        """Creates the offload for all stages of the plan whose recompute policy is `offload`."""
+        stages = range(len(plan.stages))
+        return cls(stage for stage in stages if plan.recompute_of(stage) == "offload")
+
+    def begin(self, stage: int, microbatch: int, staying: Sequence[Tensor]) -> SavedTensors:
+        """Begins a forward; the tensors of `staying` (weights and received values) remain on the device."""
+        device = max(staying, key=lambda tensor: tensor.nbytes).device if staying else torch.device("cpu")
+        if device not in self.lanes:
+            self.lanes[device] = self._made(device)
+        saved = SavedTensors(self.lanes[device], staying)
+        self._saved[stage, microbatch] = self.lanes[device], saved
+        return saved
+
+    def combined_with(self, moves: Moves) -> Moves:
+        """Returns other moves of the same rank together with these."""
+        return ImplicitMoves(moves, self._steps) if self.stages else moves
+
+    def forget(self) -> None:
+        """Drops what an unfinished step left."""
+        self._saved.clear()
+        for lane in self.lanes.values():
+            lane.forget()
+
+    def _steps(self, before: Action | None, here: Action, after: Action | None) -> list[Callable[[], None]]:
+        """Returns the copies around an action: its own arrive, the last action's leave, the next one's are
+        fetched.
+        """
+        near = {_key(a) for a in (here, after) if a is not None and a.kind in _BACK}
+        copies: list[Callable[[], None]] = []
+        # Arrivals come first: what is sent may then go into the buffer that they came from.
+        if here.kind in _BACK:
+            copies.append(partial(self.arrive, _key(here)))
+        if before is not None and before.kind is Kind.F and _key(before) not in near:
+            copies.append(partial(self.send, _key(before)))
+        if after is not None and after.kind in _BACK:
+            copies.append(partial(self.fetch, _key(after)))
+        return copies
+
+    def send(self, key: Key) -> None:
+        """Sends a microbatch that waits for its backward to the host."""
+        if key in self._saved:
+            lane, saved = self._saved[key]
+            lane.send(saved)
+
+    def fetch(self, key: Key) -> None:
+        """Launches the copies back, because the backward is the next action."""
+        if key in self._saved:
+            lane, saved = self._saved[key]
+            lane.fetch(saved)
+
+    def arrive(self, key: Key) -> None:
+        """Waits for the copies, because the backward begins."""
+        if key in self._saved:
+            lane, saved = self._saved.pop(key)
+            lane.arrive(saved)
+
+
+def _lane(device: torch.device) -> CopyLane:
+    place = str(device)
+    return CopyLane(TorchStreams((place,)), place)
+
+
+def _key(action: Action) -> Key:
+    return action.stage, action.microbatch
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,74 @@
+"""Defines what brings a stage's weights to the device, takes them away, and reduces their gradients.
+
+    2UNSHARD   2RESHARD   2REDUCE_GRAD      weights that replicas share (run/moves/fsdp.py)
+    2LOAD      2UNLOAD                  weights in host memory
+
+A move only begins; a compute action waits for what `arrival` returns before it runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import final
+
+from torch.optim import Optimizer
+
+from outsize.errors import InvalidSchedule
+from outsize.ir.schedule import Action, Schedule
+from outsize.run.host.speculative_step import Speculation
+from outsize.run.stage.cut import Cut
+
+
+class Moves(ABC):
+    """Moves the weights of one rank; its methods are called once, when a row is bound to its handlers."""
+
+    @abstractmethod
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        """Returns the lowered schedule of these programs with its moves."""
+
+    def of(self, cuts: Sequence[Cut]) -> Moves:
+        """Returns the moves of a step whose microbatches have these programs."""
+        return self
+
+    @abstractmethod
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        """Returns the function that performs `row[at]`, an action without a microbatch."""
+
+    @abstractmethod
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        """Returns the function that waits for what the compute action `row[at]` needs, or None."""
+
+    def step_context(self, optimizer: Optimizer | None) -> AbstractContextManager[None]:
+        """Returns the context around a run of microbatches.
+
+        With an optimizer, which implies all microbatches of a step, gradients may be stepped as they arrive
+        on the host.
+        """
+        return nullcontext()
+
+    def speculation(self) -> Speculation | None:
+        """Makes steps that begin as gradients arrive reversible; returns None where there are no
+        such steps.
+        """
+        return None
+
+
+@final
+class Resident(Moves):
+    """Moves nothing, because all weights are where they are used."""
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        return schedule
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        """Raises InvalidSchedule, because there is no such action."""
+        raise InvalidSchedule(
+            f"{row[at]} moves weights, which this plan leaves on their devices",
+            numbers=f"cell {at + 1} of {len(row)}",
+            next_step="leave it out of the schedule",
+        )
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        return None

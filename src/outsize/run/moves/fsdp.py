@@ -1,0 +1,270 @@
+"""Shards weights over replicas (FSDP): a stage is whole while it computes (ZeRO-3), or from its first action
+in a step to its last (ZeRO-1).
+
+    UNSHARD      begins the all-gather; the compute action behind it waits
+    RESHARD      frees the whole weights; the modules have their shards, DTensors under the user's names
+    REDUCE_GRAD  scatters the sum of the replicas' gradients, each replica getting its shard's; with the last
+                 one of a step the sums of the other shards (dp_replicate) are added
+
+FSDP2 does all of it, with a group for each stage and dtype. Its hooks are attached to modules that are
+called, and a stage runs flat: so FSDP2 gets modules that have the parameter tables of the user's modules and
+are never called, and is driven as torch.distributed.pipelining drives it (stage/stage.py,
+perform_reduce_grad), through parts of it that are not public: only `_pieces` knows them (torch 2.13).
+
+Gradients are added, never divided: losses have global shares. A parameter without a gradient on one replica
+contributes zeros; without one on any, its gradient is None in the end, and optimizers ignore it. Scalars and
+weights that are not contiguous stay whole; train/ranks/replicas.py handles them.
+
+Sources: torch.distributed.fsdp.fully_shard; ZeRO, arXiv 1910.02054; FSDP, arXiv 2304.11277. Oracle:
+tests/unit/run/moves/test_fsdp.py, tests/dist/test_sharded_processes.py: the numbers of one process.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.run.moves.base import Moves
+from outsize.run.stage.cut import Cut
+from outsize.schedules.sharded import with_gathers
+
+Fill = Callable[[Collection[str]], None]
+
+
+@final
+class ShardedWeights(Moves):
+    """Shards the weights of this rank's stages."""
+
+    def __init__(
+        self, model: nn.Module, home: Mapping[str, int], mesh: DeviceMesh, fill: Fill, *, once: bool = False
+    ) -> None:
+        """Shards in place the weights that `home` gives a stage, over the last dim of `mesh`.
+
+        A first dim of the mesh replicates. `fill(names)` is called before weights are sharded, so that they
+        have values. With `once`, weights are gathered and gradients scattered once a step.
+        """
+        self._home, self._mesh, self._once = dict(home), mesh, once
+        self._root = nn.Module()
+        self._stages: dict[int, list[_FsdpGroup]] = {}
+        for (stage, _), names in _grouped_names(model, home).items():
+            fill(names)
+            holder = _holder(model, names)
+            marks = {name: dict(vars(model.get_parameter(name))) for name in names}
+            self._root.add_module(str(len(self._root._modules)), holder)
+            fully_shard(holder, mesh=mesh, ignored_params=_others(model, names))
+            # The loop restores attributes that the user has set on parameters.
+            for name, known in marks.items():
+                vars(model.get_parameter(name)).update(known)
+            self._stages.setdefault(stage, []).append(_FsdpGroup(holder))
+        fully_shard(self._root, mesh=mesh)
+        _state(self._root)._lazy_init()
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        return with_gathers(schedule, self._uses(cut), once=self._once)
+
+    def of(self, cuts: Sequence[Cut]) -> Moves:
+        return _Waiting(self, frozenset(use for cut in cuts for use in self._uses(cut)))
+
+    def _uses(self, cut: Cut) -> set[tuple[int, int]]:
+        """Returns (owner, user) pairs of stages.
+
+        Replicas gather together, so each stage is a user of its own weights even where this replica's
+        microbatches do not use them.
+        """
+        used = ((name, p.stage) for p in cut.programs for name in (*p.weights, *p.spec.foreign))
+        pairs = {(self._home[name], user) for name, user in used if name in self._home}
+        return pairs | {(stage, stage) for stage in self._home.values()}
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        groups, kind = self._stages.get(row[at].stage, []), row[at].kind
+        if kind is Kind.REDUCE_GRAD:
+            return self._reduction(groups, last=row[at] not in row[at + 1 :], end=_none_behind(row, at))
+
+        def run() -> None:
+            for group in groups:
+                group.unshard() if kind is Kind.UNSHARD else group.reshard()
+
+        return run
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        return self.gathered({a.stage for a in row[:at] if a.kind is Kind.UNSHARD})
+
+    def gathered(self, stages: Collection[int]) -> Callable[[], None] | None:
+        """Returns the function that waits until the weights of these stages are whole."""
+
+        def wait() -> None:
+            for group in coming:
+                group.wait()
+
+        coming = [group for stage in sorted(stages) for group in self._stages.get(stage, [])]
+        return wait if coming else None
+
+    def _reduction(self, groups: Sequence[_FsdpGroup], *, last: bool, end: bool) -> Callable[[], None]:
+        def run() -> None:
+            for group in groups:
+                group.reduce(last)
+            if end:
+                self._finish()
+
+        return run
+
+    def _finish(self) -> None:
+        """Ends the step: gradients are ready, and those that no replica has computed become None."""
+        groups = [group for groups_of_stage in self._stages.values() for group in groups_of_stage]
+        made = torch.tensor([made for group in groups for made in group.finish()], dtype=torch.uint8)
+        made = made.to(self._mesh.device_type)
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(made, dist.ReduceOp.MAX, self._mesh.get_group(dim))
+        left = iter(made.tolist())
+        for group in groups:
+            group.forget(left)
+        _release(self._root)
+
+
+@final
+class _Waiting(Moves):
+    """Makes an action wait only for the weights that its stage uses in known programs."""
+
+    def __init__(self, sharded: ShardedWeights, uses: Collection[tuple[int, int]]) -> None:
+        self._sharded, self._uses = sharded, uses
+
+    def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
+        return self._sharded.scheduled(schedule, cut)
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        return self._sharded.action(row, at)
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        return self._sharded.gathered({owner for owner, user in self._uses if user == row[at].stage})
+
+
+@final
+class _FsdpGroup:
+    """Drives FSDP2 for the weights of one dtype of one stage."""
+
+    def __init__(self, holder: nn.Module) -> None:
+        self._fsdp = cast(FSDPModule, holder)
+        self._fsdp.set_gradient_divide_factor(1.0)
+        self._fsdp.set_force_sum_reduction_for_comms(True)
+        self._fsdp.set_reduce_scatter_unused_params(True)
+        self._fsdp.set_reshard_after_backward(False)
+        self._pieces = _pieces(holder)
+        self._coming: Any = None
+        self._made: list[bool] = []
+
+    def unshard(self) -> None:
+        self._coming = self._fsdp.unshard(async_op=True)
+
+    def wait(self) -> None:
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+
+    def reshard(self) -> None:
+        self.wait()
+        self._fsdp.reshard()
+
+    def reduce(self, last: bool) -> None:
+        """Reduces the gradients; the `last` reduction of a step includes the ranks that replicate
+        the shards.
+        """
+        parameters = [piece for group in self._pieces for piece in group.fsdp_params]
+        known = self._made or [p.sharded_param.grad is not None for p in parameters]
+        here = (p.unsharded_param.grad is not None for p in parameters)
+        self._made = [before or now for before, now in zip(known, here, strict=True)]
+        self._fsdp.set_requires_all_reduce(last)
+        for group in self._pieces:
+            group.post_backward()
+
+    def finish(self) -> list[bool]:
+        """Waits for all work; returns which parameters have got a gradient here."""
+        for group in self._pieces:
+            group.finalize_backward()
+        return self._made or [False for group in self._pieces for _ in group.fsdp_params]
+
+    def forget(self, made: Iterable[int]) -> None:
+        """Drops gradients that are zeros because no replica has `made` one."""
+        for group in self._pieces:
+            for parameter, there in zip(group.fsdp_params, made, strict=False):
+                if not there:
+                    parameter.sharded_param.grad = None
+        self._made = []
+
+
+@final
+class _Table(nn.Module):
+    """Exposes a module's own parameter table: parameters set here are set there."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = owner._parameters
+
+
+@final
+class _ForwardingTable(nn.Module):
+    """Exposes the table of a module with its own `__setattr__`, such as an LSTM, which lists its weights."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update(_parameters=owner._parameters, owner=owner)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = name in self.__dict__.get("_parameters", ())
+        setattr(self.__dict__["owner"], name, value) if known else super().__setattr__(name, value)
+
+
+def may_be_sharded(weight: Tensor) -> bool:
+    """Returns whether FSDP2 can shard a tensor: it divides the first dim of contiguous parameters."""
+    return isinstance(weight, nn.Parameter) and weight.ndim > 0 and weight.is_contiguous()
+
+
+def _grouped_names(model: nn.Module, home: Mapping[str, int]) -> dict[tuple[int, torch.dtype], list[str]]:
+    """Groups names by stage and dtype, which is the dtype of the gradients' sum."""
+    groups = defaultdict[tuple[int, torch.dtype], list[str]](list)
+    for name, weight in model.named_parameters():
+        if name in home:
+            groups[home[name], weight.dtype].append(name)
+    return dict(groups)
+
+
+def _holder(model: nn.Module, names: Collection[str]) -> nn.Module:
+    wanted = {id(model.get_parameter(name)) for name in names}
+    holder = nn.Module()
+    for number, module in enumerate(model.modules()):
+        if wanted.intersection(map(id, module._parameters.values())):
+            table = _Table if type(module).__setattr__ is nn.Module.__setattr__ else _ForwardingTable
+            holder.add_module(str(number), table(module))
+    return holder
+
+
+def _others(model: nn.Module, names: Collection[str]) -> set[nn.Parameter]:
+    return {p for name, p in model.named_parameters() if name not in names}
+
+
+def _none_behind(row: Sequence[Action], at: int) -> bool:
+    return all(action.kind is not Kind.REDUCE_GRAD for action in row[at + 1 :])
+
+
+def _state(module: nn.Module) -> Any:
+    return fully_shard.state(module)  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _pieces(module: nn.Module) -> list[Any]:
+    return _state(module)._fsdp_param_groups
+
+
+def _release(root: nn.Module) -> None:
+    """Frees the inputs of the last reduce-scatters, as `_root_post_backward_final_callback` does."""
+    state = _state(root)
+    for reduction in state._comm_ctx.reduce_scatter_states:
+        if reduction.event is not None:
+            state._device_handle.current_stream().wait_event(reduction.event)
+    state._comm_ctx.reduce_scatter_states.clear()

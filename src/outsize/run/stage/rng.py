@@ -1,0 +1,85 @@
+"""Seeds random numbers independently of the layout (exactness law 6).
+
+Before every random instruction the generators are seeded from (seed, step, microbatch, instruction). So a
+dropout mask is the same in 1 and in 4 stages, in GPipe and in 1F1B, and in a recompute. A leaf may also draw
+from Python's or NumPy's generator, so these are seeded too. The states of the user's generators are restored
+after a step.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Seed = Callable[[int], None]
+_MASK = (1 << 63) - 1
+
+
+def mix(seed: int, step: int, microbatch: int, instruction: int) -> int:
+    """Mixes four numbers into one 63-bit seed, by splitmix64's finaliser (Steele et al., OOPSLA 2014)."""
+    state = seed
+    for part in (step, microbatch, instruction):
+        state = (state + (part + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & _MASK
+
+
+def seeder(seed: int, step: int, microbatch: int) -> Seed:
+    """Returns the `seed(instruction)` that a stage function calls before each of its random instructions."""
+
+    def at(instruction: int) -> None:
+        state = mix(seed, step, microbatch, instruction)
+        # torch.manual_seed is avoided: it formats a stack trace for every kind of accelerator that is not in
+        # use.
+        torch.default_generator.manual_seed(state)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(state)
+        random.seed(state)
+        np.random.seed(state & 0xFFFFFFFF)
+
+    return at
+
+
+@contextmanager
+def borrowed_generators() -> Iterator[None]:
+    """Restores the user's generators (CPU, CUDA, Python, NumPy) after the context."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+GeneratorStates = list[Tensor]
+
+
+def generator_states(device: torch.device) -> GeneratorStates:
+    """Returns the states of all generators that a model may draw from as bytes: CPU, device,
+    Python, NumPy.
+    """
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    drawn = pickle.dumps((random.getstate(), np.random.get_state()))
+    return [*states, torch.frombuffer(bytearray(drawn), dtype=torch.uint8)]
+
+
+def set_generator_states(states: GeneratorStates, device: torch.device) -> None:
+    """Sets generators to the states that `generator_states` returned."""
+    torch.set_rng_state(states[0].cpu())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1].cpu(), device)
+    python, numpy = pickle.loads(states[-1].cpu().numpy().tobytes())
+    random.setstate(python)
+    np.random.set_state(numpy)

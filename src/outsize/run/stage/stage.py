@@ -1,0 +1,352 @@
+"""Runs forward and backward of a microbatch on one stage, with gradients at its boundaries.
+
+A received value enters as an alias whose backward returns the gradient to this file instead of accumulating
+it in a leaf: AccumulateGrad would copy it to the leaf's strides, and with other strides reductions downstream
+add in another order (rule 13; errors of 1e-15 to 1e-4). A partial gradient from a later consumer enters as a
+root on that alias, so autograd adds this stage's part to it, in the order of the one-process run (law 2).
+
+The autograd engine may make a parameter's first `.grad` from the memory of a gradient that is still sent or
+waits: the backward of `table + t` gives one storage to both operands where their shapes allow it. Later
+microbatches are added to `.grad` in place, so a new `.grad` gets separate memory here
+(`_own_new_gradients`; tests/parity/test_gradient_storage.py).
+
+A microbatch costs Python beyond its kernels: `benchmarks/overhead` counts it. So what does not change within
+a step (`begin`) is read once, and the engine is called as `torch.autograd.backward` calls it, without its
+checks of shapes, which hold by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from outsize.errors import BoundaryMismatch
+from outsize.program.modes import casting_devices, outside_autocast
+from outsize.run.device.storage import shares_storage
+from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.rng import Seed
+from outsize.run.stage.split_backward import Later, input_backward
+from outsize.run.transport.slots import identity
+
+Gradients = dict[int, Tensor | None]  # The key is a boundary.
+Root = Tensor | GradientEdge
+Roots = dict[int, Any]  # The key is a boundary, the value is where a backward begins.
+_GONE: Final = (None,)
+_IN_PLACE: Final = nullcontext()
+
+
+def enter(value: Tensor, sink: Gradients, key: int) -> Tensor:
+    """Returns an alias of a received value; the backward puts its summed gradient into `sink[key]` and ends
+    there.
+    """
+    # view_as is avoided, since it changes the strides of dimensions of size 1; kernels choose by them.
+    alias = torch.ops.aten.alias.default(value.detach().requires_grad_())
+
+    def arrive(gradients: Sequence[Tensor | None]) -> tuple[None]:
+        sink[key] = gradients[0]
+        return _GONE
+
+    alias.grad_fn.register_prehook(arrive)
+    return alias
+
+
+def enter_bare(value: Tensor, sink: Gradients, key: int) -> Tensor:
+    """Returns an alias as `enter` does, but the graph does not reference the value: its leaf has no
+    memory.
+    """
+    alias = enter(value, sink, key)
+    leaf = alias._base
+    assert leaf is not None
+    leaf.data = leaf.new_empty(0)
+    return alias
+
+
+def edges_of(tensors: Roots) -> Roots:
+    """Returns the edges at which gradients of tensors enter the graph, without referencing their memory."""
+    return {key: get_gradient_edge(tensor) for key, tensor in tensors.items() if tensor.requires_grad}
+
+
+def run_backward(roots: Sequence[Root], gradients: Sequence[Tensor]) -> None:
+    """Runs `torch.autograd.backward(roots, gradients)` for gradients that fit their roots."""
+    Variable._execution_engine.run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+@final
+class _Ends:
+    """Records where the backward of one microbatch begins and ends."""
+
+    __slots__ = ("aliases", "loss", "sent", "sink")
+
+    def __init__(self) -> None:
+        self.aliases: Roots = {}  # The aliases belong to received boundaries.
+        self.sent: Roots = {}
+        self.loss: Tensor | None = None
+        self.sink: Gradients = {}
+
+
+@final
+class Result(NamedTuple):
+    """Holds a forward's exits: values to send by boundary key, the loss, the outputs."""
+
+    sent: dict[int, Tensor]
+    loss: Tensor | None
+    outputs: tuple[Any, ...]
+
+
+@final
+class TableEntry(NamedTuple):
+    """Locates a weight in its module's tables."""
+
+    module: nn.Module
+    table: dict[str, Any]
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """Returns the tensor that is in the table now."""
+        return self.table[self.key]
+
+
+class SavedTensorHooks(Protocol):
+    """Replaces what autograd saves in one forward, as `saved_tensors_hooks` does."""
+
+    def pack(self, tensor: Tensor, /) -> Any:
+        """Returns what autograd stores for the tensor, which may be the tensor itself."""
+
+    def unpack(self, packed: Any, /) -> Any:
+        """Returns the tensor for what `pack` returned."""
+
+    def keep(self, tensors: Any, /) -> None:
+        """Ends the forward, whose exits these tensors are."""
+
+
+# The arguments are a microbatch and tensors that stay; the result holds what autograd saves.
+Saving = Callable[[int, Sequence[Tensor]], SavedTensorHooks]
+
+
+@final
+class StageExecutor:
+    """Runs one StageProgram on the user's modules.
+
+    `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a
+    microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives
+    and sends.
+    """
+
+    def __init__(
+        self,
+        program: StageProgram,
+        model: nn.Module,
+        again: Callable[..., Any] | None = None,
+        saving: Saving | None = None,
+        *,
+        bare: bool = False,
+    ) -> None:
+        self.program = program
+        self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if bare else enter
+        self._roots_of: Callable[[Roots], Roots] = edges_of if bare else identity
+        self._function, self._again, self._saving = program.function, again, saving
+        self._inputs = program.inputs
+        slots = [b for b in program.sent if b.weight is None]
+        self._keys = tuple(b.key for b in slots)
+        self._slots = tuple(slots)
+        # Weights are looked up by name, since the user may replace parameters between steps
+        # (`load_state_dict(assign=True)`).
+        self._own = {b.key: b.weight for b in program.sent if b.weight is not None}
+        self._model = model
+        self._written = _written_by_users(program, model)
+        self._weights = _table_entries(program.weights, model)
+        self._without_gradient: list[TableEntry] = []
+        self._saved: dict[int, _Ends] = {}
+        self._later: dict[int, list[Later]] = {}
+        self._checked = False
+        self._grad = self._casts = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Reads the caller's modes, which hold for a whole step."""
+        self._grad, self._casts = torch.is_grad_enabled(), bool(casting_devices())
+        trained = (entry for entry in self._weights if entry.tensor.requires_grad and entry.tensor.is_leaf)
+        self._without_gradient = [entry for entry in trained if entry.tensor.grad is None]
+
+    def forward(
+        self, microbatch: int, inputs: Sequence[Tensor], received: Sequence[Tensor], seed: Seed
+    ) -> Result:
+        """Runs the forward of a microbatch; `inputs` are all its input tensors, `received` follow
+        `program.received`.
+        """
+        if self._casts:
+            # torch does the same at the begin of `with torch.autocast` around each forward.
+            torch.clear_autocast_cache()
+        saved, grad = _Ends(), self._grad
+        entries = self._enter(saved, received) if grad else received
+        function = self._again if grad and self._again is not None else self._function
+        own_inputs = [inputs[p] for p in self._inputs]
+        away = self._begin(microbatch, [*own_inputs, *received]) if grad else None
+        with self._keeping(away):
+            exits = function(*own_inputs, *entries, seed)
+        if away is not None:
+            away.keep(exits)
+        sent = dict(zip(self._keys, exits, strict=False))
+        at = len(self._keys)
+        loss = exits[at] if self.program.has_loss else None
+        if not self._checked:
+            self._check(sent, grad)
+        if grad:
+            saved.sent, saved.loss = self._roots_of(sent), loss
+            self._saved[microbatch] = saved
+        return Result(sent, loss, exits[at + self.program.has_loss :])
+
+    def backward(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+        """Runs the backward; turns incoming gradients by boundary key into gradients of the
+        received values.
+        """
+        saved = self._saved.pop(microbatch)
+        roots, grads = self._roots(saved, weight, gradients)
+        if roots:
+            with self._uncast():
+                run_backward(roots, grads)
+        self._own_new_gradients()
+        return saved.sink
+
+    def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
+        """Runs the backward without the weight gradients that can wait for `backward_weight`."""
+        saved = self._saved.pop(microbatch)
+        roots, grads = self._roots(saved, weight, gradients)
+        if roots:
+            with self._uncast():
+                # Recomputed activations would be computed again for each weight, and offloaded ones would
+                # stay longer.
+                whole = self._again is not None or self._saving is not None
+                self._later[microbatch] = input_backward(roots, grads, whole=whole)
+        self._own_new_gradients()
+        return saved.sink
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Computes the weight gradients that `backward_input` of this microbatch has left."""
+        with self._uncast():
+            for later in self._later.pop(microbatch, ()):
+                later.run()
+        self._own_new_gradients()
+
+    def _own_new_gradients(self) -> None:
+        """Gives each `.grad` that is new since `begin` separate memory where other tensors use it, too.
+
+        The gradients that are sent or wait are alive now, so every tensor that shares the memory is counted.
+        """
+        if not self._without_gradient:
+            return
+        waiting = []
+        for entry in self._without_gradient:
+            parameter = entry.tensor
+            if parameter.grad is None:
+                waiting.append(entry)
+            elif type(parameter.grad) is Tensor and shares_storage(parameter.grad):
+                parameter.grad = parameter.grad.clone()
+        self._without_gradient = waiting
+
+    def _roots(self, saved: _Ends, weight: float, gradients: Gradients) -> tuple[list[Root], list[Tensor]]:
+        """Returns where the backward begins, and with which gradients."""
+        roots: list[Root] = []
+        grads: list[Tensor] = []
+        for key, gradient in gradients.items():
+            if gradient is not None:
+                roots.append(self._root(saved, key))
+                grads.append(gradient)
+        if saved.loss is not None and saved.loss.requires_grad:
+            roots.append(saved.loss)
+            grads.append(torch.full_like(saved.loss, weight))
+        return roots, grads
+
+    def tied_parameter(self, key: int) -> Tensor:
+        """Returns the tied parameter that this stage owns."""
+        return self._model.get_parameter(self._own[key])
+
+    def forget(self) -> None:
+        """Drops what an unfinished step left."""
+        self._saved.clear()
+        self._later.clear()
+
+    def _enter(self, saved: _Ends, received: Sequence[Tensor]) -> list[Tensor]:
+        entries = []
+        for boundary, value in zip(self.program.received, received, strict=True):
+            if boundary.requires_grad:
+                value = saved.aliases[boundary.key] = self._entering(value, saved.sink, boundary.key)
+            entries.append(value)
+        saved.aliases = self._roots_of(saved.aliases)
+        return entries
+
+    def _uncast(self) -> AbstractContextManager[Any]:
+        return outside_autocast() if self._casts else _IN_PLACE
+
+    def _begin(self, microbatch: int, coming: list[Tensor]) -> SavedTensorHooks | None:
+        """Begins to replace what autograd saves; weights and received values stay on the device."""
+        if self._saving is None:
+            return None
+        return self._saving(microbatch, [*(entry.tensor for entry in self._weights), *coming])
+
+    def _keeping(self, away: SavedTensorHooks | None) -> AbstractContextManager[Any]:
+        """Returns the context of a forward, in which autograd saves copies of weights that forwards write.
+
+        The forward of a later microbatch may write such a weight before this one's backward has read it.
+        """
+        if not self._written:
+            return _IN_PLACE if away is None else saved_tensors_hooks(away.pack, away.unpack)
+
+        def pack(tensor: Tensor) -> Any:
+            place = tensor.untyped_storage().data_ptr()
+            is_written = any(h.tensor.untyped_storage().data_ptr() == place for h in self._written)
+            saved = tensor.clone() if is_written else tensor
+            return saved if away is None else away.pack(saved)
+
+        return saved_tensors_hooks(pack, identity if away is None else away.unpack)
+
+    def _root(self, saved: _Ends, key: int) -> Root:
+        if key in saved.aliases:
+            return saved.aliases[key]
+        return saved.sent[key] if key in saved.sent else self.tied_parameter(key)
+
+    def _check(self, sent: dict[int, Tensor], grad: bool) -> None:
+        """Checks once that what leaves the stage is what the tape promised."""
+        for boundary in self._slots:
+            value, meta = sent[boundary.key], boundary.meta
+            assert meta is not None
+            promised = (meta.shape, meta.dtype, meta.requires_grad and grad)
+            actual = (tuple(value.shape), value.dtype, value.requires_grad)
+            if promised != actual:
+                raise BoundaryMismatch(
+                    f"slot {boundary.slot} leaves stage {self.program.stage} other than captured",
+                    numbers=f"captured {promised}, got {actual}",
+                    next_step="outsize check MODEL, which names the unit",
+                )
+        self._checked = True
+
+
+def _written_by_users(program: StageProgram, model: nn.Module) -> list[TableEntry]:
+    """Returns the weights that forwards write, except in torch's own modules, which do not read
+    them again.
+    """
+    entry = _table_entries(program.written, model)
+    return [h for h in entry if not type(h.module).__module__.startswith("torch.nn.")]
+
+
+def _table_entries(names: Collection[str], model: nn.Module) -> list[TableEntry]:
+    """Locates these weights in their modules, whose tensors there may be replaced."""
+    entries = list[TableEntry]()
+    modules = dict(model.named_modules()) if names else {}
+    for name in sorted(names):
+        owner, _, key = name.rpartition(".")
+        module = modules.get(owner)
+        tables = (module._parameters, module._buffers) if module is not None else ()
+        table: Any = next((t for t in tables if t.get(key) is not None), None)
+        if module is not None and table is not None:
+            entries.append(TableEntry(module, table, key))
+    return entries

@@ -1,0 +1,102 @@
+"""Frees or moves weights, so that a rank holds only those that its own stages use.
+
+A weight that no stage uses (a head that the loss does not see) stays on every rank: freeing it would save
+little and break `evaluate`. Tied names continue to refer to one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outsize.program.tree import map_leaves
+from outsize.run.stage.cut import Cut
+
+_HELD = ("_parameters", "_buffers", "_modules")
+Place = tuple[dict[str, Any], str, str]
+
+
+def first_stages(cut: Cut, model: nn.Module) -> dict[str, int]:
+    """Maps each parameter and buffer to the first stage that uses it, or to stage 0 where none does.
+
+    Tied tensors are listed under their first name. A buffer that the forward writes belongs to one stage.
+    """
+    first: dict[str, int] = {}
+    for program in cut.programs:
+        for name in program.weights:
+            first.setdefault(name, program.stage)
+    return {name: first.get(name, 0) for _, _, name in places(model)}
+
+
+def free_foreign(model: nn.Module, foreign: set[str]) -> None:
+    """Replaces these weights by meta tensors."""
+    tensors = _tensors(model)
+    replace(
+        model,
+        {id(t): like(t, torch.empty_like(t, device="meta")) for n, t in tensors.items() if n in foreign},
+    )
+
+
+def move_weights(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Moves every weight that has values to the device given for its name."""
+    targets = [(t, devices[n]) for n, t in _tensors(model).items() if n in devices and not t.is_meta]
+    moving = [(t, device) for t, device in targets if t.device != device]
+    replace(model, {id(t): like(t, t.detach().to(device)) for t, device in moving})
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Returns (table, key, name) of every parameter and buffer; tied ones share their first name."""
+    canonical: dict[int, str] = {}
+    entries: list[Place] = []
+    for prefix, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    name = f"{prefix}.{key}" if prefix else key
+                    entries.append((table, key, canonical.setdefault(id(tensor), name)))
+    return entries
+
+
+def like(old: Tensor, values: Tensor) -> Tensor:
+    """Returns `values` as a parameter with the attributes of `old`, or as a plain tensor where
+    `old` is one.
+    """
+    if not isinstance(old, nn.Parameter):
+        return values
+    made = nn.Parameter(values, requires_grad=old.requires_grad)
+    vars(made).update(vars(old))
+    return made
+
+
+def replace(model: nn.Module, successor: Mapping[int, Tensor]) -> None:
+    """Replaces tensors, given by id, in the tables of modules and in their plain attributes.
+
+    An LSTM, for example, lists its weights in an attribute as well.
+    """
+
+    def swap(leaf: Any) -> Any:
+        return successor.get(id(leaf), leaf)
+
+    for table, key, _ in places(model):
+        table[key] = swap(table[key])
+    for module in model.modules():
+        attributes = vars(module)
+        for name in [n for n, value in attributes.items() if n not in _HELD and _holds(value, successor)]:
+            attributes[name] = map_leaves(swap, attributes[name])
+
+
+def _holds(value: Any, successor: Mapping[int, Tensor]) -> bool:
+    """Returns whether the value, or an item of a list, tuple or dict, is one of the tensors.
+
+    Dataclasses are not searched, since they may be configs whose fields refuse to be read.
+    """
+    if isinstance(value, list | tuple | dict):
+        return any(_holds(item, successor) for item in (value.values() if isinstance(value, dict) else value))
+    return id(value) in successor
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for table, key, name in places(model) if (tensor := table[key]) is not None}

@@ -1,0 +1,165 @@
+"""Finds the dim of each input along which the samples lie, when the shapes alone do not say it.
+
+    lstm(x [length, batch, width]) with target [batch]         x: 1, target: 0
+    model(image [batch, 3, h, w], anchors [k, 4])              image: 0, anchors: none
+
+Where all tensors agree in dim 0 and no other dim has that size, samples lie along dim 0. Otherwise the
+candidates that the shapes allow are tried in turn, beginning with those that assign a batch dim to most
+tensors: the batch is grown from b to b + 1 samples along the candidate's dims and recorded on fake tensors;
+the first candidate that the model accepts is used. A dim in the user's `batch_dims` is used as given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, product
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.errors import BadOption
+from outsize.program.tree import leaves
+from outsize.train.batch.batch import Batch, Dims
+
+Asked = Mapping[str | int, int | None]
+_KNOWN, _TRIES = 4096, 32  # how many candidates are ranked, and how many are tried
+
+
+@final
+class BatchDims:
+    """Finds the batch dims, once for all batches of equal ranks and dtypes.
+
+    `accepts(batch)` tells whether the model runs on the batch. `asked` maps an argument's name or position,
+    or "target", to the batch dim of all its tensors.
+    """
+
+    def __init__(self, accepts: Callable[[Batch], bool], asked: Asked | None = None) -> None:
+        self._accepts, self._asked = accepts, dict(asked or {})
+        self._found: dict[tuple[Any, ...], Dims] = {}
+
+    def of(self, batch: Batch) -> Batch:
+        """Returns the batch with its dims."""
+        if batch.in_lists() and not self._asked:
+            return replace(batch, listed=batch.in_lists())
+        ranks_and_dtypes = tuple((t.ndim, t.dtype) for t in batch.tensors())
+        known = batch.dims or self._found.get(ranks_and_dtypes)
+        if known is None or not _agree(batch.tensors(), known):
+            known = self._find(batch, _fixed(batch, self._asked))
+        self._found[ranks_and_dtypes] = known
+        return replace(batch, dims=known)
+
+    def _find(self, batch: Batch, fixed: Mapping[int, int | None]) -> Dims:
+        candidates = _candidates(batch.tensors(), fixed)
+        if not candidates:
+            return batch.batch_dims()
+        candidates = _with_samples_on_both_sides(batch, candidates, fixed)
+        if len(candidates) == 1 or _only_dim_0(batch.tensors(), candidates[0]):
+            return candidates[0]
+        accepted = (d for d in candidates if self._accepts(_grown(replace(batch, dims=d))))
+        return next(accepted, candidates[0])
+
+
+def insist_on_names(batch: Batch, asked: Asked) -> None:
+    """Raises BadOption when `asked` names arguments that the batch does not have."""
+    arguments = dict.fromkeys(_owners(batch))
+    unknown = [key for key in asked if key not in arguments]
+    if unknown:
+        raise BadOption(
+            f"batch_dims names {', '.join(map(repr, unknown))}, which is no tensor of the batch",
+            numbers=f"there are {', '.join(map(repr, arguments))}",
+            next_step="batch_dims={'argument name or position': dim}",
+        )
+
+
+def _owners(batch: Batch) -> list[str | int]:
+    """Returns, for each of the batch's tensors, the argument that it came in."""
+    owners: list[str | int] = []
+    for key, value in (*enumerate(batch.args), *batch.kwargs.items(), ("target", batch.target)):
+        owners += [key for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return owners
+
+
+def _fixed(batch: Batch, asked: Asked) -> dict[int, int | None]:
+    """Returns the dims that the user gave, by position among the batch's tensors."""
+    return {place: asked[owner] for place, owner in enumerate(_owners(batch)) if owner in asked}
+
+
+def _agree(tensors: Sequence[Tensor], dims: Dims) -> bool:
+    return len({t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None}) == 1
+
+
+def _candidates(tensors: Sequence[Tensor], fixed: Mapping[int, int | None]) -> list[Dims]:
+    """Returns the candidate dims: those with most batch dims first, then those with most dims 0.
+
+    Ties keep the order of the sizes, so the first tensor's dims come first.
+    """
+    fixed_sizes = [tensors[place].shape[dim] for place, dim in fixed.items() if dim is not None]
+    sizes = fixed_sizes[:1] or list(dict.fromkeys(t.shape[0] for t in tensors if t.ndim))
+    tables = ([_options(t, p, size, fixed) for p, t in enumerate(tensors)] for size in sizes)
+    candidates = list(islice((dims for table in tables for dims in product(*table)), _KNOWN))
+    candidates = [dims for dims in candidates if any(d is not None for d in dims)]
+    return sorted(candidates, key=lambda dims: (dims.count(None), -dims.count(0)))[:_TRIES]
+
+
+def _with_samples_on_both_sides(
+    batch: Batch, readings: Sequence[Dims], fixed: Mapping[int, int | None]
+) -> list[Dims]:
+    """The readings in which inputs and target both have samples, where the user has not said which dims.
+
+    Raises BadOption when there are none: a target that every microbatch gets whole is one of another batch.
+    """
+    is_target = [owner == "target" for owner in _owners(batch)]
+    tensors = batch.tensors()
+    for side in (False, True):
+        places = [p for p, t in enumerate(tensors) if is_target[p] is side and t.ndim]
+        if places and not any(place in fixed for place in places):
+            readings = [dims for dims in readings if any(dims[place] is not None for place in places)]
+    if not readings:
+        inputs = [t.shape[0] for t, side in zip(tensors, is_target, strict=True) if not side and t.ndim]
+        targets = [t.shape[0] for t, side in zip(tensors, is_target, strict=True) if side and t.ndim]
+        raise BadOption(
+            "the target has another number of samples than the inputs",
+            numbers=f"along dim 0 the inputs have {inputs}, the target {targets}",
+            next_step="pass a target for each sample; batch_dims={'target': None} shares one without samples",
+        )
+    return list(readings)
+
+
+def _options(tensor: Tensor, place: int, size: int, fixed: Mapping[int, int | None]) -> list[int | None]:
+    if place in fixed:
+        return [fixed[place]]
+    dims: list[int | None] = [dim for dim, n in enumerate(tensor.shape) if n == size]
+    return [*dims, None]
+
+
+def _only_dim_0(tensors: Sequence[Tensor], dims: Dims) -> bool:
+    """Tells whether samples lie along dim 0 of every tensor and no other dim has that size."""
+    size = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+    return all(d == 0 or not t.ndim for t, d in zip(tensors, dims, strict=True)) and not any(
+        size in t.shape[1:] for t in tensors
+    )
+
+
+def _grown(batch: Batch) -> Batch:
+    """Returns the batch with one more sample."""
+    return batch.resized(batch.size + 1)
+
+
+def acceptance(
+    model: nn.Module, loss_fn: LossFn | None, home: torch.device | None = None
+) -> Callable[[Batch], bool]:
+    """Returns a function that tells whether the model, with its loss, accepts a batch; `home` as in
+    `record`.
+    """
+
+    def accepts(batch: Batch) -> bool:
+        try:
+            record(model, batch.args, batch.kwargs, loss_fn, batch.target, home)
+        except Exception:
+            return False
+        return True
+
+    return accepts

@@ -1,0 +1,99 @@
+"""Checks before a step, so that the user reads a message instead of a traceback from inside torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outsize.errors import BadOption
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan
+from outsize.ir.units.names import prefixes, unroll
+from outsize.program.tape import Meta, Tape
+from outsize.run.host.optimizer_step import steps_in_parts
+from outsize.run.host.speculative_step import Speculation
+from outsize.train.batch.batch import Batch
+
+_OPTIMIZER = "optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)"
+
+
+def insist_on_loss(tape: Tape) -> None:
+    """Raises BadOption when the tape has no loss to run a backward from."""
+    insist_on_gradient(tape.metas[tape.loss.slot] if tape.loss is not None else None)
+
+
+def insist_on_gradient(loss: Any) -> None:
+    """Raises BadOption when the loss is missing, is no tensor or does not require a gradient."""
+    if loss is None:
+        raise BadOption(
+            "a training step needs a loss, and the model returns none",
+            next_step="pass loss_fn=... and target=..., or labels among the model's arguments",
+        )
+    if not isinstance(loss, Meta | Tensor):
+        raise BadOption(
+            f"the loss is a {type(loss).__name__}; it must be a tensor, from which gradients follow",
+            next_step="return the loss itself, without .item(), float() or numpy()",
+        )
+    if not loss.requires_grad:
+        raise BadOption(
+            "the loss depends on no trainable parameter, so nothing would be trained",
+            next_step="look for requires_grad_(False), detach() or torch.no_grad() on the way to the loss",
+        )
+
+
+def insist_on_values(named: Iterable[tuple[str, Tensor]], batch: Batch) -> None:
+    """Raises BadOption when weights (parameters or buffers) or inputs are on meta."""
+    missing = next((name for name, weight in named if weight.is_meta), None)
+    if missing is not None:
+        raise BadOption(
+            f"weight {missing} is on meta and has no values",
+            next_step="weights='FOLDER or FILE.safetensors', or model.load_state_dict(..., assign=True)",
+        )
+    if any(t.is_meta for t in batch.tensors()):
+        raise BadOption("an input is on meta and has no values", next_step="pass a real batch")
+
+
+def insist_on_model(plan: Plan, graph: ModelGraph) -> None:
+    """Raises ModelMismatch when the plan is of another model.
+
+    The same model has other units with another loss, mode or input; then each stage of the plan still finds
+    some of its own units.
+    """
+    if plan.fingerprint == graph.fingerprint:
+        return
+    names = {pattern for unit in graph.units for pattern in prefixes(unit.name)}
+    missing = [s for s in plan.stages if names.isdisjoint(name for p in s.units for name in unroll(p))]
+    if plan.model != graph.model or missing:
+        plan.check_model(graph)
+
+
+def made_optimizer(make: Callable[[Any], Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """Returns the user's optimizer over these parameters.
+
+    Raises BadOption when `make` does not return an optimizer.
+    """
+    if not callable(make):
+        raise BadOption(
+            f"optimizer is a {type(make).__name__}; it must be a function from parameters to an optimizer",
+            next_step=_OPTIMIZER,
+        )
+    optimizer = make(parameters)
+    if not (hasattr(optimizer, "step") and hasattr(optimizer, "zero_grad")):
+        raise BadOption(
+            f"the optimizer function returned {type(optimizer).__name__}, no optimizer", next_step=_OPTIMIZER
+        )
+    return optimizer
+
+
+def insist_on_parts(optimizer: Optimizer, speculation: Speculation | None) -> None:
+    """Raises BadOption when steps may have to be undone and this optimizer cannot step in parts."""
+    if speculation is not None and not steps_in_parts(optimizer):
+        raise BadOption(
+            f"clipping='speculative' wants an optimizer that steps in parts, and {type(optimizer).__name__} "
+            "steps once",
+            numbers="in parts: those of torch.optim, but for LBFGS, and without hooks on their step",
+            next_step="clipping='exact'",
+        )

@@ -1,0 +1,372 @@
+"""Finds on the tape what the loss of a microbatch was divided by.
+
+Problem: a batch is run as microbatches m with losses L_m. Which weights w_m make sum(w_m L_m) the loss L of
+the undivided batch? If L_m = A_m / d(B_m), where A (the numerator) and B (the denominator) add up over
+samples, then w_m = d(B_m) / d(sum of B_m). Here B is a number of samples, of targets that are not ignored, a
+sum of class weights or of a mask, and d a lower limit or a small constant (`clamp(min=1)`, `+ 1e-8`).
+
+The tape is interpreted abstractly, once, in order. Each slot has one of these values:
+
+    ()             does not depend on the samples (weights, constants, 0-dim inputs)
+    (Term, ...)    a sum of terms; each is a numerator that adds up over samples, divided by the product of
+                   its measures. `reduced` says that the sum over samples has been taken; before, the slot
+                   has one entry per sample or token.
+    Underivable    in place of a term: a summand that is none, and the instruction that made it so
+
+Symbols -> names: A -> the numerator, which is not represented; B -> `Term.measures`; d -> `Term.limits`.
+
+Deviations: dim 0 is taken for samples where a reduction leaves other dims. Every function that is not named
+here keeps entries of samples apart. Both can be wrong for a function that mixes samples (a contrastive loss),
+which no weighting makes right; `outsize check` compares with the undivided batch. Complexity:
+O(instructions + reads). Oracle: tests/unit/train/batch/test_loss_denominators.py computes the loss of the
+undivided batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+import torch.nn.functional as F
+from torch.nn import _reduction
+
+from outsize.program.liveness import replicable
+from outsize.program.tape import Instruction, Ref, Tape, Weight, backward_slice
+from outsize.program.tree import leaves
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """The measure of a mean over all entries: they are as many as samples, up to a constant factor."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The measure that Python read while the tape was recorded, under a guard that makes it valid."""
+
+    value: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SlotValue:
+    """The measure that is the value of a slot with one element, which follows from the inputs."""
+
+    slot: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The measure of a mean cross entropy: the targets that are not ignored, or their class weights."""
+
+    target: int
+    ignore_index: int
+    class_weights: Ref | Weight | None
+
+
+Measure = Samples | Number | SlotValue | Targets
+Limit = tuple[Literal["min", "add"], float]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A numerator that adds up over samples, divided by the product of the measures.
+
+    `limits` were applied, in order, to the last measure. `number` is a Python number (and the index of the
+    instruction) that the term was divided by and that may be a size of the batch as well as a constant.
+    `constant` marks what does not depend on the samples and was added to terms that do.
+    """
+
+    reduced: bool
+    measures: tuple[Measure, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    number: tuple[int, float] | None = None
+    constant: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Underivable:
+    """A summand that is no term, and the instruction that made it so."""
+
+    where: str
+    name: str
+
+
+Value = tuple[Term | Underivable, ...]
+_PER_SAMPLE: Value = (Term(reduced=False),)
+_CONSTANT = Term(reduced=True, constant=True)
+
+# Functions of one tensor that leave a term a term, up to a constant factor.
+_CASTS = ["to", "float", "double", "half", "bfloat16", "type", "type_as", "contiguous", "clone", "detach"]
+_SHAPES = ["view", "reshape", "squeeze", "unsqueeze", "flatten", "ravel", "permute", "transpose", "expand"]
+_LINEAR = frozenset([*_CASTS, *_SHAPES, "neg", "negative", "nan_to_num"])
+_ADDING = frozenset(["add", "radd", "iadd", "sub", "rsub", "isub", "subtract"])
+_MULTIPLYING = frozenset(["mul", "rmul", "imul", "multiply"])
+_DIVIDING = frozenset(["div", "truediv", "itruediv", "divide", "true_divide"])
+_LOWER_LIMITS = frozenset(["clamp", "clamp_min", "clip", "maximum", "max"])
+_JOINING = frozenset(["stack", "cat", "concat", "hstack"])
+_CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
+
+
+@final
+class Denominators:
+    """The abstract interpretation of one tape; `loss` is the value of its loss."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._free = replicable(tape)
+        self._values: dict[int, Value] = {}
+        for slot in tape.inputs:
+            self._values[slot] = _PER_SAMPLE if tape.metas[slot].shape else ()
+        for instruction in tape.instructions:
+            value = self._result(instruction)
+            self._values.update(dict.fromkeys(instruction.defines(), value))
+
+    @property
+    def loss(self) -> Value:
+        """The summands of the loss; without a loss none."""
+        return () if self._tape.loss is None else self._of(self._tape.loss)
+
+    def _of(self, operand: Any) -> Value:
+        """The value of an argument: of a tensor, of all tensors in a list, `()` of all else."""
+        slots = [leaf.slot for leaf in leaves(operand) if isinstance(leaf, Ref)]
+        return _union(self._values.get(slot, ()) for slot in slots)
+
+    def _result(self, instruction: Instruction) -> Value:
+        operands = self._of((instruction.args, instruction.kwargs))
+        if not operands:
+            return ()
+        if not instruction.is_leaf:
+            for rule in (self._linear, self._loss_function, self._reduction, self._arithmetic):
+                value = rule(instruction)
+                if value is not None:
+                    return value
+        scalar = all(not self._tape.metas[slot].shape for slot in instruction.defines())
+        return self._underivable(instruction) if scalar or _reduced(operands) else _PER_SAMPLE
+
+    def _linear(self, instruction: Instruction) -> Value | None:
+        """Functions of one tensor that keep its terms, and lists; None for any other function."""
+        name = _operator(instruction)
+        if name in _LINEAR:
+            return self._of(_first(instruction))
+        return self._of((instruction.args, instruction.kwargs)) if name in _JOINING else None
+
+    def _underivable(self, instruction: Instruction) -> Value:
+        """The first operand that is no term already, or else this instruction."""
+        operands = self._of((instruction.args, instruction.kwargs))
+        known = next((x for x in operands if isinstance(x, Underivable)), None)
+        return (known or Underivable(instruction.where, instruction.name),)
+
+    # -- losses of torch ------------------------------------------------------------------------------
+
+    def _loss_function(self, instruction: Instruction) -> Value | None:
+        """A function with `reduction=`; None for any other."""
+        given = _arguments(instruction)
+        reduction = _reduction_of(given)
+        if reduction is None:
+            return None
+        if reduction == "none":
+            return _PER_SAMPLE
+        if reduction == "sum":
+            return (Term(reduced=True),)
+        if instruction.target not in _CROSS_ENTROPIES:
+            return (Term(reduced=True, measures=(self._mean_over(given.get("input")),)),)
+        return self._mean_cross_entropy(instruction, given)
+
+    def _mean_cross_entropy(self, instruction: Instruction, given: Mapping[str, Any]) -> Value:
+        target, weights = given["target"], given["weight"]
+        if not isinstance(target, Ref):
+            return self._underivable(instruction)
+        if self._tape.metas[target.slot].dtype.is_floating_point:  # class probabilities: a mean over samples
+            return (Term(reduced=True, measures=(Samples(),)),)
+        readable = weights is None or self._is_readable(weights)
+        if not self._is_readable(target) or not readable:
+            return self._underivable(instruction)
+        return (Term(reduced=True, measures=(Targets(target.slot, given["ignore_index"], weights),)),)
+
+    def _is_readable(self, operand: Ref | Weight) -> bool:
+        """Whether the operand follows from inputs, constants and buffers, before the step."""
+        if isinstance(operand, Weight):
+            return operand.kind == "buffer"
+        needs = backward_slice(self._tape.instructions, self._tape.metas, [operand.slot])
+        return all(self._free[i] for i in needs)
+
+    # -- reductions -----------------------------------------------------------------------------------
+
+    def _reduction(self, instruction: Instruction) -> Value | None:
+        """`sum` and `mean`; None for any other function."""
+        name, operand = _operator(instruction), _first(instruction)
+        if name not in ("sum", "nansum", "mean", "nanmean") or not isinstance(operand, Ref):
+            return None
+        value = self._of(operand)
+        if all(isinstance(term, Underivable) or term.reduced for term in value):
+            return value  # a sum or mean over a list of losses
+        dims = _dims(instruction, len(self._tape.metas[operand.slot].shape))
+        if dims is not None:
+            return self._underivable(instruction) if 0 in dims or _reduced(value) else _PER_SAMPLE
+        measures = (self._mean_over(operand),) if "mean" in name else ()
+        terms = [term for term in value if isinstance(term, Term) and not (term.measures and measures)]
+        if len(terms) < len(value) or any(term.reduced for term in terms):
+            return self._underivable(instruction)
+        return tuple(replace(term, reduced=True, measures=(*term.measures, *measures)) for term in terms)
+
+    def _mean_over(self, operand: Any) -> Measure:
+        """Returns what a mean over all entries divides by: their number where a mask has selected them,
+        else the samples.
+        """
+        if isinstance(operand, Ref) and self._tape.guards:
+            meta = self._tape.metas[operand.slot]
+            needs = backward_slice(self._tape.instructions, self._tape.metas, [operand.slot])
+            called = {self._tape.instructions[i].target for i in needs}
+            shapes = {g.value for g in self._tape.guards if g.target in called and isinstance(g.value, tuple)}
+            if any(shape and shape[0] == meta.shape[0] for shape in shapes if meta.shape):
+                return Number(float(_elements(meta.shape)))
+        return Samples()
+
+    # -- arithmetic -----------------------------------------------------------------------------------
+
+    def _arithmetic(self, instruction: Instruction) -> Value | None:
+        """Sums, products and quotients; None for any other function."""
+        name, operands = _operator(instruction), [*instruction.args, *instruction.kwargs.values()][:2]
+        if len(operands) < 2:
+            return None
+        if name in _ADDING:
+            return self._sum(operands)
+        if name in _MULTIPLYING:
+            return self._product(instruction, operands)
+        return self._quotient(instruction, *operands) if name in _DIVIDING else None
+
+    def _sum(self, operands: Sequence[Any]) -> Value:
+        values = [self._of(operand) for operand in operands]
+        constant = any(not v and operand != 0 for v, operand in zip(values, operands, strict=True))
+        union = _union(values)
+        return _union([union, (_CONSTANT,)]) if constant and _reduced(union) else union
+
+    def _product(self, instruction: Instruction, operands: Sequence[Any]) -> Value:
+        values = [value for operand in operands if (value := self._of(operand))]
+        if len(values) == 1:
+            return values[0]
+        return _PER_SAMPLE if set(_union(values)) == set(_PER_SAMPLE) else self._underivable(instruction)
+
+    def _quotient(self, instruction: Instruction, dividend: Any, divisor: Any) -> Value:
+        value, below = self._of(dividend), self._of(divisor)
+        if not below:
+            return self._by_constant(instruction, value, divisor)
+        if set(value) | set(below) == set(_PER_SAMPLE):
+            return _PER_SAMPLE
+        if not isinstance(divisor, Ref) or not self._is_readable(divisor) or len(value) != 1:
+            return self._underivable(instruction)
+        slot, limits = self._without_limits(divisor.slot)
+        inner, term = self._values[slot], value[0]
+        if len(inner) != 1 or not isinstance(inner[0], Term) or not isinstance(term, Term):
+            return self._underivable(instruction)
+        # The product of both denominators adds up over samples only where those before cancel.
+        if not inner[0].reduced or inner[0].measures != term.measures or (limits and inner[0].measures):
+            return self._underivable(instruction)
+        return (replace(term, measures=(*term.measures, SlotValue(slot)), limits=limits),)
+
+    def _by_constant(self, instruction: Instruction, value: Value, divisor: Any) -> Value:
+        if not isinstance(divisor, int | float) or not _reduced(value):
+            return value
+        return tuple(self._divided(t, instruction, divisor) if isinstance(t, Term) else t for t in value)
+
+    def _divided(self, term: Term, instruction: Instruction, number: float) -> Term:
+        """A term divided by a Python number, which may be a value that Python read from a tensor."""
+        if term.measures or term.constant:
+            return term
+        for guard in self._tape.guards:
+            if guard.value == number and not isinstance(guard.value, bool | tuple):
+                read = self._of(guard.args)
+                if set(read) == {Term(reduced=True)}:
+                    return replace(term, measures=(Number(float(number)),))
+        return term if number == 1 else replace(term, number=(instruction.index, float(number)))
+
+    def _without_limits(self, slot: int) -> tuple[int, tuple[Limit, ...]]:
+        """The slot behind lower limits and added constants, and these in the order in which they apply."""
+        limits: list[Limit] = []
+        while (found := self._tape.producer.get(slot)) is not None:
+            instruction = self._tape.instructions[found]
+            name, operand = _operator(instruction), _first(instruction)
+            if not isinstance(operand, Ref) or name not in _LOWER_LIMITS | _ADDING | _LINEAR:
+                break
+            if name not in _LINEAR:
+                limit = _limit(instruction, name)
+                if limit is None:
+                    break
+                limits.append(limit)
+            slot = operand.slot
+        return slot, tuple(reversed(limits))
+
+
+def _union(values: Iterable[Value]) -> Value:
+    return tuple(dict.fromkeys(summand for value in values for summand in value))
+
+
+def _reduced(value: Value) -> bool:
+    """Whether any summand has no entries of samples left."""
+    return any(isinstance(summand, Underivable) or summand.reduced for summand in value)
+
+
+def _operator(instruction: Instruction) -> str:
+    """The name of the function, without underscores."""
+    return instruction.name.rpartition(":")[2]
+
+
+def _first(instruction: Instruction) -> Any:
+    return next(iter((*instruction.args, *instruction.kwargs.values())), None)
+
+
+def _limit(instruction: Instruction, name: str) -> Limit | None:
+    """The lower limit or the added number of an instruction with one tensor; None where it is neither."""
+    rest = (*instruction.args[1:], *instruction.kwargs.values())
+    if len(rest) != 1 or not isinstance(rest[0], int | float):
+        return None
+    if name in _LOWER_LIMITS:
+        is_lower = next(iter(instruction.kwargs), "min") in ("min", "other")
+        return ("min", float(rest[0])) if is_lower else None
+    return ("add", float(rest[0])) if name in ("add", "radd", "iadd") else None
+
+
+def _dims(instruction: Instruction, count: int) -> set[int] | None:
+    """The dims that a reduction takes, counted from 0; None for all."""
+    dims = instruction.kwargs.get("dim", instruction.args[1] if len(instruction.args) > 1 else None)
+    if dims is None:
+        return None
+    chosen = {d % count for d in ((dims,) if isinstance(dims, int) else dims)} if count else set[int]()
+    return None if len(chosen) in (0, count) else chosen
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _arguments(instruction: Instruction) -> Mapping[str, Any]:
+    """The arguments by name, defaults included; empty for functions that have no Python signature."""
+    target: Callable[..., Any] | str = instruction.target
+    if isinstance(target, str) or getattr(target, "__module__", None) != F.__name__:
+        return {}
+    try:
+        bound = inspect.signature(target).bind(*instruction.args, **instruction.kwargs)
+    except (TypeError, ValueError):
+        return {}
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _reduction_of(given: Mapping[str, Any]) -> str | None:
+    if "reduction" not in given:
+        return None
+    size_average, reduce = given.get("size_average"), given.get("reduce")
+    if size_average is not None or reduce is not None:
+        return _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
+    return str(given["reduction"])

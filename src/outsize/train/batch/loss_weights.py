@@ -1,0 +1,272 @@
+"""Computes the share of the batch's loss that each microbatch has (exactness law 4).
+
+A mean over the batch is the mean over microbatches weighted by what each mean was taken over: samples, the
+targets that count, or a denominator of the loss's own. loss_denominators.py reads these off the tape; they
+are evaluated on each microbatch before the step. A loss that adds up over samples weighs each by 1.
+Where no weights follow from the tape, or the terms of the loss ask for different ones, samples are counted,
+and `LossShares.doubt` or `terms_disagree` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.guards.trace import without_writes
+from outsize.capture.recording.fallbacks import LossFn
+from outsize.program.python_reads import LOSS
+from outsize.program.reader import slot_reader
+from outsize.program.tape import Ref, Tape, Weight
+from outsize.program.tree import map_leaves
+from outsize.program.weight_lookup import CopiedWeights
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_denominators import (
+    Denominators,
+    Limit,
+    Measure,
+    Number,
+    Samples,
+    SlotValue,
+    Targets,
+    Term,
+    Underivable,
+)
+
+
+@final
+class UnknownShares(UserWarning):
+    """Says that no weights of the microbatches were found that give the loss of the undivided batch."""
+
+
+Counting = Literal["auto", "samples"]
+FROM_LOSS: Final[Counting] = "auto"
+Tapes = Callable[[Batch], Tape]
+
+
+@final
+class Counted(NamedTuple):
+    """The counts from which the shares of microbatches follow.
+
+    `samples` are those of the microbatch, `denominators` what each term of its loss was divided by (empty
+    where no weights follow from the tape), `limits` the lower limits and constants that were applied to each
+    of them. `summed` says that the loss adds up over samples.
+    """
+
+    samples: int
+    denominators: tuple[float, ...] = ()
+    limits: tuple[tuple[Limit, ...], ...] = ()
+    summed: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LossTrial:
+    """How to find out what a tape does not say: whether the loss adds up over samples.
+
+    `example` is a microbatch of the tape; `record_again` records the tape of another number of samples.
+    """
+
+    loss_fn: LossFn | None
+    example: Batch
+    record_again: Tapes
+
+
+@final
+class LossShares:
+    """Computes the weights of microbatches for one tape; what follows from the tape alone is computed once.
+
+    `doubt` is the instruction after which no weights follow from the tape; None where they all do.
+    """
+
+    def __init__(
+        self,
+        tape: Tape,
+        model: nn.Module,
+        counting: Counting = FROM_LOSS,
+        trial: LossTrial | None = None,
+        home: torch.device | None = None,
+    ) -> None:
+        """`home` is where the tape is; without a `trial` no loss is taken for a sum."""
+        tape = _detailed(tape)
+        summands = Denominators(tape).loss if counting == FROM_LOSS else ()
+        terms = [term for term in summands if isinstance(term, Term)]
+        self.doubt = next((x for x in summands if isinstance(x, Underivable)), None)
+        self.summed = False
+        if counting == FROM_LOSS and trial is not None:
+            self.summed = _is_sum(tape, terms, self.doubt, trial)
+        self._terms = [] if self.summed else [term for term in terms if term.measures]
+        measures = [measure for term in self._terms for measure in term.measures]
+        self._read = slot_reader(tape, model, _slots(measures), home)
+        class_weights = [m.class_weights for m in measures if isinstance(m, Targets)]
+        buffers = {weight.name for weight in class_weights if isinstance(weight, Weight)}
+        self._buffers = CopiedWeights(model, buffers, home)
+
+    def of(self, parts: Sequence[Batch], each: Sequence[LossShares] | None = None) -> list[float]:
+        """Returns weights that add up to 1, equal for equal microbatches; 1 for each when the loss is a sum.
+
+        `each` holds the LossShares of the microbatches, where they have tapes of their own.
+        """
+        counters = each or [self] * len(parts)
+        return shares_of([own.counted(part) for own, part in zip(counters, parts, strict=True)])
+
+    def counted(self, part: Batch) -> Counted:
+        """Returns the counts of one microbatch."""
+        if not self._terms:
+            return Counted(part.size, summed=self.summed)
+        values = self._read(part.tensors())
+        counts = tuple(self._count(term, part, values) for term in self._terms)
+        return Counted(part.size, counts, tuple(term.limits for term in self._terms))
+
+    def _count(self, term: Term, part: Batch, values: dict[int, Tensor]) -> float:
+        """Returns the product of a term's measures, without its limits; an int where it counts."""
+        # Each divisor was divided by the measures before it, so the numerator of the last is the product.
+        return math.prod(self._measured(measure, part, values) for measure in term.measures)
+
+    def _measured(self, measure: Measure, part: Batch, values: dict[int, Tensor]) -> float:
+        if isinstance(measure, Samples):
+            return part.size
+        if isinstance(measure, Number):
+            return measure.value
+        if isinstance(measure, SlotValue):
+            return float(values[measure.slot])
+        targets, weights = values[measure.target], measure.class_weights
+        counts = targets != measure.ignore_index
+        if weights is None:
+            return int(torch.count_nonzero(counts))
+        table = values[weights.slot] if isinstance(weights, Ref) else self._buffers[weights.name]
+        return float(table.double()[targets[counts]].sum())
+
+
+def _slots(measures: Sequence[Measure]) -> list[int]:
+    slots: list[int] = []
+    for measure in measures:
+        if isinstance(measure, SlotValue):
+            slots.append(measure.slot)
+        if isinstance(measure, Targets):
+            weights = measure.class_weights
+            slots += [measure.target, weights.slot] if isinstance(weights, Ref) else [measure.target]
+    return slots
+
+
+def shares_of(counted: Sequence[Counted]) -> list[float]:
+    """Weights of all microbatches of a batch, as `LossShares.of` gives them."""
+    if counted[0].summed:
+        return [1.0] * len(counted)
+    columns = _columns(counted)
+    if not columns or terms_disagree(counted):
+        return _shares([part.samples for part in counted], ())
+    return columns[0]
+
+
+def terms_disagree(counted: Sequence[Counted]) -> bool:
+    """Whether the terms of the loss ask for different weights: means over samples and over tokens, say."""
+    first, *others = _columns(counted) or [[]]
+    return any(not math.isclose(a, b, rel_tol=1e-9) for o in others for a, b in zip(first, o, strict=True))
+
+
+def _columns(counted: Sequence[Counted]) -> list[list[float]]:
+    """The weights that each term asks for; none where microbatches have different terms."""
+    if len({(len(part.denominators), part.limits) for part in counted}) > 1:
+        return []
+    columns = zip(*(part.denominators for part in counted), strict=True)
+    return [_shares(c, limits) for c, limits in zip(columns, counted[0].limits, strict=True) if sum(c)]
+
+
+def _shares(counts: Sequence[float], limits: Sequence[Limit]) -> list[float]:
+    whole = _limited(sum(counts), limits)
+    return [_limited(count, limits) / whole if count else 0.0 for count in counts]
+
+
+def _limited(count: float, limits: Sequence[Limit]) -> float:
+    for kind, number in limits:
+        count = max(count, number) if kind == "min" else count + number
+    return count
+
+
+def doubt_of(each: Sequence[LossShares], counted: Sequence[Counted]) -> str | None:
+    """Why the weights may not give the loss of the undivided batch; None where they do."""
+    if len(counted) == 1:
+        return None
+    doubt = next((shares.doubt for shares in each if shares.doubt is not None), None)
+    if doubt is not None:
+        return f"{doubt.name} ({doubt.where}) does not add up over samples"
+    if not counted[0].summed and terms_disagree(counted):
+        return "its terms are means over different counts, such as samples and tokens"
+    return None
+
+
+# -- does the loss add up over samples? ------------------------------------------------------------------
+
+
+def _detailed(tape: Tape) -> Tape:
+    """The tape on which the loss is recorded op by op, also where it runs live."""
+    return tape.loss_detail or tape
+
+
+def _is_sum(tape: Tape, terms: Sequence[Term], doubt: Underivable | None, trial: LossTrial) -> bool:
+    """Whether every summand adds up over samples; where the tape does not say, the loss function is tried."""
+    tried = _adds_up(trial.loss_fn, tape, trial.example) if trial.loss_fn is not None else None
+    if tried is not None and (tried or doubt is not None):
+        return tried
+    if doubt is not None or not terms or any(t.measures or t.constant for t in terms):
+        return False
+    numbers = [term.number for term in terms if term.number is not None]
+    if not numbers:
+        return True
+    return tried is None and not _scale(numbers, tape, trial)
+
+
+def _scale(numbers: Sequence[tuple[int, float]], tape: Tape, trial: LossTrial) -> bool:
+    """Whether any of these numbers on the tape is another one where there are twice as many samples."""
+    other = _detailed(trial.record_again(trial.example.resized(2 * trial.example.size)))
+    if len(other.instructions) != len(tape.instructions):
+        return True
+    return any(number not in other.instructions[index].args for index, number in numbers)
+
+
+def _adds_up(loss_fn: LossFn, tape: Tape, part: Batch) -> bool | None:
+    """Whether the loss of two samples is twice that of one. Tried on random outputs of the model's shapes.
+
+    None for a loss function that takes no such outputs.
+    """
+    if LOSS in tape.live:
+        return None  # It draws from a generator of its own, which a trial would move.
+    draw, one = torch.Generator().manual_seed(0), part.take(slice(0, 1))
+    output = map_leaves(lambda leaf: _drawn(leaf, tape, part.size, draw), tape.output)
+    target = map_leaves(_on_cpu, one.target)
+    try:
+        once = _tried(loss_fn, output, target)
+        twice = _tried(loss_fn, *(map_leaves(_doubled, x) for x in (output, target)))
+    except Exception:
+        return None
+    return once != 0 and math.isclose(twice, 2 * once, rel_tol=1e-3)
+
+
+def _tried(loss_fn: LossFn, output: Any, target: tuple[Any, ...]) -> float:
+    """The loss of made-up values; what the loss function writes is taken back."""
+    with torch.no_grad(), without_writes(loss_fn):
+        return float(loss_fn(output, *target))
+
+
+def _drawn(leaf: Any, tape: Tape, samples: int, draw: torch.Generator) -> Any:
+    """One sample of an output: between 0 and 1, which is a logit, a probability and a pixel."""
+    if not isinstance(leaf, Ref):
+        return leaf
+    meta, shape = tape.metas[leaf.slot], list(tape.metas[leaf.slot].shape)
+    if samples in shape:
+        shape[shape.index(samples)] = 1
+    return torch.rand(shape, generator=draw).to(meta.dtype)
+
+
+def _doubled(leaf: Any) -> Any:
+    alone = isinstance(leaf, Tensor) and 1 in leaf.shape
+    return torch.cat([leaf, leaf], list(leaf.shape).index(1)) if alone else leaf
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,286 @@
+"""Compares the split run with the plain loop, on the user's own model and batch.
+
+Both start from copies, so the user's model stays unchanged. In one process all stages take turns; with
+`processes` each stage is a real process (train/check/worker.py), started like any run, which writes its
+tensors to files. When numbers differ the verdict names the first unit whose numbers do.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import nn
+
+from outsize.capture.graph.build import Captured
+from outsize.capture.recording.fallbacks import LossFn
+from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed
+from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE, Verdict
+from outsize.ir.plan import Plan
+from outsize.program.source_line import raising_line
+from outsize.run.stage.batchnorm import DeferredStatistics
+from outsize.run.stage.rng import seeder
+from outsize.schedules.refine import by_blocks
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.checks import insist_on_loss, insist_on_values
+from outsize.train.batch.loss_weights import UnknownShares
+from outsize.train.check.compare import (
+    Differences,
+    TrainingSnapshot,
+    adamw,
+    compare,
+    engine_snapshot,
+    merge,
+    reference_snapshot,
+    relative_difference,
+)
+from outsize.train.check.divergence import first_forward_divergence, first_wrong_buffer, last_wrong_gradient
+from outsize.train.check.leaf_outputs import eager_calls, first_other_call, watched_modules
+from outsize.train.check.notes import autocast_note, batchnorm_note, undivided_note
+from outsize.train.check.reference import TapeOf, undivided_loss
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import run_script
+from outsize.train.variants.variant import Variants
+
+# The relative difference of gradients above which microbatches have another loss than the undivided batch.
+# Sums in another order differ by 1e-6 to 1e-4 in float32.
+UNDIVIDED = 1e-3
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """A model, batch and plan to be checked. `steps` AdamW steps are compared, and the gradients of the
+    last one.
+    """
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: LossFn | None
+    plan: Plan
+    captured: Captured
+    capture_s: float
+    steps: int = 1
+    seed: int = 0
+
+
+def verify(question: Question, *, processes: bool) -> Verdict:
+    """Returns the verdict.
+
+    Raises BadOption when the model or loss cannot be sent to processes, or is on meta.
+    """
+    plan = question.plan
+    if plan.form == "tape":
+        insist_on_loss(question.captured.tape)
+    insist_on_values(question.model.named_parameters(), question.batch)
+    reference = _reference(question)
+    start = time.perf_counter()
+    split_run = _over_processes(question) if processes else _in_one_process(question)
+    run_s = time.perf_counter() - start
+    differences = compare(reference, split_run)
+    meshed = processes and plan.axes.group_size > 1
+    relative = relative_difference(reference, split_run) if meshed else None
+    within = WITHIN_DOUBLE if _is_double(reference) else WITHIN
+    holds = differences.bit_equal or (relative is not None and relative <= within)
+    return Verdict(
+        model=plan.model,
+        bit_equal=differences.bit_equal,
+        loss_diff=differences.loss,
+        grad_diff=differences.grads,
+        buffer_diff=differences.buffers,
+        parameter_diff=differences.parameters,
+        first_divergence=None if holds else _locate(question, differences),
+        stages=tuple(stage.units for stage in plan.stages),
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        processes=plan.axes.world_size if processes else 0,
+        capture_s=question.capture_s,
+        run_s=run_s,
+        notes=(*question.captured.tape.opaque, *_by_design(question, reference, meshed=meshed)),
+        relative_diff=relative,
+        within=within,
+    )
+
+
+def _is_double(snapshot: TrainingSnapshot) -> bool:
+    return all(t.dtype == torch.float64 for t in (snapshot.loss, *snapshot.grads.values()))
+
+
+def _by_design(question: Question, reference: TrainingSnapshot, *, meshed: bool) -> Iterator[str]:
+    """Yields notes on differences that are by design and that somebody might not expect, with their sizes."""
+    plan = question.plan
+    if meshed:
+        parts = " each rank's parts are gathered first;" if max(plan.axes.tp, plan.axes.dp_shard) > 1 else ""
+        yield (
+            f"ranks add up in another order than one process ({plan.axes.beyond_pp}), so loss and gradients"
+            f" count, relative to each tensor's largest element;{parts} buffers and parameters are shown"
+        )
+    if plan.microbatches * plan.axes.replicas > 1 and DeferredStatistics(question.model).training:
+        whole = compare(_uncounted(_reference(question, microbatches=1)), _uncounted(reference))
+        yield batchnorm_note(plan, question.batch.size, whole)
+        if plan.axes.replicas > 1:
+            yield "over processes running statistics are those of replica 0's microbatches, as under DDP"
+    elif plan.microbatches * plan.axes.replicas > 1 and plan.form == "tape":
+        yield from _against_undivided(question, reference)
+    if plan.form == "tape":
+        yield from autocast_note(question.captured, plan)
+
+
+def _against_undivided(question: Question, reference: TrainingSnapshot) -> Iterator[str]:
+    """Notes where the microbatches together are another loss than the batch in one piece.
+
+    Not for a model that draws random numbers, which differ, nor in low precision, where roundings do.
+    """
+    instructions = question.captured.tape.instructions
+    lowered = any(i.modes.autocast for i in instructions)
+    exact = all(t.dtype in (torch.float32, torch.float64) for t in reference.grads.values())
+    if lowered or not exact or any(i.random for i in instructions):
+        return
+    if question.steps > 1:
+        reference = _reference(replace(question, steps=1))
+    model = _copied(question.model)
+    loss = undivided_loss(model, question.batch, question.loss_fn)
+    whole = TrainingSnapshot(loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    # By gradients alone, since a loss can be close to zero.
+    distance = relative_difference(whole, replace(reference, loss=whole.loss))
+    if distance > UNDIVIDED:
+        yield undivided_note(question.plan, float(whole.loss), float(reference.loss), distance)
+
+
+def _uncounted(snapshot: TrainingSnapshot) -> TrainingSnapshot:
+    """Returns the snapshot without batch counters, which say nothing about how far statistics are apart."""
+    buffers = {n: b for n, b in snapshot.buffers.items() if b.is_floating_point()}
+    return replace(snapshot, buffers=buffers)
+
+
+def _tapes(question: Question) -> TapeOf:
+    """Returns a function that finds a microbatch's tape: its own where guards select another path, as in
+    an engine.
+    """
+    if question.plan.form == "modules":
+        return lambda part: question.captured.tape
+    variants = Variants(question.model, question.plan, question.loss_fn)
+    return lambda part: variants.find(part, outputs=False).tape
+
+
+def _reference(question: Question, microbatches: int | None = None) -> TrainingSnapshot:
+    """Returns the snapshot of the plain loop. An error there is the model's own and is shown as such."""
+    model = _copied(question.model)
+    try:
+        return reference_snapshot(
+            model,
+            _tapes(question),
+            question.batch,
+            microbatches or question.plan.microbatches_of(question.batch.size),
+            question.loss_fn,
+            steps=question.steps,
+            seed=question.seed,
+            bn="micro" if microbatches == 1 else question.plan.bn,
+        )
+    except OutsizeError:
+        raise
+    except Exception as error:
+        raise ExampleRejected(
+            f"the plain loop on the example batch fails: {type(error).__name__}: {error}",
+            numbers=f"at {raising_line(error)}",
+            next_step="check dtypes and values of the example and of the target",
+        ) from error
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise BadOption(
+            f"the model cannot be copied, and a check must not change it: {type(error).__name__}: {error}",
+            next_step="make its copy.deepcopy work; torch.nn.utils.parametrizations can be copied",
+        ) from error
+
+
+def _in_one_process(question: Question) -> TrainingSnapshot:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnknownShares)  # the verdict notes it, with numbers
+        return engine_snapshot(_engine(question), question.batch, steps=question.steps)
+
+
+def _engine(question: Question) -> Engine:
+    """Returns an engine in this process, where no rank has parts of a layer."""
+    model, loss_fn, plan = _copied(question.model), question.loss_fn, question.plan
+    plan = plan.model_copy(update={"axes": plan.axes.model_copy(update={"tp": 1})})
+    return make_engine(model, plan, None, EngineOptions(loss_fn, adamw, seed=question.seed))
+
+
+def _over_processes(question: Question) -> TrainingSnapshot:
+    ranks = question.plan.axes.world_size
+    with tempfile.TemporaryDirectory(prefix="outsize-check-") as folder:
+        _save(question, Path(folder))
+        code = run_script(["outsize.train.check.worker", folder], ranks, module=True)
+        if code:
+            raise RankFailed(
+                "a process of the check failed",
+                numbers=f"exit code {code}",
+                next_step="see its traceback above",
+            )
+        parts = [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
+    return merge(parts)
+
+
+def _save(question: Question, folder: Path) -> None:
+    if "torchvision" in sys.modules:
+        # The worker must import it our way before it unpickles (capture/models/imports.py says why).
+        (folder / "torchvision").touch()
+    plan = by_blocks(question.plan, question.captured.graph)
+    payload = (question.model, question.batch, question.loss_fn, plan, question.steps, question.seed)
+    # Some kernels (LayerNorm's weight gradient) add up in as many parts as there are threads.
+    threads = torch.get_num_threads()
+    try:
+        torch.save((*payload, threads), folder / "question.pt")
+    except Exception as error:
+        raise BadOption(
+            "the model, batch or loss function cannot be sent to other processes",
+            numbers=f"{type(error).__name__}: {error}",
+            next_step="define them at the top level of an importable module, or check in one process",
+        ) from error
+
+
+def _locate(question: Question, differences: Differences) -> str | None:
+    """Returns `unit (forward)`, `unit (buffers)`, `the loss (weights of microbatches)` or `unit
+    (backward)`.
+    """
+    unit = _forward_divergence(question) if question.plan.form == "tape" else None
+    if unit is not None:
+        return f"{unit} (forward)"
+    unit = first_wrong_buffer(question.captured, question.model, differences.wrong_buffers)
+    if unit is not None:
+        return f"{unit} (buffers)"
+    if differences.loss:
+        return "the loss (weights of microbatches)"
+    unit = last_wrong_gradient(question.captured, differences.wrong_grads)
+    return f"{unit} (backward)" if unit is not None else None
+
+
+def _forward_divergence(question: Question) -> str | None:
+    """Returns the first unit that differs in a replay of one microbatch, or else in a step of an engine."""
+    parts = question.batch.split(question.plan.microbatches_of(question.batch.size))
+    model, seed = copy.deepcopy(question.model), seeder(question.seed, 0, 0)
+    unit = first_forward_divergence(question.captured, model, parts[0], seed, question.loss_fn)
+    if unit is not None:
+        return unit
+    seeds = [seeder(question.seed, 0, mb) for mb in range(len(parts))]
+    expected = eager_calls(copy.deepcopy(question.model), _tapes(question), parts, seeds, question.loss_fn)
+    engine = _engine(question)
+    batch = question.batch
+    engine.prepare(batch)  # recorded outside of the watched step
+    with watched_modules(engine.model) as observed:
+        engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)
+    return first_other_call(expected, observed)

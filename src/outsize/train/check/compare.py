@@ -1,0 +1,210 @@
+"""Compares the numbers of a split run with those of the plain loop.
+
+A TrainingSnapshot holds the tensors at the end of a run. Two snapshots are compared tensor by tensor with
+`torch.equal`; a gradient that exists in only one of them counts as infinitely different.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.ir.plan import BatchNormMode
+from outsize.program.tape import Tape
+from outsize.run.stage.batchnorm import DeferredStatistics
+from outsize.run.stage.rng import seeder
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_weights import LossShares, LossTrial
+from outsize.train.check.reference import TapeOf, reference_step, tape_for
+from outsize.train.engine.engine import Engine
+
+Tensors = Mapping[str, Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class TrainingSnapshot:
+    """Loss and gradients of the last step, buffers and parameters after it; names are the user's."""
+
+    loss: Tensor
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Returns the optimizer of parity checks."""
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def reference_snapshot(
+    model: nn.Module,
+    tape: Tape | TapeOf,
+    batch: Batch,
+    microbatches: int,
+    loss_fn: LossFn | None,
+    *,
+    steps: int,
+    seed: int,
+    bn: BatchNormMode = "micro",
+) -> TrainingSnapshot:
+    """Runs the plain loop on `model` (changed in place): `steps` AdamW steps on the same batch.
+
+    Running statistics of BatchNorm are kept as `bn` says, as in every engine.
+    """
+    parts = batch.split(microbatches)
+    counters = _counters(model, tape, parts, loss_fn)
+    optimizer = adamw(model.parameters())
+    grads: dict[str, Tensor] = {}
+    loss: Tensor | None = None
+    for step in range(steps):
+        shares = counters[0].of(parts, counters)
+        seeds = [seeder(seed, step, mb) for mb in range(microbatches)]
+        with DeferredStatistics(model).collecting() if bn == "deferred" else nullcontext():
+            loss = reference_step(model, tape, parts, shares, seeds, loss_fn).loss
+        grads = _grads(model.named_parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss is not None, "a parity check needs a loss"
+    return _snapshot(loss, grads, model)
+
+
+def _counters(
+    model: nn.Module, tape: Tape | TapeOf, parts: Sequence[Batch], loss_fn: LossFn | None
+) -> list[LossShares]:
+    """Returns for each microbatch the counter of its share of the loss, made from its own tape."""
+
+    def recorded(part: Batch) -> Tape:
+        return record(model, part.args, part.kwargs, loss_fn, part.target)
+
+    tapes = [tape_for(tape, part) for part in parts]
+    made: dict[int, LossShares] = {}
+    for own, part in zip(tapes, parts, strict=True):
+        if id(own) not in made:
+            made[id(own)] = LossShares(own, model, trial=LossTrial(loss_fn, part, recorded))
+    return [made[id(own)] for own in tapes]
+
+
+def engine_snapshot(engine: Engine, batch: Batch, *, steps: int) -> TrainingSnapshot:
+    """Runs the same steps on an engine; returns this rank's own tensors, each of them whole."""
+    grads: dict[str, Tensor] = {}
+    loss: Tensor | None = None
+    engine.prepare(batch)
+    for _ in range(steps):
+        loss = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs).loss
+        own = [(n, p.grad) for n, p in engine.named_parameters() if p.grad is not None]
+        grads = {n: engine.whole(n, grad).clone() for n, grad in own}
+        engine.update()
+    assert loss is not None
+    own = {n: engine.whole(n, p) for n, p in engine.named_parameters()}
+    return _snapshot(loss, grads, engine.model, own)
+
+
+def _grads(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def _snapshot(
+    loss: Tensor, grads: dict[str, Tensor], model: nn.Module, own: Tensors | None = None
+) -> TrainingSnapshot:
+    parameters = own if own is not None else dict(model.named_parameters())
+    return TrainingSnapshot(
+        loss=loss.detach().clone(),
+        grads=grads,
+        buffers={n: b.detach().clone() for n, b in model.named_buffers() if not b.is_meta},
+        parameters={n: p.detach().clone() for n, p in parameters.items()},
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Largest absolute differences by kind; the parameters whose gradients and the buffers that differ."""
+
+    loss: float
+    grads: float
+    buffers: float
+    parameters: float
+    wrong_grads: frozenset[str]
+    wrong_buffers: frozenset[str]
+
+    @property
+    def bit_equal(self) -> bool:
+        """Tells whether all differences are zero."""
+        return not (self.loss or self.grads or self.buffers or self.parameters)
+
+
+def compare(reference: TrainingSnapshot, split_run: TrainingSnapshot) -> Differences:
+    """Returns the largest difference per kind; infinite where a tensor is missing or has another shape."""
+    return Differences(
+        loss=difference(reference.loss, split_run.loss),
+        grads=_largest(reference.grads, split_run.grads),
+        buffers=_largest(reference.buffers, split_run.buffers),
+        parameters=_largest(reference.parameters, split_run.parameters),
+        wrong_grads=_wrong(reference.grads, split_run.grads),
+        wrong_buffers=_wrong(reference.buffers, split_run.buffers),
+    )
+
+
+def _wrong(reference: Tensors, split_run: Tensors) -> frozenset[str]:
+    return frozenset(n for n in reference.keys() | split_run.keys() if _pair(reference, split_run, n))
+
+
+def _largest(reference: Tensors, split_run: Tensors) -> float:
+    return max((_pair(reference, split_run, n) for n in reference.keys() | split_run.keys()), default=0.0)
+
+
+def _pair(reference: Tensors, split_run: Tensors, name: str) -> float:
+    return difference(reference.get(name), split_run.get(name))
+
+
+def difference(a: Tensor | None, b: Tensor | None) -> float:
+    """Returns 0 for equal bits (NaN equals NaN), else the largest absolute difference, never 0."""
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    a, b = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))  # sparse: equal as matrices
+    if torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all()):
+        return 0.0
+    gap = (a.to(torch.float64) - b.to(torch.float64)).abs()
+    return float(torch.nan_to_num(gap, nan=math.inf).max()) or 5e-324
+
+
+def relative_difference(reference: TrainingSnapshot, split_run: TrainingSnapshot) -> float:
+    """Returns the largest difference of loss and gradients, relative to the largest element of each tensor.
+
+    A gradient that is zero but for rounding (of a bias of keys) has no scale of its own: its scale is taken
+    to be at least 1e-3 of the largest gradient's.
+    """
+    if split_run.grads.keys() - reference.grads.keys():
+        return math.inf
+    scales = {name: _largest_of(grad) for name, grad in reference.grads.items()}
+    least = 1e-3 * max(scales.values(), default=0.0)
+    gaps = [(difference(reference.loss, split_run.loss), _largest_of(reference.loss))]
+    gaps += [
+        (difference(grad, split_run.grads.get(name)), max(scales[name], least))
+        for name, grad in reference.grads.items()
+    ]
+    return max(gap / largest if largest else gap for gap, largest in gaps)
+
+
+def _largest_of(tensor: Tensor) -> float:
+    return float(tensor.to_dense().abs().max()) if tensor.numel() else 0.0
+
+
+def merge(snapshots: Iterable[TrainingSnapshot]) -> TrainingSnapshot:
+    """Returns one snapshot from those of all ranks, each of which holds its own tensors."""
+    all_snapshots = list(snapshots)
+    first = all_snapshots[0]
+    for other in all_snapshots[1:]:
+        first.grads.update(other.grads)
+        first.parameters.update(other.parameters)
+        first.buffers.update(other.buffers)
+    return first

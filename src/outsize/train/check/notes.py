@@ -1,0 +1,56 @@
+"""Words the notes on where a split run, or a run by microbatches, differs by design from what one may
+expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from outsize.capture.graph.build import Captured
+from outsize.ir.plan import Plan
+from outsize.train.check.compare import Differences
+from outsize.train.variants.variant import instruction_owners
+
+
+def batchnorm_note(plan: Plan, samples: int, whole: Differences) -> str:
+    """Returns the note on BatchNorm; `whole` compares the plain loop over microbatches with one whole
+    batch.
+    """
+    return (
+        f"BatchNorm normalises each of {plan.microbatches} microbatches by itself (bn={plan.bn}), as "
+        f"gradient accumulation does. Against one batch of {samples} the loss differs by {whole.loss:.2g}, "
+        f"gradients by up to {whole.grads:.2g}, running statistics by {whole.buffers:.2g}; bn=sync has the "
+        "numbers of that."
+    )
+
+
+def undivided_note(plan: Plan, whole: float, weighted: float, distance: float) -> str:
+    """`whole` is the loss of the batch in one piece, `weighted` that of the microbatches by their shares."""
+    return (
+        f"the loss of the batch in one piece is {whole:.7g}, that of its {plan.microbatches} microbatches "
+        f"together {weighted:.7g}, and gradients differ by {distance:.2g} of their largest element: the loss "
+        "compares samples with each other, its terms are means over different counts, or a layer normalises "
+        "over the batch. Each microbatch is computed by itself, as gradient accumulation does; with "
+        "microbatches=1 the loss is over all samples"
+    )
+
+
+def autocast_note(captured: Captured, plan: Plan) -> Iterator[str]:
+    """Yields a note when autocast casts a weight in several stages.
+
+    One process casts such a weight once per forward and adds up its gradients in the low precision; each
+    stage casts it for itself and adds up in the weight's own precision.
+    """
+    owners = instruction_owners(plan, captured)
+    stages: dict[str, set[int]] = {}
+    for instruction in captured.tape.instructions:
+        for name in instruction.parameters() if instruction.modes.autocast else ():
+            stages.setdefault(name, set()).add(owners[instruction.index])
+    shared = [name for name, weight_stages in stages.items() if len(weight_stages) > 1]
+    if shared:
+        others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        yield (
+            f"under autocast {shared[0]}{others} may be cast in several stages, and gradients then add up in "
+            "the weight's own precision; one process adds them in the low one. "
+            "torch.autocast(..., cache_enabled=False) is bit-equal."
+        )

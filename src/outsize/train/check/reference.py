@@ -1,0 +1,162 @@
+"""Runs the reference: the plain one-process loop over the same microbatches, on the user's own forward.
+
+    for part, weight in zip(parts, weights):
+        (loss_fn(model(*part.args, **part.kwargs), *part.target) * weight).backward()
+
+It uses nothing of the tape's replay. Where a model draws random numbers, the generators are seeded before
+each random instruction as in every engine (law 6): `_Follower` walks along the eager calls and knows from the
+tape which of them draw. It also proves that the eager calls are the tape's, one by one. A microbatch whose
+inputs make the model take other decisions (padding) has a tape of its own, here as in an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.recording.fallbacks import LossFn, find_loss
+from outsize.capture.recording.intercept import Watcher, watching
+from outsize.errors import ReplayMismatch
+from outsize.program.assertions import insist
+from outsize.program.modes import outside_autocast
+from outsize.program.tape import Instruction, Tape
+from outsize.run.stage.rng import Seed, borrowed_generators
+from outsize.train.batch.batch import Batch
+
+Visit = Callable[[Instruction, Any], None]
+TapeOf = Callable[[Batch], Tape]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReferenceStep:
+    """Loss of the batch and the outputs of each microbatch."""
+
+    loss: Tensor | None
+    outputs: tuple[Any, ...]
+
+
+def reference_step(
+    model: nn.Module,
+    tape: Tape | TapeOf,
+    parts: Sequence[Batch],
+    weights: Sequence[float],
+    seeds: Sequence[Seed],
+    loss_fn: LossFn | None,
+) -> ReferenceStep:
+    """Accumulates gradients in the parameters' `.grad`, like any training loop.
+
+    `tape` is that of every microbatch, or a function that finds it.
+    """
+    total: Tensor | None = None
+    outputs = []
+    with borrowed_generators():
+        for part, weight, seed in zip(parts, weights, seeds, strict=True):
+            output, loss = eager(model, tape_for(tape, part), part, seed, loss_fn)
+            outputs.append(output)
+            if loss is not None:
+                with outside_autocast():
+                    (loss * weight).backward()
+                # A mean over no targets is NaN, and has no share.
+                share = loss.detach() * weight if weight else torch.zeros_like(loss)
+                total = share if total is None else total + share
+    return ReferenceStep(total, tuple(outputs))
+
+
+def undivided_loss(model: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:
+    """Returns the loss of the batch in one piece and accumulates its gradients, without any tape."""
+    output = model(*batch.args, **batch.kwargs)
+    loss = loss_fn(output, *batch.target) if loss_fn is not None else find_loss(output)
+    assert loss is not None, "a parity check needs a loss"
+    loss.backward()
+    return loss.detach()
+
+
+def tape_for(tape: Tape | TapeOf, part: Batch) -> Tape:
+    """Returns the tape under which a microbatch runs."""
+    return tape if isinstance(tape, Tape) else tape(part)
+
+
+def eager(
+    model: nn.Module, tape: Tape, part: Batch, seed: Seed, loss_fn: LossFn | None, visit: Visit | None = None
+) -> tuple[Any, Tensor | None]:
+    """Runs one forward of the user's model; `visit(instruction, result)` sees every call."""
+    with ExitStack() as stack:
+        follower = None
+        if visit is not None or any(i.random for i in tape.instructions):
+            follower = _Follower(tape, model, seed, visit)
+            stack.enter_context(watching(follower, dispatch=False))
+        if not tape.instructions:
+            seed(0)  # a model that runs by modules is seeded once
+        output = model(*part.args, **part.kwargs)
+        loss = loss_fn(output, *part.target) if loss_fn is not None else find_loss(output)
+    if follower is not None:
+        follower.insist_on_end()
+    return output, loss
+
+
+@final
+class _Follower(Watcher):
+    """Matches the eager calls with the tape's instructions, one by one."""
+
+    def __init__(self, tape: Tape, model: nn.Module, seed: Seed, visit: Visit | None) -> None:
+        self._left = [i for i in tape.instructions if _is_watched(i)]
+        self._at = 0
+        self._fqn = {id(m): fqn for fqn, m in reversed(dict(model.named_modules()).items())}
+        self._seed, self._visit = seed, visit
+        self._muted = False
+
+    def on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._step(self._fqn.get(id(module)), lambda: fn(module, *args, **kwargs))
+
+    def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._step(fn, lambda: fn(*args, **kwargs))
+
+    def on_aten(self, op: Any, args: Any, kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    def on_saved(self, tensor: Tensor) -> None:
+        """Nothing to count."""
+
+    def insist_on_end(self) -> None:
+        """Raises ReplayMismatch when the eager run made other calls than the tape."""
+        if self._at < len(self._left):
+            missing = self._left[self._at]
+            raise ReplayMismatch(
+                f"the model did not call {missing.name} as it did when it was captured",
+                numbers=f"instruction {missing.index} of {len(self._left)}, {missing.where}",
+                next_step="look for Python state that changes from call to call",
+            )
+
+    def _step(self, target: Any, run: Callable[[], Any]) -> Any:
+        if self._muted or self._at == len(self._left) or not _same(self._left[self._at].target, target):
+            return run()
+        instruction = self._left[self._at]
+        self._at += 1
+        if instruction.random:
+            self._seed(instruction.index)
+        self._muted = True
+        try:
+            out = run()
+        finally:
+            self._muted = False
+        if self._visit is not None:
+            self._visit(instruction, out)
+        return out
+
+
+def _is_watched(instruction: Instruction) -> bool:
+    """Tells whether an instruction is seen by the follower.
+
+    ATen-level instructions are not: they happen below what is watched; checks are the eager code's own.
+    """
+    return not hasattr(instruction.target, "_overloadpacket") and instruction.target is not insist
+
+
+def _same(recorded: Any, called: Any) -> bool:
+    return recorded == called and called is not None

@@ -1,0 +1,478 @@
+"""Crew: the ranks that run a schedule together, in one process or over processes.
+
+`LocalCrew` is all ranks in one process, which take turns (most tests, and `outsize check`). `ProcessCrew` is
+one rank per process over a group that is passed in. The engine uses both through one interface.
+
+Each object holds those to its right and none to its left; nobody sets another's attributes:
+
+    Engine ─┬─ Executor (Pipelined or ByModules) ─┬─ Variants        recorded and cut programs
+            │                                     ├─ StageFactory    makes stages of them
+            │                                     ├─ Ownership ── Crew
+            │                                     └─ Crew
+            └─ Ownership ── Crew ─┬─ CrewOptions ── Moves, BoundaryValues    what moves besides messages
+                                  ├─ ProcessPlace ── Mesh            rank, groups, device
+                                  ├─ Replicas                        sums over data-parallel ranks
+                                  └─ Interpreters ── Stages, Transport
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outsize.ir.plan import Plan
+from outsize.ir.schedule import NO_MICROBATCH, Action, Kind, Schedule
+from outsize.ir.timeline import Lane, Span, Timeline
+from outsize.run.device.clock import Clock, clock_of
+from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice
+from outsize.run.interpreter.interpreter import Interpreter, Programs, StepInputs, StepOutputs
+from outsize.run.interpreter.trace import Marks
+from outsize.run.moves.activations import ActivationOffload
+from outsize.run.moves.base import Moves, Resident
+from outsize.run.moves.boundary_values import BoundaryValues
+from outsize.run.moves.fsdp import Fill, ShardedWeights
+from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
+from outsize.run.stage.cut import Cut
+from outsize.run.stage.stage import StageExecutor
+from outsize.run.transport.base import CHANNELS, Transport
+from outsize.run.transport.process_group import TransportGroups
+from outsize.run.transport.same_host import connect
+from outsize.schedules.check import check
+from outsize.schedules.lower import lower
+from outsize.schedules.planned import planned
+from outsize.train.ranks.gradient_allreduce import Early
+from outsize.train.ranks.mesh import Mesh
+from outsize.train.ranks.replicas import Alone, Replicas, Several
+from outsize.train.variants.lru import LruCache
+from outsize.train.variants.microbatch_group import GroupOutputs, Load, MakeStage
+from outsize.train.variants.variant import Variant
+
+RawSpan = tuple[int, str, Lane, float, float]
+
+
+# How many combinations of variants keep their interpreters, and how many schedules are kept.
+_BUILT, _SCHEDULES = 32, 64
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CrewOptions:
+    """Options of a crew: what it moves besides messages, and whether replicas get whole batches.
+
+    `moves` brings the weights of stages to their devices; None: they stay where they are used. `values`
+    stores what stages of one device pass to each other. `activations` go to the host between forward and
+    backward; None: those that the plan names. `own_batches`: each replica is given its own samples alone.
+    """
+
+    moves: Moves | None = None
+    values: BoundaryValues = field(default_factory=BoundaryValues)
+    activations: ActivationOffload | None = None
+    own_batches: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ProcessPlace:
+    """The place of this process in the run: its rank in its pipeline, and the stages that it runs.
+
+    `mesh` has all processes of the run; None: this is the only one. `device` is where the rank's weights and
+    batches belong; None: they stay on the device that they have.
+    """
+
+    rank: int
+    world_size: int  # ranks of the pipeline that are processes
+    stages: tuple[int, ...]
+    local_replicas: int = 1  # pipelines in this process
+    mesh: Mesh | None = None
+    device: torch.device | None = None
+
+
+_DEFAULTS: Final = CrewOptions()
+
+
+class Crew(ABC):
+    """Runs groups of microbatches whose variants have one wiring."""
+
+    def __init__(self, plan: Plan, place: ProcessPlace, replicas: Replicas, options: CrewOptions) -> None:
+        self._plan = plan
+        self.rank, self.world_size, self.stages = place.rank, place.world_size, place.stages
+        self.local_replicas, self.mesh, self.device = place.local_replicas, place.mesh, place.device
+        self.replicas, self.values = replicas, options.values
+        self._moves = options.moves or Resident()
+        self.activations = options.activations or ActivationOffload.of(plan)
+        self._marks: list[tuple[int, Marks]] = []
+        self._built = LruCache[tuple[tuple[int, ...], bool, int], list[Interpreter]](_BUILT)
+        self._schedules = LruCache[Any, Schedule](_SCHEDULES)
+        self._executors: dict[tuple[int, int, int], StageExecutor] = {}  # by variant, stage, replica
+
+    @property
+    def moves(self) -> Moves:
+        """Returns the mover that brings the weights of stages to where they compute."""
+        return self._moves
+
+    def shard(self, model: nn.Module, home: Mapping[str, int], fill: Fill) -> None:
+        """Divides the weights that `home` assigns to a stage over this rank's replicas, before the first
+        step.
+
+        `fill(names)` is called before weights are divided, so that they have their values.
+        """
+        assert self.mesh is not None
+        assert self.mesh.device_mesh is not None
+        axes = ("dp_replicate", "dp_shard") if self._plan.axes.dp_replicate > 1 else "dp_shard"
+        gather_once = self._plan.weights == "resident"
+        self._moves = ShardedWeights(model, home, self.mesh.device_mesh[axes], fill, once=gather_once)
+
+    @property
+    def global_rank(self) -> int:
+        """Returns the rank among all processes of the run."""
+        return self.mesh.rank if self.mesh is not None else 0
+
+    @abstractmethod
+    def run(
+        self, loads: Sequence[Load], make_stage: MakeStage, optimizer: Optimizer | None = None
+    ) -> list[GroupOutputs]:
+        """Runs all microbatches, each under its variant, forward and (with grad on) backward.
+
+        There is one load for each replica of this process. `optimizer` is given when the microbatches are a
+        whole step; it may step as gradients land on the host.
+        """
+
+    def forget(self, variant: int) -> None:
+        """Drops what was built for the variant of this number, which no longer exists."""
+        self._built.drop(lambda key: variant in key[0])
+        self._executors = {key: stage for key, stage in self._executors.items() if key[0] != variant}
+
+    def _interpreters(
+        self, load: Load, make_stage: MakeStage, transports: Mapping[int, Transport]
+    ) -> list[Interpreter]:
+        """Returns the interpreters of the ranks in `transports`, for these variants in this order."""
+        variants, replica = load.variants, load.replica
+
+        def build() -> list[Interpreter]:
+            schedule = self._schedule(variants)
+            actions = chain.from_iterable(schedule.actions[rank] for rank in transports)
+            places = {(a.stage, a.microbatch) for a in actions if a.kind not in NO_MICROBATCH}
+            stages = {(s, mb): self._stage(variants[mb], s, replica, make_stage) for s, mb in sorted(places)}
+            channels = [CHANNELS * variant.number for variant in variants]
+            cuts = [variant.cut for variant in variants]
+            moves = self.activations.combined_with(self.values.combined_with(self.moves.of(cuts), cuts))
+            programs = Programs(
+                len(self._plan.stages), lambda *place: stages[place], channels, moves, self.values
+            )
+            rank_transports = transports.items()
+            return [
+                Interpreter(r, schedule, programs, t, self._clock(r, replica)) for r, t in rank_transports
+            ]
+
+        numbers = tuple(variant.number for variant in variants)
+        return self._built.get((numbers, torch.is_grad_enabled(), replica), build)
+
+    def _stage(self, variant: Variant, number: int, replica: int, make: MakeStage) -> StageExecutor:
+        key = (variant.number, number, replica)
+        if key not in self._executors:
+            program, device = variant.cut.programs[number], self.device_of(number, replica)
+            self._executors[key] = make(variant, program, replica, device)
+        return self._executors[key]
+
+    def _clock(self, rank: int, replica: int) -> Clock:
+        """Returns the clock of the device on which the rank's stages compute."""
+        return clock_of(self.device_of(self._plan.ranks.index(rank), replica) or device_of(self._plan))
+
+    def _schedule(self, variants: Sequence[Variant]) -> Schedule:
+        training, count, first = torch.is_grad_enabled(), len(variants), variants[0]
+        key = (first.wiring, count, training)
+
+        def make() -> Schedule:
+            return self.moves.scheduled(
+                make_schedule(self._plan, first.cut, count, training=training), first.cut
+            )
+
+        return self._schedules.get(key, make)
+
+    @abstractmethod
+    def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
+        """Returns the 0-dim tensor of `dtype` that rank `source` passes, on every rank."""
+
+    @abstractmethod
+    def sum(self, value: Tensor) -> Tensor:
+        """Returns the elementwise sum over ranks; each element is non-zero on one rank only, so it is
+        exact.
+        """
+
+    @abstractmethod
+    def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
+        """Returns the values that a tensor has on the rank of this stage, on rank 0's CPU; None on other
+        ranks.
+
+        Every rank calls this for the same tensors in the same order, with its own tensor or one on meta.
+        """
+
+    @abstractmethod
+    def rank_of(self, stage: int) -> int:
+        """Returns the rank on which a stage runs."""
+
+    def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
+        """Returns the device where a stage of a local replica computes; None: the model's own device."""
+        return self.device
+
+    @abstractmethod
+    def gather_spans(self) -> list[RawSpan]:
+        """Returns the spans of all ranks since `start_step`."""
+
+    def here(self, leaf: Any) -> Any:
+        """Returns a tensor moved to this rank's device; anything else is returned as it is."""
+        return leaf.to(self.device) if isinstance(leaf, Tensor) and self.device is not None else leaf
+
+    def start_step(self) -> None:
+        """Clears the spans of the last step. An evaluation is no step: it records no spans."""
+        if torch.is_grad_enabled():
+            self._marks = []
+
+    def keep(self, rank: int, marks: Marks) -> None:
+        """Records the time marks of a rank in this step, for the timeline."""
+        if torch.is_grad_enabled():
+            self._marks.append((rank, marks))
+
+    def own_spans(self) -> list[RawSpan]:
+        """Returns the spans of this process since `start_step`."""
+        return [(rank, *span) for rank, marks in self._marks for span in marks.spans()]
+
+    def timeline(self) -> Timeline:
+        """Returns the timeline of the last step; time 0 is the start of its first action."""
+        spans = self.gather_spans()
+        origin = min((s[3] for s in spans), default=0.0)
+        ranks = 1 + max((s[0] for s in spans), default=-1)
+        spans_from_origin = [
+            Span(rank=r, lane=lane, action=a, start_s=start - origin, end_s=end - origin)
+            for r, a, lane, start, end in spans
+        ]
+        return Timeline(source="measured", ranks=ranks, spans=tuple(spans_from_origin))
+
+
+def make_schedule(plan: Plan, cut: Cut, microbatches: int, *, training: bool) -> Schedule:
+    """Returns the plan's schedule for `microbatches` microbatches, lowered along the cut's edges, and
+    checked.
+    """
+    if training:
+        settings = plan.schedule, len(plan.stages), microbatches, plan.axes.pp
+        schedule = planned(*settings, plan.actions)
+    else:
+        schedule = _forwards(plan, microbatches)
+    backward = backward_edges(cut.boundaries) if training else frozenset()
+    edges = (forward_edges(cut.boundaries), backward, step_edges(cut.boundaries))
+    lowered = lower(schedule, *edges)
+    if training:
+        check(lowered, *edges)
+    return lowered
+
+
+def _forwards(plan: Plan, microbatches: int) -> Schedule:
+    """Returns the schedule of an evaluation: all microbatches through a rank's stages, one stage after the
+    other.
+    """
+    rows = (
+        tuple(Action(stage, Kind.F, mb) for stage in _stages_on(plan, rank) for mb in range(microbatches))
+        for rank in range(plan.axes.pp)
+    )
+    return Schedule("forward", microbatches, tuple(rows))
+
+
+def _stages_on(plan: Plan, rank: int) -> tuple[int, ...]:
+    return tuple(stage for stage, at in enumerate(plan.ranks) if at == rank)
+
+
+def _outputs(variants: Sequence[Variant], schedule: Schedule, results: Iterable[StepOutputs]) -> GroupOutputs:
+    stage = next((p.stage for p in variants[0].cut.programs if p.has_loss), None)
+    results = list(results)
+    losses = {mb: loss for r in results for mb, loss in r.losses.items()}
+    outputs = {mb: out for r in results for mb, out in r.outputs.items()}
+    return GroupOutputs(
+        variants=variants,
+        loss_dtype=variants[0].loss_dtype,
+        loss_rank=schedule.rank_of[stage] if stage is not None else 0,
+        losses=[losses[mb] for mb in sorted(losses)],
+        outputs=[outputs[mb] for mb in sorted(outputs)],
+    )
+
+
+@final
+class LocalCrew(Crew):
+    """Runs all ranks in this process: on one device, or each on its own device (`together`).
+
+    Several `local_replicas` are pipelines that run at the same time, each with a copy of the weights.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        together: InProcessRanks | None = None,
+        local_replicas: int = 1,
+        options: CrewOptions = _DEFAULTS,
+    ) -> None:
+        stages = tuple(range(len(plan.stages)))
+        super().__init__(plan, ProcessPlace(0, 1, stages, local_replicas), Alone(), options)
+        self._together = together or SingleDevice()
+        ranks, transport = range(plan.axes.pp), self._together.transport
+        self._transports = [
+            {p: transport(p * local_replicas + r) for p in ranks} for r in range(local_replicas)
+        ]
+
+    def run(
+        self, loads: Sequence[Load], make_stage: MakeStage, optimizer: Optimizer | None = None
+    ) -> list[GroupOutputs]:
+        pipelines = [self._start_pipeline(load, make_stage) for load in loads]
+        with self.moves.step_context(optimizer):
+            self._run({seat: rank for pipeline in pipelines for seat, rank in pipeline.items()})
+        return [self._outputs(load, pipeline) for load, pipeline in zip(loads, pipelines, strict=True)]
+
+    def _outputs(self, load: Load, pipeline: dict[int, Interpreter]) -> GroupOutputs:
+        """Returns the group's outputs, moved to the device of the first replica's last stage."""
+        ranks = list(pipeline.values())
+        group = _outputs(load.variants, ranks[0].schedule, [i.outputs for i in ranks])
+        replica_device, first_device = (
+            self.device_of(self.stages[-1], replica) for replica in (load.replica, 0)
+        )
+        if replica_device == first_device:
+            return group
+        return replace(
+            group,
+            outputs=[
+                tuple(t.to(first_device) if t.device == replica_device else t for t in o)
+                for o in group.outputs
+            ],
+        )
+
+    def _start_pipeline(self, load: Load, make_stage: MakeStage) -> dict[int, Interpreter]:
+        """Starts a replica's pipeline with its inputs and returns its interpreters by seat."""
+        ranks = self._interpreters(load, make_stage, self._transports[load.replica])
+        seats = {rank.rank * self.local_replicas + load.replica: rank for rank in ranks}
+        for seat, interpreter in seats.items():
+            used = partial(self._used, interpreter, load.variants)
+            own = self._together.inputs(seat, load.inputs, used)
+            interpreter.begin(StepInputs(own, load.weights, load.seeds))
+        return seats
+
+    def _run(self, interpreters: dict[int, Interpreter]) -> None:
+        try:
+            results = self._together.run(interpreters)
+        except BaseException:
+            for interpreter in interpreters.values():
+                interpreter.reset()
+            self._together.reset()
+            self.activations.forget()
+            self.values.forget()
+            self._built.drop(lambda key: True)
+            self._executors.clear()
+            raise
+        for seat, result in zip(interpreters, results, strict=True):
+            self.keep(seat, result.marks)
+
+    @staticmethod
+    def _used(interpreter: Interpreter, variants: Sequence[Variant], microbatch: int) -> set[int]:
+        """Returns the positions of the inputs that the rank's stages read."""
+        stages = {action.stage for action in interpreter.schedule.actions[interpreter.rank]}
+        return {p for s in stages for p in variants[microbatch].cut.programs[s].inputs}
+
+    def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
+        return self._together.device(self._plan.ranks[stage] * self.local_replicas + replica)
+
+    def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
+        assert value is not None
+        return value
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value
+
+    def rank_of(self, stage: int) -> int:
+        return 0
+
+    def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
+        return tensor.detach().cpu()
+
+    def gather_spans(self) -> list[RawSpan]:
+        return self.own_spans()
+
+
+def device_of(plan: Plan) -> torch.device:
+    """Returns this process's device: its current CUDA device when the plan is for CUDA devices, else the
+    CPU.
+    """
+    if plan.stages[0].device.startswith("cuda") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def make_groups(group: dist.ProcessGroup, device: torch.device) -> TransportGroups:
+    """Returns one gloo group for everything on CPU; on CUDA an NCCL group per queue, and gloo for layouts."""
+    if device.type == "cpu":
+        return TransportGroups((group, group, group, group), group)
+    ranks, is_subgroup = dist.get_process_group_ranks(group), group.size() < dist.get_world_size()
+    groups = [
+        dist.new_group(ranks, backend=b, use_local_synchronization=is_subgroup)
+        for b in ("nccl", "nccl", "nccl", "gloo")
+    ]
+    second, third, fourth, layouts = (g for g in groups if isinstance(g, dist.ProcessGroup))
+    return TransportGroups((group, second, third, fourth), layouts)
+
+
+@final
+class ProcessCrew(Crew):
+    """Runs one rank of the mesh's pipeline that this process is in."""
+
+    def __init__(
+        self, plan: Plan, mesh: Mesh, device: torch.device, options: CrewOptions = _DEFAULTS
+    ) -> None:
+        self._group = group = mesh.pipeline
+        stages = _stages_on(plan, group.rank())
+        place = ProcessPlace(group.rank(), group.size(), stages, mesh=mesh, device=device)
+        replicas: Replicas = Alone()
+        if mesh.replicas is not None:
+            replicas = Several(mesh.replicas, own_batches=options.own_batches)
+            options = replace(options, moves=options.moves or Early(replicas.gradients))
+        super().__init__(plan, place, replicas, options)
+        self._transport = connect(make_groups(group, device), device, plan.axes.group_size)
+
+    def run(
+        self, loads: Sequence[Load], make_stage: MakeStage, optimizer: Optimizer | None = None
+    ) -> list[GroupOutputs]:
+        (load,) = loads
+        (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
+        interpreter.begin(StepInputs(load.inputs, load.weights, load.seeds))
+        with self.moves.step_context(optimizer):
+            result = interpreter.run()
+        self.keep(self.rank, result.marks)
+        return [_outputs(load.variants, interpreter.schedule, [result])]
+
+    def forget(self, variant: int) -> None:
+        super().forget(variant)
+        self._transport.forget(CHANNELS * variant)
+
+    def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
+        # fp64 holds every loss dtype exactly.
+        wire = None if value is None else value.to("cpu", torch.float64)
+        return self._transport.share(wire, source).to(dtype)
+
+    def sum(self, value: Tensor) -> Tensor:
+        dist.all_reduce(value, group=self._group)
+        return value
+
+    def rank_of(self, stage: int) -> int:
+        return self._plan.ranks[stage]
+
+    def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
+        return self._transport.to_first(tensor, self.rank_of(stage))
+
+    def gather_spans(self) -> list[RawSpan]:
+        assert self.mesh is not None
+        gathered: list[Any] = [None] * self.mesh.group.size()
+        dist.all_gather_object(gathered, self.own_spans(), group=self.mesh.group)
+        return [(rank, *span[1:]) for rank, spans in enumerate(gathered) for span in spans]

@@ -1,0 +1,98 @@
+"""Gathers the whole model's state from several ranks: as a dict, or streamed to safetensors.
+
+Names, order and tied aliases are those of the plain `model.state_dict()`. All ranks walk the same list; each
+tensor goes from the rank of its owning stage to rank 0, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from outsize.errors import BadOption
+from outsize.run.tensor_parallel.collectives import full_of
+from outsize.run.weights.ownership import places
+from outsize.run.weights.save import ShardWriter, shards
+from outsize.train.crew.crew import Crew
+from outsize.train.ranks.tensor_parallel import TensorRanks
+
+Fetch = Callable[[Tensor], Tensor | None]
+
+
+def gathered(
+    model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: TensorRanks | None = None
+) -> dict[str, Tensor]:
+    """Returns copies on the CPU by name, on rank 0; an empty dict on other ranks. Tied names share one
+    tensor.
+    """
+    fetch, values, fetched = _fetcher(model, homes, crew, ranks), {}, dict[int, Tensor | None]()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):  # a module's extra state
+            values[name] = tensor
+            continue
+        if id(tensor) not in fetched:
+            value = fetch(tensor)
+            fetched[id(tensor)] = value.clone() if value is not None and not tensor.is_meta else value
+        values[name] = fetched[id(tensor)]
+    return values if crew.global_rank == 0 else {}
+
+
+def save(
+    model: nn.Module,
+    homes: Mapping[str, int],
+    crew: Crew,
+    folder: Path,
+    limit: int,
+    ranks: TensorRanks | None = None,
+) -> None:
+    """Writes `folder` in the Hugging Face layout, at most `limit` bytes a file; tied names are written once.
+
+    Rank 0 holds one tensor at a time. When it returns, the files are in place, on every rank.
+    """
+    if folder.suffix in (".safetensors", ".pt", ".pth", ".bin", ".ckpt"):
+        raise BadOption(
+            f"{folder} is a file's name; weights are saved to a folder",
+            next_step=f"to='{folder.stem}', or torch.save(engine.full_state_dict(), ...) for one file",
+        )
+    fetch, tensors = _fetcher(model, homes, crew, ranks), _once(model)
+    parts = shards(tensors if ranks is None else ranks.shown(tensors), limit)
+    writer = ShardWriter(folder, parts) if crew.global_rank == 0 else None
+    try:
+        for number, part in enumerate(parts):
+            values = (fetch(tensors[name]) for name in part)
+            if writer is not None:
+                writer.write(number, cast(Iterable[Tensor], values))
+            else:
+                for _ in values:  # iterating sends each tensor to rank 0
+                    pass
+        if writer is not None:
+            writer.publish()
+    finally:
+        if writer is not None:
+            writer.discard()
+    if crew.mesh is not None:
+        dist.barrier(group=crew.mesh.group)  # every rank waits until rank 0 has written the files
+
+
+def _once(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of the state dict under their first names."""
+    named_by_id: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            named_by_id.setdefault(id(tensor), (name, tensor))
+    return dict(named_by_id.values())
+
+
+def _fetcher(model: nn.Module, homes: Mapping[str, int], crew: Crew, ranks: TensorRanks | None) -> Fetch:
+    names = {id(table[key]): name for table, key, name in places(model)}
+
+    def fetch(tensor: Tensor) -> Tensor | None:
+        name = names.get(id(tensor), "")
+        value = crew.fetch(full_of(tensor), homes.get(name, 0))
+        return value if value is None or ranks is None else ranks.gathered(name, value)
+
+    return fetch

@@ -1,0 +1,223 @@
+"""Decides which rank owns which weight, once, on the first batch.
+
+The owner keeps a weight, its gradient and its optimizer state. Others free it, and get it from the owner for
+the step where they use it too (tied weights). A weight that no program has used yet is kept on every rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import BadOption
+from outsize.ir.plan import Plan
+from outsize.run.by_module.broadcast import Exchange
+from outsize.run.by_module.run import OwnedRun
+from outsize.run.device.malloc import keep_freed_memory
+from outsize.run.moves.fsdp import may_be_sharded
+from outsize.run.weights.load import load_weights
+from outsize.run.weights.ownership import free_foreign, move_weights, places
+from outsize.run.weights.placement import Holders, Placement
+from outsize.run.weights.safetensors import TensorPart, WeightFiles
+from outsize.train.crew.crew import Crew, device_of
+from outsize.train.ranks.gradient_allreduce import ByStage
+from outsize.train.ranks.tensor_parallel import TensorRanks
+
+
+@final
+class Ownership:
+    """The owners of one model's weights among the ranks of one run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        crew: Crew,
+        files: WeightFiles | None,
+        tensor: TensorRanks | None = None,
+    ) -> None:
+        self._model, self._plan, self._crew, self._files = model, plan, crew, files
+        self._tensor = tensor
+        self._names = frozenset(name for name, _ in model.named_parameters())
+        self._placement: Placement | None = None
+        self._foreign: set[str] = set()
+        self._sharded: frozenset[str] = frozenset()  # FSDP adds up their gradients, replicas do not
+        self._trained: tuple[Placement | None, list[tuple[int, dict[str, Any], str, bool]]] = (None, [])
+
+    def settle(self, find: Callable[[], Placement]) -> None:
+        """Decides who owns what, once: frees the weights of others, loads the rest and moves it to the
+        device.
+        """
+        if self._placement is not None:
+            return
+        self._place(find())
+        if self._tensor is not None:
+            self._tensor.divide()
+        sharded, notes = self._to_shard(), dict[str, None]()
+        self._fill(lambda name: name not in sharded, notes)
+        if sharded:
+            self._shard(sharded, notes)
+        for note in notes if self._crew.global_rank == 0 else ():
+            warnings.warn(note, stacklevel=2)
+        if self._crew.device is not None and self._crew.device.type == "cpu":
+            keep_freed_memory()
+
+    def _fill(self, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
+        """Gives these weights their values, on the devices where they belong."""
+        if self._files is not None:
+            self._load(self._files, wanted, notes)
+        move_weights(self._model, {n: d for n, d in self._devices().items() if wanted(n)})
+        self._crew.replicas.spread(tensor for name, tensor in self.used() if wanted(name))
+
+    def _to_shard(self) -> dict[str, int]:
+        """Returns the stage of each weight that this rank owns and a program uses; the rest is not
+        sharded.
+        """
+        if not self._plan.shards or self._crew.mesh is None:
+            return {}
+        home, unused = self.placement.home, self.placement.unused
+        own = ((n, t) for n, t in self.used() if self.is_own(n) and n not in unused)
+        return {name: home[name] for name, tensor in own if may_be_sharded(tensor)}
+
+    def _shard(self, home: dict[str, int], notes: dict[str, None]) -> None:
+        """Shards block by block, so that no more than one block is whole at a time."""
+
+        def fill(names: Collection[str]) -> None:
+            self._fill(set(names).__contains__, notes)
+
+        self._crew.shard(self._model, home, fill)
+        self._sharded = frozenset(home)
+
+    def adopt(self, find: Callable[[], Placement]) -> None:
+        """Gives a weight that nobody used so far to the stage that now uses it first."""
+        previous = self.placement
+        if previous.unused:
+            current = find()
+            newly_used = previous.unused - current.unused
+            if newly_used:
+                self._place(previous.adopting(current))
+                self._follow(newly_used)
+
+    def _devices(self) -> dict[str, torch.device]:
+        """Returns the device where each weight belongs; a weight that may stay is absent."""
+        devices = {name: self.device_of(name) for name in self.placement.home}
+        return {name: device for name, device in devices.items() if device is not None}
+
+    def device_of(self, name: str, replica: int = 0) -> torch.device | None:
+        """Returns the device where a weight of a local replica belongs.
+
+        That is its stage's device, or the host when weights come from there to their stage.
+        """
+        hosted = self._plan.streams and name in self._names
+        return torch.device("cpu") if hosted else self._crew.device_of(self.placement.home[name], replica)
+
+    def _follow(self, names: Iterable[str]) -> None:
+        """Moves weights to their stages in place: an optimizer may hold these tensors already."""
+        devices = self._devices()
+        for name, weight in chain(self._model.named_parameters(), self._model.named_buffers()):
+            if name in names and name in devices and not weight.is_meta:
+                weight.data = weight.data.to(devices[name])
+
+    @property
+    def settled(self) -> bool:
+        """Tells whether owners have been decided, which the first batch does."""
+        return self._placement is not None
+
+    @property
+    def placement(self) -> Placement:
+        """Returns who owns and who holds what.
+
+        Raises BadOption before the first batch.
+        """
+        if self._placement is None:
+            raise BadOption(
+                "the engine has met no batch, so nobody owns a weight yet",
+                next_step="engine.prepare(*args, target=...) first; outsize.parallelize does it",
+            )
+        return self._placement
+
+    def _part(self, name: str) -> TensorPart | None:
+        share = None if self._tensor is None else self._tensor.share(name)
+        if self._tensor is None or share is None:
+            return None
+        return TensorPart(share.dim, share.size, self._tensor.group.place.ranges(share))
+
+    def is_own(self, name: str) -> bool:
+        """Tells whether this rank owns the weight of this name."""
+        return self._placement is not None and self._placement.home.get(name) in self._crew.stages
+
+    def trained(self) -> list[nn.Parameter]:
+        """Returns the parameters of this rank's optimizer.
+
+        Frozen ones are included: the user may unfreeze them later, as with `optimizer(model.parameters())`.
+        Unused ones are included on every rank: without a gradient they are skipped, until one rank has one.
+        """
+        unused = self.placement.unused
+        return [p for n, p in self._model.named_parameters() if n in unused or self.is_own(n)]
+
+    def used(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields every tensor that this rank computes with, buffers included."""
+        named = chain(self._model.named_parameters(), self._model.named_buffers())
+        return ((name, tensor) for name, tensor in named if name not in self._foreign)
+
+    def own(self, names: Collection[str]) -> list[Tensor]:
+        """Returns those of these weights that this rank owns, in the model's order."""
+        return [tensor for name, tensor in self.used() if name in names and self.is_own(name)]
+
+    def trained_by_stage(self) -> ByStage:
+        """Returns the parameters by stage that this rank owns, some program uses and that require a
+        gradient.
+        """
+        if self._trained[0] is not self.placement:
+            self._trained = self.placement, self._own_parameters()
+        weights = [(stage, table[key], sparse) for stage, table, key, sparse in self._trained[1]]
+        trained = [(stage, p, sparse) for stage, p, sparse in weights if p.requires_grad]
+        return {stage: [(p, s) for at, p, s in trained if at == stage] for stage in self._crew.stages}
+
+    def _own_parameters(self) -> list[tuple[int, dict[str, Any], str, bool]]:
+        """Returns for each owned parameter its stage, its table and key, and whether its gradient is
+        sparse.
+        """
+        lookups = [m for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        sparse = {id(m.weight) for m in lookups if m.sparse}
+        home, excluded = self.placement.home, self.placement.unused | self._sharded
+        first_places = {name: (table, key) for table, key, name in reversed(places(self._model))}
+        return [
+            (home[name], table, key, id(table[key]) in sparse)
+            for name, (table, key) in reversed(first_places.items())
+            if isinstance(table[key], nn.Parameter) and self.is_own(name) and name not in excluded
+        ]
+
+    def own_run(self) -> OwnedRun | None:
+        """Returns the run of the model's own Python over the ranks of its pipeline; None where that is one
+        rank.
+        """
+        if self._crew.mesh is None or self._crew.world_size == 1:
+            return None
+        device = self._crew.device or torch.device("cpu")
+        rank_of, stages_of = self._crew.rank_of, self.placement.holders.items()
+        holders: Holders = {name: frozenset(map(rank_of, stages)) for name, stages in stages_of}
+        return OwnedRun(self._model, holders, Exchange(self._crew.mesh.pipeline, device), device)
+
+    def _place(self, placement: Placement) -> None:
+        self._placement = placement
+        self._foreign = placement.foreign(self._crew.stages)
+        if self._crew.world_size > 1:
+            free_foreign(self._model, self._foreign)
+
+    def _load(self, files: WeightFiles, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
+        default_device = self._crew.device or device_of(self._plan)
+        device_by_name = {n: self.device_of(n) or default_device for n in self.placement.home}
+        for device in dict.fromkeys(device_by_name.values()) or [default_device]:
+            others = {
+                name
+                for name, weight_device in device_by_name.items()
+                if weight_device != device or not wanted(name)
+            }
+            foreign = self._foreign | others
+            notes.update(dict.fromkeys(load_weights(self._model, files, device, foreign, self._part)))

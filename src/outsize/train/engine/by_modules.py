@@ -1,0 +1,193 @@
+"""Runs a plan of form "modules": the plain loop, with every module called where its weights live.
+
+    for part in microbatches:  output = model(part);  (loss(output) * weight).backward()
+
+This loop runs on every rank under run/by_module/run.py; in one process it is the plain loop itself.
+Generators are seeded once per microbatch, and the owner of a module that draws random numbers tells the other
+ranks the generators' states after it.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outsize.capture.graph.by_modules import module_graph, untouched
+from outsize.capture.recording.fallbacks import find_loss
+from outsize.errors import BadOption, NotCapturable, OutsizeError
+from outsize.ir.plan import Plan
+from outsize.ir.timeline import Lane
+from outsize.program.modes import outside_autocast
+from outsize.program.source_line import raising_line
+from outsize.run.by_module import broadcast
+from outsize.run.by_module.run import OwnedRun
+from outsize.run.interpreter.trace import Marks
+from outsize.run.stage.rng import Seed, seeder
+from outsize.run.weights.placement import Placement, placement_of_modules
+from outsize.train.batch.batch import Batch, evaluating_loss
+from outsize.train.batch.checks import insist_on_gradient, insist_on_model, insist_on_values
+from outsize.train.batch.loss_weights import Counted
+from outsize.train.crew.crew import Crew
+from outsize.train.crew.weight_ownership import Ownership
+from outsize.train.engine.executor import Executor
+from outsize.train.engine.options import EngineOptions
+from outsize.train.ranks.replicas import Piece
+from outsize.train.variants.results import EvalResult
+
+
+@final
+class ByModules(Executor):
+    """Runs the microbatches of one model in order, without overlap; in one process, the plain loop.
+
+    Raises BadOption for a plan with recompute or deferred BatchNorm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        crew: Crew,
+        ownership: Ownership,
+        options: EngineOptions,
+    ) -> None:
+        recompute = {"selective", "full", "offload"}.intersection(
+            map(plan.recompute_of, range(len(plan.stages)))
+        )
+        if plan.bn == "deferred" or recompute:
+            raise BadOption(
+                "a model that runs by modules keeps its activations, and BatchNorm counts microbatches",
+                numbers=f"the plan says recompute {', '.join(sorted(recompute)) or 'none'}, bn {plan.bn!r}",
+                next_step="plan without them; torch.utils.checkpoint inside the model works",
+            )
+        self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
+        self._loss_fn, self._seed = options.loss_fn, options.seed
+
+    def prepare(self, parts: Sequence[Batch]) -> None:
+        self._ownership.settle(self._placement)
+
+    def train(
+        self, parts: Sequence[Batch], scale: float, step: int, optimizer: Optimizer | None = None
+    ) -> Tensor:
+        loss, _ = self._run(parts, scale, step)
+        assert loss is not None
+        return loss
+
+    def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
+        loss, outputs = self._run(parts, 1.0, step)
+        if self._crew.rank < self._crew.world_size - 1:
+            return EvalResult(loss, None)
+        first_outputs = self._crew.replicas.on_first(outputs)
+        return EvalResult(loss, None if first_outputs is None else tuple(first_outputs))
+
+    def _placement(self) -> Placement:
+        """Returns which stage owns which weight.
+
+        Raises ModelMismatch and BadPlan for a plan of another model.
+        """
+        graph = module_graph(self._model)
+        insist_on_model(self._plan, graph)
+        return placement_of_modules(graph, self._plan.owners(graph), self._model)
+
+    def _run(self, parts: Sequence[Batch], scale: float, step: int) -> tuple[Tensor | None, list[Any]]:
+        """Returns the loss of the batch and the outputs by microbatch; with grad on, gradients (times
+        `scale`) add up.
+        """
+        self._ownership.settle(self._placement)
+        insist_on_values(self._ownership.used(), parts[0])
+        self._crew.start_step()
+        run, replicas, grad = self._ownership.own_run(), self._crew.replicas, torch.is_grad_enabled()
+        pieces, _ = replicas.pieces([Counted(part.size) for part in parts], frozenset())
+        gradient_context = (
+            untouched(self._model) if not grad else replicas.summing(self._ownership.trained_by_stage)
+        )
+        with gradient_context, nullcontext() if run is None else run.active():
+            total, outputs = self._loop(parts, pieces, scale, step, run)
+        if grad:
+            replicas.spread(self._ownership.own({name for name, _ in self._model.named_buffers()}))
+        return None if total is None else replicas.total(total), outputs
+
+    def _loop(
+        self,
+        parts: Sequence[Batch],
+        pieces: Sequence[Piece],
+        scale: float,
+        step: int,
+        run: OwnedRun | None,
+    ) -> tuple[Tensor | None, list[Any]]:
+        total: Tensor | None = None
+        outputs = []
+        for piece in pieces:
+            part, number = parts[piece.part].mapped(self._crew.here), piece.number
+            with _rewording_errors(self._model, run):
+                output, loss = self._forward(number, part, seeder(self._seed, step, number), run)
+            if run is not None:
+                run.insist_on_same("the loss", loss)
+            if torch.is_grad_enabled():
+                self._backward(number, loss, piece.share * scale, run)
+            elif piece.counts:
+                outputs.append(output)
+            if loss is not None:
+                weighted = loss.detach() * piece.share if piece.counts else torch.zeros_like(loss)
+                total = weighted if total is None else total + weighted
+        return total, outputs
+
+    def _forward(
+        self, number: int, part: Batch, seed: Seed, run: OwnedRun | None
+    ) -> tuple[Any, Tensor | None]:
+        start = time.perf_counter()
+        seed(0)
+        output = self._model(*part.args, **part.kwargs)
+        loss_fn = self._loss_fn if torch.is_grad_enabled() else evaluating_loss(self._loss_fn, part)
+        loss = find_loss(output) if loss_fn is None else loss_fn(output, *part.target)
+        self._keep(f"F{number}", start, run)
+        return output, loss
+
+    def _backward(self, number: int, loss: Tensor | None, weight: float, run: OwnedRun | None) -> None:
+        insist_on_gradient(loss)
+        assert loss is not None
+        start = time.perf_counter()
+        with outside_autocast():
+            (loss * weight).backward()
+        self._keep(f"B{number}", start, run)
+
+    def _keep(self, action: str, start_s: float, run: OwnedRun | None) -> None:
+        """Records what was computed since `start_s`, piece by piece between the waits for other ranks'
+        modules.
+        """
+        rank, end_s = self._crew.rank, time.perf_counter()
+        waits = [wait for wait in (run.take_waits() if run is not None else ()) if wait[0] >= start_s]
+        ends = [wait[0] for wait in waits] + [end_s]
+        times = [start_s, 0.0, ends[0]]
+        for (asked_s, had_s), until_s in zip(waits, ends[1:], strict=True):
+            times += [asked_s, had_s, until_s]
+        name: tuple[str, Lane] = (f"{rank}{action}", "compute")
+        self._crew.keep(rank, Marks([name] * len(ends), times))
+
+
+@contextmanager
+def _rewording_errors(model: nn.Module, run: OwnedRun | None) -> Iterator[None]:
+    """Turns an error of the model into NotCapturable when it comes from running on several ranks.
+
+    The usual cause: the forward reads an attribute that another rank's module has set.
+    """
+    try:
+        yield
+    except OutsizeError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if run is None or any(frame.filename == broadcast.__file__ for frame in frames):
+            raise  # there is one process only, or another rank has ended
+        raise NotCapturable(
+            f"the forward of {type(model).__name__} cannot run by modules: {type(error).__name__}: {error}; "
+            "perhaps it reads what a module of another rank left behind",
+            numbers=f"at {raising_line(error)}",
+            next_step="return that value from the module, or train with --stages 1",
+        ) from error

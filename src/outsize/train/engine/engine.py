@@ -1,0 +1,334 @@
+"""Defines Engine, a pipelined training step that is used like a plain loop.
+
+    engine = outsize.parallelize(model, args, kwargs, plan=plan, loss_fn=loss_fn, optimizer=make_optimizer)
+    for x, y in data:
+        result = engine.step(x, target=y)        # forward + backward of all microbatches, clip, optimizer
+
+Every rank passes the same batch. Its microbatches always run in order, so gradients add up as in the plain
+loop; an Executor (executor.py) runs them, and the Ownership knows which rank owns which weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from itertools import product
+from pathlib import Path
+from typing import Any, Final, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outsize.errors import BadOption
+from outsize.ir.answers.utilisation import Utilisation
+from outsize.ir.plan import Plan
+from outsize.ir.timeline import Timeline
+from outsize.program.modes import outside_autocast
+from outsize.program.tree import map_leaves
+from outsize.run.stage.compile import insist_on_backend
+from outsize.run.stage.rng import borrowed_generators
+from outsize.run.stage.to_device import device_of_model
+from outsize.run.tensor_parallel.collectives import full_of
+from outsize.train.batch.batch import Batch, as_target, microbatches_in
+from outsize.train.batch.batch_dims import BatchDims, acceptance
+from outsize.train.batch.checks import insist_on_parts, made_optimizer
+from outsize.train.batch.sampler import ReplicaBatches
+from outsize.train.crew.crew import Crew
+from outsize.train.crew.devices import insist_on_one_device
+from outsize.train.crew.grad_clip import clip_by_global_norm, speculation_for
+from outsize.train.crew.grad_scaler import Scaling
+from outsize.train.crew.module_view import own_module
+from outsize.train.crew.state_dict import gathered, save
+from outsize.train.crew.weight_ownership import Ownership
+from outsize.train.engine.by_modules import ByModules
+from outsize.train.engine.executor import Executor
+from outsize.train.engine.generate import generate
+from outsize.train.engine.loss_watch import LossWatch
+from outsize.train.engine.module_names import missing
+from outsize.train.engine.options import EngineOptions
+from outsize.train.engine.pipelined import Pipelined
+from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
+from outsize.train.ranks.tensor_parallel import insist_on_whole, tensor_ranks
+from outsize.train.variants.results import EvalResult, StepResult, evaluating
+from outsize.train.variants.variant import RecordingOptions
+
+DEFAULTS: Final = EngineOptions()
+SHARD_BYTES: Final = 5_000_000_000
+
+
+@final
+class Engine:
+    """Runs one plan of one model. `outsize.parallelize` builds it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        crew: Crew,
+        options: EngineOptions = DEFAULTS,
+    ) -> None:
+        insist_on_backend(options.compiled, plan.form)
+        self.model, self.plan, self.crew = model, plan, crew
+        self._options, self.seed = options, options.seed
+        self.clip_norm, scaler = options.clip_norm, options.scaler
+        self._speculation = speculation_for(options.clipping, options.clip_norm, scaler, crew, plan)
+        self.steps = 0
+        self._watch = LossWatch()
+        self.optimizer: Optimizer | None = None
+        home = _home(model, crew, len(plan.stages))
+        self._tensor = tensor_ranks(model, plan, crew.mesh, compiled=options.compiled is not None)
+        self._ownership = Ownership(model, plan, crew, options.weights, self._tensor)
+        accepts = acceptance(model, options.loss_fn, home)
+        accepts = accepts if self._tensor is None else self._tensor.whole()(accepts)
+        self._dims = BatchDims(accepts, options.batch_dims)
+        self._scaling = Scaling(scaler, crew, self._tensor) if scaler is not None else None
+        recording = RecordingOptions(options.counting, home, self._tensor, options.captures)
+        self._executor: Executor = (
+            ByModules(model, plan, crew, self._ownership, options)
+            if plan.form == "modules"
+            else Pipelined(model, plan, crew, self._ownership, options, recording)
+        )
+
+    # -- the loop ------------------------------------------------------------------------------------
+
+    def prepare(self, batch: Batch) -> None:
+        """Captures and cuts the model, frees what other ranks own and builds the optimizer, on an example
+        batch.
+        """
+        with borrowed_generators():
+            self._executor.prepare(self._parts(batch))
+        self._equip()
+
+    def step(
+        self, *args: Any, target: Any = None, update: bool = True, loss_scale: float = 1.0, **kwargs: Any
+    ) -> StepResult:
+        """Runs one training step. `update=False` only accumulates gradients; `loss_scale` multiplies the loss
+        in the backward (1/k for a mean over k accumulated steps).
+
+        A batch that does not divide has microbatches that differ by one sample; a short batch has fewer of
+        them. `step([outsize.microbatch(x1, target=y1), ...])` takes microbatches as they are, each of its own
+        shape, and any number of them; each is weighted by its samples, or by its tokens where the loss counts
+        those. Raises BadOption when nothing would be trained, and whatever the model raises.
+        """
+        if not torch.is_grad_enabled():
+            raise BadOption(
+                "a training step under torch.no_grad() would train nothing",
+                next_step="call step() outside of it, or engine.evaluate(...)",
+            )
+        scale = loss_scale if self._scaling is None else loss_scale * self._scaling.scale()
+        parts = self._microbatches(args, kwargs, target)
+        self._compare_batches(parts)
+        known = self.clip_norm is None or self._speculation is not None
+        at_once = update and known and self._scaling is None
+        with borrowed_generators():
+            loss = self._executor.train(parts, scale, self.steps, self.optimizer if at_once else None)
+        self._equip()
+        self._watch.look(self.steps, loss, parts, self.named_parameters())
+        self.steps += 1
+        with outside_autocast():
+            norm = self.update() if update else None
+        return StepResult(loss, norm)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError, for what a torch.nn.Module has with the call to use instead."""
+        raise AttributeError(missing(name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises BadOption: an engine is no module."""
+        raise BadOption(
+            "an engine is not called like a module",
+            next_step="engine.step(x, target=y) to train, engine.evaluate(x) for outputs",
+        )
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
+        """Runs a forward in eval mode, at any batch size, or over microbatches as in `step`.
+
+        Gradients and generators stay unchanged, and so do buffers that the model does not write in eval mode.
+        """
+        # The caller's inference mode is left: a program that is recorded here must also run outside of it.
+        with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
+            result = self._executor.evaluate(self._microbatches(args, kwargs, target), self.steps)
+        self._equip()
+        return result
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model's own `generate` (of transformers) in eval mode, on every rank with the same
+        arguments.
+
+        Every rank gets the tokens of one device. Each stage keeps its part of the cache. Gradients, buffers
+        and generators stay unchanged; samples are drawn from rank 0's generator. Raises BadOption.
+        """
+        insist_on_one_device(self.crew, len(self.plan.stages))
+        insist_on_whole(self._tensor)
+        run = self._ownership.own_run()
+        arguments = map_leaves(self.crew.here, (args, kwargs))
+        with evaluating(self.model), borrowed_generators():
+            return generate(self.model, run, *arguments)
+
+    def batch_sampler(
+        self, dataset: Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
+    ) -> ReplicaBatches:
+        """Returns the sampler of this rank's batches, for `DataLoader(dataset, batch_sampler=...)`.
+
+        It yields whole batches of the plan's size, or under `own_batches` this replica's part of them.
+        """
+        replicas = self.crew.replicas
+        place = (replicas.index, replicas.count) if replicas.own_batches else (0, 1)
+        how = {"shuffle": shuffle, "drop_last": drop_last}
+        return ReplicaBatches(dataset, self.plan.batch_size, *place, seed=seed, **how)
+
+    @property
+    def rank(self) -> int:
+        """Returns this process's rank in the run; 0 when all stages are in one process."""
+        return self.crew.global_rank
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields this rank's own parameters, under the user's names, in the model's order."""
+        return ((n, p) for n, p in self.model.named_parameters() if self._ownership.is_own(n))
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns the whole of a weight of this rank, or of its gradient, where ranks hold parts of it.
+
+        The result is a copy, or the tensor itself where it is whole already; all ranks of its stage call this
+        together.
+        """
+        tensor_value = full_of(tensor.detach())
+        return tensor_value if self._tensor is None else self._tensor.gathered(name, tensor_value)
+
+    @property
+    def module(self) -> nn.Module:
+        """Returns the model with only this rank's weights, under the user's names.
+
+        It serves optimizers, clipping by value, averaging, `state_dict()`. It is a view of the user's
+        modules, built at each access; the model itself where all stages are in one process.
+        """
+        home = self._ownership.placement.home
+        if self.crew.world_size == 1:
+            return self.model
+        return own_module(self.model, {n for n, stage in home.items() if stage in self.crew.stages})
+
+    def full_state_dict(
+        self, to: str | Path | None = None, *, shard_bytes: int = SHARD_BYTES
+    ) -> dict[str, Any]:
+        """Returns the whole model's state; every rank calls this.
+
+        Rank 0 gets what `model.state_dict()` would be, in copies on the CPU; other ranks get an empty dict.
+        `to` streams the state into a folder instead, in files of at most `shard_bytes` bytes, in the layout
+        of `save_pretrained`; then the dict is empty on every rank. Raises BadWeights, BadOption.
+        """
+        home = self._ownership.placement.home
+        if to is None:
+            return gathered(self.model, home, self.crew, self._tensor)
+        save(self.model, home, self.crew, Path(to), shard_bytes, self._tensor)
+        return {}
+
+    def timeline(self) -> Timeline:
+        """Returns the measured timeline of the last step, over all ranks; every rank must call this."""
+        return self.crew.timeline()
+
+    def report(self, measured: Timeline | None = None) -> Utilisation:
+        """Returns where the devices' time of the last step went, for `print(engine.report())`.
+
+        It holds the busy share of each device, the bubble, the transfers, what bounds the step, and the
+        reason where a device is busy less than half of the time. Every rank must call this, unless it passes
+        `measured`, the timeline of an earlier step. Raises BadOption before the first step.
+        """
+        measured = measured or self.timeline()
+        if not measured.spans or self._options.explain is None:
+            raise BadOption("no step has been measured", next_step="engine.step(...) of outsize.parallelize")
+        utilisation = self._options.explain(measured, self.plan, self._device_names(measured.ranks))
+        if self._speculation is None:
+            return utilisation
+        undone_and_steps = self._speculation.taken_back, self._speculation.steps
+        return utilisation.model_copy(update={"taken_back": undone_and_steps})
+
+    def update(self) -> Tensor | None:
+        """Unscales and clips (if asked for), steps the optimizer and zeros gradients; returns the norm before
+        clipping.
+
+        `step` does this by itself unless `update=False`.
+        """
+        norm = None
+        self.unscale()
+        if self.clip_norm is not None:
+            all_parameters = dict(self.model.named_parameters())
+            own = dict(self.named_parameters())
+            context = self.crew, self._tensor, self._speculation
+            norm = clip_by_global_norm(own, all_parameters, self.clip_norm, *context)
+        if self._scaling is not None:
+            self._scaling.step()
+        elif self.optimizer is not None:
+            self.optimizer.step()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        return norm
+
+    def unscale(self) -> None:
+        """Divides the gradients by the scaler's scale, on every rank, before the user looks at them.
+
+        `update` does this by itself; without a scaler nothing happens.
+        """
+        if self._scaling is not None:
+            self._scaling.unscale(self.optimizer)
+
+    # -- private ----------------------------------------------------------------------------------------
+
+    def _device_names(self, ranks: int) -> list[str]:
+        """Returns the device name of each rank; ranks that take turns in one process on the CPU share
+        "cpu".
+        """
+        devices_per_stage = self.plan.axes.group_size if ranks > self.plan.axes.pp else 1
+        firsts = [
+            self.plan.stages[self.plan.ranks.index(r // devices_per_stage)].device for r in range(ranks)
+        ]
+        names = [
+            first if devices_per_stage == 1 else _offset_device(first, r % devices_per_stage)
+            for r, first in enumerate(firsts)
+        ]
+        shared = self.crew.world_size == 1 and all(name.startswith("cpu") for name in names)
+        return ["cpu"] * ranks if shared else names
+
+    def _compare_batches(self, parts: Sequence[Batch]) -> None:
+        """Raises WorldMismatch where ranks that must be given one batch are given several."""
+        if self.crew.mesh is not None and is_checked(self.steps):
+            replicas = self.crew.replicas
+            replica = replicas.index if replicas.own_batches else 0
+            insist_on_one_batch(self.crew.mesh.group, parts, self.steps, replica)
+
+    def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch]:
+        """Returns the user's microbatches when they are passed as a list, else the plan's."""
+        microbatches = microbatches_in(args, kwargs, target)
+        if microbatches is not None:
+            return [self._dims.of(part) for part in microbatches if part.size]
+        return self._parts(Batch(args, kwargs, as_target(target)))
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """Returns the plan's microbatches; a short batch has as many as keep the planned size."""
+        sized_batch = self._dims.of(batch)
+        replica_count = self.crew.replicas.count if self.crew.replicas.own_batches else 1
+        return sized_batch.split(self.plan.microbatches_of(sized_batch.size * replica_count) // replica_count)
+
+    def _equip(self) -> None:
+        """Builds the optimizer over this rank's parameters, once it is known which these are."""
+        make_optimizer = self._options.optimizer
+        own = self._ownership.trained() if make_optimizer and self.optimizer is None else []
+        if make_optimizer is not None and own:
+            self.optimizer = made_optimizer(make_optimizer, own)
+            insist_on_parts(self.optimizer, self._speculation)
+
+
+def _offset_device(device: str, offset: int) -> str:
+    """Returns the name of the device `places` after `device`; a plan names the first device of each stage."""
+    kind, _, number = device.rpartition(":")
+    return f"{kind}:{int(number) + offset}" if number.isdigit() else f"{device}+{offset}"
+
+
+def _home(model: nn.Module, crew: Crew, stages: int) -> torch.device | None:
+    """Returns the model's device if some stage runs on another one, else None; tapes are made for that
+    device.
+    """
+    home = device_of_model(model)
+    places = product(range(stages), range(crew.local_replicas))
+    devices = {crew.device_of(stage, replica) for stage, replica in places}
+    return home if devices - {None, home} else None

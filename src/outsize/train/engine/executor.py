@@ -1,0 +1,38 @@
+"""Defines Executor: how the microbatches of a batch become loss, gradients and outputs.
+
+Engine ── Executor ─┬─ Pipelined    stages of a cut tape, overlapping as the schedule says
+                    └─ ByModules    the model's own Python, each module called where its weights live
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from outsize.train.batch.batch import Batch
+from outsize.train.variants.results import EvalResult
+
+
+class Executor(ABC):
+    """Runs a plan. The engine keeps the random generators; what a step draws follows from `step`."""
+
+    @abstractmethod
+    def prepare(self, parts: Sequence[Batch]) -> None:
+        """Gives every weight its owner."""
+
+    @abstractmethod
+    def train(
+        self, parts: Sequence[Batch], scale: float, step: int, optimizer: Optimizer | None = None
+    ) -> Tensor:
+        """Returns the batch's loss, on every rank; gradients, times `scale`, add up in the parameters.
+
+        `optimizer` may step for gradients as they land on the host; None: the step comes later.
+        Raises BadOption when there is no loss to train, and whatever the model raises.
+        """
+
+    @abstractmethod
+    def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
+        """Returns loss and outputs; called in eval mode without grad."""

@@ -1,0 +1,123 @@
+"""Builds an Engine for a plan: one process for all stages, or one process per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outsize.errors import BadOption, OutsizeError
+from outsize.ir.plan import Plan
+from outsize.run.stage.batchnorm import use_local_statistics
+from outsize.train.crew.crew import Crew, CrewOptions, LocalCrew, ProcessCrew, device_of
+from outsize.train.crew.devices import concurrent_replicas, in_process_ranks
+from outsize.train.crew.hosted import hosted_crew
+from outsize.train.engine.engine import DEFAULTS, Engine
+from outsize.train.engine.options import EngineOptions, RankOptions
+from outsize.train.ranks.mesh import Mesh
+
+ONE_PLACE: Final = RankOptions()
+
+
+def make_crew(
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    places: tuple[str, ...] | None = None,
+    *,
+    own_batches: bool = False,
+) -> Crew:
+    """Returns a LocalCrew without a group, its ranks on `places`; a ProcessCrew with the group of the whole
+    run.
+
+    Raises WorldMismatch when the sizes differ; BadOption.
+    """
+    if group is None:
+        local_replicas = len(places or ()) // plan.axes.pp or 1
+        if local_replicas > 1:
+            _insist_on_local_replicas(plan, places or ())
+        return LocalCrew(plan, in_process_ranks(places, local_replicas), local_replicas)
+    return ProcessCrew(plan, Mesh(plan.axes, group, device), device, CrewOptions(own_batches=own_batches))
+
+
+def make_engine(
+    model: nn.Module,
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    options: EngineOptions = DEFAULTS,
+    ranks: RankOptions = ONE_PLACE,
+) -> Engine:
+    """Returns an engine of the plan; without a group all ranks are in this process.
+
+    Raises WhatIfPlan and BadOption before anything is done.
+    """
+    plan.check_runs()
+    _insist_on_devices(plan, group, ranks)
+    crew = (
+        hosted_crew(model, plan, group, ranks.places, ranks.offload_folder)
+        if plan.streams
+        else make_crew(plan, group, device_of(plan), ranks.places, own_batches=ranks.own_batches)
+    )
+    if group is not None:
+        use_local_statistics(model)
+    return Engine(model, plan, crew, options)
+
+
+def _insist_on_devices(plan: Plan, group: dist.ProcessGroup | None, ranks: RankOptions) -> None:
+    """Raises BadOption for places and folders that the plan has no use for."""
+    places, offload_folder = ranks.places or (), ranks.offload_folder
+    several = len(set(places)) > 1
+    if offload_folder is not None and not plan.streams:
+        raise BadOption(
+            "offload_folder= is for a plan whose weights or optimizer the host keeps",
+            numbers=f"this one has weights {plan.weights!r}",
+            next_step='plan(..., weights="host"), or leave it out',
+        )
+    if plan.form == "modules" and several:
+        raise BadOption(
+            f"{plan.model} runs by modules, in its own Python, and that needs a process for each device",
+            numbers=f"devices {', '.join(places)}",
+            next_step=f"outsize run --nproc-per-node {plan.axes.pp} train.py, without devices=",
+        )
+    if group is None and concurrent_replicas(plan) < plan.axes.group_size and several:
+        raise BadOption(
+            "one process has a device for each rank of its pipelines, and the plan needs several for each",
+            numbers=f"pp {plan.axes.pp}, {plan.axes.beyond_pp}; devices {', '.join(places)}",
+            next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py, without devices=",
+        )
+
+
+def _insist_on_local_replicas(plan: Plan, places: tuple[str, ...]) -> None:
+    """Raises BadOption for what replicas in one process cannot do at the same time."""
+    policies = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
+    if plan.bn == "deferred" or policies - {"none", "selective", "full"}:
+        raise BadOption(
+            "replicas on devices of one process each have their own statistics and activations",
+            numbers=f"bn {plan.bn!r}, recompute {', '.join(sorted(policies))}; devices {', '.join(places)}",
+            next_step='bn="micro" and recompute="full", or a process per device (outsize run)',
+        )
+
+
+def agreed(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
+    """Returns the plan that rank 0 makes, on all ranks, so that they cannot disagree (measured times differ).
+
+    An error of outsize is raised on all of them, too.
+    """
+    if group is None:
+        return make()
+    box: list[Any] = [_made(make) if group.rank() == 0 else None]
+    dist.broadcast_object_list(box, group=group, group_src=0)
+    if isinstance(box[0], OutsizeError):
+        raise box[0]
+    return box[0]
+
+
+def _made(make: Callable[[], Plan]) -> Plan | OutsizeError:
+    try:
+        return make()
+    except OutsizeError as error:
+        error.shared = True
+        return error

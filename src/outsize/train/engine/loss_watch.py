@@ -1,0 +1,66 @@
+"""Notices the first loss that is NaN or infinite, and says where to look.
+
+On a CPU the loss is looked at after its step. On a device the flag of a step is read two steps later, when
+the device has long computed it, so that the host never waits for the step that it has just launched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from outsize.train.batch.batch import Batch
+
+STEPS_BEHIND = 2  # how many steps the host may be ahead of the device before it reads a flag
+
+
+@final
+class NonFiniteLoss(UserWarning):
+    """Says that the loss of a step is NaN or infinite."""
+
+
+@final
+class LossWatch:
+    """Looks at the loss of each step until one is not finite; then it warns, once."""
+
+    def __init__(self) -> None:
+        self._flags: deque[tuple[int, Tensor]] = deque()
+        self._warned = False
+
+    def look(
+        self, step: int, loss: Tensor, parts: Sequence[Batch], named: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        """Takes the loss of a step; microbatches and weights are searched only when one is not finite."""
+        if self._warned:
+            return
+        self._flags.append((step, torch.isfinite(loss)))
+        behind = 0 if loss.device.type == "cpu" else STEPS_BEHIND
+        while len(self._flags) > behind:
+            number, is_finite = self._flags.popleft()
+            if not is_finite:
+                self._warned = True
+                warnings.warn(_words(number, parts, named), NonFiniteLoss, stacklevel=4)
+                return
+
+
+def _words(step: int, parts: Sequence[Batch], named: Iterable[tuple[str, Tensor]]) -> str:
+    tensors = ((mb, place, t) for mb, part in enumerate(parts) for place, t in enumerate(part.tensors()))
+    bad_input = next(((mb, place) for mb, place, t in tensors if not _is_finite(t)), None)
+    bad_weight = next((name for name, t in named if not _is_finite(t)), None)
+    if bad_input is not None:
+        mb, place = bad_input
+        where = f"so is tensor {place} of microbatch {mb}; look at the data"
+    elif bad_weight is not None:
+        where = f"so is weight {bad_weight}; go back to weights of before, with a lower learning rate"
+    else:
+        where = "batch and weights of this rank are finite; torch.autograd.set_detect_anomaly names the line"
+    return f"the loss of step {step} is NaN or infinite; {where}"
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return tensor.is_meta or not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())

@@ -1,0 +1,71 @@
+"""Options of an engine besides its model and its plan; `outsize.parallelize` documents each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from outsize.capture.recording.fallbacks import LossFn
+from outsize.errors import BadOption
+from outsize.ir.answers.utilisation import Utilisation
+from outsize.ir.plan import Plan
+from outsize.ir.timeline import Timeline
+from outsize.run.weights.safetensors import WeightFiles
+from outsize.train.batch.batch_dims import Asked
+from outsize.train.batch.loss_weights import FROM_LOSS, Counting
+from outsize.train.crew.grad_clip import Clipping
+from outsize.train.variants.variant import KEPT
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+Explain = Callable[[Timeline, Plan, Sequence[str]], Utilisation]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is trained, besides what its plan says.
+
+    `counting` says whether a microbatch weighs by its samples or its tokens, by default as the loss does.
+    `explain` makes the report of a measured step. `captures` recorded programs stay in memory. `compiled` is
+    a backend of torch.compile; None runs the stages as they are.
+    """
+
+    loss_fn: LossFn | None = None
+    optimizer: MakeOptimizer | None = None
+    clip_norm: float | None = None
+    clipping: Clipping = "exact"
+    counting: Counting = FROM_LOSS
+    seed: int = 0
+    weights: WeightFiles | None = None
+    batch_dims: Asked | None = None
+    scaler: GradScaler | None = None
+    explain: Explain | None = None
+    captures: int = KEPT
+    compiled: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises BadOption when no program would stay."""
+        if self.captures < 1:
+            raise BadOption(
+                f"captures={self.captures} keeps nothing", next_step=f"captures={KEPT}, the default"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """Where the ranks of an engine compute, what they read, and where they store what the host keeps.
+
+    `places` are the devices of the ranks of one process; None leaves them where the model is. With
+    `own_batches` each replica passes its own samples alone. `offload_folder` has files in place of memory.
+    """
+
+    places: tuple[str, ...] | None = None
+    own_batches: bool = False
+    offload_folder: str | Path | None = None

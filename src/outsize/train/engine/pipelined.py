@@ -1,0 +1,261 @@
+"""Runs plans of form "tape": consecutive microbatches whose variants have one wiring run in one pipeline.
+
+    parts      x(4,8)  x(4,5)  x(4,8)  x(2,8)        a variant for each shape, the weights are the same
+    groups    [   0       1       0       2  ]       one group: they send the same values
+
+A microbatch for which a guard selects another path through the model may send other values; then it begins a
+new group. Groups run one after the other, so gradients add up in order. A stage takes from a microbatch what
+its instructions read, so inputs and targets are never sent between ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import chain, groupby, zip_longest
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outsize.ir.plan import Plan
+from outsize.run.stage.batchnorm import Calls, DeferredStatistics
+from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.rng import seeder
+from outsize.run.stage.stage import StageExecutor
+from outsize.run.weights.placement import placement_of_cut
+from outsize.train.batch.batch import Batch
+from outsize.train.batch.checks import insist_on_loss, insist_on_model, insist_on_values
+from outsize.train.batch.loss_weights import Counted, UnknownShares, doubt_of
+from outsize.train.crew.crew import Crew
+from outsize.train.crew.replica_copies import ReplicaCopies
+from outsize.train.crew.weight_ownership import Ownership
+from outsize.train.engine.executor import Executor
+from outsize.train.engine.options import EngineOptions
+from outsize.train.engine.stage_factory import StageFactory
+from outsize.train.ranks.replicas import Piece
+from outsize.train.variants.microbatch_group import GroupOutputs, Load
+from outsize.train.variants.model_state import Settings
+from outsize.train.variants.results import EvalResult, rebuilt
+from outsize.train.variants.variant import RecordingOptions, Variant, Variants
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The microbatches of one step or evaluation, each with its variant."""
+
+    variants: list[Variant]
+    parts: Sequence[Batch]
+    number: int
+    scale: float = 1.0
+    optimizer: Optimizer | None = None
+
+
+@final
+class Pipelined(Executor):
+    """Runs the stages of a cut tape."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        crew: Crew,
+        ownership: Ownership,
+        options: EngineOptions,
+        recording: RecordingOptions,
+    ) -> None:
+        self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
+        self._seed = options.seed
+        self.variants = Variants(model, plan, options.loss_fn, recording)
+        copies = crew.local_replicas > 1
+        self.variants.changes.is_silent = crew.global_rank > 0
+        self.variants.changes.may_run_live = not copies
+        # Copies of the model in this process hold the values of when they were made, so all of them count.
+        self._settings = Settings(model, plain=True) if copies else Settings(model)
+        self._looks_checked = 0
+        self._state = 0  # number of the model's state, by its settings
+        self._replica_copies = ReplicaCopies(model, crew.local_replicas, ownership.device_of)
+        self._statistics = DeferredStatistics(model) if plan.bn == "deferred" else None
+        self._factory = StageFactory(
+            plan, crew.values, crew.activations, self._statistics, recording.home, options.compiled
+        )
+        self._warned = False  # of shares that cannot be derived
+        self._counting: list[bool] = []  # for each piece of the last step: does it count?
+
+    def prepare(self, parts: Sequence[Batch]) -> None:
+        variants = self._find(parts, outputs=False)
+        insist_on_model(self._plan, variants[0].captured.graph)
+        self._settle(variants)
+
+    def train(
+        self, parts: Sequence[Batch], scale: float, step: int, optimizer: Optimizer | None = None
+    ) -> Tensor:
+        variants = self._find(parts, outputs=False)
+        insist_on_loss(variants[0].tape)
+        self._ready(variants, parts)
+        with self._collecting():
+            loss = self._total(self._run(_Step(variants, parts, step, scale, optimizer)))
+        assert loss is not None
+        return loss
+
+    def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
+        variants = self._find(parts, outputs=True)
+        self._ready(variants, parts)
+        results = self._run(_Step(variants, parts, step))
+        loss, outputs = self._total(results), self._outputs(variants, results)
+        return EvalResult(loss, outputs)
+
+    def _find(self, parts: Sequence[Batch], *, outputs: bool) -> list[Variant]:
+        """Returns the variant of each microbatch."""
+        self._state = self._settings.number()
+        return self.variants.find_each(parts, outputs=outputs, state=self._state)
+
+    def _run(self, step: _Step) -> list[GroupOutputs]:
+        """Runs the microbatches of this replica, in groups of one wiring."""
+        pairs = zip(step.variants, step.parts, strict=True)
+        counted = [variant.shares.counted(part) for variant, part in pairs]
+        replicas, grad = self._crew.replicas, torch.is_grad_enabled()
+        written = _written(step.variants) if replicas.count > 1 else frozenset[str]()
+        pieces, written = replicas.pieces(counted, written)
+        self._warn_of_shares(step.variants, counted)
+        self._counting = [piece.counts for piece in pieces]
+        self._crew.start_step()
+        self._replica_copies.follow(self._state)
+        if not grad:
+            results = self._run_pieces(step, pieces)
+        else:
+            self._adopt(step.variants)
+            with replicas.summing(self._ownership.trained_by_stage):
+                results = self._run_pieces(step, pieces)
+                self._replica_copies.add_up(self._state)
+            replicas.spread(self._ownership.own(written) if written else ())
+        self._settings.ran()
+        for number in self.variants.trim():
+            self._crew.forget(number)
+        return results
+
+    def _warn_of_shares(self, variants: Sequence[Variant], counted: Sequence[Counted]) -> None:
+        """Says once, on rank 0, that the weights of the microbatches do not follow from the loss."""
+        doubt = doubt_of([variant.shares for variant in variants], counted)
+        if doubt is not None and not self._warned and self._crew.global_rank == 0:
+            warnings.warn(
+                f"the share of each microbatch in the loss cannot be derived: {doubt}; they count by their "
+                "samples, which may not give the loss of the whole batch. outsize check shows by how much",
+                UnknownShares,
+                stacklevel=2,
+            )
+        self._warned |= doubt is not None
+
+    def _run_pieces(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
+        results: list[GroupOutputs] = []
+        rounds = self._rounds(step.variants, pieces)
+        for groups in rounds:
+            self._crew.replicas.begin_round(last=groups is rounds[-1])
+            loads = [self._load(step, members, replica) for replica, members in groups]
+            is_whole_step = len(loads[0].variants) == len(step.parts)
+            outputs = self._crew.run(loads, self._stage, step.optimizer if is_whole_step else None)
+            pairs = zip(groups, outputs, strict=True)
+            results += [replace(group, pieces=members) for (_, members), group in pairs]
+        return sorted(results, key=lambda result: result.pieces[0].number)
+
+    def _load(self, step: _Step, pieces: Sequence[Piece], replica: int) -> Load:
+        return Load(
+            [step.variants[piece.part] for piece in pieces],
+            [[self._crew.here(t) for t in step.parts[piece.part].tensors()] for piece in pieces],
+            [piece.share * step.scale for piece in pieces],
+            [seeder(self._seed, step.number, piece.number) for piece in pieces],
+            replica,
+        )
+
+    def _rounds(self, variants: list[Variant], pieces: list[Piece]) -> list[list[tuple[int, list[Piece]]]]:
+        """Returns rounds of groups of one wiring.
+
+        The groups of a round run at the same time, each with the number of its replica in this process.
+        """
+        count = self._crew.local_replicas
+        # Replicas without devices of their own share one pipeline, which runs them one after the other.
+        in_turns = count == 1 and self._crew.replicas.count < self._plan.axes.replicas
+        replica_microbatches = self._plan.microbatches if in_turns else -(-len(pieces) // count)
+        groups: list[list[tuple[int, list[Piece]]]] = [[] for _ in range(count)]
+        for (_, group_index), members in groupby(
+            pieces, key=lambda p: (variants[p.part].wiring, p.part // replica_microbatches)
+        ):
+            groups[group_index % count].append((group_index % count, list(members)))
+        return [[group for group in round_groups if group] for round_groups in zip_longest(*groups)]
+
+    def _outputs(self, variants: list[Variant], results: list[GroupOutputs]) -> tuple[Any, ...] | None:
+        """Returns the outputs of each microbatch in order, on the last stage of the first replica."""
+        replicas = self._crew.replicas
+        local_outputs = [
+            (piece.part, tuple(t.cpu() for t in values) if replicas.count > 1 else values)
+            for r in results
+            for values, piece in zip(r.outputs, r.pieces, strict=bool(r.outputs))
+            if piece.counts
+        ]
+        all_outputs = replicas.on_first(local_outputs) if any(r.outputs for r in results) else None
+        return (
+            tuple(
+                rebuilt(variants[part], tuple(map(self._crew.here, values)))
+                for part, values in all_outputs or ()
+            )
+            or None
+        )
+
+    def _adopt(self, variants: Sequence[Variant]) -> None:
+        for variant in {v.number: v for v in variants}.values():
+            self._ownership.adopt(lambda cut=variant.cut: placement_of_cut(cut, self._model))
+
+    def _ready(self, variants: Sequence[Variant], parts: Sequence[Batch]) -> None:
+        self._settle(variants)
+        is_checked = self._looks_checked == self._settings.looks
+        insist_on_values(() if is_checked else self._ownership.used(), parts[0])
+        self._looks_checked = self._settings.looks
+
+    def _settle(self, variants: Sequence[Variant]) -> None:
+        self._ownership.settle(lambda: placement_of_cut(variants[0].cut, self._model))
+
+    def _stage(
+        self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None
+    ) -> StageExecutor:
+        model = self._replica_copies.of(replica, self._state)
+        return self._factory.make(variant, program, model, device, is_copy=replica > 0)
+
+    def _collecting(self) -> AbstractContextManager[None]:
+        return (
+            nullcontext() if self._statistics is None else self._statistics.collecting(self._gathered_calls)
+        )
+
+    def _gathered_calls(self, calls: Calls) -> Calls:
+        """Returns the moments of all replicas' microbatches in order; each replica has equally many per
+        module.
+        """
+        counts, replicas = self._counting, self._crew.replicas
+        if replicas.count == 1:
+            return calls
+        own_calls = [part[: len(part) * sum(counts) // len(counts)] for part in calls]
+        on_host = [[(n, mean.cpu(), m2.cpu()) for n, mean, m2 in part] for part in own_calls]
+        return [list(chain(*parts)) for parts in zip(*replicas.of_all(on_host), strict=True)]
+
+    def _total(self, results: list[GroupOutputs]) -> Tensor | None:
+        """Returns the sum of the microbatches' losses by their shares, in order, on every rank."""
+        total: Any = None
+        for result in results:
+            for loss, piece in zip(result.losses, result.pieces, strict=False):
+                # A mean over no targets is NaN, and has no share.
+                counts = piece.counts and piece.share
+                part = loss * piece.share if counts else torch.zeros_like(loss)
+                total = part if total is None else total + part.to(total.device)
+        dtype, rank = results[0].loss_dtype, results[0].loss_rank
+        if dtype is None:
+            return None
+        return self._crew.replicas.total(self._crew.broadcast(total, dtype, rank))
+
+
+def _written(variants: Sequence[Variant]) -> frozenset[str]:
+    """Returns the buffers that a forward of these variants changes."""
+    distinct = {id(variant): variant for variant in variants}.values()
+    return frozenset(chain.from_iterable(p.written for v in distinct for p in v.cut.programs))

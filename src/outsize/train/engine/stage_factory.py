@@ -1,0 +1,83 @@
+"""Makes the stages of a rank from the programs of a variant: on their devices, with the plan's recompute
+policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from outsize.ir.plan import Plan
+from outsize.ir.units.recompute_segments import blocks, segments
+from outsize.program.generate import compile_slice
+from outsize.run.moves.activations import ActivationOffload
+from outsize.run.moves.boundary_values import BoundaryValues
+from outsize.run.stage.batchnorm import DeferredStatistics
+from outsize.run.stage.compile import compiled
+from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.recompute import Recompute, SegmentedRecompute
+from outsize.run.stage.stage import StageExecutor
+from outsize.run.stage.to_device import program_on_device
+from outsize.train.variants.variant import Variant
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StageFactory:
+    """Makes stages of one plan.
+
+    `values` and `activations` are the crew's: what stages of one device pass to each other, and what goes to
+    the host between forward and backward. `home` is the device that tapes are made for where stages have
+    others. `backend` is torch.compile's.
+    """
+
+    plan: Plan
+    values: BoundaryValues
+    activations: ActivationOffload
+    statistics: DeferredStatistics | None
+    home: torch.device | None
+    backend: str | None
+
+    def make(
+        self,
+        variant: Variant,
+        program: StageProgram,
+        model: nn.Module,
+        device: torch.device | None,
+        *,
+        is_copy: bool = False,
+    ) -> StageExecutor:
+        """Returns the stage of `program` on `device`, with the weights of `model`.
+
+        `is_copy`: the model is another than the one for which the program was made.
+        """
+        if is_copy:
+            program = replace(program, function=compile_slice(program.spec, model, variant.tape.modes))
+        if device is not None and self.home is not None:
+            program = program_on_device(program, variant.cut.tape, model, self.home, device)
+        program = replace(program, function=self._compiled(program.function))
+        policy, recompute = self.plan.recompute_of(program.stage), None
+        save_context = self.values.begin if self.values.offloads else None
+        if policy == "full":
+            whole = Recompute(model, program.written, self.statistics)
+            recompute = partial(whole.run, program.function)
+        elif policy == "selective":
+            runs, modes = self._segments(variant, program.stage), variant.tape.modes
+            recompute = SegmentedRecompute(program.spec, runs, model, modes, self.statistics, self._compiled)
+        elif policy == "offload":
+            save_context = partial(self.activations.begin, program.stage)
+        return StageExecutor(program, model, recompute, save_context, bare=self.values.offloads)
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if self.backend is None else compiled(function, self.backend)
+
+    def _segments(self, variant: Variant, stage: int) -> list[tuple[int, int]]:
+        """Returns the runs of instructions that the stage recomputes."""
+        names, starts = [u.name for u in variant.captured.graph.units], variant.captured.starts
+        chosen = self.plan.recomputed(stage, names)
+        return [(starts[a], starts[b]) for a, b in segments(blocks(names), chosen)]

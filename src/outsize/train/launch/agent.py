@@ -1,0 +1,269 @@
+"""Extends torch's elastic agent: one traceback, a short grace time, no process that outlives the run.
+
+torch.distributed.elastic starts the workers, restarts them, meets other machines. On its public extension
+points (`_monitor_workers` of the agent, `LogsSpecs.reify`, `RendezvousHandler`) this adds:
+
+- the rank that failed first is told from those that only lost their connection to it (failure.py), also when
+  it ran on another machine: an agent leaves its failure in the store that the agents share;
+- `grace_s` instead of 30 s between the signal and the kill, and the kill reaches each worker's children;
+- rank 0 has the terminal, the lines of the others are prefixed with `[rank] ` (elastic's tee);
+- on one machine the agents' store listens on the loopback interface alone;
+- a pipe whose write end only this process has: at its end of file a worker knows that its launcher is gone.
+
+Restarts and changing node counts are elastic's, unchanged; the failure that ended an attempt is shown when it
+ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast, final
+
+from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std, SubprocessContext
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from outsize.train.launch.failure import Failure, first_failure, read_failure
+from outsize.train.launch.rendezvous import ENDED, LOOPBACK, loopback_store
+
+SETTLE_S, POLL_S = 0.3, 0.05
+STORE_S = 300.0
+STDOUT, STDERR = 1, 2
+FAILED = "outsize/failed"
+
+
+@final
+class Agent(LocalElasticAgent):
+    """Runs one machine's workers; `failure` is what ended the last attempt, on any machine.
+
+    `ended(failure, world_size, restarts left)` is called at the end of each attempt that failed.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, logs: Logs, grace_s: int, ended: Callable[[Failure, int, int], None]
+    ) -> None:
+        super().__init__(
+            spec, logs, shutdown_timeout=grace_s, log_line_prefix_template=logs.prefix, start_method="spawn"
+        )
+        self._grace_s, self._ended = grace_s, ended
+        self.failure: Failure | None = None
+        self._published_ended: set[int] = set()
+
+    # torch's own methods are decorated by a function without types, hence the casts.
+    def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: WorkerGroup
+    ) -> dict[int, Any]:
+        self.failure, self._published_ended = None, set()
+        with contextlib.redirect_stdout(Lines(STDOUT)), contextlib.redirect_stderr(Lines(STDERR)):
+            return cast("Any", super())._start_workers(
+                worker_group
+            )  # its tee writes to the redirected stdout
+
+    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: WorkerGroup
+    ) -> RunResult:
+        published = self._published(worker_group)
+        if published is None and not self._failures(worker_group):
+            self._publish_ended(worker_group)
+            result: RunResult = cast("Any", super())._monitor_workers(worker_group)
+            if not result.is_failed():  # else a worker failed after the check above
+                return result
+        self._publish(worker_group)
+        self._wait(SETTLE_S)  # the other ranks' failures arrive, so that the first can be found
+        failures = [
+            *self._failures(worker_group),
+            *filter(None, [published or self._published(worker_group)]),
+        ]
+        self.failure = first_failure(failures)
+        if published is not None:
+            self._remaining_restarts = 0  # on that machine the last attempt has ended
+        self._context.close(signal.SIGTERM, self._grace_s)
+        self.kill()
+        self._ended(self.failure, worker_group.workers[0].world_size, self._remaining_restarts)
+        return RunResult(WorkerState.FAILED)
+
+    def kill(self) -> None:
+        """Kills every worker and its children at once; processes that are gone already are skipped."""
+        if self._pcontext is not None:
+            for pid in self._pcontext.pids().values():
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    @property
+    def _context(self) -> SubprocessContext:
+        assert isinstance(self._pcontext, SubprocessContext)
+        return self._pcontext
+
+    def _failures(self, group: WorkerGroup) -> list[Failure]:
+        """Returns the failures of the workers here that have failed, or are about to (they write a record
+        first).
+        """
+        processes = ((rank, one.proc) for rank, one in self._context.subprocess_handlers.items())
+        failures = (
+            read_failure(
+                Path(self._context.error_files[local_rank]),
+                rank=group.workers[local_rank].global_rank,
+                pid=process.pid,
+                exit_code=process.poll(),
+            )
+            for local_rank, process in processes
+        )
+        return [failure for failure in failures if failure is not None]
+
+    def _publish(self, group: WorkerGroup) -> None:
+        """Publishes the failure to the other machines, unless it may be a consequence, or elastic tries
+        again.
+        """
+        causes = [failure for failure in self._failures(group) if not failure.is_consequence]
+        if causes and self._remaining_restarts == 0 and (store := _shared(group)) is not None:
+            with contextlib.suppress(DistError):
+                store.set(FAILED, first_failure(causes).to_json())
+
+    def _publish_ended(self, group: WorkerGroup) -> None:
+        """Publishes which workers have ended well without joining, so that nobody waits for them."""
+        for local_rank, one in self._context.subprocess_handlers.items():
+            if local_rank not in self._published_ended and one.proc.poll() == 0:
+                self._published_ended.add(local_rank)
+                with contextlib.suppress(DistError):
+                    cast("Store", group.store).set(f"{ENDED}/{group.workers[local_rank].global_rank}", "")
+
+    def _published(self, group: WorkerGroup) -> Failure | None:
+        """Returns the failure that another machine has published; a store that is gone went with the
+        machine of rank 0.
+        """
+        store = _shared(group)
+        try:
+            if store is not None and store.check([FAILED]):
+                return Failure.from_json(store.get(FAILED))
+        except DistError as error:
+            return Failure.lost(f"{type(error).__name__}: Connection reset by peer")
+        return None
+
+    def _wait(self, timeout_s: float) -> None:
+        deadline, processes = time.monotonic() + timeout_s, self._context.subprocess_handlers.values()
+        while time.monotonic() < deadline and any(one.proc.poll() is None for one in processes):
+            time.sleep(POLL_S)
+
+
+def _shared(group: WorkerGroup) -> Store | None:
+    """Returns the store that the agents of several machines share; None on one machine."""
+    return cast("Store", group.store) if (group.group_world_size or 1) > 1 else None
+
+
+@final
+class Logs(DefaultLogsSpecs):
+    """Shows rank 0's output as it is and the others' line by line, unless the user chose; adds to the
+    environment.
+    """
+
+    def __init__(self, folder: str, args: Any, extra: Mapping[str, str], prefix: str) -> None:
+        chosen = {int(rank) for rank in args.local_ranks_filter.split(",") if rank}
+        redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
+        super().__init__(folder, redirects, tee, chosen or None)
+        self._user_chose = (args.redirects, args.tee) != ("0", "0")
+        self._extra, self.prefix = extra, prefix
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Returns where each local rank's output goes; adds to its environment."""
+        for env in envs.values():
+            env.update(self._extra)
+        if not self._user_chose:
+            self._tee = {rank: Std.NONE if env["RANK"] == "0" else Std.ALL for rank, env in envs.items()}
+        return super().reify(envs)
+
+
+@final
+class Lines(io.TextIOBase):
+    """Writes whole lines to a file descriptor at once; a reader that closed its end (`| head`) is ignored."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, text: str, /) -> int:
+        """Writes one line; a text without a line end gets one."""
+        data = (text if text.endswith("\n") else f"{text}\n").encode(errors="backslashreplace")
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._fd, data) :]
+        return len(text)
+
+
+@final
+class Loopback(RendezvousHandler):
+    """A rendezvous of one machine: each attempt has a store of its own, on the loopback interface."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Returns the rendezvous of one agent, which is its first and only one."""
+        store = loopback_store(self._port, STORE_S)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Returns True: the workers meet in the agent's store."""
+        return True
+
+    def get_backend(self) -> str:
+        """Returns the name that torch's events show."""
+        return "loopback"
+
+    def get_run_id(self) -> str:
+        """Returns what workers see as TORCHELASTIC_RUN_ID."""
+        return "outsize"
+
+    def is_closed(self) -> bool:
+        """Returns False: it never closes."""
+        return False
+
+    def set_closed(self) -> None:
+        """Does nothing: nobody else could join."""
+
+    def num_nodes_waiting(self) -> int:
+        """Returns 0: there is no other node."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Returns True: the stores end with the process."""
+        return True
+
+
+@contextlib.contextmanager
+def lifeline(path: Path) -> Iterator[None]:
+    """Creates a named pipe at `path` which only this process holds open for writing."""
+    os.mkfifo(path)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def catchable_signals(*, meets: bool) -> Iterator[str]:
+    """Yields the names of the signals that the agent may catch, without ignored ones (nohup); restores
+    handlers after.
+
+    While machines meet, C++ code handles no signal for minutes; during that time a Ctrl-C ends the process at
+    once.
+    """
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    previous = {one: signal.getsignal(one) for one in handled}
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and meets and previous[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield ",".join(one.name for one, handler in previous.items() if handler is not signal.SIG_IGN)
+    finally:
+        for one, handler in previous.items() if in_main else ():
+            signal.signal(one, handler or signal.SIG_DFL)  # None: C code installed it; it cannot be restored

@@ -1,0 +1,289 @@
+"""Starts one process per device (`outsize run`), and joins the processes from inside a script.
+
+The launcher is torch's elastic agent with torchrun's options (agent.py says what is added). The same script
+runs alone, under `outsize run`, torchrun, srun and mpirun: `join` detects the launcher (environments.py). A
+run on one machine stays on the loopback interface: the meeting port, gloo and NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from signal import SIGINT, SIGKILL
+from typing import TYPE_CHECKING, Any
+
+from outsize.errors import BadOption, RankFailed
+from outsize.train.launch.environments import detected
+from outsize.train.launch.exit import end_well_outside_workers
+from outsize.train.launch.failure import Failure, signal_name
+from outsize.train.launch.rendezvous import LOOPBACK_NAMES, loopback_interface
+from outsize.train.launch.spec import LaunchSpec, lifeline_in, worker_environment
+from outsize.train.launch.world import World, join_world, leave, on_one_machine
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.launcher.api import LaunchConfig
+
+__all__ = ["LaunchSpec", "World", "error_file", "join", "launch", "leave", "processes_for", "run_script"]
+
+
+def run_script(
+    argv: Sequence[str],
+    nproc_per_node: int = 1,
+    *,
+    options: Sequence[str] = (),
+    module: bool = False,
+    grace_s: int = 5,
+    shown_as: str = "",
+) -> int:
+    """Calls `launch` with plain arguments: argv[0] is a script's path, or a module's name when `module`."""
+    return launch(
+        LaunchSpec(
+            tuple(argv), nproc_per_node, tuple(options), module=module, grace_s=grace_s, shown_as=shown_as
+        )
+    )
+
+
+def launch(spec: LaunchSpec) -> int:
+    """Runs the processes of this machine to their end and returns the exit code of the whole.
+
+    0: every process ended well. 128 + n: signal n asked for the end (130 for Ctrl-C). Otherwise stderr got
+    the first failing rank's traceback and a RankFailed [E401] line (its code is 4), or, for an error of
+    outsize itself, that one line (with that error's code). No process of the run outlives this call, and the
+    longest wait after a failure or a signal is `spec.grace_s` seconds. Raises BadOption (E106); RankFailed
+    when the machines do not meet.
+    """
+    with tempfile.TemporaryDirectory(prefix="outsize-") as folder, _quiet_elastic():
+        return _run(spec, Path(folder))
+
+
+def processes_for(nproc: str) -> int:
+    """Returns the count for torchrun's values of --nproc-per-node: a number, `cpu`, `gpu`, `xpu` or `auto`.
+
+    Raises BadOption (E106). Only words import torch.
+    """
+    if nproc.isdigit() and int(nproc) > 0:
+        return int(nproc)
+    if nproc.removeprefix("-").isdigit():
+        raise BadOption(f"--nproc-per-node {nproc!r} is no count", next_step="--nproc-per-node 2, or auto")
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        return _cores() if nproc == "cpu" else determine_local_world_size(nproc)
+    except ValueError as error:
+        raise BadOption(
+            f"--nproc-per-node {nproc!r} is no count of what is here: {error}",
+            next_step="--nproc-per-node 2, cpu, or auto",
+        ) from error
+
+
+def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | None = None) -> World:
+    """Returns this process's place in the run; makes the default process group if there is none yet.
+
+    The backend is gloo for `cpu`; for another device type its own (NCCL for `cuda`) and gloo for CPU tensors;
+    or `backend`, as torch spells it. `timeout_s` bounds each collective. Without the environment of torchrun,
+    srun or mpirun it returns World(0, 1, 0, None). From here on an uncaught exception is recorded for
+    torchrun and ends the process without waiting for its peers. Raises BadOption (E106) when the environment
+    is incomplete or names a device or backend that does not exist.
+    """
+    env = os.environ
+    env.update(detected(env))  # the user's script and torch read RANK too
+    if on_one_machine(env):
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            env.setdefault(name, loopback_interface())
+    world = join_world(env, device_type, timeout_s, backend)
+    if world.owned:
+        end_well_outside_workers(error_file(), world.rank)
+    return world
+
+
+def error_file() -> Path | None:
+    """Returns the file in which elastic expects the record of a failed worker."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def _run(spec: LaunchSpec, folder: Path) -> int:
+    """Starts, watches and ends the workers."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from outsize.train.launch.agent import Agent, Logs, catchable_signals, lifeline
+
+    args, config = _config(spec, folder)
+    loopback = _is_local(args, config)
+    extra_environment = worker_environment(spec.nproc_per_node, os.environ, loopback=loopback, cores=_cores())
+    if "OMP_NUM_THREADS" in extra_environment:
+        _say(f"outsize: {spec.processes}, OMP_NUM_THREADS={extra_environment['OMP_NUM_THREADS']} each")
+    logs = Logs(args.log_dir, args, extra_environment, config.log_line_prefix_template or "[${rank}] ")
+    codes: list[int] = []
+    with contextlib.ExitStack() as stack:
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stack.enter_context(
+            catchable_signals(meets=not loopback)
+        )
+        stack.enter_context(lifeline(lifeline_in(folder)))
+        try:
+            worker = _worker(spec, folder, args, config, loopback=loopback)
+            show = _reporter(spec, config.max_restarts, codes)
+            agent = Agent(worker, logs, config.shutdown_timeout or 0, show)
+            stack.callback(agent.kill)  # whatever happens below, nothing is left running
+            result: Any = agent.run()
+            if agent.failure is not None:
+                return codes[-1]
+            return RankFailed.exit_code if result is not None and result.is_failed() else 0
+        except (SignalException, KeyboardInterrupt) as stop:
+            signum = stop.sigval if isinstance(stop, SignalException) else SIGINT
+            _say(f"outsize: stopped by {signal_name(signum)}, {spec.processes} ended")
+            return 128 + signum
+        except (RendezvousError, DistError) as error:
+            how = f"{config.rdzv_backend} at {config.rdzv_endpoint}"
+            raise RankFailed(
+                "the machines of the run have not met",
+                numbers=f"{how}, {type(error).__name__}: {str(error).rstrip('.')}",
+                next_step="start the same command on every machine, --node-rank 0, 1, ...",
+            ) from error
+
+
+def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
+    """Returns torchrun's own reading of its options (and of PET_*).
+
+    Raises BadOption.
+    """
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        args = parser.parse_args([*spec.options, "--nproc-per-node", "1", spec.argv[0]])
+        _check_meeting(args)
+        any_port = args.nnodes in ("1", "1:1") and args.master_addr in LOOPBACK_NAMES
+        args.master_port = args.master_port or (0 if any_port else 29500)
+        args.log_dir = args.log_dir or str(folder)
+        args.shutdown_timeout = args.shutdown_timeout or spec.grace_s
+        config, _, _ = config_from_args(args)
+    except BadOption:
+        raise
+    except Exception as error:  # argparse's errors, and torchrun's assertions
+        raise BadOption(
+            f"torchrun's options: {error}", numbers=" ".join(spec.options), next_step="outsize run --help"
+        ) from error
+    config.nproc_per_node = (
+        spec.nproc_per_node
+    )  # set afterwards: with more than one, torchrun sets OMP_NUM_THREADS
+    return args, config
+
+
+def _check_meeting(args: Any) -> None:
+    if args.nnodes not in ("1", "1:1") and not (args.rdzv_endpoint or args.master_port or args.standalone):
+        raise BadOption(
+            f"--nnodes {args.nnodes} needs a meeting point that all machines reach",
+            numbers=f"--master-addr {args.master_addr}, no --master-port, no --rdzv-endpoint",
+            next_step="--node-rank 0 --master-addr <address of node 0> --master-port 29500",
+        )
+
+
+def _is_local(args: Any, config: LaunchConfig) -> bool:
+    """Tells whether this machine's processes are the whole run, and no meeting point was given."""
+    unsaid = args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_addr in LOOPBACK_NAMES
+    return bool(args.standalone) or (config.max_nodes == 1 and unsaid)
+
+
+def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, loopback: bool) -> WorkerSpec:
+    """Returns elastic's specification of a worker."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from outsize.train.launch.agent import Loopback
+
+    meeting = RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        config.run_id,
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        **config.rdzv_configs,
+    )
+    static = config.rdzv_backend == "static" and not loopback
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=spec.nproc_per_node,
+        rdzv_handler=Loopback(args.master_port) if loopback else get_rendezvous_handler(meeting),
+        entrypoint=sys.executable,
+        args=tuple(spec.command(folder)),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=args.master_addr if static else None,
+        master_port=args.master_port if static else None,
+        local_addr=config.local_addr,
+        numa_options=config.numa_options,
+    )
+
+
+def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Any:
+    """Returns the function that shows what ended an attempt, and records its exit code."""
+
+    def show(failure: Failure, world_size: int, restarts_left: int) -> None:
+        codes.append(_report(spec, failure, world_size))
+        if restarts_left:
+            _say(f"outsize: restart {restarts - restarts_left + 1} of {restarts}")
+
+    return show
+
+
+def _report(spec: LaunchSpec, failure: Failure, world_size: int) -> int:
+    if failure.shown:
+        _say(failure.shown.rstrip("\n"))
+    if failure.ours:
+        return failure.exit_code
+    rank_failed = RankFailed(
+        f"rank {failure.rank} of {world_size} failed first",
+        numbers=f"{failure.ending}, pid {failure.pid}",
+        next_step=_next_step(spec, failure, world_size),
+    )
+    _say(str(rank_failed))
+    return RankFailed.exit_code
+
+
+def _next_step(spec: LaunchSpec, failure: Failure, world_size: int) -> str:
+    if failure.exit_code == -SIGKILL:
+        return "dmesg | grep -i 'killed process' (the kernel kills what outgrows the memory)"
+    if failure.is_consequence and world_size > spec.nproc_per_node:
+        return "see what the other machines say: the cause is there"
+    if world_size > 1:
+        return f"outsize run --nproc-per-node 1 {spec.shown} (does one process alone fail too?)"
+    return "outsize explain E401"
+
+
+def _cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _say(text: str) -> None:
+    """Writes to the launcher's own stderr, in one piece."""
+    from outsize.train.launch.agent import STDERR, Lines
+
+    Lines(STDERR).write(text)
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Silences elastic's own log, which repeats our messages, unless the user has set LOGLEVEL."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    silent, before = logging.NullHandler(), logger.propagate
+    if "LOGLEVEL" not in os.environ:
+        logger.addHandler(silent)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(silent)
+        logger.propagate = before

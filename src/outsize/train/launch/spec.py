@@ -1,0 +1,85 @@
+"""Describes what to launch, with torchrun's own options; what cannot start is refused before torch is
+imported.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from outsize.errors import BadOption
+from outsize.train.launch.rendezvous import loopback_interface
+
+
+@final
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A script (or module) with its arguments, and the processes to run it in.
+
+    `options` are torchrun's, as on its command line (without --nproc-per-node). `shown_as` is what the user
+    typed, where argv is something else (a MODEL, which our own worker module builds). `grace_s` is how long
+    processes may take to end after a failure or a signal, in seconds, before they are killed; torchrun's
+    --shutdown-timeout overrides it. Raises BadOption (E106).
+    """
+
+    argv: tuple[str, ...]
+    nproc_per_node: int = 1
+    options: tuple[str, ...] = ()
+    module: bool = False
+    grace_s: int = 5
+    shown_as: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises BadOption for what cannot start."""
+        if not self.argv:
+            raise BadOption("nothing to run", next_step="outsize run --nproc-per-node 2 train.py")
+        if not self.module and not Path(self.argv[0]).exists():
+            raise BadOption(f"no file {self.argv[0]!r}", next_step=f"ls {Path(self.argv[0]).parent}")
+        if self.nproc_per_node < 1:
+            numbers = f"--nproc-per-node {self.nproc_per_node}"
+            raise BadOption(
+                "a run needs at least one process", numbers=numbers, next_step="--nproc-per-node 2"
+            )
+
+    def command(self, folder: Path) -> list[str]:
+        """Returns what follows `python` on the command line of a worker (worker.py)."""
+        kind = "module" if self.module else "script"
+        return ["-P", "-m", "outsize.train.launch.worker", str(lifeline_in(folder)), kind, *self.argv]
+
+    @property
+    def processes(self) -> str:
+        """Returns the number of this machine's processes, in words."""
+        return "1 process" if self.nproc_per_node == 1 else f"{self.nproc_per_node} processes"
+
+    @property
+    def shown(self) -> str:
+        """Returns the target as the user types it."""
+        return self.shown_as or shlex.join(["-m", self.argv[0]] if self.module else [self.argv[0]])
+
+
+def lifeline_in(folder: Path) -> Path:
+    """Returns the named pipe at whose end of file a worker knows that its launcher is gone."""
+    return folder / "lifeline"
+
+
+def threads(nproc_per_node: int, cores: int) -> int:
+    """Returns the CPU threads per process when the user has not chosen (torchrun gives one)."""
+    return max(1, cores // nproc_per_node)
+
+
+def worker_environment(
+    nproc_per_node: int, base: Mapping[str, str], *, loopback: bool, cores: int
+) -> dict[str, str]:
+    """Returns the workers' variables besides torchrun's; the user's settings of gloo, NCCL, OpenMP stay.
+
+    A single process keeps torch's own choice of threads.
+    """
+    variables: dict[str, str] = {}
+    if nproc_per_node > 1:
+        variables["OMP_NUM_THREADS"] = str(threads(nproc_per_node, cores))
+    if loopback:
+        variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())
+    return {name: value for name, value in variables.items() if name not in base}

@@ -1,0 +1,124 @@
+"""Defines the case that is planned, checked and trained: the user's model, its example batch and its loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import nn
+
+from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision
+from outsize.capture.graph.build import Captured
+from outsize.capture.graph.by_modules import capture_model
+from outsize.capture.models.output_shapes import output_on_meta
+from outsize.capture.recording.fallbacks import LossFn
+from outsize.errors import BadOption, ExampleRejected
+from outsize.train.batch.batch import Batch, as_target
+from outsize.train.batch.batch_dims import Asked, BatchDims, acceptance, insist_on_names
+
+# These are keyword arguments of `engine.step` itself.
+_TAKEN = ("target", "update", "loss_scale")
+
+
+@final
+@dataclass(frozen=True)
+class TrainingCase:
+    """A model whose batch dims are known; it is captured under `precision`, once for each size."""
+
+    module: nn.Module
+    batch: Batch
+    loss_fn: LossFn | None
+    precision: str = "fp32"
+    known: dict[tuple[str, int], Captured] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        batch: Batch,
+        loss_fn: LossFn | None,
+        batch_dims: Asked | None,
+        precision: str = "fp32",
+    ) -> TrainingCase:
+        """Finds the batch dims.
+
+        Raises BadOption for a name in `batch_dims` that the batch does not have.
+        """
+        insist_on_names(batch, batch_dims or {})
+        sized_batch = BatchDims(acceptance(module, loss_fn), batch_dims).of(batch)
+        return cls(module, sized_batch, loss_fn).under(precision)
+
+    def under(self, precision: str) -> TrainingCase:
+        """Returns the case in another precision, its example too; weights stay where they are, or on meta."""
+        args, kwargs = inputs_in_precision((self.batch.args, self.batch.kwargs), precision)
+        batch = dataclasses.replace(self.batch, args=args, kwargs=kwargs)
+        return TrainingCase(in_precision(self.module, precision), batch, self.loss_fn, precision, self.known)
+
+    def captured(self, samples: int) -> Captured:
+        """Returns the model captured at `samples` samples."""
+        key = self.precision, samples
+        if key not in self.known:
+            self.known[key] = self._recorded(samples)
+        return self.known[key]
+
+    def _recorded(self, samples: int) -> Captured:
+        batch = self.batch.resized(samples)
+        with casting(self.precision):
+            return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)
+
+    def taken(self, samples: int, needed: int) -> Captured | None:
+        """Returns the capture at `samples`, or None when the model rejects so few and they are fewer than
+        `needed`.
+
+        BatchNorm of one pixel rejects a single sample, for example.
+        """
+        if samples == 1 < needed and self._rejects_one():
+            return None
+        try:
+            return self.captured(samples)
+        except ExampleRejected:
+            if samples >= needed:
+                raise
+            return None
+
+    def _rejects_one(self) -> bool:
+        """Tells whether BatchNorm rejects one sample, where a forward on meta shows it sooner than a
+        recording.
+        """
+        if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules()):
+            return False
+        if not all(p.is_meta for p in self.module.parameters()):
+            return False
+        batch = self.batch.resized(1)
+        with suppress(Exception):  # any other error is shown when the model is recorded
+            return not _runs(self.module, batch)
+        return False
+
+
+def _runs(module: nn.Module, batch: Batch) -> bool:
+    try:
+        output_on_meta(module, batch.args, batch.kwargs)
+    except ValueError:  # torch's "Expected more than 1 value per channel when training"
+        return False
+    return True
+
+
+def as_batch(args: Any, kwargs: Any, target: Any) -> Batch:
+    """Returns the example as a batch.
+
+    Raises BadOption for arguments that the call cannot mean.
+    """
+    if not isinstance(args, tuple | list):
+        raise BadOption(
+            f"args is a {type(args).__name__}; it must be the tuple of the model's positional arguments",
+            next_step="(model, (x,)) for one tensor, (model, (), batch) for keyword arguments",
+        )
+    reserved = [name for name in _TAKEN if name in (kwargs or {})]
+    if reserved:
+        raise BadOption(
+            f"the model's argument {reserved[0]!r} has the name of an option of engine.step",
+            next_step="pass it by position, in args",
+        )
+    return Batch(tuple(args), dict(kwargs or {}), as_target(target))

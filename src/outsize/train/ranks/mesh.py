@@ -1,0 +1,73 @@
+"""Defines Mesh: this process's place among all processes of a run, axis by axis, and the groups of its
+neighbours.
+
+    axes        pp 2 x dp_replicate 2 x tp 2      torch's names and order, the last one innermost
+    rank 5   =  pp 1, dp_replicate 0, tp 1
+    pipeline    ranks 1, 5                        as rank 5 on every axis but pp
+    replicas    ranks 5, 7                        as rank 5 on every axis but dp_replicate and dp_shard
+
+A run of pp alone has one pipeline, the group of the run, and makes no other.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Final, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from outsize.errors import WorldMismatch
+from outsize.ir.plan import Axes
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@final
+class Mesh:
+    """`coordinate` of this process by axis. `device_mesh`: torch's, with all five names; None for pp alone.
+
+    group     all processes of the run, among which this one is `rank`
+    pipeline  the ranks of this process's pipeline, in the order of the plan
+    replicas  those that hold this stage for other parts of the batch, by `replica`; None where there are none
+    """
+
+    def __init__(self, axes: Axes, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Makes the groups, a collective over `group`.
+
+        Raises WorldMismatch before it.
+        """
+        insist_on_size(axes, group.size())
+        self.axes, self.group, self.rank = axes, group, group.rank()
+        self.coordinate = coordinate(axes, self.rank)
+        self.device_mesh = None if axes.group_size == 1 else _device_mesh(axes, device)
+        mesh, axis = self.device_mesh, self.coordinate
+        self.pipeline = group if mesh is None else mesh.get_group("pp")
+        self.replica = axis["dp_replicate"] * axes.dp_shard + axis["dp_shard"]
+        self.replicas = None if mesh is None or axes.replicas == 1 else _replicas(mesh)
+
+
+def coordinate(axes: Axes, rank: int) -> dict[str, int]:
+    """Returns the rank's coordinate on each axis."""
+    sizes = [getattr(axes, name) for name in AXES]
+    return {name: rank // prod(sizes[at + 1 :]) % sizes[at] for at, name in enumerate(AXES)}
+
+
+def insist_on_size(axes: Axes, processes: int) -> None:
+    """Raises WorldMismatch unless the axes multiply to the number of processes."""
+    if processes != axes.world_size:
+        raise WorldMismatch(
+            f"the plan needs {axes.world_size} processes, this run has {processes}",
+            numbers=f"pp {axes.pp}{', ' if axes.beyond_pp else ''}{axes.beyond_pp}; world size {processes}",
+            next_step=f"--nproc-per-node {axes.world_size}, or plan for {processes} devices",
+        )
+
+
+def _device_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
+    shape = tuple(getattr(axes, name) for name in AXES)
+    return init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+
+
+def _replicas(mesh: DeviceMesh) -> dist.ProcessGroup:
+    return mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()

@@ -1,0 +1,191 @@
+"""Defines replicas: pipelines that run at the same time, each with its part of the batch's microbatches.
+
+    batch of 2 x 3 microbatches     replica 0 runs 0 1 2      replica 1 runs 3 4 5
+
+Microbatches keep the numbers of the whole batch, which seed them, and their shares of its loss. So losses and
+gradients are added up over replicas and nothing is divided: the sum is what one process gets. Every replica
+runs the same number of microbatches; one that has fewer repeats its last one with a share of 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outsize.train.batch.loss_weights import Counted, shares_of
+from outsize.train.ranks.gradient_allreduce import BUCKET_BYTES, ByStage, GradientSum
+
+
+@final
+class Piece(NamedTuple):
+    """A microbatch to run: its place among the rank's parts, its number in the whole batch, its share of the
+    loss.
+
+    `counts` is False for a repeated one.
+    """
+
+    part: int
+    number: int
+    share: float
+    counts: bool = True
+
+
+class Replicas(ABC):
+    """The ranks that hold one stage for different parts of the batch; this one is `index` of `count`.
+
+    `own_batches`: every replica is given its own samples alone, not the whole batch.
+    """
+
+    index: int
+    count: int
+    own_batches: bool = False
+
+    @abstractmethod
+    def pieces(
+        self, counted: Sequence[Counted], written: frozenset[str]
+    ) -> tuple[list[Piece], frozenset[str]]:
+        """Returns what this replica runs of the counted parts, and which buffers any replica's programs
+        write.
+        """
+
+    @abstractmethod
+    def total(self, value: Tensor) -> Tensor:
+        """Returns the sum over replicas of a number (0-dim), the same on all."""
+
+    @abstractmethod
+    def on_first(self, values: Sequence[Any]) -> list[Any] | None:
+        """Returns all replicas' values, in order, on the first; None on the others.
+
+        Under `own_batches` each replica gets its own values.
+        """
+
+    @abstractmethod
+    def of_all(self, values: Any) -> list[Any]:
+        """Returns the values of each replica, on all of them."""
+
+    @abstractmethod
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Copies the first replica's values to all others, in place."""
+
+    @abstractmethod
+    def begin_round(self, *, last: bool) -> None:
+        """Announces that microbatches of one wiring are about to run, `last` the last ones of the step."""
+
+    @abstractmethod
+    def summing(self, weights: Callable[[], ByStage]) -> AbstractContextManager[object]:
+        """Returns a context around a step's backwards; at its end gradients are summed over replicas."""
+
+
+@final
+class Alone(Replicas):
+    """A single pipeline, which runs the whole batch."""
+
+    index, count = 0, 1
+
+    def pieces(
+        self, counted: Sequence[Counted], written: frozenset[str]
+    ) -> tuple[list[Piece], frozenset[str]]:
+        return pieces_of(0, 1, counted), written
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+    def on_first(self, values: Sequence[Any]) -> list[Any] | None:
+        return list(values)
+
+    def of_all(self, values: Any) -> list[Any]:
+        return [values]
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Does nothing: there is no other replica."""
+
+    def begin_round(self, *, last: bool) -> None:
+        """Does nothing: there are no sums to finish."""
+
+    def summing(self, weights: Callable[[], ByStage]) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+@final
+class Several(Replicas):
+    """The replicas of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup, *, own_batches: bool = False) -> None:
+        self.group, self.index, self.count = group, group.rank(), group.size()
+        self.own_batches, self.gradients = own_batches, GradientSum(group)
+
+    def pieces(
+        self, counted: Sequence[Counted], written: frozenset[str]
+    ) -> tuple[list[Piece], frozenset[str]]:
+        if not self.own_batches:
+            return pieces_of(self.index, self.count, counted), written
+        gathered = self.of_all((list(counted), written))
+        all_counted = [counted_parts for counted_parts, _ in gathered]
+        return own_pieces(self.index, all_counted), frozenset().union(*(names for _, names in gathered))
+
+    def total(self, value: Tensor) -> Tensor:
+        wire = value.detach().to(torch.float64, copy=True).reshape(1)
+        dist.all_reduce(wire, group=self.group)
+        return wire[0].to(value.dtype)
+
+    def on_first(self, values: Sequence[Any]) -> list[Any] | None:
+        if self.own_batches:
+            return list(values)
+        gathered: list[Any] | None = [None] * self.count if self.index == 0 else None
+        dist.gather_object(list(values), gathered, group=self.group, group_dst=0)
+        return (
+            None if gathered is None else [value for replica_values in gathered for value in replica_values]
+        )
+
+    def of_all(self, values: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.count
+        dist.all_gather_object(gathered, values, group=self.group)
+        return gathered
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        written_tensors = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]
+        if written_tensors:
+            dist._broadcast_coalesced(self.group, written_tensors, BUCKET_BYTES, 0)  # pyright: ignore[reportPrivateImportUsage]
+
+    def begin_round(self, *, last: bool) -> None:
+        self.gradients.begin_round(last=last)
+
+    @contextmanager
+    def summing(self, weights: Callable[[], ByStage]) -> Iterator[None]:
+        self.gradients.begin(weights())
+        try:
+            yield
+        except BaseException:
+            self.gradients.cancel()
+            raise
+        self.gradients.finish()
+
+
+def _is_written_to(tensor: Tensor) -> bool:
+    """Tells whether a tensor can be written in place: not one on meta, nor an expanded one."""
+    return not tensor.is_meta and all(s or n < 2 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def pieces_of(index: int, count: int, counted: Sequence[Counted]) -> list[Piece]:
+    """Returns the pieces of replica `index` of `count`, which all know the whole batch."""
+    shares, each = shares_of(counted), -(-len(counted) // count)
+    last = len(shares) - 1
+    numbers = range(index * each, (index + 1) * each)
+    return [Piece(n, n, shares[n]) if n <= last else Piece(last, n, 0.0, counts=False) for n in numbers]
+
+
+def own_pieces(index: int, everyones: Sequence[Sequence[Counted]]) -> list[Piece]:
+    """Returns the pieces of replica `index`, which has its own parts alone; `everyones` are those of all
+    replicas.
+    """
+    shares = shares_of([counted for replica_parts in everyones for counted in replica_parts])
+    before, own = sum(map(len, everyones[:index])), len(everyones[index])
+    each = max(map(len, everyones))
+    pieces = [Piece(part, before + part, shares[before + part]) for part in range(own)]
+    return pieces + [Piece(own - 1, len(shares), 0.0, counts=False)] * (each - own)

@@ -1,0 +1,46 @@
+"""Defines a group of microbatches with one wiring: what a pipeline needs to run them, and what they
+return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.rng import Seed
+from outsize.run.stage.stage import StageExecutor
+from outsize.train.ranks.replicas import Piece
+from outsize.train.variants.variant import Variant
+
+
+@final
+@dataclass(frozen=True)
+class GroupOutputs:
+    """The results of one run of microbatches: losses where they are computed, outputs on the last stage."""
+
+    variants: Sequence[Variant]  # one for each microbatch
+    loss_dtype: torch.dtype | None  # None when there is no loss
+    loss_rank: int
+    losses: list[Tensor]
+    outputs: list[tuple[Any, ...]]
+    pieces: list[Piece] = field(default_factory=list)
+
+
+@final
+class Load(NamedTuple):
+    """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed."""
+
+    variants: Sequence[Variant]
+    inputs: Sequence[Any]
+    weights: Sequence[float]
+    seeds: Sequence[Seed]
+    replica: int = 0  # its number among the replicas in this process
+
+
+# Takes the variant, the stage's program, the number of the local replica, and its device (None: the model's).
+MakeStage = Callable[[Variant, StageProgram, int, torch.device | None], StageExecutor]

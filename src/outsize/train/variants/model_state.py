@@ -1,0 +1,161 @@
+"""The structure of a model between two steps: what a user may change that no Python code has to read.
+
+    model.head = nn.Linear(...)      layer.requires_grad_(False)
+    block.register_forward_hook(f)   layer.half()
+
+Values that code reads (`model.temperature = 0.5`, `norm.eval()`) are guarded where they are read
+(capture/guards); only for a version of Python whose instructions are not known, numbers and texts in the
+attributes of modules and of their `config` are looked at here.
+A forward changes such things as well (a counter; hooks that transformers installs in its first call). Those
+are told apart by when they change: what was ever found changed by a step itself is no wish of the user. Steps
+are watched for that after a state that is new, and only then, and a model that looks as it did before is not
+looked at more closely: walks over all modules are what steps of small stages notice most.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, Final, final
+
+from torch import nn
+
+from outsize.capture.guards.opcodes import IS_SUPPORTED
+from outsize.capture.recording.leaf_rule import HOOKS
+from outsize.program.objects import NUMBERS_AND_TEXT
+
+StateValues = dict[tuple[int, str], Any]
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+_DTYPE: Final = attrgetter("dtype")
+_WATCHED: Final = 2  # steps, after a new state
+
+
+@final
+class Settings:
+    """Numbers the states of a model in the order in which they were met."""
+
+    def __init__(self, model: nn.Module, *, plain: bool = not IS_SUPPORTED) -> None:
+        """`plain`: numbers and texts in attributes count, since no reads of them are known."""
+        self._model, self._plain = model, plain
+        self._known: list[StateValues] = []
+        self._now: StateValues = {}
+        self._moving: set[tuple[int, str]] = set()
+        self._look: Look | None = None
+        self._number = self._watched = 0
+        self.looks = 0  # how often the model looked other than the time before
+
+    def number(self) -> int:
+        """The state that the model is in now; one walk over its modules, so once per step."""
+        if self._look is None or not self._look.is_same():
+            self.looks += 1
+            self._number = self._close_look()
+            self._look = Look(self._model, plain=self._plain)
+        elif self._watched:
+            self._now = snapshot(self._model, plain=self._plain)
+        return self._number
+
+    def ran(self) -> None:
+        """A step has run since `number`: what is other now than then, the forward itself changes."""
+        if self._watched:
+            self._watched -= 1
+            self._moving |= self._changed(self._now, snapshot(self._model, plain=self._plain))
+
+    def _close_look(self) -> int:
+        self._now = snapshot(self._model, plain=self._plain)
+        for number, known in enumerate(self._known):
+            if self._changed(known, self._now) <= self._moving:
+                return number
+        self._known.append(self._now)
+        self._watched = _WATCHED
+        return len(self._known) - 1
+
+    def _changed(self, before: StateValues, after: StateValues) -> set[tuple[int, str]]:
+        if before == after:
+            return set()
+        return {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+
+
+@final
+class Look:
+    """Compares what `snapshot` reads in a few passes at C speed; tensors are compared by identity."""
+
+    def __init__(self, model: nn.Module, *, plain: bool) -> None:
+        modules = list(model.modules())
+        self._children = [module._modules for module in modules if module._modules]
+        self._tables = [module._parameters for module in modules if module._parameters]
+        self._empty = [module._modules for module in modules if not module._modules]
+        self._empty += [module._parameters for module in modules if not module._parameters]
+        hooks = [vars(module)[kind] for module in modules for kind in HOOKS if kind in vars(module)]
+        self._empty += [table for table in hooks if not table]
+        self._hooks = [(table, len(table)) for table in hooks if table]
+        self._modules, self._parameters = self._held()
+        self._properties = self._properties_now()
+        self._model, self._plain = model, plain
+        self._values = _plain_values(model) if plain else []
+
+    def is_same(self) -> bool:
+        """Returns whether the model has the same modules, parameters and hooks as when this was made."""
+        if any(self._empty) or any(len(table) != size for table, size in self._hooks):
+            return False
+        modules, parameters = self._held()
+        if modules != self._modules or len(parameters) != len(self._parameters):
+            return False
+        if not all(map(is_, parameters, self._parameters)):
+            return False
+        if self._properties != self._properties_now():
+            return False
+        return not self._plain or self._values == _plain_values(self._model)
+
+    def _held(self) -> tuple[list[Any], list[Any]]:
+        """Returns the modules and the parameters that are in the tables now."""
+        tables = self._children, self._tables
+        modules, parameters = (list(chain.from_iterable(map(dict.values, each))) for each in tables)
+        return modules, parameters
+
+    def _properties_now(self) -> tuple[list[Any], list[Any]]:
+        present = [parameter for parameter in self._parameters if parameter is not None]
+        return list(map(_REQUIRES_GRAD, present)), list(map(_DTYPE, present))
+
+
+def _plain_values(model: nn.Module) -> list[Any]:
+    """Returns names and values of numbers and texts in the attributes of the modules and of their config."""
+    values: list[Any] = []
+    for module in model.modules():
+        held = vars(module)
+        values += [item for item in held.items() if isinstance(item[1], NUMBERS_AND_TEXT)]
+        config = getattr(module, "config", None)
+        if hasattr(config, "__dict__"):
+            values += [item for item in vars(config).items() if isinstance(item[1], NUMBERS_AND_TEXT)]
+    return values
+
+
+def snapshot(model: nn.Module, *, plain: bool) -> StateValues:
+    """(object, name) -> value of everything of the kind."""
+    found: StateValues = {}
+    first: dict[int, int] = {}  # parameter -> its number, so that tied ones have one
+    for module in model.modules():
+        key = id(module)
+        found[key, "hooks"] = tuple(len(getattr(module, kind)) for kind in HOOKS)
+        found[key, "frozen"] = tuple(p is not None and not p.requires_grad for p in _parameters(module))
+        held = [p for p in _parameters(module) if p is not None]
+        found[key, "held"] = tuple((first.setdefault(id(p), len(first)), p.shape, p.dtype) for p in held)
+        if not plain:
+            continue
+        _add_plain(found, module)
+        config = getattr(module, "config", None)
+        if hasattr(config, "__dict__") and (id(config), "") not in found:
+            found[id(config), ""] = None
+            _add_plain(found, config)
+    return found
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter | None]:
+    return list(module._parameters.values())
+
+
+def _add_plain(found: StateValues, holder: Any) -> None:
+    """Python numbers and texts in the attributes, `training` among them."""
+    key = id(holder)
+    for name, value in vars(holder).items():
+        if isinstance(value, NUMBERS_AND_TEXT):
+            found[key, name] = value

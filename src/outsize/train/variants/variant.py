@@ -1,0 +1,263 @@
+"""Variants: the programs of one input signature, recorded when first met and kept.
+
+A tape is valid for a signature (shapes, dtypes, Python values, train / eval, grad and autocast modes) and
+for its guards (Python decisions on input values). The plan says by unit names which stage owns what, so
+every variant is cut the same way. Guards are evaluated on every microbatch before it runs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from typing import Final, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.graph.build import Captured, build_graph
+from outsize.capture.guards.check import ReadGuards
+from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.capture.recording.guards import signature_of
+from outsize.errors import BadPlan
+from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Plan
+from outsize.ir.stage_graph import check_quotient
+from outsize.ir.units.names import prefixes, unroll
+from outsize.program.modes import current_modes
+from outsize.program.reader import slot_reader
+from outsize.program.replay import resolve
+from outsize.program.tape import Guard, Ref, Tape, Weight
+from outsize.program.tree import leaves
+from outsize.program.weight_lookup import CopiedWeights
+from outsize.run.stage.boundary import backward_edges, forward_edges
+from outsize.run.stage.cut import Cut, cut
+from outsize.run.tensor_parallel.collectives import whole_shapes
+from outsize.train.batch.batch import Batch, evaluating_loss
+from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares, LossTrial
+from outsize.train.ranks.tensor_parallel import TensorRanks
+from outsize.train.variants.changed_values import ChangedValues
+
+KEPT = 32
+
+
+@final
+@dataclass(frozen=True)
+class Variant:
+    """A captured signature, cut by the plan. `number` counts variants in the order of their making."""
+
+    number: int
+    captured: Captured
+    cut: Cut
+    guards: Guards
+    shares: LossShares
+    reads: ReadGuards
+
+    @property
+    def tape(self) -> Tape:
+        """The recorded program, of one device."""
+        return self.captured.tape
+
+    @cached_property
+    def loss_dtype(self) -> torch.dtype | None:
+        """None when there is no loss."""
+        loss = self.tape.loss
+        return self.tape.metas[loss.slot].dtype if loss is not None else None
+
+    @cached_property
+    def wiring(self) -> Hashable:
+        """What travels between which stages; variants that agree in it run in one schedule."""
+        boundaries = self.cut.boundaries
+        tied = frozenset((b.weight, b.producer, b.consumers) for b in boundaries if b.weight is not None)
+        loss = tuple(p.stage for p in self.cut.programs if p.has_loss)
+        return forward_edges(boundaries), backward_edges(boundaries), tied, loss, self.loss_dtype
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RecordingOptions:
+    """How the variants of a model are recorded, besides what its plan says.
+
+    `counting` says whether a microbatch weighs by its samples or its tokens. `home` is the device that tapes
+    are made for, where stages have others. `tensor` has this rank's part of the weights under tensor
+    parallelism. `most` variants stay.
+    """
+
+    counting: Counting = FROM_LOSS
+    home: torch.device | None = None
+    tensor: TensorRanks | None = None
+    most: int = KEPT
+
+
+_DEFAULTS: Final = RecordingOptions()
+
+
+@final
+class Variants:
+    """Holds the least recently used variants of a model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        loss_fn: LossFn | None,
+        options: RecordingOptions = _DEFAULTS,
+    ) -> None:
+        self._model, self._plan, self._loss_fn, self._options = model, plan, loss_fn, options
+        self._known: OrderedDict[str, list[Variant]] = OrderedDict()
+        self._made = 0
+        self.changes = ChangedValues()
+
+    def find(self, part: Batch, *, outputs: bool, state: int = 0) -> Variant:
+        """The variant under which this microbatch runs; recorded if it is new.
+
+        `state` is the model's number by `Settings`, where the user may change it between calls.
+        """
+        return self.find_each([part], outputs=outputs, state=state)[0]
+
+    def find_each(self, parts: Sequence[Batch], *, outputs: bool, state: int = 0) -> list[Variant]:
+        """The variants of a step's microbatches; what Python read is compared once for all of them."""
+        checked: dict[int, bool] = {}
+        return [self._find(part, f"{state}{outputs}", checked, outputs=outputs) for part in parts]
+
+    def _find(self, part: Batch, state: str, checked: dict[int, bool], *, outputs: bool) -> Variant:
+        key = f"{part.signature()}{self._model.training}{state}{current_modes()}"
+        same = self._known.setdefault(key, [])
+        self._known.move_to_end(key)
+        stale: Variant | None = None
+        for place, variant in enumerate(same):
+            if not variant.guards.hold(part):
+                continue
+            if variant.number not in checked:
+                checked[variant.number] = variant.reads.hold()
+            if checked[variant.number]:
+                # The last one used comes first: its values are most likely still the same.
+                same.insert(0, same.pop(place))
+                return variant
+            stale = stale or variant
+        if stale is not None:
+            self.changes.note(stale.reads.changed(), partial(self._stages_of, stale.captured))
+        variant = self._make(part, outputs)
+        same.insert(0, variant)
+        return variant
+
+    def __len__(self) -> int:
+        return sum(len(same) for same in self._known.values())
+
+    def trim(self) -> list[int]:
+        """Drops the oldest beyond those that are kept, and returns their numbers.
+
+        Called after a step, since one that has more variants than are kept needs all of them until its end.
+        """
+        dropped: list[int] = []
+        while len(self) > self._options.most:
+            key, same = next(iter(self._known.items()))
+            dropped.append(same.pop().number)
+            if not same:
+                del self._known[key]
+        return dropped
+
+    def _record(self, part: Batch, loss_fn: LossFn | None) -> Tape:
+        call = (self._model, part.args, part.kwargs, loss_fn, part.target, self._options.home)
+        return record(*call, self.changes.live)
+
+    def _stages_of(self, captured: Captured, fqn: str) -> set[int]:
+        """The stages that have instructions of this module."""
+        owners = zip(captured.tape.instructions, instruction_owners(self._plan, captured), strict=True)
+        return {owner for i, owner in owners if f"{i.name}.".replace(":", ".").startswith(f"{fqn}.")}
+
+    def _make(self, part: Batch, outputs: bool) -> Variant:
+        loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
+        tensor, home = self._options.tensor, self._options.home
+        with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
+            tape = self._record(part, loss_fn)
+            captured = build_graph(tape, self._model)
+            own = tape if tensor is None else tensor.local(tape)
+        owners = instruction_owners(self._plan, captured)
+        owners = [owners[instruction.origin] for instruction in own.instructions]
+        self._made += 1
+        return Variant(
+            self._made - 1,
+            captured,
+            cut(own, self._model, owners, outputs=outputs, stages=len(self._plan.stages)),
+            Guards(tape, self._model, home),
+            LossShares(
+                tape,
+                self._model,
+                self._options.counting,
+                LossTrial(loss_fn, part, lambda other: self._record(other, loss_fn)),
+                home,
+            ),
+            ReadGuards(tape.reads),
+        )
+
+
+@final
+class Guards:
+    """The Python decisions of a tape, checked on every microbatch's inputs."""
+
+    def __init__(self, tape: Tape, model: nn.Module, home: torch.device | None) -> None:
+        self._guards = tape.guards
+        slots = [
+            leaf.slot for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Ref)
+        ]
+        self._read = slot_reader(tape, model, slots, home)
+        names = {
+            leaf.name for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Weight)
+        }
+        self._buffers = CopiedWeights(model, names, home)
+
+    def hold(self, part: Batch) -> bool:
+        """Do all decisions fall as they did when the tape was recorded?"""
+        if not self._guards:
+            return True
+        values = self._read(part.tensors())
+        return all(self._holds(guard, values) for guard in self._guards)
+
+    def _holds(self, guard: Guard, values: dict[int, Tensor]) -> bool:
+        args, kwargs = (resolve(tree, values, self._buffers) for tree in (guard.args, guard.kwargs))
+        with torch.no_grad():
+            return bool(signature_of(guard.target(*args, **kwargs)) == guard.value)
+
+
+def instruction_owners(plan: Plan, captured: Captured) -> list[int]:
+    """The stage of each instruction.
+
+    The graph the plan was made for is cut at its units. Another signature of the same model (eval, other
+    guards) can have other units: each goes to the stage whose patterns cover it, the rest where its
+    predecessor went; or else no unit goes to an earlier stage than its predecessor.
+    """
+    if captured.graph.fingerprint == plan.fingerprint:
+        owners = plan.owners(captured.graph)
+    else:
+        owners = _by_patterns(plan, captured.graph)
+    runs = zip(owners, pairwise(captured.starts), strict=True)
+    return [stage for stage, run in runs for _ in range(*run)]
+
+
+def _by_patterns(plan: Plan, graph: ModelGraph) -> tuple[int, ...]:
+    find, owners = _pattern_owner(plan), list[int]()
+    for unit in graph.units:
+        found = find(unit.name)
+        owners.append(found if found is not None else owners[-1] if owners else 0)
+    try:
+        check_quotient(graph, owners)
+    except BadPlan:
+        return tuple(accumulate(owners, max))
+    return tuple(owners)
+
+
+def _pattern_owner(plan: Plan) -> Callable[[str], int | None]:
+    table = {pattern: number for number, s in enumerate(plan.stages) for pattern in _unrolled(s.units)}
+
+    def owner(name: str) -> int | None:
+        return next((table[p] for p in prefixes(name) if p in table), None)
+
+    return owner
+
+
+def _unrolled(patterns: Sequence[str]) -> list[str]:
+    return [name for pattern in patterns for name in unroll(pattern)]

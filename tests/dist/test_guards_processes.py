@@ -1,0 +1,16 @@
+"""Two processes: a Python value changes between two steps, in forward or in the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import said_by
+
+pytestmark = pytest.mark.dist
+
+
+def test_values_of_forward_and_loss_change_over_two_processes(tmp_path: Path) -> None:
+    for wrong in said_by("guards_worker.py", 2, tmp_path, timeout_s=250):
+        assert len(wrong) > 10
+        assert wrong == dict.fromkeys(wrong, [])

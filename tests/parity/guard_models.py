@@ -1,0 +1,185 @@
+"""Models and losses that read a Python value of each kind, and what a user changes between two steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 4
+SCALE = 1.0
+CENTER = torch.zeros(WIDTH)
+
+
+@final
+@dataclass
+class Settings:
+    """Values as a dataclass."""
+
+    scale: float = 1.0
+
+
+@final
+class Slotted:
+    """Values in slots."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+@final
+class Switch:
+    """What models and losses read; a fresh one for each run."""
+
+    of_class: ClassVar[float] = 1.0
+
+    def __init__(self) -> None:
+        self.number = 1.0
+        self.numbers = [1.0, 2.0]
+        self.pair = (1.0, 2.0)
+        self.table = {"scale": 1.0}
+        self.names = {"relu"}
+        self.namespace = SimpleNamespace(inner=SimpleNamespace(scale=1.0))
+        self.settings, self.slotted = Settings(), Slotted()
+        self.scalar, self.array = np.float32(1.0), np.ones(WIDTH, dtype=np.float32)
+        self.function: Callable[[Tensor], Tensor] = F.gelu
+        self.partial = functools.partial(F.leaky_relu, negative_slope=0.1)
+        self.optional: Any = None
+        self.tensor = torch.ones(WIDTH)
+        self.closure, self.set_closure = _closure()
+        self.default = _default()
+
+    @property
+    def computed(self) -> float:
+        return self.namespace.inner.scale
+
+
+def _closure() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    beta = 1.0
+
+    def apply(x: Tensor) -> Tensor:
+        return x * beta
+
+    def change(value: float) -> None:
+        nonlocal beta
+        beta = value
+
+    return apply, change
+
+
+def _default() -> Any:
+    def apply(x: Tensor, scale: float = 1.0) -> Tensor:
+        return x * scale
+
+    return apply
+
+
+Use = Callable[[Switch, Tensor], Tensor]
+Change = Callable[[Switch], Any]
+
+
+def _branch(s: Switch, x: Tensor) -> Tensor:
+    return x.relu() if "relu" in s.names else x
+
+
+def _looped(s: Switch, x: Tensor) -> Tensor:
+    for number in s.numbers:
+        x = x * number
+    return x
+
+
+def _optional(s: Switch, x: Tensor) -> Tensor:
+    return x if s.optional is None else x * s.optional.scale
+
+
+def _set_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+KINDS: dict[str, tuple[Use, Change]] = {
+    "number": (lambda s, x: x * s.number, lambda s: setattr(s, "number", 0.5)),
+    "list": (lambda s, x: x * s.numbers[1], lambda s: s.numbers.__setitem__(1, 0.5)),
+    "new list": (_looped, lambda s: setattr(s, "numbers", [1.0, 0.25])),
+    "longer list": (_looped, lambda s: s.numbers.append(3.0)),
+    "tuple": (lambda s, x: x * sum(s.pair), lambda s: setattr(s, "pair", (3.0, 1.0))),
+    "dict": (lambda s, x: x * s.table["scale"], lambda s: s.table.update(scale=0.5)),
+    "dict get": (lambda s, x: x * s.table.get("shift", 2.0), lambda s: s.table.update(shift=0.5)),
+    "set": (_branch, lambda s: s.names.clear()),
+    "namespace": (
+        lambda s, x: x * s.namespace.inner.scale,
+        lambda s: setattr(s.namespace.inner, "scale", 0.5),
+    ),
+    "new namespace": (lambda s, x: x * s.computed, lambda s: setattr(s, "namespace", _other_namespace())),
+    "dataclass": (lambda s, x: x * s.settings.scale, lambda s: setattr(s.settings, "scale", 0.5)),
+    "slots": (lambda s, x: x * s.slotted.scale, lambda s: setattr(s.slotted, "scale", 0.5)),
+    "property": (lambda s, x: x * s.computed, lambda s: setattr(s.namespace.inner, "scale", 0.5)),
+    "numpy scalar": (lambda s, x: x * float(s.scalar), lambda s: setattr(s, "scalar", np.float32(0.5))),
+    "numpy array": (lambda s, x: x * float(s.array.sum()), lambda s: s.array.__setitem__(0, 5.0)),
+    "function": (lambda s, x: s.function(x), lambda s: setattr(s, "function", torch.tanh)),
+    "partial": (
+        lambda s, x: s.partial(x),
+        lambda s: setattr(s, "partial", functools.partial(F.leaky_relu, negative_slope=0.5)),
+    ),
+    "none": (_optional, lambda s: setattr(s, "optional", SimpleNamespace(scale=0.5))),
+    "getattr": (lambda s, x: x * getattr(s, "later", 2.0), lambda s: setattr(s, "later", 0.5)),
+    "class": (lambda s, x: x * s.of_class, lambda s: setattr(Switch, "of_class", 0.5)),
+    "global": (lambda s, x: x * SCALE, lambda s: _set_global("SCALE", 0.5)),
+    "global tensor": (lambda s, x: x + CENTER, lambda s: _set_global("CENTER", torch.ones(WIDTH))),
+    "tensor in an object": (lambda s, x: x * s.tensor, lambda s: setattr(s, "tensor", torch.arange(4.0))),
+    "closure": (lambda s, x: s.closure(x), lambda s: s.set_closure(0.5)),
+    "default": (lambda s, x: s.default(x), lambda s: setattr(s.default, "__defaults__", (0.5,))),
+}
+
+
+def _other_namespace() -> Any:
+    return SimpleNamespace(inner=SimpleNamespace(scale=0.5))
+
+
+def reset() -> None:
+    """Gives what belongs to the process its first value."""
+    Switch.of_class = 1.0
+    _set_global("SCALE", 1.0)
+    _set_global("CENTER", torch.zeros(WIDTH))
+
+
+@final
+class Reading(nn.Module):
+    """Four layers; `use` reads the switch between the second and the third, in the model's own forward."""
+
+    def __init__(self, use: Use | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.use, self.switch = use, Switch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 1 and self.use is not None:
+                x = self.use(self.switch, x)
+        return x
+
+
+@final
+class ReadingLoss:
+    """A loss that reads the switch."""
+
+    def __init__(self, use: Use) -> None:
+        self.use, self.switch = use, Switch()
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.use(self.switch, output) - target).square().mean()
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that reads nothing."""
+    return (output - target).square().mean()

@@ -1,0 +1,175 @@
+"""Guards on what Python read: what is noted, what is not, and how values are compared."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_models import batch, two
+from torch import Tensor, nn
+
+from outsize.capture.guards.check import ReadGuards
+from outsize.capture.guards.trace import ReadTrace
+from outsize.capture.recording.fallbacks import record
+from outsize.program.tape import Tape
+
+
+def recorded(model: nn.Module, loss_fn: Any = None) -> Tape:
+    target = () if loss_fn is None else (batch(),)
+    return record(model, (batch(),), {}, loss_fn, target, live=())
+
+
+def labels(tape: Tape) -> set[str]:
+    return {read.label for read in tape.reads}
+
+
+def test_a_read_is_noted_with_its_expression_its_line_and_its_module() -> None:
+    model = two(lambda m, x: m.b(m.inner(m.a(x))), inner=two(lambda m, x: m.a(x) * m.cfg.scale))
+    model.inner.cfg = SimpleNamespace(scale=2.0)
+    (read,) = [r for r in recorded(model).reads if r.label == "m.cfg.scale"]
+    assert (read.value, read.frames, read.key) == (2.0, {"inner"}, "scale")
+    assert read.where.startswith(f"{__file__}:")
+
+
+def test_what_is_not_read_is_no_guard() -> None:
+    model: Any = two(lambda m, x: m.b(m.a(x)) * m.scale, scale=1.0, other=1.0)
+    guards = ReadGuards(recorded(model).reads)
+    model.other = 2.0
+    assert guards.hold()
+    model.scale = 2.0
+    assert not guards.hold()
+    assert [(c.read.label, c.value) for c in guards.changed()] == [("m.scale", 2.0)]
+
+
+def test_equal_new_objects_are_adopted() -> None:
+    model: Any = two(lambda m, x: m.b(m.a(x)) * m.rates[0] * sum(m.shape), rates=[0.5, 1.0], shape=[1, 2])
+    guards = ReadGuards(recorded(model).reads)
+    model.rates, model.shape = [0.5, 9.0], [1, 2]
+    assert not guards._is_identical()
+    assert guards.hold()
+    assert guards._is_identical()
+    model.shape.append(3)
+    assert not guards.hold()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1.0), (True, 1), ("a", b"a")])
+def test_plain_values_are_compared_by_type_too(before: Any, after: Any) -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.b(m.a(x)) if m.value else x
+
+    model: Any = two(run, value=before)
+    guards = ReadGuards(recorded(model).reads)
+    model.value = after
+    assert not guards.hold()
+
+
+def test_not_a_number_equals_itself() -> None:
+    model: Any = two(lambda m, x: m.b(m.a(x)) * (m.value == m.value), value=float("nan"))
+    guards = ReadGuards(recorded(model).reads)
+    model.value = float("nan")
+    assert guards.hold()
+
+
+def test_an_append_that_nobody_reads_gives_no_guard_and_is_taken_back() -> None:
+    seen: list[Any] = []
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        m.log.entries.append(x)
+        m.log.count += 1
+        seen.append(1)
+        return m.b(m.a(x))
+
+    model: Any = two(run, log=SimpleNamespace(entries=[], count=0))
+    guards = ReadGuards(recorded(model).reads)
+    assert (model.log.entries, model.log.count, seen) == ([], 0, [])
+    model.log.entries.append(1)
+    model.log.count = 7
+    assert guards.hold()
+
+
+def test_values_born_in_the_forward_are_no_guards() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        made = SimpleNamespace(scale=2.0, parts=[1.0])
+        return m.b(m.a(x)) * made.scale * made.parts[0]
+
+    assert not {label for label in labels(recorded(two(run))) if label.startswith("made")}
+
+
+def test_leaves_are_traced_as_well() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    guards = ReadGuards(recorded(model).reads)
+    model[1].eval()
+    assert not guards.hold()
+    model[1].train()
+    assert guards.hold()
+    model[1].p = 0.25
+    assert not guards.hold()
+
+
+def test_weights_are_followed_and_not_guarded() -> None:
+    model: Any = two(lambda m, x: m.b(m.a(x)) * m.gain, gain=nn.Parameter(torch.ones(4)))
+    guards = ReadGuards(recorded(model).reads)
+    model.gain = nn.Parameter(torch.zeros(4))
+    model.a.weight.data.zero_()
+    assert guards.hold()
+
+
+def test_copied_blocks_have_guards_of_their_own() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.cfg = nn.Linear(4, 4), SimpleNamespace(scale=1.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.cfg.scale
+
+    model = nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(6)))
+    guards = ReadGuards(recorded(model).reads)
+    for number in range(1, 7):
+        model[number].cfg.scale = 2.0
+        assert not guards.hold(), number
+        model[number].cfg.scale = 1.0
+    assert guards.hold()
+
+
+def test_a_loss_is_traced_and_named() -> None:
+    loss: Any = nn.MSELoss()
+    tape = recorded(two(lambda m, x: m.b(m.a(x))), loss)
+    guards = ReadGuards(tape.reads)
+    loss.reduction = "sum"
+    (changed,) = guards.changed()
+    assert (changed.read.label, changed.read.frames) == ("self.reduction", {"loss_fn"})
+
+
+def test_a_trace_function_that_was_set_is_put_back() -> None:
+    def mine(*_: Any) -> None:
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(mine)
+    try:
+        recorded(two(lambda m, x: m.b(m.a(x))))
+        after = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert after is mine
+
+
+def test_a_tape_refers_to_no_object_of_the_model_unless_asked() -> None:
+    model = two(lambda m, x: m.b(m.a(x)) * m.scale, scale=1.0)
+    assert record(model, (batch(),), {}).reads == ()
+    assert copy.deepcopy(model) is not model
+
+
+def test_a_trace_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise IndexError("no such instruction")
+
+    monkeypatch.setattr(ReadTrace, "_on_opcode", broken)
+    with pytest.warns(UserWarning, match="is not guarded, because its trace ended with IndexError"):
+        tape = recorded(two(lambda m, x: m.b(m.a(x))))
+    assert tape.reads == ()

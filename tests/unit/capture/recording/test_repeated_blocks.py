@@ -1,0 +1,277 @@
+"""Copies of repeated blocks: the tape of a recording in which every block was run, field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.fakes.precision import casting
+from outsize.capture.models.load import example, load
+from outsize.capture.recording.fallbacks import record
+from outsize.capture.recording.module_equality import Kinds, Log, watched
+from outsize.capture.recording.repeated_blocks import RepeatedBlocks
+from outsize.program.tape import Tape
+
+DEEP = 7
+
+
+class Block(nn.Module):
+    """A residual block with settings."""
+
+    def __init__(self, number: int, *, eps: float = 1e-5, p: float = 0.0, scale: float = 1.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, eps=eps)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop = nn.Dropout(p)
+        self.number, self.scale = number, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A residual."""
+        return x + self.drop(self.down(self.up(self.norm(x)).relu_()) * self.scale)
+
+
+class Chain(nn.Module):
+    """Blocks in a row."""
+
+    def __init__(self, make: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([make(n) for n in range(DEEP)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after the other."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum()
+
+
+class Numbered(Block):
+    """The first three and the rest do different things: the number is a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Twice from the fourth on."""
+        return super().forward(super().forward(x) if self.number >= 3 else x)
+
+
+class Scaled(Block):
+    """As GPT-2 may divide by the number of a layer: it is in the tape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Divided."""
+        return super().forward(x) / (self.number + 1)
+
+
+class Counting(Block):
+    """A counter of all blocks decides."""
+
+    calls: list[int] = []  # noqa: RUF012
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A sigmoid in every second call."""
+        self.calls.append(1)
+        return super().forward(x.sigmoid() if len(self.calls) % 2 else x)
+
+
+class Keeping(Block):
+    """Keeps its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Bound anew."""
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Writing(Block):
+    """Writes into its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In place."""
+        return super().forward(x.add_(1))
+
+
+class Viewing(Block):
+    """Returns a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same elements."""
+        return super().forward(x).view(-1, 8)
+
+
+class Storing(nn.Module):
+    """Puts a tensor into a cache, at its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.inner = number, Block(number)
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        """What was stored is used."""
+        cache.parts[self.number] = self.inner(x)
+        return cache.parts[self.number] * 2
+
+
+class Cached(Chain):
+    """Its blocks share a cache, which is read behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of all that was stored."""
+        holder = Holder([None] * DEEP)
+        for block in self.blocks:
+            x = block(x, holder)
+        return torch.stack(holder.parts).sum() + self.head(x).sum()
+
+
+class Holder:
+    """A cache."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+
+def _plain(number: int) -> nn.Module:
+    return Block(number)
+
+
+def _odd_eps(number: int) -> nn.Module:
+    return Block(number, eps=1e-3 if number == 4 else 1e-5)
+
+
+def _odd_p(number: int) -> nn.Module:
+    return Block(number, p=0.1 * (number % 2))
+
+
+def _odd_scale(number: int) -> nn.Module:
+    return Block(number, scale=2.0 if number > 4 else 1.0)
+
+
+def _frozen(number: int) -> nn.Module:
+    return Block(number).requires_grad_(number > 3)
+
+
+def _evaluated(number: int) -> nn.Module:
+    return Block(number, p=0.5).train(number > 3)
+
+
+def _hooked(number: int) -> nn.Module:
+    block = Block(number)
+    if number == 4:
+        block.up.register_forward_hook(lambda module, given, out: out * 2)
+    return block
+
+
+def _tied(number: int, made: list[Block] = []) -> nn.Module:  # noqa: B006
+    made.append(Block(number))
+    made[-1].up.weight = made[0].up.weight
+    return made[-1]
+
+
+def _both(monkeypatch: pytest.MonkeyPatch, once: Callable[[], Tape]) -> tuple[Tape, Tape, int]:
+    """With copies, without, and how many instructions were copied."""
+    copied: list[int] = []
+    copy = RepeatedBlocks._copy
+
+    def counted(self: RepeatedBlocks, block: Any, call: Any) -> Any:
+        copied.append(len(block.instructions))
+        return copy(self, block, call)
+
+    monkeypatch.setattr(RepeatedBlocks, "_copy", counted)
+    Counting.calls.clear()
+    quick = once()
+    monkeypatch.setattr(Kinds, "repeated", lambda self, fqn: None)
+    Counting.calls.clear()
+    return quick, once(), sum(copied)
+
+
+def _insist_on_equal(quick: Tape, full: Tape) -> None:
+    assert [i.name for i in quick.instructions] == [i.name for i in full.instructions]
+    for one, other in zip(quick.instructions, full.instructions, strict=True):
+        assert one == other, one.name
+    assert quick.metas == full.metas
+    assert (quick.inputs, quick.loss) == (full.inputs, full.loss)
+    assert repr(quick.output) == repr(full.output)  # a cache among it is another object each time
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("make", [_plain, Scaled, _odd_eps, _odd_p, _odd_scale, _frozen, _evaluated, _hooked])
+def test_a_tape_with_copies_is_the_tape_without(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int], nn.Module], precision: str
+) -> None:
+    model = Chain(make)
+
+    def once() -> Tape:
+        with casting(precision):
+            return record(model, (torch.zeros(2, 8),), {})
+
+    quick, full, _ = _both(monkeypatch, once)
+    _insist_on_equal(quick, full)
+
+
+@pytest.mark.parametrize("make", [Numbered, Counting, Keeping, Writing, Viewing, _tied])
+def test_blocks_that_do_more_than_compute_are_run(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[int], nn.Module]
+) -> None:
+    model = Chain(make)
+
+    def once() -> Tape:
+        return record(model, (torch.zeros(2, 8) + 1,), {}) if make is not Writing else _written(model)
+
+    quick, full, copied = _both(monkeypatch, once)
+    _insist_on_equal(quick, full)
+    assert not copied or make is Numbered  # whose halves are copies among themselves
+
+
+def _written(model: nn.Module) -> Tape:
+    """The example is no leaf's: a layer goes first."""
+    return record(nn.Sequential(nn.Linear(8, 8), model), (torch.zeros(2, 8),), {})
+
+
+def test_equal_blocks_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Chain(_plain)
+    *_, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
+    # The first has an input that is no activation; of the second and the third comes the proof.
+    assert copied == (DEEP - 3) * 7
+
+
+def test_what_blocks_store_is_stored_by_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Cached(Storing)
+    quick, full, copied = _both(monkeypatch, lambda: record(model, (torch.zeros(2, 8),), {}))
+    _insist_on_equal(quick, full)
+    assert copied == (DEEP - 3) * 8
+
+
+def test_an_index_is_told_from_a_value() -> None:
+    module, log = Block(3), Log()
+    with watched({Block: {"number", "scale"}}, log):
+        assert [10, 11, 12, 13][module.number] == 13
+        assert not log.values
+        assert module.number + 1 == 4
+        assert module.scale == 1.0
+    assert {name for _, name in log.values} == {"number", "scale"}
+    assert "__getattribute__" not in vars(Block)
+
+
+_LLAMA = "num_hidden_layers=8&hidden_size=32&intermediate_size=48&num_attention_heads=4&num_key_value_heads=2"
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "least"),
+    [
+        ("transformers:GPT2Config?n_layer=8&n_embd=32&n_head=4&vocab_size=64", "16", 130),
+        (f"transformers:LlamaConfig?vocab_size=64&{_LLAMA}", "16", 220),
+        ("torchvision:resnet101", "3x64x64", 190),
+        ("torchvision:swin_t", "3x32x32", 0),  # no two blocks drop with one probability
+    ],
+)
+def test_models_of_libraries(monkeypatch: pytest.MonkeyPatch, spec: str, shape: str, least: int) -> None:
+    if find_spec(spec.partition(":")[0]) is None:
+        pytest.skip("not installed")
+    model = load(spec, meta=True)
+    args, kwargs = example(model, shape, 2, 0, spec=spec)
+    quick, full, copied = _both(monkeypatch, lambda: record(model, args, kwargs))
+    _insist_on_equal(quick, full)
+    assert copied >= least

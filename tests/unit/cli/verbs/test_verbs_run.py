@@ -1,0 +1,133 @@
+"""`outsize run`: which options belong to whom, and how many processes (real ones: tests/dist)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outsize.cli.processes import launch
+from outsize.cli.processes.job import RunJob
+from outsize.cli.processes.launch import LaunchPlace
+from outsize.cli.verbs.run import _FOR_TORCHRUN  # pyright: ignore[reportPrivateUsage]
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.answers.utilisation import Idle
+
+Outsize = Callable[..., Any]
+Calls = list[tuple[list[str], int, dict[str, Any]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What would have been started."""
+    calls: Calls = []
+
+    def run_script(argv: Sequence[str], nproc_per_node: int, **rest: Any) -> int:
+        calls.append((list(argv), nproc_per_node, rest))
+        if argv[0] == "outsize.cli.processes.run_worker":
+            rest["job"] = RunJob.model_validate_json((Path(argv[1]) / "job.json").read_text())
+        return 7
+
+    monkeypatch.setattr(launch, "run_script", run_script)
+    return calls
+
+
+def test_what_follows_a_script_is_the_scripts(outsize: Outsize, launched: Calls, folder: Path) -> None:
+    (folder / "train.py").touch()
+    answer = outsize("run", "--nproc_per_node", "3", "train.py", "--steps", "5", "-m", "--json", "rest")
+    assert (answer.code, answer.out) == (7, "")
+    argv, processes, rest = launched[0]
+    assert argv == ["train.py", "--steps", "5", "-m", "--json", "rest"]
+    assert (processes, rest["module"]) == (3, False)
+
+
+def test_a_module_as_torchrun_spells_it(outsize: Outsize, launched: Calls) -> None:
+    flags = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1", "--master_port", "29500"]
+    assert outsize("run", *flags, "-m", "package.module", "--lr", "3").code == 7
+    assert outsize("run", *(f.replace("_", "-") for f in flags), "--module", "a.b").code == 7
+    assert [argv for argv, _, _ in launched] == [["package.module", "--lr", "3"], ["a.b"]]
+    said = ("--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500")
+    for _, processes, rest in launched:
+        assert (processes, rest["module"], rest["options"]) == (1, True, said)
+
+
+def test_every_option_of_torchrun_that_is_offered_is_one_of_torchruns() -> None:
+    """Oracle: torchrun's own parser reads what is handed on, under the same names."""
+    from torch.distributed.run import get_args_parser
+
+    values: dict[str, Any] = dict.fromkeys(_FOR_TORCHRUN, "1") | {"standalone": True}
+    read = vars(get_args_parser().parse_args([*LaunchPlace(None, values).flags, "train.py"]))
+    assert all(str(read[name]) in (str(value), "1.0") for name, value in values.items())
+
+
+def test_streams_to_files_and_restarts(outsize: Outsize, launched: Calls) -> None:
+    outsize("run", "-t", "3", "-r", "0:1", "--max-restarts", "2", "--standalone", "-m", "a.b", "--tee", "4")
+    assert launched[0][2]["options"] == ("--standalone", "--max-restarts=2", "--redirects=0:1", "--tee=3")
+    assert launched[0][0] == ["a.b", "--tee", "4"]
+
+
+def test_options_may_follow_a_model(outsize: Outsize, launched: Calls) -> None:
+    outsize("run", "toy:build", "--steps", "5", "--lr", "0.1", "--stages", "3", "--schedule", "1f1b")
+    (_, processes, rest) = launched[0]
+    job: RunJob = rest["job"]
+    assert (processes, job.model, job.steps, job.lr, job.request.schedule) == (3, "toy:build", 5, 0.1, "1f1b")
+    assert (job.request.batch_size, rest["shown_as"]) == (8, "toy:build")
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ([], 2),
+        (["--nproc-per-node", "4"], 4),
+        (["--stages", "6", "--nnodes", "2", "--master-port", "1", "--master-addr", "h"], 3),
+    ],
+)
+def test_processes_of_a_model(outsize: Outsize, launched: Calls, flags: list[str], processes: int) -> None:
+    outsize("run", "toy:build", *flags)
+    assert launched[0][1] == processes
+
+
+def test_a_plan_says_how_many_processes(outsize: Outsize, launched: Calls) -> None:
+    outsize("plan", "toy:build", "--cluster", "3xcpu", "--batch", "6", "--out", "plan.json")
+    outsize("run", "toy:build", "--plan", "plan.json")
+    assert (launched[0][1], launched[0][2]["job"].request.batch_size) == (3, 6)
+
+
+def test_a_failed_run_is_an_object_under_json(outsize: Outsize, launched: Calls) -> None:
+    answer = outsize("run", "toy:build", "--json")
+    assert answer.code == 7
+    assert '"exit_code": 7' in answer.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--steps", "5", "train.py"], "--steps is an option of a MODEL run"),
+        (["--report", "r.html", "-m", "toy"], "--report is an option of a MODEL run"),
+        (["toy:build", "more"], "'more' follows the MODEL"),
+        (["resnet18"], "'resnet18' is neither a file nor a MODEL"),
+        (["gone.py"], "no file 'gone.py'"),
+        (["--nproc-per-node", "some", "-m", "toy"], "--nproc-per-node 'some' is no count"),
+    ],
+)
+def test_what_is_refused(outsize: Outsize, arguments: list[str], text: str) -> None:
+    answer = outsize("run", *arguments)
+    assert (answer.code, answer.out) == (2, "")
+    assert text in answer.err
+
+
+def test_what_to_type_against_idle_devices_is_the_same_run_with_other_options() -> None:
+    change = (("batch", "16"), ("schedule", "1f1b"), ("microbatches", "16"))
+    idle = Idle(share=0.7, cause="sequential", why="w", remedy="r", gain=2.0, change=change)
+    job = RunJob(model="transformers:A?b=1&c=2", input="3x8x8", request=PlanRequest(batch_size=8), steps=1)
+    assert job.command(4, idle) == (
+        "outsize run 'transformers:A?b=1&c=2' --input 3x8x8 --stages 4 "
+        "--batch 16 --schedule 1f1b --microbatches 16"
+    )
+    assert job.command(2, idle.model_copy(update={"change": change[1:]})).count("--batch 8") == 1
+    devices = job.model_copy(update={"devices": ("cuda:0", "cpu")})
+    assert " --stages 2 --devices cuda:0,cpu --batch 16" in devices.command(2, idle)
+    uneven = idle.model_copy(update={"cause": "uneven-stages", "change": ()})
+    assert job.command(2, uneven) == "outsize tune 'transformers:A?b=1&c=2' --input 3x8x8 --batch 8 --nproc 2"

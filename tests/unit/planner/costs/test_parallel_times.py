@@ -1,0 +1,241 @@
+"""Units on several devices: figures by hand, and the products of a Llama."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planner_graphs import chain, graph_of, parameter, profile_of, value
+from tiny_transformers import SMALL, transformers
+
+from outsize.capture.graph.build import build_graph
+from outsize.capture.graph.tensor_parallel import with_styles
+from outsize.capture.recording.fallbacks import record
+from outsize.ir.cluster import Cluster, parse_cluster
+from outsize.ir.graph import ModelGraph, OpFamily, Parameter, ShardedFraction, Unit, Value, Work
+from outsize.ir.plan import Axes, Weights
+from outsize.ir.profile import Profile
+from outsize.ir.units.tensor_styles import TensorStyles
+from outsize.planner.costs.parallel_times import Sharing, parallel_times, sync_s
+from outsize.planner.costs.unit_times import UnitSeconds
+from outsize.planner.layout.layout import Layout
+
+
+def cluster(name: str = "4xh100-80gb", latency_s: float = 0.25, bytes_per_s: float = 100.0) -> Cluster:
+    """Links of round figures."""
+    found = parse_cluster(name)
+    link = found.inner.model_copy(
+        update={"latency_s": latency_s, "bytes_per_s": bytes_per_s, "hop_s": latency_s}
+    )
+    return found.model_copy(update={"inner": link})
+
+
+SUMS: dict[str | None, int] = {"o": 400, "down": 1000}
+
+
+def work(flops: int, family: OpFamily = "matmul") -> Work:
+    return Work(family=family, dtype="bfloat16", flops=flops, moved_bytes=0)
+
+
+def made_of(index: int, family: OpFamily, flops: int, weight: str | None = None) -> Unit:
+    works = (work(flops, family),)
+    return Unit(
+        index=index,
+        name=weight or f"op.{index}",
+        kind="Linear" if weight else "Op",
+        parameters=(weight,) if weight else (),
+        buffer_bytes=0,
+        flops=flops,
+        moved_bytes=1,
+        saved_bytes=0,
+        forward=works,
+        backward_input=works,
+        backward_weight=works if weight else (),
+        divided=ShardedFraction(work=1.0, forward_sum=SUMS.get(weight, 0), backward_sum=SUMS.get(weight, 0)),
+    )
+
+
+def matrix(name: str, *shape: int) -> Parameter:
+    return parameter(name, size_bytes=16).model_copy(update={"shape": shape})
+
+
+BLOCK: tuple[tuple[str, OpFamily, str | None, tuple[int, ...]], ...] = (
+    ("embed", "embedding", "embed", ()),
+    ("norm", "normalisation", "norm", (0,)),
+    ("q", "matmul", "q", (1,)),
+    ("k", "matmul", "k", (1,)),
+    ("v", "matmul", "v", (1,)),
+    ("attention", "attention", None, (2, 3, 4)),
+    ("o", "matmul", "o", (5,)),
+    ("add", "elementwise", None, (0, 6)),
+    ("gate", "matmul", "gate", (7,)),
+    ("up", "matmul", "up", (7,)),
+    ("times", "elementwise", None, (8, 9)),
+    ("down", "matmul", "down", (10,)),
+    ("add2", "elementwise", None, (7, 11)),
+    ("head", "matmul", "head", (12,)),
+)
+
+
+def block(flops: int = 10**15) -> ModelGraph:
+    """One layer of a Llama between its embedding and its head; every value has 1,000 bytes but o's 400."""
+    units = [made_of(at, family, flops, weight) for at, (_, family, weight, _) in enumerate(BLOCK)]
+    users: dict[int, list[int]] = {}
+    for at, (*_, given) in enumerate(BLOCK):
+        for producer in given:
+            users.setdefault(producer, []).append(at)
+    values: list[Value] = [
+        value(i, made, tuple(by), 400 if BLOCK[made][0] == "o" else 1000)
+        for i, (made, by) in enumerate(sorted(users.items()))
+    ]
+    shapes = {name: (4,) if name == "norm" else (2, 2) for *_, name, _ in BLOCK if name}
+    graph = graph_of(units, values, [matrix(name, *shape) for name, shape in shapes.items()])
+    return graph.model_copy(update={"tensor": TensorStyles(modules=(), divided=())})
+
+
+def seconds_of(found: Profile) -> dict[str, tuple[float, float, float]]:
+    names = (name for name, *_ in BLOCK)
+    costs = ((c.forward_s, c.backward_input_s, c.backward_weight_s) for c in found.units)
+    return dict(zip(names, costs, strict=True))
+
+
+def spread_profile(graph: ModelGraph, profile: Profile, layout: Layout, among: Cluster) -> Profile:
+    return parallel_times(Sharing.of(graph), UnitSeconds.of(profile), layout, among).written(profile)
+
+
+def test_a_captured_llama_adds_up_twice_in_a_layer() -> None:
+    layers = range(2)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": len(layers)})
+    )
+    tokens = torch.zeros(2, 9, dtype=torch.long)
+    given = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    graph = with_styles(build_graph(record(model, (), given), model), model)
+    hidden = 2 * 9 * SMALL["hidden_size"] * 4
+    pairs = [(f"layers.{i}.self_attn.o_proj", f"layers.{i}.mlp.down_proj") for i in layers]
+    sums = {u.name: u.divided.forward_sum for u in graph.units if u.divided.forward_sum == hidden}
+    assert list(sums) == ["model.embed_tokens", *(f"model.{name}" for pair in pairs for name in pair)]
+    assert sum(u.divided.backward_sum for u in graph.units) == hidden * (
+        2 * len(layers) + 1
+    )  # and the head's
+    assert {u.name for u in graph.units if u.divided.work == 0} >= {"model.norm", "model.embed_tokens"}
+
+
+def test_two_devices_take_half_and_add_up_after_the_second_product() -> None:
+    """A ring of two: 2 x (0.25 s + half the bytes at 100 B/s)."""
+    graph = block()
+    profile = profile_of(graph, [1.0] * len(BLOCK))
+    layout = Layout(Axes(pp=2, tp=2), 2, "1f1b", 2, 2)
+    found = seconds_of(spread_profile(graph, profile, layout, cluster()))
+    assert found.pop("o") == pytest.approx((5.0, 5.0, 0.5), rel=1e-3)
+    assert found.pop("down") == pytest.approx((11.0, 11.0, 0.5), rel=1e-3)
+    for name, passes in found.items():
+        assert passes == pytest.approx((0.5, 0.5, 0.5), rel=1e-3), name
+
+
+def test_half_of_a_small_product_takes_almost_as_long() -> None:
+    graph = block(flops=10**6)
+    layout = Layout(Axes(pp=2, tp=2), 2, "1f1b", 2, 2)
+    found = seconds_of(spread_profile(graph, profile_of(graph, [1.0] * len(BLOCK)), layout, cluster()))
+    assert 0.99 < found["q"][0] < 1.0
+
+
+def test_two_devices_take_half_of_the_tokens_and_attend_in_a_ring() -> None:
+    """Keys and values of 2,000 bytes: a turn of 0.25 s and half of them at 100 B/s, beside 0.25 s of compute.
+
+    In the backward with their gradients, which go one more hop home.
+    """
+    graph = block()
+    profile = profile_of(graph, [1.0] * len(BLOCK))
+    layout = Layout(Axes(cp=2), 1, "1f1b", 1, 1)
+    found = seconds_of(spread_profile(graph, profile, layout, cluster()))
+    assert found.pop("attention") == pytest.approx((0.25 + 10.25, 0.25 + 20.25 + 10.25, 0.5), rel=1e-3)
+    for name, passes in found.items():
+        assert passes == pytest.approx((0.5, 0.5, 0.5), rel=1e-3), name
+    quick = seconds_of(spread_profile(graph, profile, layout, cluster(latency_s=0.0, bytes_per_s=1e9)))
+    assert quick["attention"] == pytest.approx((0.5, 0.5, 0.5), rel=1e-3)
+
+
+def test_tokens_and_layers_may_both_be_split() -> None:
+    """Each of two times two: the ring turns half of the heads, the pair adds up half of the tokens."""
+    graph = block()
+    layout = Layout(Axes(cp=2, tp=2), 1, "1f1b", 1, 1)
+    found = seconds_of(spread_profile(graph, profile_of(graph, [1.0] * len(BLOCK)), layout, cluster()))
+    assert found["attention"][0] == pytest.approx(0.125 + 5.25, rel=1e-3)
+    assert found["o"] == pytest.approx((0.25 + 2.5, 0.25 + 2.5, 0.25), rel=1e-3)
+    assert found["q"] == pytest.approx((0.25, 0.25, 0.25), rel=1e-3)
+
+
+def test_units_that_nobody_looked_into_are_divided() -> None:
+    graph, profile = chain([1.0, 2.0])
+    found = spread_profile(graph, profile, Layout(Axes(tp=4), 1, "1f1b", 1, 1), cluster())
+    assert [(c.forward_s, c.backward_s) for c in found.units] == [(0.25, 0.5), (0.5, 1.0)]
+
+
+def test_weights_that_are_gathered_slow_only_what_they_do_not_hide_behind() -> None:
+    """Four of 100 bytes on four devices: 3 x 0.25 s and three quarters of the bytes, once in the forward
+    (4 s of compute) and twice in the backward (8 s).
+    """
+    graph, profile = chain([1.0] * 4)
+    sharded = Layout(Axes(dp_shard=4), 1, "1f1b", 1, 4, "sharded")
+    quick, slow = (spread_profile(graph, profile, sharded, cluster(bytes_per_s=b)) for b in (100.0, 10.0))
+    assert quick == profile
+    assert [c.forward_s for c in slow.units] == pytest.approx([30.75 / 4] * 4)
+    assert [c.backward_s for c in slow.units] == pytest.approx([2 * 30.75 / 4] * 4)
+    resident = Layout(Axes(dp_shard=4), 1, "1f1b", 1, 4)
+    assert spread_profile(graph, profile, resident, cluster(bytes_per_s=10.0)) == profile
+
+
+def test_tensor_parallel_shards_gather_their_own_part() -> None:
+    """Two devices gather 200 bytes at 10 B/s, beside 4 x 0.5 s."""
+    graph, profile = chain([1.0] * 4)
+    layout = Layout(Axes(tp=2, dp_shard=2), 1, "1f1b", 1, 2, "sharded")
+    found = spread_profile(graph, profile, layout, cluster(bytes_per_s=10.0))
+    assert [c.forward_s for c in found.units] == pytest.approx([0.5 * 10.25 / 2] * 4)
+
+
+@pytest.mark.parametrize(
+    ("axes", "weights", "seconds"),
+    [
+        (Axes(dp_replicate=2), "resident", 10.5),
+        (Axes(tp=2, dp_replicate=2), "resident", 10.5),
+        (Axes(dp_shard=4), "resident", 16.5),
+        (Axes(dp_shard=4), "sharded", 0.0),
+        (Axes(dp_replicate=2, dp_shard=2), "sharded", 10.5),
+        (Axes(cp=4), "resident", 16.5),
+        (Axes(cp=2, dp_replicate=2), "resident", 16.5),
+        (Axes(cp=2, dp_shard=2), "resident", 16.0),
+        (Axes(dp_replicate=2, dp_shard=2), "resident", 16.0),
+        (Axes(cp=2, dp_shard=2), "sharded", 10.5),
+        (Axes(cp=2, tp=2), "resident", 10.5),
+    ],
+)
+def test_replicas_add_up_gradients_beside_the_last_backward(
+    axes: Axes, weights: Weights, seconds: float
+) -> None:
+    """1,000 bytes at 100 B/s: a ring of two takes 2 x (0.25 + 5), one of four 2 x (0.75 + 7.5). Shards add
+    their halves among two 2 x (0.25 + 2.5).
+    """
+    layout, held = Layout(axes, 1, "1f1b", 1, axes.replicas, weights), (1000, 1000)
+    assert sync_s(held, (0.0, 0.0), layout, cluster()) == pytest.approx(seconds)
+    assert sync_s(held, (0.0, 4.0), layout, cluster()) == pytest.approx(max(0.0, seconds - 4))
+    assert sync_s(held, (99.0, 99.0), layout, cluster()) == 0.0
+
+
+def test_whole_weights_are_gathered_beside_the_first_forward() -> None:
+    """Two of 1,000 bytes: 5.25 s for each half; of frozen ones no gradients are scattered."""
+    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2)
+    assert sync_s((1000, 1000), (4.0, 5.0), layout, cluster()) == pytest.approx(1.25 + 0.25)
+    assert sync_s((1000, 0), (0.0, 0.0), layout, cluster()) == pytest.approx(5.25)
+
+
+def test_groups_across_nodes_wait_for_the_network() -> None:
+    """Two ranks of a pipeline on one node each: their replicas are within it, whatever the network is."""
+    nodes = cluster("2x2xh100-80gb")
+    inside = Layout(Axes(pp=2, dp_replicate=2), 2, "1f1b", 1, 2)
+    assert sync_s((0, 1000), (0.0, 0.0), inside, nodes) == pytest.approx(10.5)
+    across = Layout(Axes(dp_replicate=4), 1, "1f1b", 1, 4)
+    slow = nodes.model_copy(update={"outer": nodes.inner.model_copy(update={"bytes_per_s": 1.0})})
+    assert sync_s((0, 1000), (0.0, 0.0), inside, slow) == pytest.approx(10.5)
+    assert sync_s((0, 1000), (0.0, 0.0), across, slow) > 2 * 1000 / 4, (
+        "half of a quarter at 1 B/s, there and back"
+    )

@@ -1,0 +1,180 @@
+"""The roofline against sums made by hand, and what must hold whatever the numbers."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planner_graphs import chain
+
+from outsize.ir.cluster import make_cluster
+from outsize.ir.graph import ModelGraph, OpFamily, Unit, Work
+from outsize.ir.hardware.devices import TABLE
+from outsize.planner.costs.efficiency import CPU, GPU, Efficiency, EfficiencyCurve, default_of
+from outsize.planner.costs.roofline import COMPUTE_EFFICIENCY, LAUNCH_S, MEMORY_EFFICIENCY, roofline, seconds
+
+DEVICE = make_cluster("x", "a100-80gb", 1, 1).devices[0]
+V100 = make_cluster("x", "v100-32gb", 1, 1).devices[0]
+FAMILIES = get_args(OpFamily)
+FLAT = Efficiency(
+    compute={family: EfficiencyCurve(peak=0.5) for family in FAMILIES},
+    memory={family: EfficiencyCurve(peak=0.25) for family in FAMILIES},
+    launch_s=0.0,
+)
+works = st.builds(
+    Work,
+    family=st.sampled_from(FAMILIES),
+    dtype=st.sampled_from(("float32", "bfloat16", "float16")),
+    flops=st.integers(0, 10**13),
+    moved_bytes=st.integers(0, 10**10),
+    launches=st.integers(1, 50),
+)
+
+
+def work(
+    family: OpFamily, flops: int = 0, moved: int = 0, launches: int = 1, dtype: str = "bfloat16"
+) -> Work:
+    return Work(family=family, dtype=dtype, flops=flops, moved_bytes=moved, launches=launches)
+
+
+def with_units(*units: Unit) -> ModelGraph:
+    graph = chain([1.0] * len(units))[0]
+    return graph.model_copy(update={"units": units})
+
+
+def unit(index: int, forward: tuple[Work, ...], *backward: tuple[Work, ...]) -> Unit:
+    names = ("backward_input", "backward_weight")
+    return (
+        chain([1.0] * (index + 1))[0]
+        .units[index]
+        .model_copy(update={"forward": forward, **dict(zip(names, backward, strict=False))})
+    )
+
+
+# -- one op ----------------------------------------------------------------------------------------------
+
+
+def test_an_op_costs_the_larger_of_compute_and_memory_time() -> None:
+    assert seconds([work("matmul", 10**12, 10**6)], DEVICE, FLAT) == pytest.approx(10**12 / 312e12 / 0.5)
+    assert seconds([work("matmul", 10**9, 10**9)], DEVICE, FLAT) == pytest.approx(10**9 / 2039e9 / 0.25)
+
+
+def test_an_op_of_length_half_s_reaches_half_of_the_peak() -> None:
+    curve = EfficiencyCurve(peak=0.8, half_s=1e-5)
+    assert 1e-5 / curve.seconds(1e-5, 1) == pytest.approx(0.4)
+    assert 1.0 / curve.seconds(1.0, 1) == pytest.approx(0.8, rel=1e-4)
+    assert curve.seconds(0.0, 7) == 0.0
+
+
+def test_many_small_ops_cost_more_than_one_large() -> None:
+    one, many = work("matmul", 10**12), work("matmul", 10**12, launches=100)
+    curve = GPU.compute["matmul"]
+    extra = 99 * (curve.half_s / curve.peak + GPU.launch_s)
+    assert seconds([many], DEVICE) - seconds([one], DEVICE) == pytest.approx(extra)
+
+
+def test_tensor_cores_are_for_products_only() -> None:
+    assert seconds([work("elementwise", 10**12)], DEVICE, FLAT) == pytest.approx(10**12 / 19.5e12 / 0.5)
+    assert seconds([work("attention", 10**12)], DEVICE, FLAT) == pytest.approx(10**12 / 312e12 / 0.5)
+
+
+def test_float32_convolutions_run_in_tf32_where_there_is_one_and_matmuls_do_not() -> None:
+    op = work("convolution", 10**12, dtype="float32")
+    assert seconds([op], DEVICE, FLAT) == pytest.approx(10**12 / 156e12 / 0.5)
+    assert seconds([op], V100, FLAT) == pytest.approx(10**12 / 15.7e12 / 0.5)
+    matmul = work("matmul", 10**12, dtype="float32")
+    assert seconds([matmul], DEVICE, FLAT) == pytest.approx(10**12 / 19.5e12 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("op", "low", "high"),
+    [
+        (work("matmul", 2 * 8192**3, 3 * 2 * 8192**2), 0.78, 0.9),  # cuBLAS on an A100, bfloat16
+        (work("matmul", 2 * 1024**3, 3 * 2 * 1024**2), 0.25, 0.55),
+        (work("matmul", 2 * 128**3, 3 * 2 * 128**2), 0.0, 0.01),
+        (work("attention", 4 * 16 * 16 * 2048**2 * 128, 4 * 16 * 16 * 2048 * 256), 0.5, 0.73),
+    ],
+)
+def test_shares_of_the_peak_are_those_of_published_kernels(op: Work, low: float, high: float) -> None:
+    assert low <= op.flops / seconds([op], DEVICE) / DEVICE.flops("bfloat16") <= high
+
+
+def test_a_large_copy_reaches_most_of_the_bandwidth() -> None:
+    share = 10**9 / seconds([work("elementwise", moved=10**9)], DEVICE) / DEVICE.bytes_per_s
+    assert 0.75 <= share <= 0.9
+
+
+def test_every_family_has_curves() -> None:
+    for curves in (GPU, CPU):
+        assert set(curves.compute) == set(curves.memory) == set(FAMILIES)
+        assert all(0 < c.peak <= 1 for c in (*curves.compute.values(), *curves.memory.values()))
+    assert default_of(make_cluster("x", "cpu", 1, 1).devices[0]) == CPU
+    assert default_of(DEVICE) == GPU
+
+
+@given(works, st.integers(1, 100), st.sampled_from(list(TABLE)))
+def test_more_work_is_never_faster(op: Work, times: int, kind: str) -> None:
+    device = TABLE[kind].device("d")
+    for field in ("flops", "moved_bytes", "launches"):
+        more = op.model_copy(update={field: getattr(op, field) * times})
+        assert seconds([more], device) >= seconds([op], device) * (1 - 1e-12)
+
+
+@given(st.lists(works, max_size=4), st.floats(1, 10))
+def test_a_faster_device_is_never_slower(ops: list[Work], times: float) -> None:
+    speeds = {dtype: speed * times for dtype, speed in DEVICE.flops_per_s.items()}
+    faster = DEVICE.model_copy(update={"flops_per_s": speeds, "bytes_per_s": DEVICE.bytes_per_s * times})
+    assert seconds(ops, faster) <= seconds(ops, DEVICE) * (1 + 1e-12)
+
+
+# -- a graph ---------------------------------------------------------------------------------------------
+
+
+def test_a_unit_of_known_works_costs_them_pass_by_pass() -> None:
+    passes = ((work("matmul", 10**13),), (work("matmul", 3 * 10**13),), (work("matmul", 2 * 10**13),))
+    cost = roofline(with_units(unit(0, *passes)), DEVICE).units[0]
+    expected = [seconds(each, DEVICE) for each in passes]
+    assert [cost.forward_s, cost.backward_input_s, cost.backward_weight_s] == pytest.approx(expected)
+
+
+def test_a_step_is_not_shorter_than_its_host_needs() -> None:
+    tiny, busy = (work("elementwise", moved=10, launches=100),), (work("matmul", 2 * 10**10),)
+    profile = roofline(with_units(unit(0, tiny, tiny), unit(1, busy, busy)), DEVICE)
+    assert profile.step_compute_s == pytest.approx((200 + 2) * GPU.host_s)
+    assert profile.units[1].forward_s == pytest.approx(seconds(busy, DEVICE))
+
+
+def test_a_busy_device_hides_its_host() -> None:
+    tiny, busy = (work("elementwise", moved=10, launches=100),), (work("matmul", 10**14),)
+    profile = roofline(with_units(unit(0, tiny), unit(1, busy)), DEVICE)
+    assert [u.forward_s for u in profile.units] == pytest.approx([seconds(w, DEVICE) for w in (tiny, busy)])
+
+
+def test_workspace_is_the_units() -> None:
+    graph = with_units(unit(0, ()).model_copy(update={"workspace_bytes": 77}))
+    assert roofline(graph, DEVICE).units[0].workspace_bytes == 77
+
+
+def test_a_unit_of_which_only_sums_are_known_costs_the_larger_of_both() -> None:
+    first, second = chain([1.0, 1.0])[0].units
+    heavy = first.model_copy(update={"flops": 10**12, "moved_bytes": 0})
+    fat = second.model_copy(update={"flops": 0, "moved_bytes": 10**9})
+    profile = roofline(with_units(heavy, fat), DEVICE)
+    compute_s = 10**12 / (DEVICE.flops("float32") * COMPUTE_EFFICIENCY) + LAUNCH_S
+    memory_s = 10**9 / (DEVICE.bytes_per_s * MEMORY_EFFICIENCY) + LAUNCH_S
+    assert profile.units[0].forward_s == pytest.approx(compute_s)
+    assert profile.units[1].forward_s == pytest.approx(memory_s)
+
+
+def test_of_such_units_only_those_with_parameters_have_a_weight_gradient() -> None:
+    first, second = chain([1.0, 1.0])[0].units
+    profile = roofline(with_units(first.model_copy(update={"parameters": ()}), second), DEVICE)
+    assert profile.units[0].backward_weight_s == 0.0
+    assert profile.units[0].backward_input_s == profile.units[0].forward_s
+    assert profile.units[1].backward_s == pytest.approx(2 * profile.units[1].forward_s)
+
+
+def test_every_figure_names_its_source() -> None:
+    assert {u.source for u in roofline(chain([1.0] * 3)[0], DEVICE).units} == {"roofline"}

@@ -1,0 +1,65 @@
+"""A step of very many microbatches, played in part, against the same played in full."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planner_graphs import chain
+
+from outsize.ir.cluster import Cluster, make_cluster
+from outsize.ir.plan import Axes, ScheduleName
+from outsize.planner.evaluate import estimate as module
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate, estimate, play, simulated_microbatches, waits_s
+from outsize.planner.layout.layout import Layout
+
+
+def priced(schedule: ScheduleName, stages: int, microbatches: int, seed: int) -> Estimate:
+    """One unit a stage; units and messages of one to ten times the least, all in one order of magnitude."""
+    rng = random.Random(seed)
+    graph, profile = chain([rng.uniform(0.5, 3.0) for _ in range(stages)])
+    values = [v.model_copy(update={"size_bytes": rng.randrange(1, 11)}) for v in graph.values]
+    layout = Layout(Axes(pp=stages), stages, schedule, microbatches, microbatches)
+    model = graph.model_copy(update={"values": tuple(values)}), profile
+    pipeline = CostTables({microbatches: model}, slowly_joined(stages), "sgd").pipeline(layout, ("none",))
+    assert pipeline is not None
+    return estimate(pipeline, range(stages + 1), [0] * stages)
+
+
+def slowly_joined(count: int) -> Cluster:
+    """A byte a second."""
+    cluster = make_cluster(f"{count}xcpu", "cpu", 1, count)
+    slow = cluster.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": 1.0})
+    return cluster.model_copy(update={"inner": slow, "outer": slow})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "most"),
+    [("1f1b", 3, 1e-3), ("1f1b", 4, 1e-3), ("1f1b", 7, 2e-3), ("zero-bubble", 4, 1e-3), ("1f1b", 40, 2e-3)],
+)
+def test_what_follows_from_a_part_is_what_the_whole_takes(
+    schedule: ScheduleName, stages: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    microbatches = 4 * module.PLAYED // stages + 1
+    seeds = range(7, 10)
+    parts = [priced(schedule, stages, microbatches, seed) for seed in seeds]
+    assert simulated_microbatches(parts[0].layout) < microbatches / 2
+    monkeypatch.setattr(module, "PLAYED", stages * microbatches)
+    assert simulated_microbatches(parts[0].layout) == microbatches
+    whole = [priced(schedule, stages, microbatches, seed) for seed in seeds]
+    for part, full in zip(parts, whole, strict=True):
+        assert part.pipeline_s == pytest.approx(full.pipeline_s, rel=most)
+
+
+@pytest.mark.parametrize(("axes", "cp"), [(Axes(pp=2), 1), (Axes(pp=2, tp=2), 1), (Axes(pp=2, cp=2), 2)])
+def test_a_rank_sends_the_next_stage_all_that_it_has(axes: Axes, cp: int) -> None:
+    """80 bytes there and 80 back, of which only cp gives each rank a part; counted: test_tensor_plans.py."""
+    model, layout = chain([1.0, 1.0], value_bytes=80), Layout(axes, 2, "naive", 1, 1)
+    pipeline = CostTables({1: model}, slowly_joined(axes.world_size), "sgd").pipeline(layout, ("none",))
+    assert pipeline is not None
+    found = estimate(pipeline, (0, 1, 2), (0, 0))
+    assert waits_s(found) == pytest.approx(2 * 80 / cp)
+    spans = play(pipeline, found.bounds, found.costs).spans
+    sent_s = [span.end_s - span.start_s for span in spans if span.lane == "send"]
+    assert sent_s == pytest.approx([80 / cp, 80 / cp])

@@ -1,0 +1,185 @@
+"""Several devices whose weights live on the hosts: stages in turns, seconds and bytes by hand, the choice."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from findings_of import findings
+from planner_graphs import chain
+
+from outsize.errors import NoFeasiblePlan, PlanError, UnknownDevice
+from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster, parse_cluster
+from outsize.ir.findings import DevicesInTurns, MemoryShortage, NoPipelineFits
+from outsize.ir.graph import ModelGraph
+from outsize.ir.hardware.devices import HOST_BYTES_PER_S
+from outsize.ir.hardware.links import LINKS
+from outsize.ir.plan import Axes, Plan
+from outsize.ir.profile import Profile
+from outsize.planner.memory.account import component_counts, joint_states
+from outsize.planner.memory.in_flight_states import states_by_rank
+from outsize.planner.search.evaluate_plan import price, timeline
+from outsize.planner.search.search import search
+from outsize.schedules.builders import build
+from outsize.schedules.lower import lower
+
+MIB = 1 << 20
+Models = dict[int, tuple[ModelGraph, Profile]]
+UNITS = 8
+
+
+def models(weight_mib: int = 100, saved_mib: int = 2, counts: tuple[int, ...] = (2, 4)) -> Models:
+    """Eight units of 100 MiB of weights, 400 MiB each with AdamW; 20 ms forward of a batch of 8."""
+    found: Models = {}
+    for count in counts:
+        sizes = {"value_bytes": 2 * MIB // count, "saved_bytes": saved_mib * MIB // count}
+        where = {"weight_bytes": weight_mib * MIB, "batch_size": 8 // count}
+        graph, profile = chain([0.02 / count] * UNITS, **sizes, **where)
+        found[count] = graph, profile.model_copy(update={"device": "h100-80gb"})
+    return found
+
+
+def several(memory_mib: int, devices: int = 2) -> Cluster:
+    found = parse_cluster(f"{devices}xh100-80gb")
+    same = (d.model_copy(update={"memory_bytes": memory_mib * MIB}) for d in found.devices)
+    return found.model_copy(update={"devices": tuple(same)})
+
+
+def asked(memory_mib: int, devices: int = 2, found: Models | None = None, **wishes: object) -> Plan:
+    request = PlanRequest(batch_size=8, **wishes)  # pyright: ignore[reportArgumentType]
+    return search(request, found or models(), several(memory_mib, devices))
+
+
+def test_what_fits_nowhere_is_shared_in_turns_and_runs() -> None:
+    plan = asked(1250, axes="all")
+    assert (plan.axes, plan.schedule, plan.weights) == (Axes(pp=2), "gpipe", "host")
+    assert (plan.beyond, plan.what_if, plan.streams) == ("", False, True)
+    plan.check_runs()
+    assert plan.ranks == (0, 1) * (UNITS // 2)
+    assert [stage.device for stage in plan.stages] == ["cuda:0", "cuda:1"] * (UNITS // 2)
+    assert findings(plan, NoPipelineFits)
+    assert findings(plan, DevicesInTurns)
+    assert asked(1250, what_if=True).axes == plan.axes
+
+
+def test_it_is_asked_for_by_its_degree() -> None:
+    assert [asked(9000, weights=degree).weights for degree in ("host", "host-optimizer")] == [
+        "host",
+        "host-optimizer",
+    ]
+    assert asked(9000, axes="all").weights == "resident"
+    assert asked(1400, axes="all").weights == "host-optimizer", "no slower, and nothing comes twice"
+    assert asked(1250, 4, weights="host", stages=2).axes.pp == 2
+    assert asked(1250, 4, weights="host").axes.pp == 4
+    assert asked(1250, weights="host", stages=1).axes.world_size == 1
+    assert asked(1250, weights="host", schedule="1f1b").axes.world_size == 1, "not breadth first"
+
+
+def test_seconds_by_hand() -> None:
+    """Four stages a device, 20 ms forward and 40 backward a batch; the pipeline fills once. A device waits
+    the weights of its first stage, gradients of that leave behind it, then the optimizer goes through a half
+    of the states with a half of the host's memory.
+    """
+    plan = asked(9000, weights="host", microbatches=4, recompute="none")
+    assert plan.expected is not None
+    one, move = 0.06 / 4, LINKS["pcie5"].seconds(100 * MIB)
+    optimizer_s = UNITS // 2 * (100 + 2 * 100 + 2 * 200) * MIB / (HOST_BYTES_PER_S / 2)
+    least = (4 * UNITS // 2 + 1) * one + optimizer_s
+    assert least + move < plan.expected.step_s < least + 3 * move
+    parts = plan.expected.degrees[2].bound
+    assert parts.compute_s == pytest.approx(0.06 * UNITS / 2)
+    assert parts.to_device_s == pytest.approx(2 * LINKS["pcie5"].seconds(100 * MIB * UNITS // 2))
+    assert parts.to_host_s == pytest.approx(LINKS["pcie5"].seconds(100 * MIB * UNITS // 2))
+    assert parts.optimizer_s == pytest.approx(optimizer_s)
+
+
+@pytest.mark.parametrize(("degree", "places"), [("host", 2), ("host-optimizer", UNITS // 2)])
+def test_a_device_has_two_of_its_own_stages(degree: str, places: int) -> None:
+    """Weights of two, or of all; gradients of two; values of all microbatches at each end of a stage."""
+    plan = asked(9000, weights=degree, microbatches=2, recompute="full")
+    assert plan.expected is not None
+    rows = plan.expected.stages[::2]
+    assert sum(row.weights_bytes for row in rows) == places * 100 * MIB
+    assert sum(row.gradients_bytes for row in rows) == 2 * 100 * MIB
+    assert sum(row.optimizer_bytes for row in rows) == 0
+    ends = sum(row.boundary_bytes + row.activations_bytes for row in rows)
+    kept = 2 * (2 * UNITS // 2 - 1) * MIB  # two microbatches of 1 MiB in and out of each stage
+    assert kept <= ends <= kept + (100 + 8) * MIB, "and a gradient that is being made"
+
+
+def test_a_tied_weight_stays_with_its_owner() -> None:
+    """The last unit uses the first one's: the owner has it beside its two places, and its gradient."""
+    graph, profile = models()[2]
+    tied = graph.units[-1].model_copy(update={"parameters": graph.units[0].parameters})
+    parameters = tuple(p for p in graph.parameters if p.name not in graph.units[-1].parameters)
+    shared = graph.model_copy(update={"units": (*graph.units[:-1], tied), "parameters": parameters})
+    plan = asked(9000, weights="host", found={2: (ModelGraph.model_validate(shared.model_dump()), profile)})
+    assert plan.expected is not None
+    owner, user = (sum(r.weights_bytes for r in plan.expected.stages[rank::2]) // MIB for rank in (0, 1))
+    assert (owner, user) == (300, 300), "two places and the tied weight, here kept and there received"
+
+
+@pytest.mark.parametrize(("memory_mib", "weights"), [(1250, "host"), (1400, "host-optimizer")])
+def test_such_a_plan_is_priced_as_it_was_made(memory_mib: int, weights: str) -> None:
+    plan, cluster = asked(memory_mib, axes="all"), several(memory_mib)
+    assert (plan.weights, plan.axes.pp) == (weights, 2)
+    model = models()[plan.microbatches]
+    again = price(plan, *model, cluster)
+    assert plan.expected is not None
+    assert again.expected == plan.expected
+    assert [d.weights for d in plan.expected.degrees] == ["resident", "host-optimizer", "host"]
+    assert [d.fits for d in plan.expected.degrees] == [False, weights != "host", True]
+    played = timeline(plan, *model, cluster)
+    assert played.ranks == 2
+    assert plan.expected.step_s == pytest.approx(
+        played.duration_s + plan.expected.degrees[2].bound.optimizer_s
+    )
+    small = price(plan, *model, several(900))
+    assert "cuda:0" in [shortage.device for shortage in findings(small, MemoryShortage)]
+    elsewhere = plan.stages[0].model_copy(update={"device": "cuda:7"})
+    with pytest.raises(UnknownDevice, match="names 'cuda:7'"):
+        price(plan.model_copy(update={"stages": (elsewhere, *plan.stages[1:])}), *model, cluster)
+
+
+def test_more_memory_and_more_devices_never_make_it_slower() -> None:
+    def step_s(memory_mib: int, devices: int) -> float:
+        try:
+            plan = asked(memory_mib, devices, models(saved_mib=40), axes="all")
+        except PlanError:
+            return float("inf")
+        assert plan.expected is not None
+        return plan.expected.step_s
+
+    times = {n: [step_s(size, n) for size in (900, 1150, 1250, 1400, 2300, 9000)] for n in (1, 2, 4)}
+    for found in times.values():
+        assert all(after <= 1.01 * before for before, after in pairwise(found))
+    for fewer, more in pairwise(times.values()):
+        assert all(b <= 1.01 * a for a, b in zip(fewer, more, strict=True))
+    assert times[2][2] < 0.7 * times[1][2] < float("inf")
+
+
+@pytest.mark.parametrize(("stages", "microbatches", "ranks"), [(4, 2, 2), (4, 7, 2), (6, 9, 3), (8, 12, 2)])
+def test_a_turn_of_many_microbatches_is_played_in_part(stages: int, microbatches: int, ranks: int) -> None:
+    """Whatever the bytes are: the peak is that of the whole step."""
+    edges = frozenset(pairwise(range(stages)))
+    whole = lower(build("gpipe", stages, microbatches, ranks), edges, frozenset((b, a) for a, b in edges))
+    drawn = np.random.default_rng(0)
+    for rank, found in enumerate(states_by_rank("gpipe", stages, microbatches, ranks)):
+        moments = (joint_states(whole, rank), found)
+        all_of, part = (
+            np.array([[n for a in m for n in component_counts(a)] for m in each]) for each in moments
+        )
+        sizes = drawn.random((20, all_of.shape[1]))
+        assert (all_of @ sizes.T).max(0) == pytest.approx((part @ sizes.T).max(0))
+
+
+def test_where_it_is_not() -> None:
+    """Two stages do not fit; devices that differ; a model by modules."""
+    with pytest.raises(NoFeasiblePlan):
+        asked(700, axes="all")
+    cluster = parse_cluster("1xh100-80gb+1xa100-40gb")
+    small = (d.model_copy(update={"memory_bytes": 1250 * MIB}) for d in cluster.devices)
+    unequal = cluster.model_copy(update={"devices": tuple(small)})
+    assert search(PlanRequest(batch_size=8, axes="all"), models(), unequal).axes.world_size == 1

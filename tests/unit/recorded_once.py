@@ -1,0 +1,88 @@
+"""Within `recorded_once()` a model that was recorded before, in this process or in the one that it was forked
+from, is not recorded again: half of what a rank of a test does otherwise.
+
+Two calls are the same when their models have the same classes, parameters, states (as the engine tells two
+states of a model apart) and other attributes, and their inputs, losses and modes agree. Of tapes that depend
+on values of the inputs the one counts whose guards hold, as in the engine. Guards on what Python read are
+those of the first model and are dropped: a test that changes values between steps uses `always_recorded()`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from types import FunctionType, MethodType
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from outsize.capture.recording import fallbacks
+from outsize.program.modes import current_modes
+from outsize.program.tape import Tape
+from outsize.train.batch.batch import Batch
+from outsize.train.variants.model_state import snapshot
+from outsize.train.variants.variant import Guards
+
+_RECORD: Any = getattr(fallbacks, "_recorded")  # noqa: B009 - private; what each call of `record` ends in
+_CACHES: Any = getattr(fallbacks, "Caches")  # noqa: B009 - private; walks all that the model reaches
+_TAPES: defaultdict[Hashable, list[Tape]] = defaultdict(list)
+
+
+@contextmanager
+def recorded_once() -> Iterator[None]:
+    """Within the block `record` returns the tape of an equal call, where there was one."""
+    with patch.multiple(fallbacks, _recorded=_record_once, Caches=_LateCaches):
+        yield
+
+
+@contextmanager
+def always_recorded() -> Iterator[None]:
+    """Within the block `record` records."""
+    with patch.multiple(fallbacks, _recorded=_RECORD, Caches=_CACHES):
+        yield
+
+
+@final
+class _LateCaches:
+    """Looks for caches when a call is recorded."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    @cached_property
+    def made(self) -> Any:
+        """The caches in sight of the model."""
+        return _CACHES(*self._arguments)
+
+
+def _record_once(model: nn.Module, batch: Any, loss_fn: Any, rule: Any, caches: Any, home: Any) -> Tape:
+    part = Batch(*batch)
+    key = (_model_key(model), part.signature(), loss_fn, str(home), current_modes(), torch.float32)
+    for tape in _TAPES[key]:
+        if Guards(tape, model, home).hold(part):
+            return tape
+    tape = _RECORD(model, batch, loss_fn, rule, caches.made, home)
+    _TAPES[key].append(replace(tape, reads=()))
+    return tape
+
+
+def _model_key(model: nn.Module) -> Hashable:
+    state = tuple((name, value) for (_, name), value in snapshot(model, plain=True).items())
+    modules = tuple((n, type(m), *map(_attribute, vars(m).items())) for n, m in model.named_modules())
+    buffers = tuple((n, b.shape, b.dtype) for n, b in model.named_buffers())
+    return state, modules, buffers
+
+
+def _attribute(item: tuple[str, Any]) -> Hashable:
+    """What `snapshot` does not look at: tuples of sizes, and functions that replace methods."""
+    name, value = item
+    if isinstance(value, MethodType):
+        return name, value.__func__
+    if isinstance(value, FunctionType):
+        return item
+    return name, repr(value) if isinstance(value, (tuple, list, torch.dtype)) else type(value)

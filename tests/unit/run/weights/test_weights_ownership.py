@@ -1,0 +1,39 @@
+"""Weights that are freed or replaced: nothing keeps the old ones, and what was one tensor stays one."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from small_models import Written
+from torch import nn
+
+from outsize.run.weights.ownership import free_foreign, like, places, replace
+
+
+def test_a_freed_lstm_leaves_nothing_behind() -> None:
+    model = nn.Sequential(nn.LSTM(3, 4))
+    alive = [weakref.ref(p) for p in model.parameters()]
+    free_foreign(model, {name for _, _, name in places(model)})
+    assert [ref() for ref in alive] == [None] * 4
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_only_what_is_foreign_is_freed_and_tied_names_stay_one() -> None:
+    model = Written(lambda self, x: x, a=nn.Linear(2, 2), b=nn.Linear(2, 2), norm=nn.BatchNorm1d(2))
+    model.b.weight = model.a.weight
+    model.a.weight.requires_grad_(False)
+    free_foreign(model, {"a.weight", "norm.running_mean"})
+    on_meta = {n for n, t in model.state_dict(keep_vars=True).items() if t.is_meta}
+    assert on_meta == {"a.weight", "b.weight", "norm.running_mean"}
+    assert model.b.weight is model.a.weight
+    assert not model.a.weight.requires_grad
+
+
+def test_attributes_that_hold_a_weight_get_the_new_one() -> None:
+    model = nn.Linear(2, 2)
+    model.kept = {"both": [model.weight, (model.bias, 1)]}  # pyright: ignore[reportAttributeAccessIssue]
+    replace(model, {id(p): like(p, torch.zeros_like(p)) for p in model.parameters()})
+    assert model.kept["both"][0] is model.weight  # pyright: ignore[reportIndexIssue]
+    assert model.kept["both"][1][0] is model.bias  # pyright: ignore[reportIndexIssue]
+    assert not model.weight.any()

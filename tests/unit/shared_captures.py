@@ -1,0 +1,41 @@
+"""Shares captures between questions about one model: most of the time of a small `plan` is its capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from outsize.capture.graph.build import Captured
+from outsize.capture.graph.by_modules import capture_model
+from outsize.program.tree import leaves
+from outsize.train.measure import training_case
+
+
+@contextmanager
+def each_model_captured_once() -> Iterator[None]:
+    """Captures a module object once for each example, loss and precision, whatever `plan` and `fit` ask.
+
+    It is for modules that no test changes in between.
+    """
+    captures: dict[Any, tuple[Any, Captured]] = {}
+
+    def capture_once(
+        module: nn.Module, args: Any, kwargs: Any, loss_fn: Any, target: Any, samples: int
+    ) -> Captured:
+        tensors = [t for t in leaves((args, kwargs, target)) if isinstance(t, Tensor)]
+        looks = tuple((t.shape, t.dtype, t.device) for t in tensors)
+        autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        key = id(module), id(loss_fn), looks, tuple(kwargs), samples, autocast
+        if key not in captures:
+            example = (args, kwargs, loss_fn, target)
+            # The table keeps the module and its loss alive, because their ids are in the key.
+            captures[key] = (module, loss_fn), capture_model(module, *example, samples)
+        return captures[key][1]
+
+    with patch.object(training_case, "capture_model", capture_once):
+        yield

@@ -1,0 +1,92 @@
+"""The keyword arguments of the public functions: their signatures, their names, and the record they make."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import outsize
+from outsize.api.options import request_of
+from outsize.errors import BadOption
+from outsize.ir.answers.request import PlanRequest, RequestOptions
+from outsize.ir.schedule import Schedule
+
+MISSPELT = [
+    (outsize.plan, "microbatch", "microbatches"),
+    (outsize.plan, "dp_shards", "dp_shard"),
+    (outsize.fit, "precison", "precision"),
+    (outsize.check, "stage", "stages"),
+    (outsize.parallelize, "clipnorm", "clip_norm"),
+    (outsize.parallelize, "microbatch", "microbatches"),
+    (outsize.tune, "trial", "trials"),
+    (outsize.measure, "size", "sizes"),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "nearest"), MISSPELT)
+def test_a_misspelt_option_names_the_nearest(function: Callable[..., Any], name: str, nearest: str) -> None:
+    with pytest.raises(BadOption) as caught:
+        function(nn.Linear(2, 2), (torch.zeros(4, 2),), **{name: 4})
+    assert caught.value.what == f"no option `{name}`; did you mean `{nearest}`?"
+    assert caught.value.next_step == f"help(outsize.{function.__name__})"
+
+
+def test_an_option_like_no_other_is_named_alone() -> None:
+    with pytest.raises(BadOption, match=r"no option `zzzz`\. Next: help\(outsize\.plan\)"):
+        outsize.plan(nn.Linear(2, 2), (torch.zeros(4, 2),), zzzz=1)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_model_that_is_one_module_is_planned() -> None:
+    loss: Callable[..., torch.Tensor] = torch.sum
+    plan = outsize.plan(nn.Linear(4, 4), (torch.zeros(8, 4),), loss_fn=loss, cluster="4xcpu")
+    assert plan.stages[0].units == ("",)
+
+
+def test_signatures_show_every_option() -> None:
+    shown = inspect.signature(outsize.plan).parameters
+    assert [*shown][:3] == ["model", "args", "kwargs"]
+    assert {"cluster", "measured", "progress", "loss_fn", "target", "batch_dims"} <= shown.keys()
+    assert shown["microbatches"].annotation == "int | None"
+
+
+def test_the_options_of_a_request_are_its_fields() -> None:
+    assert {*RequestOptions.__annotations__, "actions"} == {*PlanRequest.model_fields}
+
+
+def test_none_is_as_if_it_were_not_given() -> None:
+    nothing: RequestOptions = {"bn": None, "tp": None, "optimizer": None, "what_if": None, "batch_size": None}
+    assert request_of(nothing, 8) == PlanRequest(batch_size=8)
+
+
+def test_a_value_that_makes_no_sense_is_named() -> None:
+    with pytest.raises(BadOption, match=r"tp=0 makes no sense; .*Next: another tp, or none"):
+        request_of({"tp": 0}, 8)
+
+
+def test_a_schedule_of_ones_own_fixes_stages_and_microbatches() -> None:
+    own = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1")
+    request = request_of({"schedule": own}, 8)
+    assert (request.schedule, request.stages, request.microbatches, len(request.actions)) == (
+        "custom",
+        2,
+        2,
+        2,
+    )
+    with pytest.raises(BadOption, match="stages=3 contradicts the schedule, which has 2"):
+        request_of({"schedule": own, "stages": 3}, 8)
+
+
+def test_statistics_of_the_whole_batch_want_one_microbatch_and_one_replica() -> None:
+    assert request_of({"bn": "sync"}, 8).microbatches == 1
+    with pytest.raises(BadOption, match="replicas split the batch; dp_replicate 2, dp_shard 1"):
+        request_of({"bn": "sync", "dp_replicate": 2}, 8)
+
+
+def test_a_record_that_contradicts_itself_cannot_be_made() -> None:
+    with pytest.raises(BadOption, match="sequence_parallel=True, tp=1"):
+        PlanRequest(batch_size=8, sequence_parallel=True)

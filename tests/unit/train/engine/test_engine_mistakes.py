@@ -1,0 +1,111 @@
+"""What a newcomer does first, and what the engine answers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import outsize
+from outsize.errors import BadOption
+from outsize.train.engine.engine import Engine
+from outsize.train.engine.loss_watch import LossWatch, NonFiniteLoss
+from outsize.train.engine.module_names import INSTEAD
+
+X, LABELS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+
+
+def engine_of(loss_fn: Callable[..., Any] = F.cross_entropy, **options: Any) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    given = {"optimizer": torch.optim.SGD, "stages": 2, "microbatches": 4, **options}
+    return outsize.parallelize(model, (X,), target=LABELS, loss_fn=loss_fn, **given)
+
+
+@pytest.mark.parametrize("name", sorted(INSTEAD))
+def test_a_name_of_a_module_says_what_to_call(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"an engine has no `{name}`\. Next: "):
+        getattr(engine_of(), name)
+
+
+def test_another_name_is_missing_as_anywhere() -> None:
+    engine = engine_of()
+    assert not hasattr(engine, "no_such_name")
+    assert hasattr(engine, "step")
+
+
+def test_an_engine_is_not_called() -> None:
+    with pytest.raises(BadOption, match=r"engine\.step\(x, target=y\)"):
+        engine_of()(X)
+
+
+def test_a_loss_of_item_is_refused_with_a_word() -> None:
+    def of_item(output: Tensor, labels: Tensor) -> float:
+        return F.cross_entropy(output, labels).item()
+
+    with pytest.raises(BadOption, match="the loss is a float"):
+        engine_of(of_item).step(X, target=LABELS)
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.pth", "m.bin", "m.safetensors"])
+def test_weights_are_not_saved_under_a_files_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BadOption, match="is a file's name"):
+        engine_of().full_state_dict(to=tmp_path / name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadOption, match="weights cannot be saved to"):
+        engine_of().full_state_dict(to=tmp_path / "file" / "folder")
+
+
+def test_a_cluster_that_is_a_number_is_refused() -> None:
+    with pytest.raises(BadOption, match=r"cluster=2 is a int.*2xcpu"):
+        engine_of(cluster=2)
+
+
+def test_a_misspelt_option_is_compared_with_what_is_near() -> None:
+    with pytest.raises(BadOption, match=r"no option `cluster`\. Next"):
+        outsize.check(nn.Linear(2, 2), (torch.ones(4, 2),), cluster="2xcpu")
+    with pytest.raises(BadOption, match="did you mean `microbatches`"):
+        outsize.check(nn.Linear(2, 2), (torch.ones(4, 2),), microbatch=2)
+
+
+def step_with(engine: Engine, x: Tensor) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.step(x, target=LABELS)
+    return [str(w.message) for w in caught if w.category is NonFiniteLoss]
+
+
+def test_the_first_loss_that_is_not_finite_is_said_once() -> None:
+    engine = engine_of()
+    assert step_with(engine, X) == []
+    bad = X.clone()
+    bad[5] = torch.nan
+    (said,) = step_with(engine, bad)
+    assert said == "the loss of step 1 is NaN or infinite; so is tensor 0 of microbatch 2; look at the data"
+    assert step_with(engine, X) == []
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    engine = engine_of()
+    with torch.no_grad():
+        next(p for n, p in engine.named_parameters() if n == "2.bias").fill_(torch.inf)
+    (said,) = step_with(engine, X)
+    assert "so is weight 2.bias" in said
+
+
+def test_flags_of_a_device_are_read_two_steps_later() -> None:
+    watch, loss = LossWatch(), torch.tensor(1.0, device="meta")
+    for step in range(2):
+        watch.look(step, loss, [], [])  # reading a flag on meta raises
+    with pytest.raises(RuntimeError, match="meta"):
+        watch.look(2, loss, [], [])
