@@ -18,7 +18,7 @@ from outsize.run.weights.save import ShardWriter, shards
 
 pytestmark = pytest.mark.dist
 
-WIDTH, LAYERS, RANKS = 3072, 8, 4  # tensors of 36 MiB, which malloc never takes from what a fork has freed
+WIDTH, LAYERS, RANKS = 3072, 8, 4  # tensors of 36 MiB
 TENSOR = WIDTH * WIDTH * 4
 STAGE = TENSOR * LAYERS // RANKS
 SLACK = 12 << 20  # programs, optimizers and heaps, beside 108 MiB
