@@ -28,6 +28,8 @@ if case == "activation":
     model.append(nn.ReLU() if rank == "0" else nn.GELU())
 loss_fn = nn.L1Loss() if case == "loss" and rank != "0" else nn.MSELoss()
 parallelize = outsize.parallelize  # the first use of this name imports what it needs
+if case == "closure":
+    how["optimizer"] = torch.optim.LBFGS
 Path(f"called{rank}").touch()
 engine = parallelize(model, (x,), loss_fn=loss_fn, target=x, **how)
 if case == "batch":

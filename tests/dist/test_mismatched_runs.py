@@ -35,9 +35,10 @@ CASES = {
     "activation": (2, "WorldMismatch [E204]: the ranks of this run have models or losses that differ in 8.class"),
     "loss": (2, "the ranks of this run have models or losses that differ in loss_fn"),
     "batch": (2, "the ranks of this run were given different batches in step 1; tensor 0: rank 0 has (8, 4) "),
+    "closure": (2, "LBFGS takes each step from all weights together, by evaluating the batch several times; 2 "),
     "wishes": (2, "BadOption [E106]: 3 stages want 2 devices each"),
 }
-CASES_OF_LAUNCHERS = ("mesh", "eight", "plans", "outsize", "activation", "loss", "batch")
+CASES_OF_LAUNCHERS = ("mesh", "eight", "plans", "outsize", "activation", "loss", "batch", "closure")
 
 
 class Ended(NamedTuple):

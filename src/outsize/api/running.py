@@ -102,9 +102,8 @@ def parallelize(
         shake_hands(group, plan, model, options.get("loss_fn"))
     case = case_of(model, args, kwargs, options)
     if plan is None:
-        planning = planning_options(options)
-        planning["cluster"] = _cluster(planning, named, "local" if cuda else world.world_size)
-        plan = agreed(group, lambda: _made_plan(case, planning))
+        here = "local" if cuda else world.world_size
+        plan = agreed(group, lambda: _made_plan(case, planning_options(options), named, here))
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
     engine = make_engine(
@@ -187,7 +186,9 @@ def _engine_options(options: ParallelizeOptions) -> EngineOptions:
     return EngineOptions(explain=utilisation, **chosen)
 
 
-def _cluster(options: PlanOptions, devices: tuple[str, ...] | None, here: int | str) -> str | Cluster:
+def _cluster(
+    options: PlanOptions, stages: int | None, devices: tuple[str, ...] | None, here: int | str
+) -> str | Cluster:
     """Returns the cluster to plan for: the one asked for, the named devices, or what is `here`.
 
     `here` is the name of a cluster, or a number of CPU processes. Raises BadOption for devices and a cluster.
@@ -197,14 +198,16 @@ def _cluster(options: PlanOptions, devices: tuple[str, ...] | None, here: int | 
             f"cluster={options['cluster']!r} cannot be used together with devices=, which are the cluster",
             next_step="leave out cluster=",
         )
-    stages = options.get("stages")
     if devices is not None:
         return cluster_of_places(devices, stages)
     return options.get("cluster", here if isinstance(here, str) else f"{max(here, stages or 1)}xcpu")
 
 
-def _made_plan(case: TrainingCase, options: PlanOptions) -> Plan:
-    request, cluster = request_of(options, case.batch.size), cluster_of(options.get("cluster", "local"))
+def _made_plan(
+    case: TrainingCase, options: PlanOptions, devices: tuple[str, ...] | None, here: int | str
+) -> Plan:
+    request = request_of(options, case.batch.size)
+    cluster = cluster_of(_cluster(options, request.stages, devices, here))
     return plan_case(case, request, cluster, CostSource.of(options))[1]
 
 

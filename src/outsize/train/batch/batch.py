@@ -82,7 +82,13 @@ class Batch:
         sizes |= {len(self.values()[place]) for place in self.in_lists()}
         if not sizes or 0 in sizes:
             what = "no sample" if sizes else "no tensor"
-            raise BadOption(f"the batch holds {what}", next_step="pass the example batch as tensors")
+            is_closure = not sizes and any(inspect.isroutine(leaf) for leaf in leaves(self.tree()))
+            raise BadOption(
+                f"the batch holds {what}{', but a function' if is_closure else ''}",
+                next_step="engine.step(x, target=y), which passes a closure to an optimizer that wants one"
+                if is_closure
+                else "pass the example batch as tensors",
+            )
         if len(sizes) > 1:
             raise BadOption(
                 "the tensors of the batch disagree about the number of samples",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -86,6 +87,28 @@ def made_optimizer(make: Callable[[Any], Any], parameters: list[nn.Parameter]) -
             f"the optimizer function returned {type(optimizer).__name__}, no optimizer", next_step=_OPTIMIZER
         )
     return optimizer
+
+
+def wants_closure(optimizer: Optimizer | None) -> bool:
+    """Returns whether the optimizer's step cannot be called without a closure that evaluates the batch."""
+    if optimizer is None:
+        return False
+    parameter = inspect.signature(optimizer.step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def insist_on_closure(optimizer: Optimizer, processes: int, *, scaled: bool) -> None:
+    """Raises BadOption for an optimizer that wants a closure, where its numbers would be others."""
+    if wants_closure(optimizer) and (processes > 1 or scaled):
+        error = BadOption(
+            f"{type(optimizer).__name__} takes each step from all weights together, by evaluating the batch "
+            "several times",
+            numbers="a GradScaler cannot skip a part of it" if scaled else f"{processes} ranks share them",
+            next_step="an optimizer that treats each weight by itself, such as AdamW, or one process "
+            "without scaler=",
+        )
+        error.shared = True
+        raise error
 
 
 def insist_on_parts(optimizer: Optimizer, speculation: Speculation | None) -> None:

@@ -10,7 +10,8 @@ loop; an Executor (executor.py) runs them, and the Ownership knows which rank ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Final, NoReturn, final
@@ -31,7 +32,7 @@ from outsize.run.stage.to_device import device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, acceptance
-from outsize.train.batch.checks import insist_on_parts, made_optimizer
+from outsize.train.batch.checks import insist_on_closure, insist_on_parts, made_optimizer, wants_closure
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.devices import insist_on_one_device
@@ -108,7 +109,8 @@ class Engine:
         A batch that does not divide has microbatches that differ by one sample; a short batch has fewer of
         them. `step([outsize.microbatch(x1, target=y1), ...])` takes microbatches as they are, each of its own
         shape, and any number of them; each is weighted by its samples, or by its tokens where the loss counts
-        those. Raises BadOption when nothing would be trained, and whatever the model raises.
+        those. An optimizer whose step wants a closure (LBFGS) gets one, which runs the microbatches again.
+        Raises BadOption when nothing would be trained, and whatever the model raises.
         """
         if not torch.is_grad_enabled():
             raise BadOption(
@@ -119,14 +121,17 @@ class Engine:
         parts = self._microbatches(args, kwargs, target)
         self._compare_batches(parts)
         known = self.clip_norm is None or self._speculation is not None
-        at_once = update and known and self._scaling is None
+        by_closure = update and wants_closure(self.optimizer)
+        at_once = update and known and self._scaling is None and not by_closure
         with borrowed_generators():
             loss = self._executor.train(parts, scale, self.steps, self.optimizer if at_once else None)
         self._equip()
         self._watch.look(self.steps, loss, parts, self.named_parameters())
-        self.steps += 1
         with outside_autocast():
-            norm = self.update() if update else None
+            norm = self.update() if update and not by_closure else None
+        if by_closure:
+            norm = self._step_by_closure(loss, partial(self._executor.train, parts, scale, self.steps))
+        self.steps += 1
         return StepResult(loss, norm)
 
     def __getattr__(self, name: str) -> Any:
@@ -249,13 +254,13 @@ class Engine:
 
         `step` does this by itself unless `update=False`.
         """
-        norm = None
         self.unscale()
-        if self.clip_norm is not None:
-            all_parameters = dict(self.model.named_parameters())
-            own = dict(self.named_parameters())
-            context = self.crew, self._tensor, self._speculation
-            norm = clip_by_global_norm(own, all_parameters, self.clip_norm, *context)
+        norm = self._clip()
+        if wants_closure(self.optimizer):
+            raise BadOption(
+                f"a step of {type(self.optimizer).__name__} evaluates the batch several times",
+                next_step="engine.step(x, target=y), which passes the closure that it wants",
+            )
         if self._scaling is not None:
             self._scaling.step()
         elif self.optimizer is not None:
@@ -273,6 +278,38 @@ class Engine:
             self._scaling.unscale(self.optimizer)
 
     # -- private ----------------------------------------------------------------------------------------
+
+    def _clip(self) -> Tensor | None:
+        """Clips the gradients, if asked for, and returns their norm before."""
+        if self.clip_norm is None:
+            return None
+        all_parameters = dict(self.model.named_parameters())
+        own = dict(self.named_parameters())
+        context = self.crew, self._tensor, self._speculation
+        return clip_by_global_norm(own, all_parameters, self.clip_norm, *context)
+
+    def _step_by_closure(self, loss: Tensor, train: Callable[[], Tensor]) -> Tensor | None:
+        """Steps an optimizer that evaluates the batch as often as it wants; the first time has been `loss`.
+
+        Returns the norm of the first evaluation's gradients.
+        """
+        optimizer: Any = self.optimizer
+        norms: list[Tensor | None] = []
+
+        def evaluated() -> Tensor:
+            if not norms:
+                norms.append(self._clip())
+                return loss
+            optimizer.zero_grad()
+            with borrowed_generators():
+                again = train()
+            with outside_autocast():
+                self._clip()
+            return again
+
+        optimizer.step(evaluated)
+        optimizer.zero_grad()
+        return norms[0] if norms else None
 
     def _device_names(self, ranks: int) -> list[str]:
         """Returns the device name of each rank; ranks that take turns in one process on the CPU share
@@ -315,6 +352,7 @@ class Engine:
         own = self._ownership.trained() if make_optimizer and self.optimizer is None else []
         if make_optimizer is not None and own:
             self.optimizer = made_optimizer(make_optimizer, own)
+            insist_on_closure(self.optimizer, self.crew.world_size, scaled=self._scaling is not None)
             insist_on_parts(self.optimizer, self._speculation)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from torch import Tensor, nn
 
+from outsize.errors import BadOption
 from outsize.program.tape import Ref
 from outsize.program.tree import map_leaves
 from outsize.train.variants.variant import Variant
@@ -17,10 +18,17 @@ from outsize.train.variants.variant import Variant
 @final
 @dataclass(frozen=True)
 class StepResult:
-    """The `loss` of the whole batch (0-dim, detached, on every rank); the gradient norm if clipping is on."""
+    """The `loss` of the whole batch (0-dim, detached, on every rank); the gradient norm if clipping is on.
+
+    `loss.backward()` raises BadOption, because the step has run the backward already.
+    """
 
     loss: Tensor
     grad_norm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # Attributes of this one tensor. Pickles leave them out, so that torch.load(weights_only=True) works.
+        vars(self.loss).update(backward=_no_backward, __getstate__=_no_attributes)
 
 
 @final
@@ -32,6 +40,29 @@ class EvalResult:
 
     loss: Tensor | None
     outputs: tuple[Any, ...] | None
+
+    def __post_init__(self) -> None:
+        if self.loss is not None:
+            vars(self.loss).update(backward=_no_backward_of_evaluation, __getstate__=_no_attributes)
+
+
+def _no_backward(*_: Any, **__: Any) -> NoReturn:
+    raise BadOption(
+        "this loss is a number to look at: engine.step() has run the backward of every microbatch already",
+        next_step="delete .backward(); engine.step(x, target=y, update=False) only adds up gradients, and "
+        "engine.update() then steps the optimizer",
+    )
+
+
+def _no_backward_of_evaluation(*_: Any, **__: Any) -> NoReturn:
+    raise BadOption(
+        "this loss is a number to look at: engine.evaluate() keeps nothing for a backward",
+        next_step="engine.step(x, target=y), which runs forward, backward and the optimizer's step",
+    )
+
+
+def _no_attributes() -> None:
+    """Returns the Python state of the tensor that is pickled: none."""
 
 
 def rebuilt(variant: Variant, values: tuple[Any, ...]) -> Any:

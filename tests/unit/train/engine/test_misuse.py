@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any, final
@@ -254,6 +255,12 @@ class _Holder:
         self.x = X
 
 
+def _accumulated(optimizer: Any) -> Engine:
+    built = engine(mlp(), optimizer=optimizer)
+    built.step(X, target=Y, update=False)
+    return built
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[OutsizeError], str]] = {
     "a tensor as args": (lambda: check(mlp(), X), BadOption, "args is a Tensor"),
     "a dict as args": (lambda: check(mlp(), {"input": X}), BadOption, "args is a dict"),
@@ -303,6 +310,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[OutsizeError], str]] = {
     "a target of another dtype": (lambda: check(mlp(), target=Y.int()), ExampleRejected, "plain loop"),
     "a class that there is not": (lambda: check(mlp(), target=Y + 9), ExampleRejected, "out of bounds"),
     "inputs of another dtype": (lambda: check(mlp().double()), ExampleRejected, "same dtype"),
+    "a stages' name": (lambda: engine(mlp(), stages="two"), BadOption, "stages='two' makes no sense"),
+    "a backward of the step's loss": (
+        lambda: engine(mlp()).step(X, target=Y, update=False).loss.backward(),
+        BadOption,
+        "has run the backward",
+    ),
+    "a backward of an evaluation": (
+        lambda: engine(mlp()).evaluate(X, target=Y).loss.backward(),
+        BadOption,
+        "nothing for a backward",
+    ),
+    "a closure": (lambda: engine(mlp()).step(lambda: 0.0), BadOption, "no tensor, but a function"),
+    "an update without a closure": (
+        lambda: _accumulated(torch.optim.LBFGS).update(),
+        BadOption,
+        "LBFGS evaluates the batch several times",
+    ),
+    "a closure and a scaler": (
+        lambda: engine(mlp(), optimizer=torch.optim.LBFGS, scaler=torch.amp.GradScaler("cpu")),
+        BadOption,
+        "LBFGS takes each step from all weights",
+    ),
     "an optimizer's name": (lambda: engine(mlp(), optimizer="adamw"), BadOption, "is a str"),
     "an optimizer that is built": (
         lambda: engine(mlp(), optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1)),
@@ -323,6 +352,18 @@ def test_a_mistake_is_said_in_one_line(name: str) -> None:
     with pytest.raises(kind, match=words) as caught:
         make()
     assert "Next: " in str(caught.value)
+
+
+def test_a_text_that_is_a_number_is_read_as_one() -> None:
+    assert engine(mlp(), cluster="3xcpu", stages="2").plan.axes.pp == 2
+
+
+def test_a_loss_can_be_saved_and_loaded_without_code() -> None:
+    loss, file = engine(mlp()).step(X, target=Y, update=False).loss, io.BytesIO()
+    torch.save(loss, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=True), loss)
+    assert torch.equal(copy.deepcopy(loss), loss)
 
 
 def test_wishes_beside_a_plan_are_refused() -> None:
