@@ -65,8 +65,11 @@ class _Access:
 class Notes:
     """Collects the reads and writes of one recording."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], roots: Iterable[Any]) -> None:
-        self._modules = modules
+    def __init__(
+        self, modules: Mapping[str, nn.Module], roots: Iterable[Any], *, is_for_guards: bool = True
+    ) -> None:
+        """Unless it `is_for_guards`, nobody asks for the reads, and only the writes count."""
+        self._modules, self._is_for_guards = modules, is_for_guards
         self._old: dict[int, Any] = {}
         self._origin: dict[int, Key | None] = {}  # The read that led to an old object.
         self._base: dict[int, tuple[str, tuple[Step, ...]]] = {}  # Its path from a module of the model.
@@ -194,7 +197,7 @@ class Notes:
 
     def repeat(self, accesses: Iterable[Any], block: str, copy: str) -> None:
         """Notes the reads of a block for a copy of it, from the corresponding modules."""
-        for access in accesses:
+        for access in accesses if self._is_for_guards else ():
             name, steps = self._base.get(id(access.owner), (None, ()))
             if name is None or not (name == block or name.startswith(f"{block}.")):
                 continue
@@ -235,6 +238,8 @@ class Notes:
 
         What only the modules (or the loss) named in `live` have read is left out: they run as they are.
         """
+        if not self._is_for_guards:
+            return ()
         self._promote()
         own = {id(instance_dict(module)) for module in self._modules.values()}
         weights = {id(vars(m)[key]) for m in self._modules.values() for key in _WEIGHT_TABLES}

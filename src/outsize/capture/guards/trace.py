@@ -29,7 +29,7 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType
@@ -70,6 +70,7 @@ _CHANGES: Final = frozenset(
     ("append", "extend", "insert", "add", "update", "clear", "remove", "discard", "appendleft", "sort")
 )
 _CHANGES_AND_READS: Final = frozenset(("pop", "popitem", "setdefault", "popleft"))
+_DECORATORS: Final = 16  # At most so many are looked through.
 _LOOKS_AT_NOTHING: Final = (isinstance, issubclass, type, id, callable)
 
 _FOLDERS: Final = tuple(
@@ -88,7 +89,7 @@ _TRANSPARENT: Final = frozenset(("<frozen os>", "<frozen _collections_abc>"))
 class _Frame:
     """The shadow stack of one frame."""
 
-    __slots__ = ("callee", "code", "entries", "function", "operations", "pending", "returned")
+    __slots__ = ("callee", "code", "entries", "function", "locals", "operations", "pending", "returned")
 
     def __init__(self, code: CodeType, function: FunctionType | None) -> None:
         self.code, self.function = code, function
@@ -98,6 +99,7 @@ class _Frame:
         self.pending: Callable[[int], None] | None = None
         self.callee: Any = UNKNOWN  # What the frame has called last.
         self.returned: Any = UNKNOWN
+        self.locals: Mapping[str, Any] | None = None  # As of the last store; a copy, which takes time.
 
     def pop(self, count: int) -> list[_Entry]:
         if count == 0:
@@ -119,7 +121,7 @@ class ReadTrace:
         self._frame_of = frame_of
         self._frames: dict[FrameType, _Frame] = {}
         self._is_traced: dict[CodeType, bool] = {}
-        self._depth = 0
+        self._is_active = self._is_on = False
         self._born: set[CodeType] = set()  # Code of functions that the recording itself has made.
         self._functions: dict[CodeType, list[FunctionType]] = {}
 
@@ -130,38 +132,30 @@ class ReadTrace:
             yield
             return
         before = sys.gettrace()
-        self._depth += 1
-        sys.settrace(self._on_call)
+        self._is_active = True
+        self.switch(on=True)
         try:
             yield
         finally:
+            self._is_active = self._is_on = False
             sys.settrace(before)
-            self._depth -= 1
             self._frames.clear()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Switched:
         """Traces nothing within the context."""
-        if not self._depth or sys.gettrace() is None:
-            yield
-            return
-        sys.settrace(None)
-        try:
-            yield
-        finally:
-            sys.settrace(self._on_call if self.failure is None else None)
+        return Switched(self, on=False)
 
-    @contextmanager
-    def resumed(self) -> Iterator[None]:
+    def resumed(self) -> Switched:
         """Traces within the context, inside of `paused`."""
-        if not self._depth or self.failure is not None:
-            yield
-            return
-        sys.settrace(self._on_call)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
+        return Switched(self, on=True)
+
+    def switch(self, *, on: bool) -> bool:
+        """Traces from now on, or no longer; returns whether it has traced until now."""
+        before = self._is_on
+        if before is not on and self._is_active:
+            self._is_on = on
+            sys.settrace(self._on_call if on and self.failure is None else None)
+        return before
 
     # -- frames ------------------------------------------------------------------------------------
 
@@ -259,7 +253,8 @@ class ReadTrace:
             names = (code.co_name, "forward", "__call__")
             candidates += [kind.__dict__.get(name) for kind in type(owner).__mro__ for name in names]
         candidates.append(frame.f_globals.get(code.co_name))
-        found = next((f for f in candidates if isinstance(f, FunctionType) and f.__code__ is code), None)
+        unwrapped = (f for candidate in candidates for f in _unwrapped(candidate))
+        found = next((f for f in unwrapped if isinstance(f, FunctionType) and f.__code__ is code), None)
         if found is not None or not code.co_freevars:
             return found
         return self._by_referrers(frame)
@@ -367,7 +362,9 @@ class ReadTrace:
 
     def _load_fast(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         name = operation.value
-        state.entries.append(_Entry(frame.f_locals.get(name, UNKNOWN), name))
+        if state.locals is None:
+            state.locals = frame.f_locals
+        state.entries.append(_Entry(state.locals.get(name, UNKNOWN), name))
 
     def _load_const(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
         state.entries.append(_Entry(operation.value, repr(operation.value)))
@@ -475,6 +472,13 @@ class ReadTrace:
         state.pop(operation.pops or 0)
         state.entries.extend([_UNKNOWN] * max(0, operation.pushes))
 
+    def _store_fast(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        state.pop(1)
+        state.locals = None
+
+    def _delete_fast(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        state.locals = None
+
     def _store_attribute(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
         value, owner = state.pop(2)
         self._set_attribute(owner.value, operation.value, value.value)
@@ -543,6 +547,22 @@ class ReadTrace:
         state.entries[-depth], state.entries[-1] = state.entries[-1], state.entries[-depth]
 
 
+@final
+class Switched:
+    """Turns a trace on or off within a context."""
+
+    __slots__ = ("_before", "_on", "_trace")
+
+    def __init__(self, trace: ReadTrace, *, on: bool) -> None:
+        self._trace, self._on = trace, on
+
+    def __enter__(self) -> None:
+        self._before = self._trace.switch(on=self._on)
+
+    def __exit__(self, *_: object) -> None:
+        self._trace.switch(on=self._before)
+
+
 @contextmanager
 def without_writes(function: Callable[..., Any]) -> Iterator[None]:
     """Takes back what the function writes into Python objects within the context."""
@@ -570,7 +590,8 @@ _HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], N
     "BINARY_OP": ReadTrace._binary_op,
     "IS_OP": ReadTrace._drop,
     "POP_TOP": ReadTrace._drop,
-    "STORE_FAST": ReadTrace._drop,
+    "STORE_FAST": ReadTrace._store_fast,
+    "DELETE_FAST": ReadTrace._delete_fast,
     "STORE_NAME": ReadTrace._drop,
     "RETURN_VALUE": ReadTrace._drop,
     **{f"POP_JUMP_{way}_IF_NONE": ReadTrace._drop for way in ("FORWARD", "BACKWARD")},
@@ -621,6 +642,15 @@ def _cell_of(state: _Frame, name: str) -> CellType | None:
     if state.function is None or name not in names:
         return None
     return (state.function.__closure__ or ())[names.index(name)]
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """Yields a function, and those that its decorators wrap."""
+    for _ in range(_DECORATORS):
+        if function is None:
+            return
+        yield function
+        function = getattr(function, "__dict__", {}).get("__wrapped__")
 
 
 def _content(cell: CellType) -> Any:

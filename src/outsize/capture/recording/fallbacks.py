@@ -79,14 +79,14 @@ def record(
     _insist_on_module(model)
     call = _RecordedCall(model, args, kwargs, loss_fn, target)
     rule, caches = LeafRule(), Caches(model, loss_fn)
-    rule.live_loss = LOSS in (live or ())
+    rule.live_loss, rule.guards_reads = LOSS in (live or ()), live is not None
     rule.forced |= dict.fromkeys(set(live or ()) - {LOSS}, "it reads a value that changes at each step")
     with restored_python_generators(), self_seeding() as seeded:
         while True:
             try:
                 tape = _recorded(model, (args, kwargs, target), loss_fn, rule, caches, home)
                 _insist_on_repeatable(model, seeded)
-                return replace(tape, reads=()) if live is None else tape
+                return tape
             except _Retry:
                 continue
             except Leaked as leak:
@@ -153,7 +153,7 @@ def _record_once(
         hidden_fakes(),
         quiet_fakes(),
         FakeModel(model, mode, device, everywhere=everywhere) as fakes,
-        _reads_of(fakes, loss_fn) as reads,
+        _reads_of(fakes, loss_fn, rule) as reads,
     ):
 
         def run() -> Tape:
@@ -173,9 +173,9 @@ def _record_once(
 
 
 @contextmanager
-def _reads_of(fakes: FakeModel, loss_fn: Any) -> Iterator[Notes]:
+def _reads_of(fakes: FakeModel, loss_fn: Any, rule: LeafRule) -> Iterator[Notes]:
     """Collects what Python the model and the loss read, and takes back what they write elsewhere."""
-    reads = Notes(fakes.modules, roots_of(loss_fn))
+    reads = Notes(fakes.modules, roots_of(loss_fn), is_for_guards=rule.guards_reads)
     try:
         yield reads
     finally:

@@ -36,7 +36,7 @@ class LeafRule:
     `forced` maps the FQN of a module that a retry made a leaf to the reason. `opened` are leaves from which
     tensors leak (rule 10), which are recorded through instead; `traced` asks the recorder to remember which
     tensor was made inside which leaf; `saved` says whether it may ask what autograd saves. `live_loss`: the
-    loss function is one instruction.
+    loss function is one instruction. `guards_reads`: somebody will compare what Python code has read.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,7 @@ class LeafRule:
         # These were opened once; no other fallback exists for what failed then and leaks now.
         self.walked: set[str] = set()
         self.traced, self.saved, self.live_loss = False, True, False
+        self.guards_reads = False
 
     def is_leaf(self, fqn: str, module: nn.Module) -> bool:
         """Returns whether the call of this module is one instruction."""

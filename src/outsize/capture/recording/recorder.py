@@ -110,16 +110,25 @@ class Recorder(Watcher):
     def on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._muted:
             return fn(module, *args, **kwargs)
+        with self.reads.paused():
+            return self._on_module(module, fn, args, kwargs)
+
+    def _on_module(self, module: nn.Module, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._insist_on_no_chance()
         fqn = self._fqn.get(id(module))
         if fqn is not None and self._is_leaf(fqn, module):
             with self._keeping(fqn):
                 return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
         with self._frame(self._frames[-1] if fqn is None else fqn):
-            run = partial(fn, module, *args, **kwargs)
+            run = partial(self._run_users, fn, module, args, kwargs)
             out = run() if fqn is None else self._repeats.run(fqn, run, args, kwargs, self._footprint)
             self._insist_on_no_chance()
         return out
+
+    def _run_users(self, fn: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Runs the forward of a module, whose code is the user's."""
+        with self.reads.resumed():
+            return fn(module, *args, **kwargs)
 
     def _footprint(self) -> Any:
         """Returns what the run of a block may change besides instructions; if it differs, no block
@@ -147,10 +156,10 @@ class Recorder(Watcher):
         return self._rule.is_leaf(fqn, module) and self._fakes.is_intact(fqn) and not inside_transform()
 
     def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._muted:
-            with self.reads.paused():
+        with self.reads.paused():
+            if self._muted:
                 return fn(*args, **kwargs)
-        return self._record(fn, partial(self._run_glue, fn), args, kwargs)
+            return self._record(fn, partial(self._run_glue, fn), args, kwargs)
 
     def begin_loss(self) -> None:
         """Notes where the loss function begins."""
@@ -185,17 +194,17 @@ class Recorder(Watcher):
         self._insist_on_no_chance()
 
     def on_aten(self, op: Any, args: Any, kwargs: Any) -> Any:
-        if self._muted:
-            with self.reads.paused():
+        with self.reads.paused():
+            if self._muted:
                 out = op(*args, **kwargs)
                 self.meter.count(op, args, kwargs, out)
                 self._look_inside(op, args, kwargs, out)
+                return out
+            # The ops below the public functions are C entry points and vmap bodies. They are replayed with
+            # the caller's grad mode.
+            out = self._record(op, partial(self._run_op, op), args, kwargs)
+            self._foresee_grad(op, args, kwargs)
             return out
-        # The ops below the public functions are C entry points and vmap bodies. They are replayed with the
-        # caller's grad mode.
-        out = self._record(op, partial(self._run_op, op), args, kwargs)
-        self._foresee_grad(op, args, kwargs)
-        return out
 
     def on_saved(self, tensor: Tensor) -> None:
         self.meter.saved(tensor, self.slots.storage(tensor))
@@ -433,8 +442,7 @@ class Recorder(Watcher):
     def _mute(self) -> Iterator[None]:
         self._muted = True
         try:
-            with self.reads.paused():
-                yield
+            yield
         finally:
             self._muted = False
 

@@ -13,6 +13,7 @@ from small_models import batch, two
 from torch import Tensor, nn
 
 from outsize.capture.guards.check import ReadGuards
+from outsize.capture.guards.notes import Notes
 from outsize.capture.guards.trace import ReadTrace
 from outsize.capture.recording.fallbacks import record
 from outsize.program.tape import Tape
@@ -25,6 +26,17 @@ def recorded(model: nn.Module, loss_fn: Any = None) -> Tape:
 
 def labels(tape: Tape) -> set[str]:
     return {read.label for read in tape.reads}
+
+
+class Block(nn.Module):
+    """Reads a value of a list of its own; blocks of this class are copied from the third on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rates = nn.Linear(4, 4), [1.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.rates[0]
 
 
 def test_a_read_is_noted_with_its_expression_its_line_and_its_module() -> None:
@@ -119,20 +131,12 @@ def test_weights_are_followed_and_not_guarded() -> None:
 
 
 def test_copied_blocks_have_guards_of_their_own() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.cfg = nn.Linear(4, 4), SimpleNamespace(scale=1.0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) * self.cfg.scale
-
     model = nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(6)))
     guards = ReadGuards(recorded(model).reads)
     for number in range(1, 7):
-        model[number].cfg.scale = 2.0
+        model[number].rates[0] = 2.0
         assert not guards.hold(), number
-        model[number].cfg.scale = 1.0
+        model[number].rates[0] = 1.0
     assert guards.hold()
 
 
@@ -173,3 +177,47 @@ def test_a_trace_that_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="is not guarded, because its trace ended with IndexError"):
         tape = recorded(two(lambda m, x: m.b(m.a(x))))
     assert tape.reads == ()
+
+
+def test_blocks_that_are_copied_and_the_recorder_itself_are_not_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[str] = []
+    on_call = ReadTrace._on_call
+
+    def counted(trace: ReadTrace, frame: Any, event: str, arg: Any) -> Any:
+        called.append(frame.f_code.co_name)
+        return on_call(trace, frame, event, arg)
+
+    monkeypatch.setattr(ReadTrace, "_on_call", counted)
+    counts: list[int] = []
+    for blocks in (10, 40):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(blocks)))
+        called.clear()
+        recorded(model)
+        counts.append(len(called))
+    assert counts[1] - counts[0] <= 10 * 30
+    assert "instructions" not in called
+
+
+def test_reads_that_nobody_checks_are_not_repeated_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Notes, "_take", None)
+    model = nn.Sequential(nn.Linear(4, 4), *(Block() for _ in range(6)))
+    assert record(model, (batch(),), {}).reads == ()
+
+
+def test_a_function_under_decorators_is_found_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = 1.0
+
+    class Decorated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        @torch.no_grad()
+        @torch.enable_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) * scale
+
+    monkeypatch.setattr(ReadTrace, "_by_referrers", None)
+    assert "scale" in labels(recorded(Decorated()))
