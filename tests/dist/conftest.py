@@ -1,4 +1,4 @@
-"""Programs that these tests start are forks, which have torch already; those marked `interpreters` are not."""
+"""Programs that these tests start are forks that have torch already; those marked `interpreters` are not."""
 
 from __future__ import annotations
 

@@ -38,7 +38,9 @@ def differing(model: Any, loss_fn: Any, between: Any, expected: list[torch.Tenso
     names = [name for name, _ in model.named_parameters()]
     own = dict(engine.named_parameters())
     assert own
-    wrong += [steps + n for n, k in enumerate(names) if k in own and not torch.equal(own[k], expected[steps + n])]
+    wrong += [
+        steps + n for n, k in enumerate(names) if k in own and not torch.equal(own[k], expected[steps + n])
+    ]
     return wrong
 
 

@@ -61,7 +61,7 @@ def said_by(script: str, ranks: int, folder: Path, *arguments: str, timeout_s: f
 
 
 def record_ahead(names: Iterable[str], microbatches: Iterable[int]) -> None:
-    """Captures models of the zoo, and finds their batch dims, once for all ranks that are started after it."""
+    """Captures models of the zoo, and finds their batch dims, once for all ranks started after it."""
     from parity_runs import batch_of, captured, fresh
     from zoo import case
 

@@ -13,4 +13,4 @@ pytestmark = pytest.mark.dist
 def test_values_of_forward_and_loss_change_over_two_processes(tmp_path: Path) -> None:
     for wrong in said_by("guards_worker.py", 2, tmp_path, timeout_s=250):
         assert len(wrong) > 10
-        assert wrong == dict.fromkeys(wrong, [])
+        assert wrong == {key: [] for key in wrong}

@@ -37,7 +37,9 @@ from outsize.run.transport import same_host
 from torch import nn
 
 if "apart" in sys.argv:  # as between machines: no memory of the other rank can be opened
-    same_host.SharedMemory.open = classmethod(lambda cls, pid, file: (_ for _ in ()).throw(OSError("another machine")))
+    def refuse(cls, pid, file):
+        raise OSError("another machine")
+    same_host.SharedMemory.open = classmethod(refuse)
 
 torch.manual_seed(0)
 model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(8, 8), nn.Tanh())])
@@ -115,7 +117,8 @@ def test_a_script_under_mpirun(folder: Path, losses: str) -> None:
 
 def test_two_processes_by_hand_with_open_mpis_variables(folder: Path) -> None:
     (folder / "join.py").write_text(
-        "import torch, torch.distributed as dist\nfrom outsize.train.launch.launch import join\nworld = join()\n"
+        "import torch, torch.distributed as dist\nfrom outsize.train.launch.launch import join\n"
+        "world = join()\n"
         "from outsize.errors import BadPlan\n"
         "sum = torch.tensor([1.0 + world.rank])\ndist.all_reduce(sum)\nimport os\n"
         "print(world.rank, world.world_size, world.local_rank, sum.item(), os.environ['RANK'])\n"

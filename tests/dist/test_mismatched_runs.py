@@ -32,10 +32,19 @@ CASES = {
     "plans": (2, f"{NOT_ALIKE} plan; rank 0 has "),
     "outsize": (2, f"{NOT_ALIKE} outsize; rank 0 has {outsize.__version__}, rank 1 has 0.0.7"),
     "torch": (2, f"{NOT_ALIKE} torch; rank 0 has 2."),
-    "activation": (2, "WorldMismatch [E204]: the ranks of this run have models or losses that differ in 8.class"),
+    "activation": (
+        2,
+        "WorldMismatch [E204]: the ranks of this run have models or losses that differ in 8.class",
+    ),
     "loss": (2, "the ranks of this run have models or losses that differ in loss_fn"),
-    "batch": (2, "the ranks of this run were given different batches in step 1; tensor 0: rank 0 has (8, 4) "),
-    "closure": (2, "LBFGS takes each step from all weights together, by evaluating the batch several times; 2 "),
+    "batch": (
+        2,
+        "the ranks of this run were given different batches in step 1; tensor 0: rank 0 has (8, 4) ",
+    ),
+    "closure": (
+        2,
+        "LBFGS takes each step from all weights together, by evaluating the batch several times; 2 ",
+    ),
     "wishes": (2, "BadOption [E106]: 3 stages want 2 devices each"),
 }
 CASES_OF_LAUNCHERS = ("mesh", "eight", "plans", "outsize", "activation", "loss", "batch", "closure")
@@ -117,7 +126,7 @@ def ended(launch: Callable[[Path, str, int], tuple[list[int], str]], folder: Pat
 
 
 def launches() -> list[Any]:
-    """All cases under `outsize run`; under torchrun one, which ranks find together, and with --all the rest."""
+    """All cases under `outsize run`; under torchrun one, which all ranks find, and with --all the rest."""
     ours = [pytest.param(outsize_run, case, id=f"outsize_run-{case}") for case in CASES_OF_LAUNCHERS]
     theirs = [
         pytest.param(

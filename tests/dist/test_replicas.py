@@ -32,7 +32,7 @@ Said = list[dict[str, str]]
 def said(folder: Path, pp: int, only: str, request: pytest.FixtureRequest) -> Said:
     """What each rank says to each check of replicas_worker.py."""
     extent = "all" if request.config.getoption("--all") else "slice"
-    record_ahead(MODELS + ("mlp",), (4,))
+    record_ahead((*MODELS, "mlp"), (4,))
     return said_by("replicas_worker.py", 2 * pp, folder, str(pp), only, extent, timeout_s=280)
 
 

@@ -187,14 +187,14 @@ def snapshot(roots: Iterable[Any], scope: Scope = _DEFAULT) -> ObjectSnapshot:
 def diff(before: ObjectSnapshot, after: ObjectSnapshot) -> list[Change]:
     """The changes that make of the first what the second is; paths are those of the first."""
     versions = before.versions, after.versions
-    found: list[Change] = []
+    changes: list[Change] = []
     for key, old in before.holders.items():
         if key in after.holders:
             new = after.holders[key].parts
             steps = _changes(old.value, old.parts, new, versions)
             steps += _moved_keys(old.parts, new) if before.scope.key_order else []
-            found += (((*old.path, step), value) for step, value in steps)
-    return found
+            changes += (((*old.path, step), value) for step, value in steps)
+    return changes
 
 
 def look_up(roots: Sequence[Any], path: Path) -> Any:

@@ -40,6 +40,7 @@ from outsize.ir.answers.fit import (
     RecomputeAdded,
     ScheduleChanged,
 )
+from outsize.ir.answers.utilisation import Idle
 from outsize.ir.findings import (
     ActivationsOffloaded,
     AllRecomputed,
@@ -674,6 +675,53 @@ def _memory_left(f: MemoryLeft) -> str:
 @next_step.register
 def _use_memory(f: MemoryLeft) -> str:
     return "a larger --batch" if f.room_bytes >= 0 else "outsize fit MODEL says what to change"
+
+
+# -- a measured step -----------------------------------------------------------------------------------
+
+
+def idle_sentence(idle: Idle) -> str:
+    """Returns `devices idle 74 % of the step: the schedule is sequential; ... -> predicted 3.1x` (W210)."""
+    gain = f" -> predicted {idle.gain:.1f}x" if idle.gain > 1 else ""
+    return f"devices idle {percent_text(idle.share)} of the step: {_why_idle(idle)}; {_remedy(idle)}{gain}"
+
+
+def _why_idle(idle: Idle) -> str:
+    match idle.cause:
+        case "modules":
+            return "the model runs by modules, which wait for each other"
+        case "sequential":
+            return "the schedule is sequential"
+        case "few-microbatches":
+            return f"{idle.microbatches} microbatches are few for {idle.stages} stages"
+        case "uneven-stages":
+            share = percent_text(idle.slowest_share)
+            return f"stages are uneven, stage {idle.slowest_stage} computes {share} of the step's work"
+        case "transfers":
+            return f"{percent_text(idle.part)} of it are messages and what happens between the actions"
+
+
+def _remedy(idle: Idle) -> str:
+    change = dict(idle.change)
+    if change:
+        count = microbatches_text(int(change["microbatches"]))
+        batch = f"a batch of {change['batch']} as " if "batch" in change else ""
+        return f"{batch}{count} with {change['schedule']}"
+    if idle.cause == "modules":
+        return "a forward that can be captured would be pipelined"
+    if idle.cause == "uneven-stages":
+        return "even stages by measured times"
+    return "larger batches, or cuts where less crosses"
+
+
+def idle_next_step(idle: Idle, command: str | None = None) -> str:
+    """Returns what to type: the command of this run with other options, or the call of the library."""
+    if not idle.change:
+        return "outsize tune MODEL" if idle.cause == "uneven-stages" else "outsize explain W210"
+    if command is not None:
+        return " ".join([command, *(f"--{name} {value}" for name, value in idle.change)])
+    pairs = (f"{name}={value if value.isdigit() else repr(value)}" for name, value in idle.change)
+    return f"outsize.plan(..., {', '.join(pairs)})"
 
 
 # -- whether a training fits -----------------------------------------------------------------------------

@@ -40,16 +40,20 @@ def by_blocks(plan: Plan, graph: ModelGraph) -> Plan:
     of_stage = [[u for u, at in enumerate(owners) if at == stage] for stage in range(len(plan.stages))]
     pieces, piece_of, size = list[list[list[int]]](), pieces_of(graph), _sizes(graph)
     for units in of_stage:
-        pieces.append(_joined((list(found) for _, found in groupby(units, piece_of.__getitem__)), size))
+        pieces.append(_joined((list(group) for _, group in groupby(units, piece_of.__getitem__)), size))
     numbers = iter(range(sum(map(len, pieces))))
-    parts = [[next(numbers) for _ in found] for found in pieces]
+    parts = [[next(numbers) for _ in units] for units in pieces]
     whole = planned(plan.schedule, len(plan.stages), plan.microbatches, plan.axes.pp, plan.actions)
     rows = tuple(tuple(_spelled(row, parts)) for row in whole.actions)
     names = [unit.name for unit in graph.units]
-    stages = [_stage(plan, stage, names, piece) for stage, found in enumerate(pieces) for piece in found]
+    stages = [
+        _stage(plan, stage, names, piece)
+        for stage, parts_of_stage in enumerate(pieces)
+        for piece in parts_of_stage
+    ]
     actions = written(Schedule(CUSTOM_NAME, whole.microbatches, rows))
-    found = {"stages": tuple(stages), "schedule": CUSTOM_NAME, "actions": actions, "expected": None}
-    return plan.model_copy(update=found)
+    updates = {"stages": tuple(stages), "schedule": CUSTOM_NAME, "actions": actions, "expected": None}
+    return plan.model_copy(update=updates)
 
 
 def _spelled(row: Iterable[Action], parts: Sequence[Sequence[int]]) -> Iterator[Action]:

@@ -47,16 +47,16 @@ def tensor_styles(
     *,
     loss_fn: LossFn | None = None,
     target: Any = None,
-    ways: int = 1,
+    degree: int = 1,
 ) -> TensorStyles:
     """Returns how tensor parallelism would divide the model, and why; weights may be on meta, nothing is
     changed.
 
-    Raises BadOption where `ways` ranks do not divide a size, NotCapturable and ExampleRejected.
+    Raises BadOption where `degree` ranks do not divide a size, NotCapturable and ExampleRejected.
     """
     tape = record(model, args, dict(kwargs or {}), loss_fn, () if target is None else (target,))
     styles = explain(tape, model, derive(tape, model))
-    styles.insist_on_degree(ways)
+    styles.insist_on_degree(degree)
     return styles
 
 

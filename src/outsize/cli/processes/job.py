@@ -21,6 +21,7 @@ from outsize.ir.base import Record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.timeline import Timeline
+from outsize.report.wording import idle_next_step, idle_sentence
 
 
 @final
@@ -54,7 +55,7 @@ class RunJob(Record):
         }
         words = [f"--{name} {shlex.quote(value)}" for name, value in remaining.items()]
         line = " ".join([f"outsize {'tune' if tunes else 'run'}", shlex.quote(self.model), *words])
-        return line if tunes else idle.next_step(line)
+        return line if tunes else idle_next_step(idle, line)
 
 
 @final
@@ -101,10 +102,10 @@ class RunOutcome(Record):
     def _used(self) -> dict[str, Any]:
         """Returns transfers, the bound, and W210 if the devices idled."""
         used, idle = self.used, self.used.idle
-        warned = (
-            None if idle is None else {"code": "W210", "text": idle.sentence, **idle.model_dump(mode="json")}
-        )
-        return {"transfer": used.transfer, "bound_s": used.bound_s, "warning": warned}
+        figures: dict[str, Any] = {"transfer": used.transfer, "bound_s": used.bound_s, "warning": None}
+        if idle is not None:
+            figures["warning"] = {"code": "W210", "text": idle_sentence(idle), **idle.model_dump(mode="json")}
+        return figures
 
 
 @final

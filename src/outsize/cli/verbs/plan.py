@@ -147,7 +147,7 @@ def _list_styles(screen: Screen, inputs: ModelInput, tp: int) -> None:
     from outsize.train.tensor_parallel import tensor_styles
 
     with screen.working("capturing"):
-        styles = tensor_styles(*inputs.call, **inputs.loss, ways=tp)
+        styles = tensor_styles(*inputs.call, **inputs.loss, degree=tp)
 
     def tables() -> Iterable[RenderableType]:
         from outsize.report.tables import plan_tables

@@ -8,39 +8,30 @@ from outsize.ir.base import Record
 from outsize.ir.formatting import percent_text, seconds_text
 from outsize.ir.offload import Bound
 
-Cause = Literal["sequential", "few-microbatches", "uneven-stages", "transfers"]
+Cause = Literal["modules", "sequential", "few-microbatches", "uneven-stages", "transfers"]
 # Devices that compute less than this share of the step get an explanation.
 BUSY: Final = 0.5
 
 
 @final
 class Idle(Record):
-    """Warns (W210) that devices idle `share` of the step, mostly for one cause.
+    """Holds why devices idled `share` of a step (W210) of `stages` stages and `microbatches` microbatches.
 
-    `change` lists the options that reduce it, as (name, value); `gain` is by how much the simulator predicts
-    the samples per second to rise with them, as a factor, from the stage times of this run.
+    `part`: the share of the step that the cause explains. For uneven stages `slowest_stage` computes
+    `slowest_share` of the step's work. `change` lists the options that reduce the idle time, as (name,
+    value); `gain` is the factor by which the simulator predicts the samples per second to rise with them,
+    from the stage times of this run. report/wording.py words it.
     """
 
     share: float
     cause: Cause
-    why: str
-    remedy: str
-    gain: float
+    stages: int
+    microbatches: int
+    part: float
+    gain: float = 1.0
     change: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def sentence(self) -> str:
-        """Returns `devices idle 74 % of the step: the schedule is sequential; ... -> predicted 3.1x`."""
-        gain = f" -> predicted {self.gain:.1f}x" if self.gain > 1 else ""
-        return f"devices idle {percent_text(self.share)} of the step: {self.why}; {self.remedy}{gain}"
-
-    def next_step(self, command: str | None = None) -> str:
-        """Returns what to type: the command of this run with other options, or the call of the library."""
-        if not self.change:
-            return "outsize tune MODEL" if self.cause == "uneven-stages" else "outsize explain W210"
-        if command is not None:
-            return " ".join([command, *(f"--{name} {value}" for name, value in self.change)])
-        return f"outsize.plan(..., {', '.join(f'{n}={_python(v)}' for n, v in self.change)})"
+    slowest_stage: int = 0
+    slowest_share: float = 0.0
 
 
 @final
@@ -98,7 +89,8 @@ class Utilisation(Record):
         head = [("step", seconds_text(self.step_s)), ("busy", busy), ("bubble", percent_text(self.bubble))]
         lines = [f"{name:<9}  {text}" for name, text in (*head, *self.facts())]
         if self.idle is not None:
-            lines += [f"W210: {self.idle.sentence}. Next: {self.idle.next_step()}"]
+            change = "".join(f", {name}={value}" for name, value in self.idle.change)
+            lines += [f"{'W210':<9}  {self.idle.cause}{change} (outsize explain W210)"]
         return "\n".join(lines)
 
 
@@ -106,7 +98,3 @@ def _speculated(taken_back: int, steps: int) -> str:
     """Describes rolled-back steps; above a half, speculation is slower than waiting."""
     slower = '; clipping="exact" is faster' if 2 * taken_back > steps else ""
     return f"{taken_back} of {steps} speculative steps were taken back{slower}"
-
-
-def _python(value: str) -> str:
-    return value if value.isdigit() else repr(value)

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from outsize.ir.answers.utilisation import BUSY, Cause, Idle, Utilisation
-from outsize.ir.formatting import percent_text
 from outsize.ir.offload import Bound
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Kind, Schedule
@@ -68,7 +67,7 @@ def _utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Util
     if plan.form == "modules":
         bound_s = min(step_s, sum(busy_s.values()))
         result = Utilisation(step_s=step_s, bound_s=bound_s, devices=names, busy=busy, transfer=0.0)
-        return result.model_copy(update={"idle": _by_modules(result)}) if idles else result
+        return result.model_copy(update={"idle": _by_modules(result, plan)}) if idles else result
     replay, replicas = Replay.of(_one_pipeline(timeline, plan.axes.group_size)), plan.axes.group_size
     bound_s = max((critical_path_s(replay.schedule, replay.durations_s), *busy_s.values()))
     transfer = replicas * (replay.messages_s + replay.late_s()) / (len(names) * step_s or 1.0)
@@ -84,11 +83,19 @@ def _one_pipeline(timeline: Timeline, alike: int) -> Timeline:
     return timeline if alike == 1 else timeline.model_copy(update=same)
 
 
-def _by_modules(result: Utilisation) -> Idle:
+def _by_modules(result: Utilisation, plan: Plan) -> Idle:
     """Explains a model by modules, which run one after the other."""
-    why = "the model runs by modules, which wait for each other"
-    remedy = "a forward that can be captured would be pipelined"
-    return Idle(share=result.bubble, cause="sequential", why=why, remedy=remedy, gain=1.0)
+    share, stages = result.bubble, len(plan.stages)
+    return Idle(share=share, cause="modules", stages=stages, microbatches=plan.microbatches, part=share)
+
+
+@final
+@dataclass(frozen=True)
+class _Remedy:
+    """Holds the predicted gain of changed options, as a factor of samples per second."""
+
+    gain: float
+    change: tuple[tuple[str, str], ...] = ()
 
 
 @final
@@ -98,14 +105,14 @@ class _IdleCauses:
 
     replay: Replay
     plan: Plan
-    found: Utilisation
+    result: Utilisation
 
     def parts(self) -> dict[str, float]:
         """Returns the shares of the device-seconds that were idle; they add up to the idle share."""
-        step_s, bound_s = self.found.step_s, self.found.bound_s
+        step_s, bound_s = self.result.step_s, self.result.bound_s
         even_s = min(bound_s, self._even_bound_s())
         transfers, uneven = (step_s - bound_s) / step_s, (bound_s - even_s) / step_s
-        return {"transfers": transfers, "uneven": uneven, "bubble": self.found.bubble - transfers - uneven}
+        return {"transfers": transfers, "uneven": uneven, "bubble": self.result.bubble - transfers - uneven}
 
     def idle(self) -> Idle:
         """Returns the finding for the largest part."""
@@ -116,54 +123,52 @@ class _IdleCauses:
     # -- causes ----------------------------------------------------------------------------------------
 
     def _bubble(self) -> Idle:
-        count, stages = self.plan.microbatches, len(self.plan.stages)
         more = self._more()
-        if more[1] < WORTH:  # All devices would wait for the slowest stage as before.
+        if more.gain < WORTH:  # All devices would wait for the slowest stage as before.
             return self._uneven()
-        if family_of(self.plan.schedule).sequential or count == 1:
-            return self._said("sequential", "the schedule is sequential", *more)
-        return self._said("few-microbatches", f"{count} microbatches are few for {stages} stages", *more)
+        if family_of(self.plan.schedule).sequential or self.plan.microbatches == 1:
+            return self._idle("sequential", more)
+        return self._idle("few-microbatches", more)
 
     def _uneven(self) -> Idle:
         works = [cost.forward_s + cost.backward_s for cost in self._costs]
-        share = percent_text(max(works) / sum(works))
-        why = f"stages are uneven, stage {works.index(max(works))} computes {share} of the step's work"
         even = [_mean(self._costs)] * len(works)
         least_s = min(self._simulated_s(*self._scaled(*choice, even)) for choice in self._choices())
-        return self._said("uneven-stages", why, "even ones by measured times", self._now_s / least_s, ())
+        idle = self._idle("uneven-stages", _Remedy(self._now_s / least_s))
+        slowest = {
+            "slowest_stage": works.index(max(works)),
+            "slowest_share": max(works) / sum(works),
+        }
+        return idle.model_copy(update=slowest)
 
     def _transfers(self) -> Idle:
-        share = percent_text(self.parts()["transfers"])
-        why = f"{share} of it are messages and what happens between the actions"
         fewer = [(n, c) for n, c in self._choices() if c < self.plan.microbatches]
-        gain, found = self._best(fewer)
-        if found is None:
-            return self._said("transfers", why, "larger batches, or cuts where less crosses", 1.0, ())
-        return self._said("transfers", why, *self._option(found, gain))
+        gain, best = self._best(fewer)
+        return self._idle("transfers", _Remedy(1.0) if best is None else _Remedy(gain, _change(*best)))
 
-    def _said(
-        self, cause: Cause, why: str, remedy: str, gain: float, change: tuple[tuple[str, str], ...]
-    ) -> Idle:
-        share = self.found.bubble
-        return Idle(share=share, cause=cause, why=why, remedy=remedy, gain=gain, change=change)
+    def _idle(self, cause: Cause, remedy: _Remedy) -> Idle:
+        part = {"transfers": "transfers", "uneven-stages": "uneven"}.get(cause, "bubble")
+        return Idle(
+            share=self.result.bubble,
+            cause=cause,
+            stages=len(self.plan.stages),
+            microbatches=self.plan.microbatches,
+            part=self.parts()[part],
+            gain=remedy.gain,
+            change=remedy.change,
+        )
 
     # -- remedies --------------------------------------------------------------------------------------
 
-    def _more(self) -> tuple[str, float, tuple[tuple[str, str], ...]]:
+    def _more(self) -> _Remedy:
         """Proposes more microbatches that overlap, of this batch or otherwise of a larger one."""
         gain, choice = self._best([(n, c) for n, c in self._choices() if c >= self.plan.microbatches])
         if choice is not None:
-            return self._option(choice, gain)
+            return _Remedy(gain, _change(*choice))
         larger, count = 2 * self.plan.batch_size, 2 * self.plan.microbatches
         name = self._overlapping()
         seconds = self._simulated_s(self._schedule(name, count), self._costs)
-        change = (("batch", str(larger)), *_change(name, count))
-        return f"a batch of {larger} as {count} microbatches with {name}", 2 * self._now_s / seconds, change
-
-    def _option(self, found: tuple[str, int], gain: float) -> tuple[str, float, tuple[tuple[str, str], ...]]:
-        name, count = found
-        plural = "" if count == 1 else "es"
-        return f"{count} microbatch{plural} with {name}", gain, _change(name, count)
+        return _Remedy(2 * self._now_s / seconds, (("batch", str(larger)), *_change(name, count)))
 
     def _choices(self) -> Iterator[tuple[str, int]]:
         """Returns schedules and counts of microbatches that the batch has samples for."""

@@ -41,8 +41,8 @@ class Room:
     """Says how many bytes stages may hold: `room_bytes`, and sums over units of shape (n + 1,) on one device.
 
     `fixed` lasts; `graded` includes gradients of weights; `updating` includes the optimizer's temporaries
-    too. `saved` is that of a microbatch; `anew` is held while one is recomputed. `ways`: the options of a
-    stage, whether it recomputes.
+    too. `saved` is that of a microbatch; `anew` is held while one is recomputed. `recompute`: the options
+    of a stage, whether it recomputes.
     """
 
     fixed: Seconds
@@ -51,12 +51,12 @@ class Room:
     saved: Seconds
     anew: Seconds
     room_bytes: int
-    ways: tuple[bool, ...] = (False, True)
+    recompute: tuple[bool, ...] = (False, True)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _Option:
     """Holds, for one option, sums over units up to each: seconds alone, G, bytes of some moments."""
 
     alone: list[float]
@@ -84,25 +84,25 @@ class ChainBound:
         self._total = self._forward + self._backward
         self._before: list[float] = before.tolist()
         self._slack_s, self._room = slack_s, room
-        self._ways = [self._both(stage) for stage in range(self._stages)]
+        self._options = [self._both(stage) for stage in range(self._stages)]
 
     def reaches(self, limit_s: float) -> bool:
         """Returns whether the last stage reaches the end."""
         first = 0
-        for stage, ways in enumerate(self._ways):
-            first = max(self._end(way, stage, first, limit_s) for way in ways)
+        for stage, options in enumerate(self._options):
+            first = max(self._end(option, stage, first, limit_s) for option in options)
         return first == len(self._before) - 1
 
-    def _end(self, way: _Way, stage: int, first: int, limit_s: float) -> int:
+    def _end(self, option: _Option, stage: int, first: int, limit_s: float) -> int:
         lead_s = max(0.0, self._before[first] - stage * self._slack_s)
-        alone, row = way.alone, way.row
+        alone, row = option.alone, option.row
         end = bisect_right(alone, alone[first] + (limit_s - lead_s) / self._m)
         within = bisect_right(row, row[first] + limit_s - self._whole_s)
         if self._slack_s:  # A stage within the slack may have nothing after it.
             within = max(within, bisect_right(alone, alone[first] + self._slack_s))
         end = min(end, within) - 1
         if self._room is not None:
-            for held in way.held:
+            for held in option.held:
                 end = min(end, bisect_right(held, held[first] + self._room.room_bytes) - 1)
         return max(first, end)
 
@@ -113,25 +113,25 @@ class ChainBound:
         passes = law.passes(self._m) if law is not None else 0
         return passes * (float(self._total[-1]) - (self._stages - 1) * self._slack_s)
 
-    def _both(self, stage: int) -> list[_Way]:
+    def _both(self, stage: int) -> list[_Option]:
         in_flight = self._family.in_flight(self._stages - stage, self._m)
         if in_flight not in self._made:
-            options = self._room.ways if self._room is not None else (False,)
+            options = self._room.recompute if self._room is not None else (False,)
             self._made[in_flight] = [self._way(in_flight, recompute) for recompute in options]
         return self._made[in_flight]
 
     @cached_property
-    def _made(self) -> dict[int, list[_Way]]:
+    def _made(self) -> dict[int, list[_Option]]:
         return {}
 
-    def _way(self, in_flight: int, recompute: bool) -> _Way:
+    def _way(self, in_flight: int, recompute: bool) -> _Option:
         forward, m, law = self._forward, self._m, self._family.chain
         backward = self._total if recompute else self._backward
         pass_s = forward + backward
         row = np.zeros_like(pass_s)
         if law is not None:
             row = law.passes(m) * (pass_s - self._total) + law.beyond_s(forward, backward, m, in_flight)
-        return _Way(pass_s.tolist(), row.tolist(), self._held(in_flight, recompute))
+        return _Option(pass_s.tolist(), row.tolist(), self._held(in_flight, recompute))
 
     def _held(self, in_flight: int, recompute: bool) -> list[list[float]]:
         """Returns the moments of a stage; a second backward finds gradients of weights, and under 1f1b as

@@ -41,7 +41,7 @@ class MemoryBounds:
         shards = axes.tp * (axes.dp_shard if layout.weights == "sharded" else 1)
         divided = ("weights", shards), ("gradients", shards), ("optimizer", axes.tp * axes.dp_shard)
         weights, gradients, states = (held[name][units] / by for name, by in divided)
-        return weights, gradients, states, held["saved"][units] / layout.ways
+        return weights, gradients, states, held["saved"][units] / layout.microbatch_ranks
 
     def may_fit(self, layout: Layout, recompute: Sequence[Recompute], rooms: Sequence[int]) -> bool:
         """Returns whether all devices together hold weights, gradients, states, and what one microbatch saves

@@ -60,8 +60,8 @@ def coarse_graph(graph: ModelGraph, ends: Sequence[int]) -> ModelGraph:
     units = (_merged(index, graph.units[a:b]) for index, (a, b) in enumerate(pairwise(ends)))
     values = (_moved(value, ends) for value in graph.values)
     crossing = tuple(v for v in values if v.consumers)
-    kept = {name: getattr(graph, name) for name in ModelGraph.model_fields}
-    return ModelGraph.model_validate(kept | {"units": tuple(units), "values": crossing})
+    fields = {name: getattr(graph, name) for name in ModelGraph.model_fields}
+    return ModelGraph.model_validate(fields | {"units": tuple(units), "values": crossing})
 
 
 def coarse_profile(profile: Profile, ends: Sequence[int]) -> Profile:

@@ -80,7 +80,7 @@ def parallel_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster
 
     `times`: the seconds on one device.
     """
-    if layout.ways > 1:
+    if layout.microbatch_ranks > 1:
         times = _split(sharing, times, layout, cluster)
     if layout.axes.cp > 1:
         times = _ringed(sharing, times, layout, cluster)
@@ -98,7 +98,7 @@ def sync_s(held: tuple[int, int], passes: tuple[float, float], layout: Layout, c
     (weights, gradients), (forward_s, backward_s), shard = held, passes, layout.axes.dp_shard
     gather_s = scatter_s = 0.0
     if layout.weights == "resident" and shard > 1:
-        group = _along(layout.ways, shard * layout.ways)
+        group = _along(layout.microbatch_ranks, shard * layout.microbatch_ranks)
         gather_s = collective_s("all_gather", weights, group, cluster)
         scatter_s = collective_s("reduce_scatter", gradients, group, cluster)
         gradients = -(-gradients // shard)
@@ -117,8 +117,8 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
     forward = np.array([waits_s(unit.forward_sum, unit.forward_gather) for unit in sharing.units])
     backward = np.array([waits_s(unit.backward_sum, unit.backward_gather) for unit in sharing.units])
     split, whole = (
-        np.array([[_slower(works, ways, device) for works in passes] for passes in sharing.passes])
-        for ways in (layout.ways, cp)
+        np.array([[_slower(works, ranks, device) for works in passes] for passes in sharing.passes])
+        for ranks in (layout.microbatch_ranks, cp)
     )
     divided = sharing.divided[:, None]
     slower = divided * split[sharing.pass_of] + (1 - divided) * whole[sharing.pass_of]
@@ -126,7 +126,7 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
 
 
 def _ringed(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
-    tp, cp, ranks = layout.axes.tp, layout.axes.cp, _along(layout.axes.tp, layout.ways)
+    tp, cp, ranks = layout.axes.tp, layout.axes.cp, _along(layout.axes.tp, layout.microbatch_ranks)
     forward, backward_input = parts.forward.copy(), parts.backward_input.copy()
     for unit, size in sharing.rings.items():
         # An all-gather by a ring is cp - 1 turns.
@@ -152,7 +152,7 @@ def _part(work: Work, shards: int) -> Work:
 
 def _gathering(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
     size = sharing.weights_bytes(layout.axes.tp)
-    group = _along(layout.ways, layout.axes.dp_shard * layout.ways)
+    group = _along(layout.microbatch_ranks, layout.axes.dp_shard * layout.microbatch_ranks)
     gather = collective_s("all_gather", size, group, cluster)
     scatter = collective_s("reduce_scatter", size, group, cluster)
     forward = _slowdown(gather, float(times.forward.sum()))
@@ -167,8 +167,8 @@ def _slowdown(links_s: float, compute_s: float) -> float:
 
 def _same_weights(layout: Layout) -> list[int]:
     """Returns the ranks of the first group that hold the same part of the weights."""
-    axes, shard = layout.axes, layout.axes.dp_shard * layout.ways
-    return [r + c for r in range(0, layout.group, shard) for c in range(0, layout.ways, axes.tp)]
+    axes, shard = layout.axes, layout.axes.dp_shard * layout.microbatch_ranks
+    return [r + c for r in range(0, layout.group, shard) for c in range(0, layout.microbatch_ranks, axes.tp)]
 
 
 def _along(step: int, size: int) -> range:

@@ -98,8 +98,8 @@ class CostTables:
         groups = grouped(self._cluster, layout.group)
         assert groups is not None, "the groups with usable memory exist"
         devices = [groups.devices[rank] for rank in ranks]
-        ways = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
-        return Pipeline(layout, groups, room, ranks, ways, tuple(map(self._like, devices)))
+        options = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
+        return Pipeline(layout, groups, room, ranks, options, tuple(map(self._like, devices)))
 
     def _like(self, device: Device) -> Cluster:
         """Returns all devices of the same kind: a group is among them."""
@@ -141,7 +141,9 @@ class CostTables:
             yield pipeline
             if layout.chunks > 1:
                 yield replace(pipeline, even=False)
-                yield from (replace(pipeline, even=False, first_way=way) for way in range(1, len(recompute)))
+                yield from (
+                    replace(pipeline, even=False, first_option=option) for option in range(1, len(recompute))
+                )
 
     def _ordered(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
         """Yields pipelines with other groups at the stages, or with fewer of them."""
@@ -268,14 +270,14 @@ class CostTables:
         ]
         optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
         weights, gradients, states, saved = self._least.bytes_of(layout, slice(None))
-        graded, ways = weights + gradients + states, layout.axes.tp * layout.axes.dp_shard
-        temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / ways
+        graded, sharing = weights + gradients + states, layout.axes.tp * layout.axes.dp_shard
+        temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / sharing
         updating = graded + weights / max(float(weights[-1]), 1.0) * temporary
         if layout.captured not in self._crossing:
             self._crossing[layout.captured] = Crossing.of(graph)
         crossing = self._crossing[layout.captured]
-        held = crossing.shared(layout.ways, weights + states, graded, saved, updating)
-        again = tuple(dict.fromkeys(way != "none" for way in recompute))
+        held = crossing.shared(layout.microbatch_ranks, weights + states, graded, saved, updating)
+        again = tuple(dict.fromkeys(option != "none" for option in recompute))
         return Fleet(kinds, held, self.work(layout), (layout.schedule, layout.microbatches), again)
 
     def _groups_like(self, layout: Layout) -> list[Cluster]:
@@ -369,7 +371,7 @@ class CostTables:
         key = (*_spread_key(layout), device.kind)
         if key not in self._costs:
             seconds = self._alone(layout.captured, device)
-            if layout.ways > 1 or layout.weights == "sharded":
+            if layout.microbatch_ranks > 1 or layout.weights == "sharded":
                 seconds = parallel_times(self._sharing(layout), seconds, layout, self._like(device))
             elif layout.hosted:
                 # With recompute a unit computes for longer and waits for less: a lower bound takes the

@@ -87,9 +87,9 @@ class Estimate:
         return _memories(self.pipeline, self.bounds, self.cases)
 
     @property
-    def ways(self) -> tuple[int, ...]:
+    def choices(self) -> tuple[int, ...]:
         """Returns the index of each stage's case among its options."""
-        pairs = zip(self.pipeline.ways, self.cases, strict=True)
+        pairs = zip(self.pipeline.options, self.cases, strict=True)
         return tuple(options.index(case) for options, case in pairs)
 
     @property
@@ -132,12 +132,12 @@ class Estimate:
         return sum(self.memories[stage].peak_bytes for stage in self.layout.stages_on(rank))
 
 
-def estimate(
-    pipeline: Pipeline, bounds: Sequence[int], ways: Sequence[int], floor_s: float = 0.0
+def estimate_cut(
+    pipeline: Pipeline, bounds: Sequence[int], choices: Sequence[int], floor_s: float = 0.0
 ) -> Estimate:
-    """Simulates and accounts one cut; `ways[stage]` is the index of the stage's case."""
+    """Simulates and accounts one cut; `choices[stage]` is the index of the stage's case."""
     edges = edges_of(pipeline.case.flows, bounds)
-    cases = tuple(pipeline.ways[stage][way] for stage, way in enumerate(ways))
+    cases = tuple(pipeline.options[stage][choice] for stage, choice in enumerate(choices))
     depths = in_flight(pipeline.layout) if any(case.host_copies for case in cases) else (1,) * len(cases)
     runs = zip(cases, pairwise(bounds), depths, strict=True)
     costs = tuple(stage_cost(case, *run, held) for case, run, held in runs)
@@ -331,24 +331,26 @@ def stage_cost(case: Case, first: int, end: int, in_flight_count: int = 1) -> St
     return StageCost(forward_s, backward_s, weight_s, split_s)
 
 
-def expected(found: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:
+def expected(estimate: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:
     """Returns the figures that a plan shows; `bounds` are those of the graph's units."""
-    measured = all(c.source == "measured" for c in found.pipeline.case.base.units)
+    measured = all(c.source == "measured" for c in estimate.pipeline.case.base.units)
     return Expected(
-        step_s=found.step_s,
-        bubble=found.bubble,
-        samples_per_s=batch_size / found.step_s if found.step_s else 0.0,
-        stages=tuple(_figures(found, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
+        step_s=estimate.step_s,
+        bubble=estimate.bubble,
+        samples_per_s=batch_size / estimate.step_s if estimate.step_s else 0.0,
+        stages=tuple(_figures(estimate, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
         source="measured" if measured else "roofline",
-        margins=tuple(dict.fromkeys(map(peak_margin, found.devices))),
+        margins=tuple(dict.fromkeys(map(peak_margin, estimate.devices))),
     )
 
 
-def reasons(found: Estimate, graph: ModelGraph, bounds: Sequence[int]) -> tuple[SlowestStage, FullestDevice]:
+def reasons(
+    estimate: Estimate, graph: ModelGraph, bounds: Sequence[int]
+) -> tuple[SlowestStage, FullestDevice]:
     """Returns the slowest stage and the fullest device; `bounds` are those of the graph's units."""
     return (
-        slowest_stage(graph, bounds, found.costs),
-        fullest_device(found.memories, found.devices, found.layout.ranks, found.layout.group),
+        slowest_stage(graph, bounds, estimate.costs),
+        fullest_device(estimate.memories, estimate.devices, estimate.layout.ranks, estimate.layout.group),
     )
 
 
@@ -372,13 +374,13 @@ def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
     return merged
 
 
-def _figures(found: Estimate, stage: int, units: int) -> StageFigures:
-    first, end = found.bounds[stage], found.bounds[stage + 1]
-    memory, cost = found.memories[stage], found.costs[stage]
-    held, device = found.held_bytes(found.layout.ranks[stage]), found.devices[stage]
+def _figures(estimate: Estimate, stage: int, units: int) -> StageFigures:
+    first, end = estimate.bounds[stage], estimate.bounds[stage + 1]
+    memory, cost = estimate.memories[stage], estimate.costs[stage]
+    held, device = estimate.held_bytes(estimate.layout.ranks[stage]), estimate.devices[stage]
     return StageFigures(
         units=units,
-        parameters=sum(p.numel for p in found.graph.owned_parameters(first, end - 1)),
+        parameters=sum(p.numel for p in estimate.graph.owned_parameters(first, end - 1)),
         forward_s=cost.forward_s,
         backward_s=cost.backward_s,
         weights_bytes=memory.weights_bytes,
@@ -386,7 +388,7 @@ def _figures(found: Estimate, stage: int, units: int) -> StageFigures:
         optimizer_bytes=memory.optimizer_bytes,
         activations_bytes=memory.activations_bytes,
         boundary_bytes=memory.boundary_bytes,
-        busy=found.busy(stage),
+        busy=estimate.busy(stage),
         device_bytes=device.memory_bytes,
         p50_bytes=p50_bytes(held, device),
         p95_bytes=p95_bytes(held, device),

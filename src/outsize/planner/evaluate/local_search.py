@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
-from outsize.planner.evaluate.estimate import Estimate, estimate
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 
 MOST: Final = 48
 # Steps of more stages take too long to simulate for many of them to be tried.
@@ -25,7 +25,7 @@ WORTH: Final = 1e-3
 
 def polish(start: Estimate) -> Estimate:
     """Returns the start, or a cut reached over neighbours with a shorter step."""
-    if len(start.ways) > MOST_STAGES:
+    if len(start.choices) > MOST_STAGES:
         return start
     best, remaining = _with_first_options(start), MOST
     while remaining > 0:
@@ -44,8 +44,8 @@ def _with_first_options(best: Estimate) -> Estimate:
     """Moves each stage to its first option, or to a later one that holds less, where that fits and takes no
     longer.
     """
-    for stage in (stage for stage, way in enumerate(best.ways) if way):
-        simpler = _at(best, best.bounds, (*best.ways[:stage], 0, *best.ways[stage + 1 :]))
+    for stage in (stage for stage, choice in enumerate(best.choices) if choice):
+        simpler = _at(best, best.bounds, (*best.choices[:stage], 0, *best.choices[stage + 1 :]))
         if simpler.step_s <= best.step_s and simpler.fits:
             best = simpler
         else:
@@ -58,8 +58,8 @@ def _with_first_options(best: Estimate) -> Estimate:
 
 def _holding_less(best: Estimate, stage: int) -> Iterator[Estimate]:
     """Yields the stage in its later options, where the step is no longer."""
-    for way in range(best.ways[stage] + 1, len(best.pipeline.ways[stage])):
-        other = _at(best, best.bounds, (*best.ways[:stage], way, *best.ways[stage + 1 :]))
+    for choice in range(best.choices[stage] + 1, len(best.pipeline.options[stage])):
+        other = _at(best, best.bounds, (*best.choices[:stage], choice, *best.choices[stage + 1 :]))
         if other.step_s <= best.step_s and other.fits:
             yield other
 
@@ -67,18 +67,18 @@ def _holding_less(best: Estimate, stage: int) -> Iterator[Estimate]:
 Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _at(here: Estimate, bounds: tuple[int, ...], ways: tuple[int, ...]) -> Estimate:
-    return estimate(here.pipeline, bounds, ways, here.floor_s)
+def _at(here: Estimate, bounds: tuple[int, ...], choices: tuple[int, ...]) -> Estimate:
+    return estimate_cut(here.pipeline, bounds, choices, here.floor_s)
 
 
 def _neighbours(here: Estimate) -> Iterator[Place]:
     """Yields bounds and options that differ in one place."""
-    bounds, ways = here.bounds, here.ways
+    bounds, choices = here.bounds, here.choices
     for place in range(1, len(bounds) - 1):
         for moved in (bounds[place] - 1, bounds[place] + 1):
             if bounds[place - 1] < moved < bounds[place + 1]:
-                yield (*bounds[:place], moved, *bounds[place + 1 :]), ways
-    for stage, options in enumerate(here.pipeline.ways):
-        for way in range(len(options)):
-            if way != ways[stage]:
-                yield bounds, (*ways[:stage], way, *ways[stage + 1 :])
+                yield (*bounds[:place], moved, *bounds[place + 1 :]), choices
+    for stage, options in enumerate(here.pipeline.options):
+        for choice in range(len(options)):
+            if choice != choices[stage]:
+                yield bounds, (*choices[:stage], choice, *choices[stage + 1 :])

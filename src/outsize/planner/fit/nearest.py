@@ -68,7 +68,7 @@ def _rejection(tried: Pipeline) -> DoesNotFit:
     """
     layout, short = tried.layout, None
     if layout.chunks == 1:
-        cut = _least_full(tried.ways[0][-1], layout.schedule, layout.stages, tried.room)
+        cut = _least_full(tried.options[0][-1], layout.schedule, layout.stages, tried.room)
         short = shortage(cut.stage, cut.memory, tried.room.devices[cut.stage])
     return DoesNotFit(
         schedules=(layout.schedule,),
@@ -99,7 +99,7 @@ def no_feasible_plan(
     return NoFeasiblePlan(
         stage_needs_text(closest.stage, closest.memory, cluster.devices[closest.stage]),
         numbers=f"{parts_text(closest.memory)}; {_near_text(near, closest)}",
-        next_step=steps + (f"; or {OTHERS}" if others else ""),
+        next_step="; or ".join(step for step in (steps, OTHERS if others else "") if step),
     )
 
 
@@ -227,7 +227,7 @@ def _steps(
         steps.append(f"--recompute {near.case.recompute}")
     if near.schedule not in schedules:
         steps.append(f"--schedule {near.schedule}")
-    return " ".join(steps)
+    return " ".join(steps) or "devices with more memory"
 
 
 def _larger_devices(closest: LeastFull) -> str:

@@ -147,7 +147,7 @@ def excess_bytes(pipeline: Pipeline, kinds: Sequence[int]) -> dict[int, float]:
     layout, excess = pipeline.layout, dict[int, float]()
     states = states_by_stage(layout.schedule, layout.stages, layout.microbatches, layout.axes.pp)
     for stage, kind in enumerate(kinds):
-        options = (case.ranges.of_run(stage, stage + 1) for case in pipeline.ways[stage])
+        options = (case.ranges.of_run(stage, stage + 1) for case in pipeline.options[stage])
         least_bytes = min(max(bytes_in_state(here, state) for state in states[stage]) for here in options)
         if least_bytes > pipeline.room_bytes(stage):
             excess[kind] = max(excess.get(kind, 0.0), least_bytes - pipeline.room_bytes(stage))

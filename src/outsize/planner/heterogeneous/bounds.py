@@ -105,8 +105,8 @@ class Groups:
 
 @final
 class Fleet:
-    """Bounds and arranges all groups for one layout; `ways`: the options of a stage (recompute or not), the
-    preferred first.
+    """Bounds and arranges all groups for one layout; `recompute`: the options of a stage (recompute or not),
+    the preferred first.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class Fleet:
         held: GroupBytes,
         work: PrefixTimes,
         how: tuple[ScheduleName, int],
-        ways: Sequence[bool] = (False, True),
+        recompute: Sequence[bool] = (False, True),
     ) -> None:
         self._kinds, self._held, self._work = tuple(kinds), held, work
-        self._family, self._m, self._ways = family_of(how[0]), how[1], tuple(ways)
+        self._family, self._m, self._recompute = family_of(how[0]), how[1], tuple(recompute)
         self._counts = [kind.count for kind in kinds]
         self._rooms = self._spared = [kind.room_bytes for kind in kinds]
         self._floor_s, self._sharp = 0.0, False
@@ -133,14 +133,14 @@ class Fleet:
     @cached_property
     def least_s(self) -> float:
         """Returns a lower bound of every step: work alone, if it could be divided at will."""
-        return self._m * self._shared_s(self._ways[0])
+        return self._m * self._shared_s(self._recompute[0])
 
     @cached_property
     def likely_s(self) -> float:
         """Returns about what a step takes if work could be divided at will and memory needs the
         last option.
         """
-        return (self._m + self._stages - 1) * self._shared_s(self._ways[-1])
+        return (self._m + self._stages - 1) * self._shared_s(self._recompute[-1])
 
     def _shared_s(self, recompute: bool) -> float:
         seconds = [np.diff(self._seconds(kind, recompute, 1)[0]) for kind in range(len(self._kinds))]
@@ -204,7 +204,7 @@ class Fleet:
                         self._in_time(kind, recompute, limit_s, path_s, deep + 1),
                         self._in_room(kind, recompute, shallow + 1, lenient),
                     )
-                    for recompute in self._ways
+                    for recompute in self._recompute
                 )
                 first = _least(options, self._units)
                 # A stage of a longer chain may seem to reach less far, where more bytes cross the cut.
@@ -268,16 +268,16 @@ class Fleet:
         """Returns the bound of P, at the cost of the work on each of the kinds; `path_s` is one bound."""
         bests = self._firsts(limit_s, path_s)
         prices = [
-            float(self._seconds(t, self._ways[-1], 1)[0][-1] / self._fast[-1]) for t in range(len(bests))
+            float(self._seconds(t, self._recompute[-1], 1)[0][-1] / self._fast[-1]) for t in range(len(bests))
         ]
         return [price * float(self._fast[-1]) + sum(self._gains(bests, price)) for price in prices]
 
     def _gains(self, firsts: Sequence[Sequence[dict[int, Index]]], price: float) -> list[float]:
         """Returns by kind what all its groups gain by the work they do."""
         gains: list[float] = []
-        for kind, ways in enumerate(firsts):
+        for kind, options in enumerate(firsts):
             gain: dict[int, float] = {}
-            for recompute, of in zip(self._ways, ways, strict=True):
+            for recompute, of in zip(self._recompute, options, strict=True):
                 gain_per_unit = np.diff(self._seconds(kind, recompute, 1)[0] - price * self._fast)
                 total = np.append(0.0, np.cumsum(np.minimum(0.0, gain_per_unit)))
                 for low, first in of.items():
@@ -296,7 +296,7 @@ class Fleet:
 
         blocks = tuple(dict.fromkeys(self._wide))
         return [
-            [{block[0]: first(kind, recompute, block) for block in blocks} for recompute in self._ways]
+            [{block[0]: first(kind, recompute, block) for block in blocks} for recompute in self._recompute]
             for kind in range(len(self._kinds))
         ]
 
@@ -333,10 +333,10 @@ class Crossing:
         )
 
     def shared(
-        self, ways: int, fixed: Seconds, graded: Seconds, saved: Seconds, updating: Seconds
+        self, ranks: int, fixed: Seconds, graded: Seconds, saved: Seconds, updating: Seconds
     ) -> GroupBytes:
-        """Returns all bytes on one of the `ways` devices that share values."""
-        boundary = self.received / ways, self.sent / ways, self.crossing / ways, self.acting_bytes / ways
+        """Returns all bytes on one of the `ranks` devices that share values."""
+        boundary = self.received / ranks, self.sent / ranks, self.crossing / ranks, self.acting_bytes / ranks
         return GroupBytes(fixed, graded, saved, updating, *boundary)
 
 

@@ -93,7 +93,7 @@ class Layout:
         return self.axes.dp_replicate * self.axes.dp_shard
 
     @property
-    def ways(self) -> int:
+    def microbatch_ranks(self) -> int:
         """Returns the number of devices that share the work of one microbatch."""
         return self.axes.tp * self.axes.cp
 

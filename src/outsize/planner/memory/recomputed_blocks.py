@@ -110,12 +110,12 @@ class _Tables:
     def backward(self) -> tuple[Bytes, Bytes, Bytes]:
         """Returns what is kept, and the worst moment of a later and of a first backward."""
         size = len(self._ends)
-        kept, later, first = (np.full((size, size), fill, np.int64) for fill in (0, LEAST, LEAST))
+        saved, later, first = (np.full((size, size), fill, np.int64) for fill in (0, LEAST, LEAST))
         reading = {at: list(group) for at, group in groupby(self._by_reader(), key=lambda s: s.read)}
         made = {at: list(group) for at, group in groupby(self._stores, key=lambda s: s.made)}
         for a, b in self._parts:
             for s in reading.get(a, ()):
-                kept[: self._starting(s.made) + 1, self._behind(s.used[-1]) :] += s.size_bytes
+                saved[: self._starting(s.made) + 1, self._behind(s.used[-1]) :] += s.size_bytes
             rows = self._starting(a) + 1
             inner: list[int] = self._ends[rows : self._behind(b - 1)].tolist()
             made_here = [s for unit in range(a, b) for s in made.get(unit, ())]
@@ -125,11 +125,11 @@ class _Tables:
                 for table, worst in zip((later, first), acting, strict=True):
                     np.maximum(
                         table[place, columns:],
-                        (kept[place, columns:] if start == a else 0) + worst,
+                        (saved[place, columns:] if start == a else 0) + worst,
                         out=table[place, columns:],
                     )
         weights = self._weights[self._ends]
-        return kept, later + weights - weights[:, None], first + weights
+        return saved, later + weights - weights[:, None], first + weights
 
     def _by_reader(self) -> list[_BlockStorage]:
         return sorted((s for s in self._stores if s.read < self._n), key=lambda s: s.read)

@@ -3,14 +3,14 @@
 The chosen units run in segments (ir/units/recompute_segments.py). A segment keeps what it reads of the units
 before it; what autograd would save inside it exists again from its second forward until its own backward has
 used it. So a memory that crosses units is kept from its first keeper on, and its keepers are the units
-outside segments that autograd saves it for and the segments that read it without having made it. Let kept(k)
+outside segments that autograd saves it for and the segments that read it without having made it. Let saved(k)
 be all that units and segments up to k keep. At unit k the stage holds
 
-    forward    kept(k), values made here with users at k or later, workspace of k
-    backward   kept(k), what the segment of k has saved again up to k, gradients passing k
-    again      kept(k), the segment's second forward at its worst moment, gradients of what it has made
+    forward    saved(k), values made here with users at k or later, workspace of k
+    backward   saved(k), what the segment of k has saved again up to k, gradients passing k
+    again      saved(k), the segment's second forward at its worst moment, gradients of what it has made
 
-Received and sent values exist all the time (account.py counts them) and are no part of kept(k).
+Received and sent values exist all the time (account.py counts them) and are no part of saved(k).
 
 Deviations: values that every stage computes for itself (masks) count as freed with the first unit that keeps
 them. Complexity: O(units x memories). Oracles: tests/unit/planner/memory/test_recomputed_stage.py counts
@@ -59,7 +59,7 @@ class MicrobatchBytes:
     The backward includes the gradients of weights, as in activations.py.
     """
 
-    kept: int
+    saved_bytes: int
     forward: int
     backward: int
     first_backward: int
@@ -149,20 +149,20 @@ class StageBytes:
         n, parts = self.units, segments(self.block, chosen)
         start_of = {unit: a for a, b in parts for unit in range(a, b)}
         inner = [self.stores[place] for place in self.inner]
-        pairs = [(store, _kept_at(store, start_of, n)) for store in inner]
+        pairs = [(store, _saved_from(store, start_of, n)) for store in inner]
         own = np.array([0 if k in start_of else self.own[k] for k in range(n)], np.int64)
-        kept = np.cumsum(own) + _over(n, ((at, n, s.size_bytes) for s, at in pairs))
+        saved_bytes = np.cumsum(own) + _over(n, ((at, n, s.size_bytes) for s, at in pairs))
         alive = _over(n, ((s.made, min(s.last + 1, at), s.size_bytes) for s, at in pairs))
-        forward = kept + alive + np.array(self.leaving) + np.array(self.workspace)
+        forward = saved_bytes + alive + np.array(self.leaving) + np.array(self.workspace)
         acting = {
             k: SegmentBytes(self.backward[k], self.first_backward[k]) for k in range(n) if k not in start_of
         }
         acting |= {a: self.segment(a, b) for a, b in parts}
         return MicrobatchBytes(
-            int(kept[-1]),
+            int(saved_bytes[-1]),
             max(0, int(forward.max())),
-            max(int(kept[k]) + at.backward for k, at in acting.items()),
-            max(int(kept[k]) + at.first_backward for k, at in acting.items()),
+            max(int(saved_bytes[k]) + at.backward for k, at in acting.items()),
+            max(int(saved_bytes[k]) + at.first_backward for k, at in acting.items()),
         )
 
     def segment(self, a: int, b: int) -> SegmentBytes:
@@ -187,7 +187,7 @@ class StageBytes:
         )
 
 
-def _kept_at(store: StageStorage, start_of: Mapping[int, int], never: int) -> int:
+def _saved_from(store: StageStorage, start_of: Mapping[int, int], never: int) -> int:
     """Returns the unit from which on the storage is kept; `start_of` maps units to the start of their
     segment.
     """

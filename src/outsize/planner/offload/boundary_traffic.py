@@ -46,7 +46,7 @@ def waiting_reasons(graph: ModelGraph, plan: Plan) -> Iterator[StageValuesOnHost
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Handed:
+class BoundaryTraffic:
     """Holds bytes of each block for a microbatch, of shape (blocks,): forward and backward; `small`: what
     stays.
     """

@@ -61,7 +61,7 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import OptimizerBytes, ParameterBytes, optimizer_bytes
 from outsize.planner.memory.range_tables import Bytes, Number, RangeTables
 from outsize.planner.memory.sharded import largest_adjacent_blocks, single_units
-from outsize.planner.offload.boundary_traffic import Handed
+from outsize.planner.offload.boundary_traffic import BoundaryTraffic
 from outsize.planner.partition.stage_prices import Case
 from outsize.schedules.families import family_of
 
@@ -104,7 +104,7 @@ class StreamedBlocks:
 
     `cut`: first unit of each block, then their number. `ranges`: bytes of runs of blocks. `weights`,
     `gradients`: weights that each block uses and gradients that it makes. `updated`: bytes that the
-    optimizer's step reads and writes of each unit. `handed`: boundary values of the blocks.
+    optimizer's step reads and writes of each unit. `boundary`: boundary values of the blocks.
     """
 
     cut: tuple[int, ...]
@@ -112,7 +112,7 @@ class StreamedBlocks:
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
     updated: Seconds
-    handed: Handed
+    boundary: BoundaryTraffic
 
     @classmethod
     def of(cls, graph: ModelGraph, profile: Profile, alone: UnitSeconds, optimizer: OptimizerBytes) -> Self:
@@ -121,7 +121,11 @@ class StreamedBlocks:
         coarse = coarse_graph(graph, cut)
         ranges = RangeTables.of(coarse, coarse_profile(profile, cut), optimizer)
         return cls(
-            cut, ranges, *_moved(graph, cut, optimizer), updated(graph, optimizer), Handed.of(coarse, ranges)
+            cut,
+            ranges,
+            *_moved(graph, cut, optimizer),
+            updated(graph, optimizer),
+            BoundaryTraffic.of(coarse, ranges),
         )
 
 
@@ -172,7 +176,7 @@ def fetching(
     moved = blocks.cut, blocks.weights, blocks.gradients, layout, host
     if layout.weights == "host-optimizer":
         return staying(compute, *moved)
-    return streamed(compute, *moved, blocks.handed if layout.weights == "host-activations" else None)
+    return streamed(compute, *moved, blocks.boundary if layout.weights == "host-activations" else None)
 
 
 def streamed(
@@ -182,17 +186,17 @@ def streamed(
     gradients: Sequence[int],
     layout: Layout,
     host: Host,
-    handed: Handed | None = None,
+    boundary: BoundaryTraffic | None = None,
 ) -> UnitSeconds:
     """Returns the seconds of units for one microbatch; the wait of a block is added to its first unit.
 
     `cut`: first unit of each block, then their number. `weights` and `gradients`: weights and gradients of
-    each. `handed`: boundary values that move with each microbatch.
+    each. `boundary`: boundary values that move with each microbatch.
     """
     m, once = layout.microbatches, layerwise(layout)
     times, adding = (m, 1) if once else (1, ADDING if m > 1 else 1)
     nothing = np.zeros((2, len(weights)), np.int64)
-    comes, goes = (nothing, nothing) if handed is None else (handed.comes, handed.goes)
+    comes, goes = (nothing, nothing) if boundary is None else (boundary.comes, boundary.goes)
     next_block = zip((*weights[1:], 0), times * comes[0], times * goes[0], strict=True)
     next_s = [host.move_s(size + come, go) / times for size, come, go in next_block]
     previous_block = zip(
@@ -301,7 +305,7 @@ def _on_device(
     whole: RangeTables, streamed: StreamedBlocks, ends: Sequence[int], layout: Layout, again: bool
 ) -> RangeTables:
     """Returns the device's bytes for all runs: two blocks, or all weights, and activations."""
-    blocks, handed, nothing = streamed.ranges, streamed.handed, np.zeros_like(whole.saved)
+    blocks, boundary, nothing = streamed.ranges, streamed.boundary, np.zeros_like(whole.saved)
     stay, inputs_leave = layout.weights == "host-optimizer", layout.weights == "host-activations" and again
     weights = whole.weights - whole.buffers + whole.replicas
     if not stay:
@@ -321,11 +325,11 @@ def _on_device(
         ahead = single_units(blocks.forward + blocks.sent)
         if inputs_leave:
             ahead, backward_alone = (
-                ahead + single_units(blocks.received) + handed.moving[0],
-                backward_alone + handed.moving[1],
+                ahead + single_units(blocks.received) + boundary.moving[0],
+                backward_alone + boundary.moving[1],
             )
         saved = _resident_inputs(
-            handed.small if inputs_leave else single_units(blocks.received), streamed.cut, ends
+            boundary.small if inputs_leave else single_units(blocks.received), streamed.cut, ends
         )
         forward, backward = saved + ahead.max(), saved + backward_alone.max()
     return replace(

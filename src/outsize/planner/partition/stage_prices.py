@@ -125,22 +125,22 @@ class Case:
 @dataclass(frozen=True, slots=True, eq=False)
 class Pipeline:
     """Holds a layout on devices without the cuts: stage s is on `ranks[s]` of `room`, in one of the options
-    `ways[s]`.
+    `options[s]`.
 
     `groups` has the first device of each group of the layout; `room` has the same with the memory that a peak
     may take. `alike[stage]` are all devices of the same kind as the stage's group. `even`: the stages of one
     device have equal shares of it; otherwise each may take it all, and the account of the whole device
-    decides. Options before `first_way` are not tried.
+    decides. Options before `first_option` are not tried.
     """
 
     layout: Layout
     groups: Cluster
     room: Cluster
     ranks: tuple[int, ...]
-    ways: tuple[tuple[Case, ...], ...]
+    options: tuple[tuple[Case, ...], ...]
     alike: tuple[Cluster, ...]
     even: bool = True
-    first_way: int = 0
+    first_option: int = 0
 
     @property
     def stages(self) -> int:
@@ -150,7 +150,7 @@ class Pipeline:
     @property
     def case(self) -> Case:
         """Returns the first option of the first stage."""
-        return self.ways[0][0]
+        return self.options[0][0]
 
     def device(self, stage: int) -> Device:
         """Returns the first device of the stage's group, with all its memory."""
@@ -164,11 +164,11 @@ class Pipeline:
         """Returns the link between the devices of two stages."""
         return self.room.link(self.ranks[source], self.ranks[destination])
 
-    def busy_s(self, bounds: Sequence[int], ways: Sequence[int]) -> float:
+    def busy_s(self, bounds: Sequence[int], choices: Sequence[int]) -> float:
         """Returns the compute seconds of the busiest device in a step: no step of this cut is shorter."""
         busy_s, m = dict.fromkeys(self.ranks, 0.0), self.layout.microbatches
-        for stage, (way, run) in enumerate(zip(ways, pairwise(bounds), strict=True)):
-            busy_s[self.ranks[stage]] += m * float(self.ways[stage][way].ranges.compute_s[run])
+        for stage, (choice, run) in enumerate(zip(choices, pairwise(bounds), strict=True)):
+            busy_s[self.ranks[stage]] += m * float(self.options[stage][choice].ranges.compute_s[run])
         return max(busy_s.values())
 
 
@@ -182,7 +182,7 @@ class ChainPartition:
     """
 
     bounds: tuple[int, ...]
-    ways: tuple[int, ...]
+    choices: tuple[int, ...]
     floor_s: float
 
 
@@ -199,7 +199,7 @@ class Tables:
 
     def __init__(self, pipeline: Pipeline, least_s: float = 0.0) -> None:
         self.pipeline, self._m = pipeline, pipeline.case.microbatches
-        self._cases = {id(case): case for ways in pipeline.ways for case in ways}
+        self._cases = {id(case): case for options in pipeline.options for case in options}
         fastest_s = fastest([case.seconds for case in self._cases.values()])
         chain = PrefixTimes.of(pipeline.case.graph, fastest_s)
         self.works = {key: chain.costing(case.seconds) for key, case in self._cases.items()}
@@ -235,13 +235,13 @@ class Tables:
             return None
         bounds = listing.runs.cut(self.pipeline.stages, listing.price, limit_s * SAME, listing.traffic())
         return ChainPartition(
-            bounds, tuple(map(listing.way, range(self.pipeline.stages), pairwise(bounds))), self.floor_s
+            bounds, tuple(map(listing.option, range(self.pipeline.stages), pairwise(bounds))), self.floor_s
         )
 
     def least_busy_s(self) -> float:
         """Returns the least compute seconds of the busiest device in a step, in any option that is tried."""
         pipeline = self.pipeline
-        cases = {id(case): case for ways in pipeline.ways for case in ways[pipeline.first_way :]}
+        cases = {id(case): case for options in pipeline.options for case in options[pipeline.first_option :]}
         whole_s = float(fastest([case.seconds for case in cases.values()]).total.sum())
         return self._m * whole_s / pipeline.layout.axes.pp
 
@@ -304,37 +304,37 @@ class _Listing:
         self._places = runs.first * (runs.units + 1) + runs.end
         self._taken: dict[int, Any] = {}
         self._columns: dict[int, Seconds] = {}
-        self._ways: dict[int, NDArray[np.int8]] = {}
+        self._first_option_of: dict[int, NDArray[np.int8]] = {}
         self._prices: dict[int, Seconds] = {}
 
     def floor(self, stage: int) -> Seconds:
         """Returns the seconds of a step through this stage, if links cost nothing; infinite where it does not
         fit.
         """
-        return self._by_way(stage, self._compute)
+        return self._by_option(stage, self._compute)
 
     def price(self, stage: int) -> Seconds:
         """Returns the seconds with the transfers that the stage waits for."""
         if stage not in self._prices:
-            self._prices[stage] = self._by_way(stage, self._with_links)
+            self._prices[stage] = self._by_option(stage, self._with_links)
         return self._prices[stage]
 
     def may_fit(self, stage: int) -> bool:
         """Returns whether a run that does not fit could, if only boundary values were kept."""
         window = self._window(stage)
-        unfit = self._first_ways(stage) < 0
+        unfit = self._first_options(stage) < 0
         places = self.runs.first[window][unfit], self.runs.end[window][unfit]
         parts = component_table(self._cases(stage)[0].ranges.at(places).without_activations(), self._m)
         return bool(
             (peaks_of_components(parts, self._worst[stage]) <= self._pipeline.room_bytes(stage)).any()
         )
 
-    def way(self, stage: int, run: tuple[int, int]) -> int:
+    def option(self, stage: int, run: tuple[int, int]) -> int:
         """Returns the first option that fits this run."""
         window = self._window(stage)
         first, end = self.runs.first[window], self.runs.end[window]
         place = np.flatnonzero((first == run[0]) & (end == run[1]))[0]
-        return self._pipeline.first_way + int(self._first_ways(stage)[place])
+        return self._pipeline.first_option + int(self._first_options(stage)[place])
 
     def traffic(self) -> NDArray[np.int64]:
         """Returns the bytes that each run receives in a step."""
@@ -342,11 +342,11 @@ class _Listing:
         received, gradient_in = self._of(ranges.received), self._of(ranges.gradient_in)
         return self._m * (received + gradient_in) + self._of(ranges.replicas)
 
-    def _by_way(self, stage: int, seconds: Callable[[Case, int, slice], Seconds]) -> Seconds:
-        window, ways = self._window(stage), self._first_ways(stage)
+    def _by_option(self, stage: int, seconds: Callable[[Case, int, slice], Seconds]) -> Seconds:
+        window, first_options = self._window(stage), self._first_options(stage)
         seconds_of = np.full(len(self.runs.first), np.inf)
-        for way, case in enumerate(self._cases(stage)):
-            chosen = ways == way
+        for option, case in enumerate(self._cases(stage)):
+            chosen = first_options == option
             if chosen.any():
                 np.copyto(seconds_of[window], seconds(case, stage, window), where=chosen)
         return seconds_of
@@ -358,19 +358,19 @@ class _Listing:
         return self.runs.beginning(*self._tables.reach(stage, self.limit_s))
 
     def _cases(self, stage: int) -> Sequence[Case]:
-        return self._pipeline.ways[stage][self._pipeline.first_way :]
+        return self._pipeline.options[stage][self._pipeline.first_option :]
 
-    def _first_ways(self, stage: int) -> NDArray[np.int8]:
+    def _first_options(self, stage: int) -> NDArray[np.int8]:
         """Returns, for each run of the stage's window, the first option that fits; -1 where none does."""
-        if stage not in self._ways:
+        if stage not in self._first_option_of:
             room, window = self._pipeline.room_bytes(stage), self._window(stage)
-            first_ways = np.full(window.stop - window.start, -1, np.int8)
-            for way, case in reversed(tuple(enumerate(self._cases(stage)))):
-                first_ways[peaks_of_components(self._parts(case)[:, window], self._worst[stage]) <= room] = (
-                    way
-                )
-            self._ways[stage] = first_ways
-        return self._ways[stage]
+            first_options = np.full(window.stop - window.start, -1, np.int8)
+            for option, case in reversed(tuple(enumerate(self._cases(stage)))):
+                first_options[
+                    peaks_of_components(self._parts(case)[:, window], self._worst[stage]) <= room
+                ] = option
+            self._first_option_of[stage] = first_options
+        return self._first_option_of[stage]
 
     def _parts(self, case: Case) -> Seconds:
         if id(case) not in self._columns:

@@ -19,7 +19,7 @@ from typing import Final, final
 
 from outsize.ir.plan import Recompute
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, estimate
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, Tables
@@ -31,7 +31,7 @@ FEW: Final = 24
 
 @final
 @dataclass(frozen=True, eq=False)
-class Found:
+class SearchResult:
     """Holds what was priced, what does not fit, and a lower bound over everything that was allowed."""
 
     estimates: tuple[Estimate, ...]
@@ -45,12 +45,12 @@ class BranchAndBound:
 
     def __init__(self, tables: CostTables, recompute: Sequence[Recompute]) -> None:
         self._cost_tables, self._recompute = tables, tuple(recompute)
-        self._found: list[Estimate] = []
+        self._estimates: list[Estimate] = []
         self._rejected: list[Pipeline] = []
         self._floors: list[float] = []
         self._asked = 0
 
-    def run(self, layouts: Sequence[Layout]) -> Found:
+    def run(self, layouts: Sequence[Layout]) -> SearchResult:
         """Prices what may win, by ascending lower bound."""
         queue = [(self._least(layout), False, place) for place, layout in enumerate(layouts)]
         heapify(queue)
@@ -62,7 +62,7 @@ class BranchAndBound:
             else:
                 heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
         self._floors += [floor_s for floor_s, *_ in queue]
-        return Found(tuple(self._found), tuple(self._rejected), min(self._floors, default=inf))
+        return SearchResult(tuple(self._estimates), tuple(self._rejected), min(self._floors, default=inf))
 
     def floor_s(self, layouts: Iterable[Layout]) -> float:
         """Returns a lower bound over all cuts of these layouts, without pricing them."""
@@ -70,20 +70,20 @@ class BranchAndBound:
 
     def _over(self, floor_s: float) -> bool:
         """Returns whether to stop; a few layouts are always priced for comparison."""
-        if not self._found:
+        if not self._estimates:
             return floor_s == inf
-        enough = len(self._found) >= MOST_TRIED and not self._few()
+        enough = len(self._estimates) >= MOST_TRIED and not self._few()
         return enough or self._beaten(floor_s)
 
     def _beaten(self, floor_s: float) -> bool:
         """Returns whether nothing above this bound can win, and enough was priced for comparison."""
-        if not self._found or self._few():
+        if not self._estimates or self._few():
             return False
         return floor_s > self._close_s()
 
     def _close_s(self) -> float:
         """Returns the seconds beyond which nothing wins."""
-        return CLOSE * min((f.step_s for f in self._found), default=inf)
+        return CLOSE * min((f.step_s for f in self._estimates), default=inf)
 
     def _few(self) -> bool:
         return self._asked <= FEW
@@ -130,7 +130,7 @@ class BranchAndBound:
         priced = [candidate for candidate in tried if isinstance(candidate, Estimate) and candidate.fits]
         slow_s = min((candidate for candidate in tried if isinstance(candidate, float)), default=inf)
         if priced:
-            self._found.append(min(priced, key=lambda candidate: candidate.step_s))
+            self._estimates.append(min(priced, key=lambda candidate: candidate.step_s))
         elif slow_s == inf:
             self._rejected.append(tables[0].pipeline)
             return
@@ -142,9 +142,9 @@ class BranchAndBound:
 
     def _tables(self, layout: Layout, floor_s: float, most_s: float) -> list[Tables]:
         """Returns the tables; block by block recompute is tried where only it may help."""
-        at_once: list[Recompute] = [option for option in self._recompute if option != "selective"]
-        tables = [Tables(each, floor_s) for each in self._cost_tables.pipelines(layout, at_once)]
-        by_blocks = len(at_once) < len(self._recompute) and self._cost_tables.by_blocks(layout)
+        unselective: list[Recompute] = [option for option in self._recompute if option != "selective"]
+        tables = [Tables(each, floor_s) for each in self._cost_tables.pipelines(layout, unselective)]
+        by_blocks = len(unselective) < len(self._recompute) and self._cost_tables.by_blocks(layout)
         if not by_blocks or not all(each.may_gain(most_s) for each in tables):
             return tables
         return [Tables(each, floor_s) for each in self._cost_tables.pipelines(layout, self._recompute)]
@@ -160,10 +160,10 @@ class BranchAndBound:
             return least_s
         if (cut := tables.split()) is None:
             return inf
-        if (busy_s := pipeline.busy_s(cut.bounds, cut.ways)) > most_s:
+        if (busy_s := pipeline.busy_s(cut.bounds, cut.choices)) > most_s:
             return busy_s
         known_s = cut.floor_s if self._exact(pipeline.layout) else 0.0
-        return estimate(pipeline, cut.bounds, cut.ways, known_s)
+        return estimate_cut(pipeline, cut.bounds, cut.choices, known_s)
 
     def _exact(self, layout: Layout) -> bool:
         """Returns whether its tables give a bound that no cut of it beats."""

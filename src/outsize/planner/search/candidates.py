@@ -30,9 +30,9 @@ from outsize.schedules.families import DEFAULT, SEQUENTIAL, family_of, searched
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 
 
-def in_a_row(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
+def pipeline_layouts(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
     """Yields pipelines, each rank with the axes that were given; raises BadOption, TooManyStages."""
-    measured = all(u.source == "measured" for _, found in candidates.values() for u in found.units[:1])
+    measured = all(u.source == "measured" for _, profile in candidates.values() for u in profile.units[:1])
     usual = searched(on_cpu=cluster.devices[0].kind == "cpu", measured=measured)
     schedules = _schedules(request, candidates, usual)
     ranks = _ranks(request, _units(candidates), cluster)

@@ -36,16 +36,16 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
         hosts = host_one_device.priced if plan.axes.pp == 1 else host_round_robin.priced
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
     graph, profile = in_plans_order(plan, graph, profile)
-    found = _of_plan(plan, graph, profile, cluster)
+    estimate = _of_plan(plan, graph, profile, cluster)
     chosen = _chosen(plan, graph)
-    figures = counted(expected(found, plan.batch_size, found.bounds), chosen)
-    work = PrefixTimes.of(graph, fastest([case.seconds for case in found.cases]))
-    limit = limited_by(found, work, graph, found.bounds)
-    room_devices = [found.pipeline.room.devices[rank] for rank in found.pipeline.ranks]
-    recompute_findings = (*selective_reasons(found, chosen, found.bounds), *offload_reasons(found))
+    figures = counted(expected(estimate, plan.batch_size, estimate.bounds), chosen)
+    work = PrefixTimes.of(graph, fastest([case.seconds for case in estimate.cases]))
+    limit = limited_by(estimate, work, graph, estimate.bounds)
+    room_devices = [estimate.pipeline.room.devices[rank] for rank in estimate.pipeline.ranks]
+    recompute_findings = (*selective_reasons(estimate, chosen, estimate.bounds), *offload_reasons(estimate))
     why = (
-        *shortages(found.memories, room_devices),
-        *reasons(found, graph, found.bounds),
+        *shortages(estimate.memories, room_devices),
+        *reasons(estimate, graph, estimate.bounds),
         *recompute_findings,
     )
     return plan.model_copy(update={"expected": figures.model_copy(update={"limited_by": limit}), "why": why})
@@ -58,8 +58,8 @@ def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     if plan.streams:
         hosts = host_one_device.timeline if plan.axes.pp == 1 else host_round_robin.timeline
         return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
-    found = _of_plan(plan, *in_plans_order(plan, graph, profile), cluster)
-    return play(found.pipeline, found.bounds, found.costs)
+    estimate = _of_plan(plan, *in_plans_order(plan, graph, profile), cluster)
+    return play(estimate.pipeline, estimate.bounds, estimate.costs)
 
 
 def in_plans_order(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[ModelGraph, Profile]:
@@ -83,14 +83,14 @@ def _of_plan(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) 
     recomputes = [plan.recompute_of(stage) for stage in range(len(plan.stages))]
     offered: tuple[Recompute, ...] = ("none", "full", "selective") if by_blocks else ("none", "full")
     offered = (*offered, "offload") if "offload" in recomputes else offered
-    found = tables.pipeline(layout, offered, places)
-    assert found is not None, "there are groups"
-    ways = [
+    estimate = tables.pipeline(layout, offered, places)
+    assert estimate is not None, "there are groups"
+    choices = [
         offered.index(recompute) if recompute != "selective" or s in by_blocks else 0
         for s, recompute in enumerate(recomputes)
     ]
     some = {stage: units for stage, units in chosen.items() if stage not in by_blocks}
-    return recomputing(found, bounds, ways, some, tables, plan.optimizer)
+    return recomputing(estimate, bounds, choices, some, tables, plan.optimizer)
 
 
 def _chosen(plan: Plan, graph: ModelGraph) -> dict[int, Units]:

@@ -58,8 +58,8 @@ from outsize.planner.layout.layout import Layout, counts_for, pipelines
 from outsize.planner.layout.tensor_parallel import tensor_reasons
 from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.offload.host_traffic import layerwise
-from outsize.planner.search.branch_and_bound import BranchAndBound, Found
-from outsize.planner.search.candidates import Candidates, in_a_row, meshes, no_layout, on_host
+from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult
+from outsize.planner.search.candidates import Candidates, meshes, no_layout, on_host, pipeline_layouts
 from outsize.planner.search.caveats import beyond_reasons, order_reasons, slow_options
 from outsize.planner.search.custom_schedule import with_schedule
 from outsize.planner.strategies.activation_offload import (
@@ -148,13 +148,13 @@ def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> 
     asked = {count: candidates[count] for count in _asked(request, candidates)}
     for count in asked:
         check_enough(request.batch_size, count)
-    layouts = tuple(in_a_row(request, asked, cluster))
+    layouts = tuple(pipeline_layouts(request, asked, cluster))
     tables = CostTables(candidates, cluster, request.optimizer)
-    found = BranchAndBound(tables, _recompute(request)).run(() if request.weights in HOSTED else layouts)
-    if found.estimates:
-        return _plan(request, found, tables, cluster)
+    result = BranchAndBound(tables, _recompute(request)).run(() if request.weights in HOSTED else layouts)
+    if result.estimates:
+        return _plan(request, result, tables, cluster)
     last = len(cluster.devices) == 1 or request.weights in HOSTED
-    plan = _hosted(request, asked, found, tables, cluster) if last else None
+    plan = _hosted(request, asked, result, tables, cluster) if last else None
     if plan is not None:
         return plan
     if request.schedule is not None and request.weights not in HOSTED and not layouts:
@@ -175,18 +175,18 @@ def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster, last: 
     search_loop = BranchAndBound(tables, _recompute(request))
     layouts = tuple(meshes(request, candidates, cluster))
     grouped_layouts = tuple(layout for layout in layouts if layout.group > 1 or cluster.unequal)
-    found = search_loop.run(grouped_layouts)
+    result = search_loop.run(grouped_layouts)
     if request.schedule is None:
-        found = search_loop.run(tuple(_interleaved(found, tables)))
+        result = search_loop.run(tuple(_interleaved(result, tables)))
     least_s = search_loop.floor_s(layout for layout in layouts if layout not in grouped_layouts)
-    found = replace(found, floor_s=min(found.floor_s, least_s))
-    if found.estimates:
-        return _plan(request, found, tables, cluster)
-    return _hosted(request, candidates, found, tables, cluster) if last else None
+    result = replace(result, floor_s=min(result.floor_s, least_s))
+    if result.estimates:
+        return _plan(request, result, tables, cluster)
+    return _hosted(request, candidates, result, tables, cluster) if last else None
 
 
 def _hosted(
-    request: PlanRequest, candidates: Candidates, found: Found, tables: CostTables, cluster: Cluster
+    request: PlanRequest, candidates: Candidates, result: SearchResult, tables: CostTables, cluster: Cluster
 ) -> Plan | None:
     """Returns a plan with weights on the host in the fastest degree of offload, on one device or on several
     in round-robin.
@@ -198,7 +198,7 @@ def _hosted(
         if (own := _options_for(w, options))
     ]
     made = [
-        _plan(request, replace(d, rejected=found.rejected), tables, cluster) for d in degrees if d.estimates
+        _plan(request, replace(d, rejected=result.rejected), tables, cluster) for d in degrees if d.estimates
     ]
     plans = [in_blocks(plan, *candidates[plan.microbatches], cluster) for plan in made]
     one_device = fastest(plans, candidates, cluster) if plans else None
@@ -214,10 +214,10 @@ def _options_for(weights: Weights, options: tuple[Recompute, ...]) -> tuple[Reco
     )
 
 
-def _streamed(layouts: Sequence[Layout], tables: CostTables, options: Sequence[Recompute]) -> Found:
+def _streamed(layouts: Sequence[Layout], tables: CostTables, options: Sequence[Recompute]) -> SearchResult:
     """Prices layer by layer, and microbatch by microbatch only where that does not fit."""
-    found = BranchAndBound(tables, options).run([layout for layout in layouts if layerwise(layout)])
-    return found if found.estimates else BranchAndBound(tables, options).run(layouts)
+    result = BranchAndBound(tables, options).run([layout for layout in layouts if layerwise(layout)])
+    return result if result.estimates else BranchAndBound(tables, options).run(layouts)
 
 
 def _recompute(request: PlanRequest) -> tuple[Recompute, ...]:
@@ -238,9 +238,9 @@ def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
     return [request.total_microbatches]
 
 
-def _interleaved(found: Found, tables: CostTables) -> Iterator[Layout]:
+def _interleaved(result: SearchResult, tables: CostTables) -> Iterator[Layout]:
     """Yields the best meshes again with several stages on a device: such cuts take long to price."""
-    for estimate in sorted(found.estimates, key=lambda e: e.step_s)[:MESHES]:
+    for estimate in sorted(result.estimates, key=lambda e: e.step_s)[:MESHES]:
         layout = estimate.layout
         counts, units = [(layout.microbatches, layout.captured)], len(tables.graph(layout).units)
         for chunked in pipelines(layout.axes, counts, (CHUNKED.name,), units):
@@ -282,12 +282,12 @@ def _nothing_fits(
 # -- what comes out --------------------------------------------------------------------------------------
 
 
-def _plan(request: PlanRequest, found: Found, tables: CostTables, cluster: Cluster) -> Plan:
-    best, all_tables = polish(choose(found.estimates)), tables
+def _plan(request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster) -> Plan:
+    best, all_tables = polish(choose(result.estimates)), tables
     if not (tables.exact(best.layout) or tables.unequal):
         tables, best = _refined(request, tables, best)
     best, recomputed = selective(best, tables, request.optimizer)
-    other = or_offloaded(best, found.estimates, all_tables, cluster) if request.recompute is None else None
+    other = or_offloaded(best, result.estimates, all_tables, cluster) if request.recompute is None else None
     if other is not None:
         tables, best, recomputed = all_tables, other, {}
     layout, piece_ends = best.layout, tables.ends(best.layout)
@@ -296,7 +296,7 @@ def _plan(request: PlanRequest, found: Found, tables: CostTables, cluster: Clust
     graph = tables.graph(layout)
     overall = best.cases[0].recompute if {c.recompute for c in best.cases} in PLAN_WIDE else "none"
     stages = stages_from_bounds(graph, bounds, tuple(device.name for device in best.devices))
-    not_chosen = rivals(layout, found.estimates)
+    not_chosen = rivals(layout, result.estimates)
     return Plan(
         model=graph.model,
         fingerprint=graph.fingerprint,
@@ -314,7 +314,7 @@ def _plan(request: PlanRequest, found: Found, tables: CostTables, cluster: Clust
         recompute=overall,
         bn=request.bn,
         what_if=layout.what_if,
-        expected=counted(_expected(request, best, found, bounds, tables), recomputed),
+        expected=counted(_expected(request, best, result, bounds, tables), recomputed),
         alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(not_chosen)),
         why=(
             *(CaptureNote(note=note) for note in graph.notes if graph.form == "modules"),
@@ -331,7 +331,7 @@ def _plan(request: PlanRequest, found: Found, tables: CostTables, cluster: Clust
                 else ()
             ),
             *compared_with(best, not_chosen),
-            *islice(rejections(found.rejected), REJECTIONS),
+            *islice(rejections(result.rejected), REJECTIONS),
         ),
     )
 
@@ -346,10 +346,10 @@ def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[
 
 
 def _expected(
-    request: PlanRequest, best: Estimate, found: Found, bounds: Sequence[int], tables: CostTables
+    request: PlanRequest, best: Estimate, result: SearchResult, bounds: Sequence[int], tables: CostTables
 ) -> Expected:
     figures = expected(best, request.batch_size, bounds)
-    floor_s = min(found.floor_s, best.floor_s or inf)
+    floor_s = min(result.floor_s, best.floor_s or inf)
     # The other cuts of an interleaved layout are not among those that were priced.
     if best.layout.chunks > 1:
         floor_s = min(floor_s, tables.least_s(best.layout))

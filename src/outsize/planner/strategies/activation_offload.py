@@ -26,7 +26,7 @@ from outsize.ir.hardware.devices import host_link
 from outsize.ir.offload import Weights
 from outsize.ir.plan import Plan, Recompute
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, estimate
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.ranking import CLOSE, choose
 from outsize.planner.layout.layout import Layout
@@ -77,11 +77,11 @@ def offloaded(estimate_: Estimate) -> list[int]:
     return [stage for stage, case in enumerate(estimate_.cases) if case.host_copies is not None]
 
 
-def offload_reasons(found: Estimate) -> Iterator[ActivationsOffloaded]:
+def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
     """Yields which stages send activations to the host; the bytes and the link are those of the first one."""
-    stages = offloaded(found)
+    stages = offloaded(estimate)
     for stage in stages[:1]:
-        case, run = found.cases[stage], (found.bounds[stage], found.bounds[stage + 1])
+        case, run = estimate.cases[stage], (estimate.bounds[stage], estimate.bounds[stage + 1])
         assert case.host_copies is not None
         yield ActivationsOffloaded(
             stages=tuple(stages),
@@ -97,6 +97,6 @@ def _offload_options(layout: Layout, tables: CostTables) -> Iterator[Estimate]:
         return
     for pipeline in tables.pipelines(layout, ("none", "offload")):
         cut = Tables(pipeline).split()
-        candidate = None if cut is None else estimate(pipeline, cut.bounds, cut.ways)
+        candidate = None if cut is None else estimate_cut(pipeline, cut.bounds, cut.choices)
         if candidate is not None and candidate.fits:
             yield candidate

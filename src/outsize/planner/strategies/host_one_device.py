@@ -36,7 +36,7 @@ from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate, expected, stage_cost
+from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected, stage_cost
 from outsize.planner.evaluate.plan_findings import fullest_device, shortages
 from outsize.planner.fit.nearest import RECOMPUTED_TEXT, parts_text, stage_needs_text
 from outsize.planner.layout.layout import Layout, rank_named
@@ -97,7 +97,7 @@ def check_hosted(request: PlanRequest, graphs: Sequence[ModelGraph], cluster: Cl
 def too_small(layouts: Iterable[Layout], tables: CostTables, recompute: Recompute) -> NoFeasiblePlan:
     """Returns the error where no requested degree fits: what the one that fills the device least lacks."""
     tried = [pipeline for layout in layouts if (pipeline := tables.pipeline(layout, (recompute,)))]
-    priced = [estimate(pipeline, (0, pipeline.case.units), (0,)) for pipeline in tried]
+    priced = [estimate_cut(pipeline, (0, pipeline.case.units), (0,)) for pipeline in tried]
     smallest = min(priced, key=lambda candidate: candidate.peak_bytes)
     (memory,), weights, m = smallest.memories, smallest.layout.weights, smallest.layout.microbatches
     name, size = memory.largest[0]
@@ -119,7 +119,7 @@ def in_blocks(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster)
     cuts = dict.fromkeys(block_ends(graph, UnitSeconds.of(profile), most) for most in MOST)
     made = [_cut(plan, graph, cut) for cut in cuts]
     costs = [_estimate_and_bound(stages_plan, graph, profile, cluster) for stages_plan in made]
-    fitting = [at for at, (found, _) in enumerate(costs) if found.fits] or [len(cuts) - 1]
+    fitting = [at for at, (estimate, _) in enumerate(costs) if estimate.fits] or [len(cuts) - 1]
     least_s = min(costs[at][0].step_s for at in fitting)
     chosen = next(at for at in fitting if costs[at][0].step_s <= NEAR * least_s)
     return _shown(made[chosen], plan, graph, *costs[chosen])
@@ -180,10 +180,12 @@ def _cut(plan: Plan, graph: ModelGraph, cut: Sequence[int]) -> Plan:
     )
 
 
-def _shown(made: Plan, plan: Plan, graph: ModelGraph, found: Estimate, bound: Bound) -> Plan:
-    figures, before = _figures(made, found, graph), plan.expected
+def _shown(made: Plan, plan: Plan, graph: ModelGraph, estimate: Estimate, bound: Bound) -> Plan:
+    figures, before = _figures(made, estimate, graph), plan.expected
     bounds = {} if before is None else {"gap": before.gap, "limited_by": before.limited_by}
-    fullest = fullest_device(found.memories, found.devices, found.layout.ranks, found.layout.group)
+    fullest = fullest_device(
+        estimate.memories, estimate.devices, estimate.layout.ranks, estimate.layout.group
+    )
     # The findings of the one-stage plan are of other blocks than these stages.
     others = (reason for reason in plan.why if not isinstance(reason, (SlowestStage, FullestDevice)))
     why = (fullest, *others, host_states(graph, made), HostRoofline(bound=bound))
@@ -229,7 +231,7 @@ def _estimate_and_bound(
     tables = CostTables({m: coarse}, cluster, plan.optimizer, most=len(bounds))
     pipeline = tables.pipeline(layout, ("full" if recompute else "none",), (device,))
     assert pipeline is not None, "one device always exists"
-    candidate = estimate(pipeline, (0, len(bounds) - 1), (0,))
+    candidate = estimate_cut(pipeline, (0, len(bounds) - 1), (0,))
     return candidate, _bound(candidate, coarse, plan.optimizer, layout, cluster)
 
 
@@ -241,7 +243,7 @@ def _bound(
     passes = 1 if layerwise(layout) else m
     streams = {"resident": (0, 0), "host-optimizer": (1, 1)}
     copies_in, copies_out = streams.get(layout.weights, (2 * passes, passes))
-    boundary_bytes = blocks.handed.moved_bytes if layout.weights == "host-activations" else (0, 0)
+    boundary_bytes = blocks.boundary.moved_bytes if layout.weights == "host-activations" else (0, 0)
     forwards = 1 if case.recompute == "none" else 2
     return Bound(
         compute_s=m * sum(forwards * c.forward_s + c.backward_s for c in case.base.units),

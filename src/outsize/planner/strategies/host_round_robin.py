@@ -43,7 +43,7 @@ from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate, expected, play
+from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected, play
 from outsize.planner.evaluate.plan_findings import fullest_device
 from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout, rank_named
@@ -274,7 +274,7 @@ def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> t
     pipeline = Pipeline(
         layout, cluster, with_usable_memory(cluster), places, ((case,),) * stages, (cluster,) * stages
     )
-    candidate = estimate(pipeline, range(stages + 1), (0,) * stages)
+    candidate = estimate_cut(pipeline, range(stages + 1), (0,) * stages)
     return candidate, _bound(layout, case, blocks.held, cluster)
 
 

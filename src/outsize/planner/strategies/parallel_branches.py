@@ -39,7 +39,14 @@ from outsize.planner.dag.balance_gain import branches
 from outsize.planner.dag.stage_levels import Placed, by_branches, stages_of
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, estimate, expected, forward_bytes, reasons, stage_cost
+from outsize.planner.evaluate.estimate import (
+    Estimate,
+    estimate_cut,
+    expected,
+    forward_bytes,
+    reasons,
+    stage_cost,
+)
 from outsize.planner.evaluate.ranking import as_alternative
 from outsize.planner.layout.layout import Layout, grouped
 from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state
@@ -299,7 +306,7 @@ class _Composer:
             if composed.step_s >= limit_s:
                 return  # Simulated with messages that queue it is no shorter.
             named = replace(layout, actions=written(composed.schedule))
-            candidate = estimate(replace(pipeline, layout=named), bounds, [0] * len(placement.ranks))
+            candidate = estimate_cut(replace(pipeline, layout=named), bounds, [0] * len(placement.ranks))
             judged_s = candidate.step_s + (0.0 if self._always else MORE_S * self._count * (named.chunks - 1))
             if judged_s < limit_s and candidate.fits:
                 limit_s = judged_s
@@ -314,7 +321,7 @@ class _Composer:
                 yield build(family.name, stages, self._count, self._p)
 
     def _job(self, pipeline: Pipeline, bounds: Sequence[int]) -> Job:
-        runs, cases = tuple(pairwise(bounds)), [ways[0] for ways in pipeline.ways]
+        runs, cases = tuple(pairwise(bounds)), [options[0] for options in pipeline.options]
         costs = [stage_cost(case, *run) for case, run in zip(cases, runs, strict=True)]
         edges, ranks = edges_of(pipeline.case.flows, bounds), pipeline.ranks
         messages = self._messages(ranks, edges, pipeline.room)

@@ -42,8 +42,8 @@ from outsize.planner.strategies.selective_recompute import (
     UnitLevelModel,
     Units,
     choice,
-    kept_case,
     recomputing,
+    saving_case,
     shared_choice,
 )
 from outsize.schedules.families import family_of
@@ -62,7 +62,7 @@ def selective(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estim
     better.
     """
     layout, chosen = best.layout, dict[int, Units]()
-    if layout.group > 1 or layout.hosted or len(best.pipeline.ways[0]) == 1:
+    if layout.group > 1 or layout.hosted or len(best.pipeline.options[0]) == 1:
         return best, chosen
     # A stage that recomputes some units cannot split its backward.
     if family_of(layout.schedule).splits_backward:
@@ -93,7 +93,7 @@ def _one_by_one(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Est
         )
         if units_choice is not None:
             extended = chosen | {stage: units_choice.units}
-            tried = recomputing(best.pipeline, best.bounds, best.ways, extended, tables, optimizer)
+            tried = recomputing(best.pipeline, best.bounds, best.choices, extended, tables, optimizer)
             if tried.fits and tried.step_s <= improved.step_s:
                 improved, chosen = replace(tried, floor_s=best.floor_s), extended
     return improved, chosen
@@ -113,7 +113,7 @@ class _JointSearch:
         layout, n = start.layout, start.pipeline.case.units
         key = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
         self._states, self._m, self._stages = states_by_stage(*key), layout.microbatches, range(layout.stages)
-        self._kept = [kept_case(start.pipeline, stage) for stage in self._stages]
+        self._saving_cases = [saving_case(start.pipeline, stage) for stage in self._stages]
         self._over = [self._excess(stage) for stage in self._stages]
         self._inside = np.arange(n + 1)[:, None] < np.arange(n + 1)
         self._known: dict[tuple[int, Run], tuple[Units | None, float]] = {}
@@ -143,15 +143,15 @@ class _JointSearch:
         """Prices a cut whose stages that do not fit recompute their best choice; None where one
         never fits.
         """
-        chosen, ways = dict[int, Units](), [0] * len(self._stages)
+        chosen, choices = dict[int, Units](), [0] * len(self._stages)
         for stage, run in enumerate(pairwise(bounds)):
             if self._over[stage][run] > 0:
                 units, extra_s = self._known.get((stage, run), (None, inf))
                 if extra_s == inf:
                     return None
-                ways[stage] = self._whole_way(stage, run) or 0 if units is None else 0
+                choices[stage] = self._whole_option(stage, run) or 0 if units is None else 0
                 chosen |= {} if units is None else {stage: units}
-        candidate = recomputing(self._pipeline, bounds, ways, chosen, self._cost_tables, self._optimizer)
+        candidate = recomputing(self._pipeline, bounds, choices, chosen, self._cost_tables, self._optimizer)
         return candidate, chosen
 
     def _learn(self, bounds: tuple[int, ...]) -> bool:
@@ -177,13 +177,13 @@ class _JointSearch:
         cheapest = choice(self._pipeline, stage, run, self._fine[kind])
         if cheapest is not None:
             return cheapest.units, cheapest.extra_s, cheapest.least_s
-        fits = self._whole_way(stage, run) is not None
-        extra_s = float(self._kept[stage].seconds.forward[slice(*run)].sum()) if fits else inf
+        fits = self._whole_option(stage, run) is not None
+        extra_s = float(self._saving_cases[stage].seconds.forward[slice(*run)].sum()) if fits else inf
         return None, extra_s, 0.0 if fits else inf
 
-    def _whole_way(self, stage: int, run: Run) -> int | None:
+    def _whole_option(self, stage: int, run: Run) -> int | None:
         """Returns the first option that recomputes all of a run and fits."""
-        room, options = self._pipeline.room_bytes(stage), enumerate(self._pipeline.ways[stage])
+        room, options = self._pipeline.room_bytes(stage), enumerate(self._pipeline.options[stage])
         peaks = (
             (option, self._peak(stage, case)[run]) for option, case in options if case.recompute != "none"
         )
@@ -201,9 +201,9 @@ class _JointSearch:
     def _plain_s(self) -> list[Seconds]:
         """Returns the seconds of a step through each stage without recompute."""
         pipeline, cuts = self._pipeline, np.arange(self._pipeline.case.units + 1)
-        chain = PrefixTimes.of(pipeline.case.graph, fastest([case.seconds for case in self._kept]))
+        chain = PrefixTimes.of(pipeline.case.graph, fastest([case.seconds for case in self._saving_cases]))
         if family_of(pipeline.layout.schedule).even_cut_is_best:
-            return [self._m * case.ranges.compute_s for case in self._kept]
+            return [self._m * case.ranges.compute_s for case in self._saving_cases]
         return [
             chain.costing(case.seconds).stage_s(
                 pipeline.layout.schedule,
@@ -212,7 +212,7 @@ class _JointSearch:
                 (s, len(self._stages) - 1 - s),
                 self._m,
             )
-            for s, case in enumerate(self._kept)
+            for s, case in enumerate(self._saving_cases)
         ]
 
     def _peak(self, stage: int, case: Case) -> Bytes:
@@ -220,11 +220,11 @@ class _JointSearch:
 
     def _excess(self, stage: int) -> Bytes:
         """Returns the bytes of each run beyond the stage's usable memory."""
-        return self._peak(stage, self._kept[stage]) - self._pipeline.room_bytes(stage)
+        return self._peak(stage, self._saving_cases[stage]) - self._pipeline.room_bytes(stage)
 
     def _least_extra_s(self, stage: int) -> Seconds:
         """Returns a lower bound for every run: its cheapest unit per byte, times the excess."""
-        case, held = self._kept[stage], max(alive.in_flight for alive in self._states[stage])
+        case, held = self._saving_cases[stage], max(alive.in_flight for alive in self._states[stage])
         saved = np.array([unit.saved_bytes for unit in case.base.units], np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
             rate = np.where(saved > 0, case.seconds.forward / saved, np.inf)

@@ -1,17 +1,17 @@
 """Problem: which units of a stage should be recomputed, so that it fits and loses least time?
 
     minimise    sum of forward_s over the chosen units
-    subject to  fixed + waiting x kept + acting <= room      at every moment of the stage (Limit)
+    subject to  fixed + waiting x saved + acting <= room      at every moment of the stage (Limit)
 
-`kept` and `acting` are those of memory/recomputed_stage.py: what a choice keeps of a microbatch, and what the
-one being computed holds at its worst moment. Units are taken in order, one without recompute or a segment of
-them at a time: a knapsack along a path. The cost of the later units depends on which memories that they use
-have been kept (the state), so in each state those choices stay that no other beats in seconds, in bytes kept
+`saved` and `acting` are bytes of memory/recomputed_stage.py: what a choice keeps of a microbatch, and what
+the one being computed holds at its worst moment. Units are taken in order, one without recompute or a segment
+of them at a time: a knapsack along a path. The cost of the later units depends on which memories they use
+have been saved (the state), so in each state those choices stay that no other beats in seconds, in bytes kept
 and in the worst moments so far (Nemhauser and Ullmann, Management Science 15(9), 1969). A worst moment that
 cannot matter counts as the largest that never does.
 
-Bound: at a price of p seconds for a byte kept, the cheapest continuation of a state is a shortest path; its
-cost above p x the bytes that may still be kept is a lower bound of the remaining seconds (a Lagrangian
+Bound: at a price of p seconds for a saved byte, the cheapest continuation of a state is a shortest path; its
+cost above p x the bytes that may still be saved is a lower bound of the remaining seconds (a Lagrangian
 relaxation, Fisher, Management Science 27(1), 1981). p is bisected; its shortest paths are also the first
 complete choices, and where the computed microbatch does not fit besides them, p is raised until it does. A
 choice whose bound reaches the best known one is dropped.
@@ -80,7 +80,7 @@ class _Arc:
 
     end: int
     extra_s: float
-    kept: int
+    saved_bytes: int
     worst: tuple[int, int, int]
     state: State
     segment: bool
@@ -92,7 +92,7 @@ class _Partial:
     """Describes choices for the first units, linked backward."""
 
     seconds: float
-    kept: int
+    saved_bytes: int
     worst: tuple[int, int, int]
     start: int = 0
     segment: bool = False
@@ -101,7 +101,7 @@ class _Partial:
     def beats(self, other: _Partial) -> bool:
         """Returns whether this is better than the other in everything, or equal."""
         w, o = self.worst, other.worst
-        return self.kept <= other.kept and w[0] <= o[0] and w[1] <= o[1] and w[2] <= o[2]
+        return self.saved_bytes <= other.saved_bytes and w[0] <= o[0] and w[1] <= o[1] and w[2] <= o[2]
 
 
 def choose(
@@ -150,7 +150,7 @@ class _Paths:
         for k in reversed(range(len(self.arcs) - 1)):
             for state, arcs in self.arcs[k].items():
                 continuations = (
-                    (seconds * a.extra_s + second_per_byte * a.kept + cheapest[a.end][a.state][0], n)
+                    (seconds * a.extra_s + second_per_byte * a.saved_bytes + cheapest[a.end][a.state][0], n)
                     for n, a in enumerate(arcs)
                 )
                 best = min(continuations, default=(inf, 0))
@@ -158,48 +158,48 @@ class _Paths:
         return cheapest
 
     def _from(self, k: int, state: State) -> Iterator[_Arc]:
-        kept, just_ended = state
+        saved, just_ended = state
         stage, block = self._stage, self._stage.block
-        kept_here = kept | {i for i in stage.inner if k in stage.stores[i].keepers}
-        size = stage.own[k] + self._size(kept_here - kept)
-        worst = self._held_forward(k, kept_here), stage.backward[k], stage.first_backward[k]
-        yield _Arc(k + 1, 0.0, size, worst, (self._used_from(k + 1, kept_here), False), segment=False)
+        saved_here = saved | {i for i in stage.inner if k in stage.stores[i].keepers}
+        size = stage.own[k] + self._size(saved_here - saved)
+        worst = self._held_forward(k, saved_here), stage.backward[k], stage.first_backward[k]
+        yield _Arc(k + 1, 0.0, size, worst, (self._used_from(k + 1, saved_here), False), segment=False)
         read = set[int]()
         for end in range(k + 1, min(stage.units, k + LONGEST) + 1):
             if block[end - 1] != block[k] or (just_ended and block[k] == block[k - 1]):
                 return
             read.update(i for i in self._used_by[end - 1] if stage.stores[i].made < k)
-            yield self._segment(k, end, kept, kept | read)
+            yield self._segment(k, end, saved, saved | read)
 
-    def _segment(self, k: int, end: int, kept: frozenset[int], kept_with_reads: frozenset[int]) -> _Arc:
-        """Builds the step of a segment; `kept_with_reads`: the kept storages and those that the segment
+    def _segment(self, k: int, end: int, saved: frozenset[int], saved_with_reads: frozenset[int]) -> _Arc:
+        """Builds the step of a segment; `saved_with_reads`: the saved storages and those that the segment
         reads.
         """
         if (k, end) not in self._segments:
             self._segments[k, end] = self._stage.segment(k, end), sum(self._forward_s[k:end])
         acting, seconds = self._segments[k, end]
-        forward = max(self._held_forward(u, kept_with_reads) for u in range(k, end))
+        forward = max(self._held_forward(u, saved_with_reads) for u in range(k, end))
         return _Arc(
             end,
             seconds,
-            self._size(kept_with_reads - kept),
+            self._size(saved_with_reads - saved),
             (forward, acting.backward, acting.first_backward),
-            (self._used_from(end, kept_with_reads), True),
+            (self._used_from(end, saved_with_reads), True),
             segment=True,
         )
 
     def _size(self, places: Iterable[int]) -> int:
         return sum(self._stage.stores[i].size_bytes for i in places)
 
-    def _held_forward(self, k: int, kept: frozenset[int]) -> int:
+    def _held_forward(self, k: int, saved: frozenset[int]) -> int:
         """Returns the forward's bytes besides what is kept."""
         stores = self._stage.stores
-        return self._forward[k] - self._size(i for i in kept if stores[i].made <= k <= stores[i].last)
+        return self._forward[k] - self._size(i for i in saved if stores[i].made <= k <= stores[i].last)
 
-    def _used_from(self, k: int, kept: frozenset[int]) -> frozenset[int]:
+    def _used_from(self, k: int, saved: frozenset[int]) -> frozenset[int]:
         """Returns the storages that a unit from k on still uses, or would keep."""
         stores = self._stage.stores
-        return frozenset(i for i in kept if max((stores[i].last, *stores[i].keepers)) >= k)
+        return frozenset(i for i in saved if max((stores[i].last, *stores[i].keepers)) >= k)
 
 
 @final
@@ -209,14 +209,14 @@ class _KnapsackSearch:
     def __init__(self, stage: StageBytes, paths: _Paths, limits: Sequence[Limit], room: int) -> None:
         self._stage, self._paths, self._n = stage, paths, stage.units
         self._limits = [(room - at.fixed_bytes, at.waiting, at.phase) for at in limits]
-        self._most_kept = min((self._kept_at_most(*limit) for limit in self._limits), default=1 << 62)
+        self._most_saved_bytes = min((self._saved_at_most(*limit) for limit in self._limits), default=1 << 62)
         never = self._never_matters
         self._first = _Partial(0.0, 0, (never(FORWARD), never(BACKWARD), never(FIRST_BACKWARD)))
         self._least = paths.priced(1.0, seconds=0.0)
         self._price, self._best = 0.0, None
         self._remaining = paths.priced(0.0)
         self._proven = paths.complete
-        if self._least[0][START][0] <= self._most_kept:
+        if self._least[0][START][0] <= self._most_saved_bytes:
             self._bisect()
 
     def choice(self) -> Choice | None:
@@ -239,7 +239,7 @@ class _KnapsackSearch:
         for k in range(self._n):
             labels = [(state, p) for state, partials in fronts[k].items() for p in _undominated(partials)]
             labels = [
-                (self._bound_s(p.seconds, p.kept, k, state), p.kept, n, state, p)
+                (self._bound_s(p.seconds, p.saved_bytes, k, state), p.saved_bytes, n, state, p)
                 for n, (state, p) in enumerate(labels)
             ]
             for bound_s, _, _, state, partial in sorted(labels)[:width]:
@@ -256,7 +256,7 @@ class _KnapsackSearch:
         self._consider(p for partials in fronts[self._n].values() for p in partials)
 
     def _consider(self, done: Iterable[_Partial]) -> None:
-        best = min(done, key=lambda p: (p.seconds, p.kept), default=None)
+        best = min(done, key=lambda p: (p.seconds, p.saved_bytes), default=None)
         if best is not None and best.seconds < self._known_s():
             self._best = best
 
@@ -267,7 +267,7 @@ class _KnapsackSearch:
         """Finds the price at which the cheapest path keeps about as much as allowed, and one at which it
         fits.
         """
-        self._price = self._least_price(lambda path: path.kept <= self._most_kept)
+        self._price = self._least_price(lambda path: path.saved_bytes <= self._most_saved_bytes)
         self._remaining = self._paths.priced(self._price)
         # The computed microbatch does not fit besides what is kept.
         if not self._fits(self._cheapest_path(self._price)):
@@ -293,26 +293,26 @@ class _KnapsackSearch:
             self._consider([partial])
         return partial
 
-    def _bound_s(self, seconds: float, kept: int, k: int, state: State) -> float:
+    def _bound_s(self, seconds: float, saved_bytes: int, k: int, state: State) -> float:
         """Returns the least seconds of a complete choice that begins with these seconds and bytes."""
-        keepable = self._most_kept - kept
+        keepable = self._most_saved_bytes - saved_bytes
         if self._least[k][state][0] > keepable:
             return inf
         return seconds + max(0.0, self._remaining[k][state][0] - self._price * keepable)
 
     def _longer(self, partial: _Partial, k: int, arc: _Arc) -> _Partial | None:
         """Returns the longer choice; None where it does not fit, or cannot beat the best known one."""
-        kept, seconds = partial.kept + arc.kept, partial.seconds + arc.extra_s
-        if self._bound_s(seconds, kept, arc.end, arc.state) >= self._known_s():
+        saved_bytes, seconds = partial.saved_bytes + arc.saved_bytes, partial.seconds + arc.extra_s
+        if self._bound_s(seconds, saved_bytes, arc.end, arc.state) >= self._known_s():
             return None
         longer = _extended(partial, k, arc)
         return longer if self._fits(longer) else None
 
     def _fits(self, partial: _Partial) -> bool:
         acting = (*partial.worst, 0)
-        return all(waiting * partial.kept + acting[at] <= room for room, waiting, at in self._limits)
+        return all(waiting * partial.saved_bytes + acting[at] <= room for room, waiting, at in self._limits)
 
-    def _kept_at_most(self, room: int, waiting: int, phase: int) -> int:
+    def _saved_at_most(self, room: int, waiting: int, phase: int) -> int:
         """Returns what one microbatch may keep under one limit; the last unit's moment adds to all that is
         kept.
         """
@@ -324,19 +324,21 @@ class _KnapsackSearch:
 
     def _never_matters(self, phase: int) -> int:
         """Returns the size of a worst moment that fits whatever is kept."""
-        return min((room - w * self._most_kept for room, w, p in self._limits if p == phase), default=1 << 62)
+        return min(
+            (room - w * self._most_saved_bytes for room, w, p in self._limits if p == phase), default=1 << 62
+        )
 
 
 def _extended(partial: _Partial, k: int, arc: _Arc) -> _Partial:
-    kept, (a, b, c), (x, y, z) = partial.kept + arc.kept, partial.worst, arc.worst
-    worst = max(a, kept + x), max(b, kept + y), max(c, kept + z)
-    return _Partial(partial.seconds + arc.extra_s, kept, worst, k, arc.segment, partial)
+    saved_bytes, (a, b, c), (x, y, z) = partial.saved_bytes + arc.saved_bytes, partial.worst, arc.worst
+    worst = max(a, saved_bytes + x), max(b, saved_bytes + y), max(c, saved_bytes + z)
+    return _Partial(partial.seconds + arc.extra_s, saved_bytes, worst, k, arc.segment, partial)
 
 
 def _undominated(partials: Sequence[_Partial]) -> list[_Partial]:
     """Returns, by ascending seconds, the choices that no other beats."""
-    kept: list[_Partial] = []
-    for partial in sorted(partials, key=lambda p: (p.seconds, p.kept, p.worst)):
-        if not any(other.beats(partial) for other in kept):
-            kept.append(partial)
-    return kept
+    undominated: list[_Partial] = []
+    for partial in sorted(partials, key=lambda p: (p.seconds, p.saved_bytes, p.worst)):
+        if not any(other.beats(partial) for other in undominated):
+            undominated.append(partial)
+    return undominated

@@ -17,7 +17,7 @@ from outsize.ir.units.names import compress_units
 from outsize.ir.units.recompute_segments import Run
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, estimate
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state
 from outsize.planner.memory.in_flight_states import states_by_rank, states_by_stage
 from outsize.planner.memory.optimizer_states import optimizer_bytes
@@ -80,7 +80,7 @@ class UnitLevelModel:
 
 
 def selective_reasons(
-    found: Estimate, chosen: Mapping[int, Units], bounds: Sequence[int]
+    estimate: Estimate, chosen: Mapping[int, Units], bounds: Sequence[int]
 ) -> Iterator[UnitsRecomputed]:
     """Yields how much each stage recomputes, and its seconds; `bounds` are those of the graph's units."""
     findings = [
@@ -88,8 +88,8 @@ def selective_reasons(
             stages=(stage,),
             recomputed_units=len(units),
             units=bounds[stage + 1] - bounds[stage],
-            again_s=_again_s(found, stage),
-            forward_s=found.costs[stage].forward_s,
+            again_s=_again_s(estimate, stage),
+            forward_s=estimate.costs[stage].forward_s,
         )
         for stage, units in chosen.items()
     ]
@@ -105,18 +105,18 @@ def selective_reasons(
     )
 
 
-def by_blocks(found: Estimate, bounds: Sequence[int]) -> dict[int, Units]:
+def by_blocks(estimate: Estimate, bounds: Sequence[int]) -> dict[int, Units]:
     """Returns the stages that recompute all their units block by block; `bounds` are those of the graph's
     units.
     """
-    cases = enumerate(zip(found.cases, pairwise(bounds), strict=True))
+    cases = enumerate(zip(estimate.cases, pairwise(bounds), strict=True))
     return {s: frozenset(range(*run)) for s, (case, run) in cases if case.recompute == "selective"}
 
 
-def _again_s(found: Estimate, stage: int) -> float:
+def _again_s(estimate: Estimate, stage: int) -> float:
     """Returns the forward seconds of a microbatch that a stage recomputes."""
-    run, kept = slice(*found.bounds[stage : stage + 2]), kept_case(found.pipeline, stage)
-    return float((found.cases[stage].seconds.backward_input - kept.seconds.backward_input)[run].sum())
+    run, saving = slice(*estimate.bounds[stage : stage + 2]), saving_case(estimate.pipeline, stage)
+    return float((estimate.cases[stage].seconds.backward_input - saving.seconds.backward_input)[run].sum())
 
 
 def counted(figures: Expected, chosen: Mapping[int, Units]) -> Expected:
@@ -145,44 +145,44 @@ def written(
 def recomputing(
     pipeline: Pipeline,
     bounds: Sequence[int],
-    ways: Sequence[int],
+    choices: Sequence[int],
     chosen: Mapping[int, Units],
     tables: CostTables,
     optimizer: str,
 ) -> Estimate:
     """Prices a cut whose stages recompute the units in `chosen`, as numbered in the model; the others run
-    their options `ways`.
+    their options `choices`.
     """
-    options, places, runs = list(pipeline.ways), list(ways), tuple(pairwise(bounds))
+    options, places, runs = list(pipeline.options), list(choices), tuple(pairwise(bounds))
     for stage, units in chosen.items():
         fine = UnitLevelModel.of(tables, pipeline, stage, optimizer)
         places[stage] = len(options[stage])
-        options[stage] = (*options[stage], _case(kept_case(pipeline, stage), runs[stage], units, fine))
-    return estimate(replace(pipeline, ways=tuple(options)), bounds, places)
+        options[stage] = (*options[stage], _case(saving_case(pipeline, stage), runs[stage], units, fine))
+    return estimate_cut(replace(pipeline, options=tuple(options)), bounds, places)
 
 
-def kept_case(pipeline: Pipeline, stage: int) -> Case:
+def saving_case(pipeline: Pipeline, stage: int) -> Case:
     """Returns the stage's tables without recompute."""
-    return next(case for case in pipeline.ways[stage] if case.recompute == "none")
+    return next(case for case in pipeline.options[stage] if case.recompute == "none")
 
 
 def choice(pipeline: Pipeline, stage: int, run: Run, fine: UnitLevelModel) -> Choice | None:
     """Returns the best choice of a stage with a run of pieces, units as numbered in the model; None if none
     fits.
     """
-    layout, tables = pipeline.layout, kept_case(pipeline, stage).ranges.of_run(*run)
+    layout, tables = pipeline.layout, saving_case(pipeline, stage).ranges.of_run(*run)
     empty = replace(tables, **dict.fromkeys(OWN, np.zeros_like(tables.saved)))
     key = layout.schedule, layout.stages, layout.microbatches, layout.axes.pp
     limits = [_limit(empty, alive) for alive in states_by_stage(*key)[stage]]
     return _best(fine, run, limits, pipeline.room_bytes(stage))
 
 
-def shared_choice(found: Estimate, stage: int, fine: UnitLevelModel) -> Choice | None:
+def shared_choice(estimate: Estimate, stage: int, fine: UnitLevelModel) -> Choice | None:
     """Returns the same for a stage that shares its device, while the others there keep their options."""
-    layout, pipeline, runs = found.layout, found.pipeline, tuple(pairwise(found.bounds))
+    layout, pipeline, runs = estimate.layout, estimate.pipeline, tuple(pairwise(estimate.bounds))
     rank = layout.ranks[stage]
     own = layout.stages_on(rank)
-    tables, at = [found.cases[s].ranges.of_run(*runs[s]) for s in own], own.index(stage)
+    tables, at = [estimate.cases[s].ranges.of_run(*runs[s]) for s in own], own.index(stage)
     tables[at] = empty = replace(tables[at], **dict.fromkeys(OWN, np.zeros_like(tables[0].saved)))
     largest_fixed = dict[tuple[int, int], int]()
     for states in states_by_rank(*layout.how()[:4])[rank]:
@@ -207,20 +207,20 @@ def _limit(empty: RangeTables, state: InFlightState) -> Limit:
     return Limit(bytes_in_state(empty, state), state.in_flight - (phase != NOTHING), phase)
 
 
-def _case(kept: Case, run: Run, chosen: Units, fine: UnitLevelModel) -> Case:
+def _case(saving: Case, run: Run, chosen: Units, fine: UnitLevelModel) -> Case:
     """Returns the tables with this run's own bytes, and the seconds of units that are recomputed."""
     first, end = fine.ends[run[0]], fine.ends[run[1]]
     held = fine.stage(run).held({unit - first for unit in chosen if first <= unit < end})
-    tables = {name: getattr(kept.ranges, name).copy() for name in OWN}
+    tables = {name: getattr(saving.ranges, name).copy() for name in OWN}
     recompute_s = np.zeros(len(fine.graph.units))
     recompute_s[sorted(chosen)] = fine.seconds.forward[sorted(chosen)]
     pieces = np.add.reduceat(recompute_s, fine.ends[:-1])
-    for piece in np.flatnonzero(pieces >= kept.seconds.forward * (1 - 1e-12)):
+    for piece in np.flatnonzero(pieces >= saving.seconds.forward * (1 - 1e-12)):
         tables["saved"][piece, piece + 1] = 0
-    sizes = {"saved": held.kept, "saved_boundary": 0, "saved_sent": 0, "forward": held.forward}
+    sizes = {"saved": held.saved_bytes, "saved_boundary": 0, "saved_sent": 0, "forward": held.forward}
     sizes |= {"backward": held.backward, "first_backward": held.first_backward, "waiting": 0}
     sizes |= {"split_backward": max(held.backward, held.first_backward)}
     for name, size in sizes.items():
         tables[name][run] = size
-    seconds = kept.seconds.plus(np.zeros_like(pieces), pieces)
-    return replace(kept, ranges=replace(kept.ranges, **tables), seconds=seconds, recompute="selective")
+    seconds = saving.seconds.plus(np.zeros_like(pieces), pieces)
+    return replace(saving, ranges=replace(saving.ranges, **tables), seconds=seconds, recompute="selective")

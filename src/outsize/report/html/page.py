@@ -245,12 +245,12 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
             "figures": [],
         }
         if plan.expected is not None:
-            found = plan.expected.stages[number]
+            figures = plan.expected.stages[number]
             row["figures"] = [
-                count_text(found.parameters),
-                seconds_text(found.forward_s),
-                seconds_text(found.backward_s),
-                percent_text(found.busy),
+                count_text(figures.parameters),
+                seconds_text(figures.forward_s),
+                seconds_text(figures.backward_s),
+                percent_text(figures.busy),
             ]
         rows.append(row)
     return rows
@@ -279,9 +279,9 @@ def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _timelines(plan: Plan, found: Sequence[Timeline]) -> list[dict[str, str]]:
+def _timelines(plan: Plan, figures: Sequence[Timeline]) -> list[dict[str, str]]:
     """Returns one figure for each timeline, all on the axis of the longest."""
-    end_s = max((t.duration_s for t in found), default=0.0)
+    end_s = max((t.duration_s for t in figures), default=0.0)
     if not end_s:
         return []
     devices = lanes(plan)
@@ -293,7 +293,7 @@ def _timelines(plan: Plan, found: Sequence[Timeline]) -> list[dict[str, str]]:
             "part": _part(plan, timeline),
             "svg": timeline_svg(timeline.source, timeline, end_s, devices),
         }
-        for timeline in found
+        for timeline in figures
     ]
 
 

@@ -37,7 +37,7 @@ from outsize.report.tables import table_style
 from outsize.report.tables.offload import degrees_table
 from outsize.report.tables.placement import device_text, holdings, lanes, recompute_text, recompute_varies
 from outsize.report.tables.stage_units import MOST_SHOWN, short_units
-from outsize.report.wording import advised, sentence, sentences
+from outsize.report.wording import advised, idle_next_step, idle_sentence, sentence, sentences
 
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
 # The most characters for a stage's units, whose column has a third of a line; fewer units are named then.
@@ -98,8 +98,8 @@ def _warning(used: Utilisation | None, command: str | None) -> list[Text]:
     """Returns W210 when the devices idled."""
     if used is None or used.idle is None:
         return []
-    step = f"\nNext: {command or used.idle.next_step()}"
-    return [Text.assemble(("W210", "bold yellow"), f": {used.idle.sentence}.", step)]
+    step = f"\nNext: {command or idle_next_step(used.idle)}"
+    return [Text.assemble(("W210", "bold yellow"), f": {idle_sentence(used.idle)}.", step)]
 
 
 def units_table(graph: ModelGraph, profile: Profile | None = None) -> Group:

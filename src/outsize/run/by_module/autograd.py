@@ -54,17 +54,17 @@ class Parts:
     call: Call
     token: Tensor
     seen: int = 0
-    found: dict[int, Tensor | None] = field(default_factory=dict)
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)
 
     def tell(self) -> None:
         """Broadcasts the parts, in order; None where no gradient arrived."""
         _insist_on_first_order(self.call)
         if self.seen:
-            parts = [self.found.pop(n, None) for n in range(self.seen)]
+            parts = [self.gradients.pop(n, None) for n in range(self.seen)]
             self.call.exchange.send(self.call.gradients, parts, _NOTHING_COMMON, lambda _: False)
 
 
-def given(call: Call) -> Parts | None:
+def before_call(call: Call) -> Parts | None:
     """Makes node D before the owner's call, older than all nodes of the module. Returns None without grad
     mode.
     """
@@ -75,7 +75,7 @@ def given(call: Call) -> Parts | None:
     return parts
 
 
-def gave(call: Call, parts: Parts | None, made: Sequence[Tensor]) -> tuple[int, ...]:
+def after_call(call: Call, parts: Parts | None, made: Sequence[Tensor]) -> tuple[int, ...]:
     """Returns the arguments by number, once per part, in the order in which parts arrive; after the owner's
     call.
 
@@ -90,7 +90,7 @@ def gave(call: Call, parts: Parts | None, made: Sequence[Tensor]) -> tuple[int, 
     return tuple(use.argument for use in uses)
 
 
-def left(out: Any, parts: Parts | None, made: Sequence[Tensor]) -> Any:
+def leave(out: Any, parts: Parts | None, made: Sequence[Tensor]) -> Any:
     """Returns the owner's result with node X after each tensor that requires grad."""
     if parts is None:
         return out
@@ -99,7 +99,7 @@ def left(out: Any, parts: Parts | None, made: Sequence[Tensor]) -> Any:
     return map_leaves(lambda leaf: exits.get(id(leaf), leaf), out) if exits else out
 
 
-def arrived(call: Call, owner: int, out: Any, made: Sequence[Tensor], uses: Sequence[int]) -> Any:
+def receive(call: Call, owner: int, out: Any, made: Sequence[Tensor], uses: Sequence[int]) -> Any:
     """Returns the result on another rank, with node R after the tensors `made`, which require grad."""
     if not made:
         return out
@@ -167,7 +167,7 @@ def _insist_on_first_order(call: Call) -> None:
 
 def _keeper(parts: Parts, place: int, edge: int) -> Callable[[Any, Any], None]:
     def keep(grad_inputs: Any, grad_outputs: Any) -> None:
-        parts.found[place] = grad_inputs[edge]
+        parts.gradients[place] = grad_inputs[edge]
 
     return keep
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from outsize.errors import BoundaryMismatch, NotCapturable
 from outsize.program.objects import Change, Scope, apply, diff, snapshot
 from outsize.program.tree import leaves
-from outsize.run.by_module.autograd import Call, arrived, gave, given, left
+from outsize.run.by_module.autograd import Call, after_call, before_call, leave, receive
 from outsize.run.by_module.broadcast import Common, Exchange, everything_but
 from outsize.run.stage.rng import GeneratorStates, generator_states, set_generator_states
 from outsize.run.weights.placement import Holders, module_owners, placeholder_weights, weight_sources
@@ -149,13 +149,13 @@ class OwnedRun:
     def _give(self, call: Call, roots: list[Any], run: Callable[[], Any]) -> Any:
         before, generators = snapshot(roots, _EFFECTS), generator_states(self._device)
         versions = [_version(value) for value in call.values]
-        parts = given(call)
+        parts = before_call(call)
         try:
             with self._within():
                 out = run()
             made = _made(out, call)
             written = _written(call, versions)
-            uses = gave(call, parts, made)
+            uses = after_call(call, parts, made)
         except Exception as error:
             call.exchange.send(call.site, error, call.common, everything_but(()))
             raise
@@ -170,7 +170,7 @@ class OwnedRun:
         )
         sent = {id(t) for t in made} | {id(t) for _, t in written}
         call.exchange.send(call.site, answer, call.common, everything_but(sent))
-        return left(out, parts, made)
+        return leave(out, parts, made)
 
     def _take(self, call: Call, roots: list[Any], owner: int) -> Any:
         answer: _Answer = call.exchange.receive(call.site, owner, call.common)
@@ -180,7 +180,7 @@ class OwnedRun:
         if answer.generators is not None:
             set_generator_states(answer.generators, self._device)
         made = [t for t, grad in zip(answer.made, answer.grads, strict=True) if grad]
-        return arrived(call, owner, answer.out, made, answer.uses)
+        return receive(call, owner, answer.out, made, answer.uses)
 
     def _drawn(self, before: GeneratorStates) -> GeneratorStates | None:
         after = generator_states(self._device)

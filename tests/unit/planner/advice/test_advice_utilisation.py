@@ -11,6 +11,7 @@ from outsize.ir.timeline import Span, Timeline
 from outsize.planner.advice.utilisation import LAUNCHES, _IdleCauses, utilisation
 from outsize.planner.simulation.measured_step import Replay, numbered
 from outsize.planner.simulation.simulate import StageCost, bound_s
+from outsize.report.wording import idle_next_step, idle_sentence
 
 EVEN = (1.0, 1.0, 1.0, 1.0)
 
@@ -83,12 +84,12 @@ def test_sequential_and_what_it_gains() -> None:
     assert (idle.cause, idle.share) == ("sequential", pytest.approx(0.75))
     assert idle.change == (("schedule", "1f1b"), ("microbatches", "8"))
     assert idle.gain == pytest.approx(32 / 11)
-    assert idle.sentence == (
+    assert idle_sentence(idle) == (
         "devices idle 75 % of the step: the schedule is sequential; "
         "8 microbatches with 1f1b -> predicted 2.9x"
     )
-    assert idle.next_step("outsize run M") == "outsize run M --schedule 1f1b --microbatches 8"
-    assert idle.next_step() == "outsize.plan(..., schedule='1f1b', microbatches=8)"
+    assert idle_next_step(idle, "outsize run M") == "outsize run M --schedule 1f1b --microbatches 8"
+    assert idle_next_step(idle) == "outsize.plan(..., schedule='1f1b', microbatches=8)"
 
 
 def test_one_microbatch_of_any_schedule_is_sequential() -> None:
@@ -104,7 +105,7 @@ def test_few_microbatches_and_a_batch_that_cannot_be_cut_further() -> None:
     idle = used("1f1b", EVEN, 2, 16).idle
     assert idle is not None
     assert idle.cause == "few-microbatches"
-    assert "2 microbatches are few for 4 stages" in idle.sentence
+    assert "2 microbatches are few for 4 stages" in idle_sentence(idle)
     assert idle.change[1] == ("microbatches", "16")
     tight = used("1f1b", EVEN, 2, 2).idle
     assert tight is not None
@@ -116,8 +117,8 @@ def test_uneven_stages() -> None:
     idle = used("1f1b", (1.0, 1.0, 8.0, 1.0), 16, 16).idle
     assert idle is not None
     assert idle.cause == "uneven-stages"
-    assert "stage 2 computes 73 % of the step's work" in idle.sentence
-    assert idle.next_step("outsize run M") == "outsize tune MODEL"
+    assert "stage 2 computes 73 % of the step's work" in idle_sentence(idle)
+    assert idle_next_step(idle, "outsize run M") == "outsize tune MODEL"
     assert 2.3 < idle.gain < 8 / 11 * 4
 
 
@@ -126,7 +127,7 @@ def test_microbatches_do_not_help_where_one_stage_does_it_all() -> None:
     idle = used("gpipe", (1.0, 39.0), 1, 16).idle
     assert idle is not None
     assert idle.cause == "uneven-stages"
-    assert idle.next_step("outsize run M") == "outsize tune MODEL"
+    assert idle_next_step(idle, "outsize run M") == "outsize tune MODEL"
     assert idle.gain == pytest.approx(16 / (16 + 1) * 2)
 
 
@@ -163,8 +164,8 @@ def test_modules_wait_for_each_other() -> None:
     found = utilisation(step, plan.model_copy(update={"form": "modules"}), [f"cpu:{r}" for r in range(4)])
     assert found.bound_s == pytest.approx(found.step_s)
     assert found.idle is not None
-    assert "runs by modules" in found.idle.sentence
-    assert found.idle.next_step("outsize run M") == "outsize explain W210"
+    assert "runs by modules" in idle_sentence(found.idle)
+    assert idle_next_step(found.idle, "outsize run M") == "outsize explain W210"
 
 
 def test_launches_on_a_gpu_are_not_called_idle() -> None:
@@ -186,5 +187,5 @@ def test_groups_of_microbatches_count_on() -> None:
 def test_what_a_terminal_shows() -> None:
     text = str(used("naive", EVEN, 8, 8))
     assert text.splitlines()[1] == "busy       cpu:0 25 %, cpu:1 25 %, cpu:2 25 %, cpu:3 25 %"
-    assert "W210: devices idle 75 %" in text
+    assert "W210       sequential, schedule=1f1b, microbatches=8" in text
     assert "100 % reached" in text

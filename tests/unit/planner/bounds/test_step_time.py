@@ -18,7 +18,7 @@ from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, estimate, lower_along
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut, lower_along
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, split
 from outsize.planner.simulation.simulate import StageCost, bound_s
@@ -139,7 +139,7 @@ def every(pipeline: Pipeline) -> Iterator[Estimate]:
     """All cuts in all ways that fit."""
     for bounds in cuts(pipeline.case.units, pipeline.stages):
         for ways in product(range(2), repeat=pipeline.stages):
-            found = estimate(pipeline, bounds, ways)
+            found = estimate_cut(pipeline, bounds, ways)
             if found.fits:
                 yield found
 
@@ -157,7 +157,7 @@ def test_no_cut_that_fits_is_below_the_floor_of_split(
     if cut is None:
         assert not fitting
         return
-    assert estimate(pipeline, cut.bounds, cut.ways).fits
+    assert estimate_cut(pipeline, cut.bounds, cut.choices).fits
     assert cut.floor_s <= min(found.step_s for found in fitting) * (1 + 1e-9)
     floor_s = work_of(*model).floor_s(schedule, stages, stages, microbatches)
     assert floor_s <= cut.floor_s * (1 + 2e-5), "memory makes nothing faster"

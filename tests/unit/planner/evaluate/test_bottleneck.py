@@ -22,7 +22,7 @@ from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import estimate
+from outsize.planner.evaluate.estimate import estimate_cut
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import split
 
@@ -44,7 +44,7 @@ def limit(model: Model, microbatches: int, cluster: Cluster = TWO, axes: Axes | 
     assert pipeline is not None
     cut = split(pipeline)
     assert cut is not None
-    found = estimate(pipeline, cut.bounds, cut.ways, cut.floor_s)
+    found = estimate_cut(pipeline, cut.bounds, cut.choices, cut.floor_s)
     return limited_by(found, PrefixTimes.of(model[0], UnitSeconds.of(model[1])), model[0], cut.bounds)
 
 

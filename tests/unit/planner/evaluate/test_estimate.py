@@ -11,7 +11,7 @@ from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.planner.evaluate import estimate as module
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, estimate, play, simulated_microbatches, waits_s
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut, play, simulated_microbatches, waits_s
 from outsize.planner.layout.layout import Layout
 
 
@@ -24,7 +24,7 @@ def priced(schedule: ScheduleName, stages: int, microbatches: int, seed: int) ->
     model = graph.model_copy(update={"values": tuple(values)}), profile
     pipeline = CostTables({microbatches: model}, slowly_joined(stages), "sgd").pipeline(layout, ("none",))
     assert pipeline is not None
-    return estimate(pipeline, range(stages + 1), [0] * stages)
+    return estimate_cut(pipeline, range(stages + 1), [0] * stages)
 
 
 def slowly_joined(count: int) -> Cluster:
@@ -58,7 +58,7 @@ def test_a_rank_sends_the_next_stage_all_that_it_has(axes: Axes, cp: int) -> Non
     model, layout = chain([1.0, 1.0], value_bytes=80), Layout(axes, 2, "naive", 1, 1)
     pipeline = CostTables({1: model}, slowly_joined(axes.world_size), "sgd").pipeline(layout, ("none",))
     assert pipeline is not None
-    found = estimate(pipeline, (0, 1, 2), (0, 0))
+    found = estimate_cut(pipeline, (0, 1, 2), (0, 0))
     assert waits_s(found) == pytest.approx(2 * 80 / cp)
     spans = play(pipeline, found.bounds, found.costs).spans
     sent_s = [span.end_s - span.start_s for span in spans if span.lane == "send"]

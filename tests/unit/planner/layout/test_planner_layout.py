@@ -74,7 +74,7 @@ def test_tokens_are_shared_at_the_sizes_given_and_with_the_smallest_microbatches
         assert axes.world_size == 8
         assert cluster.devices_per_node % axes.tp == 0
         assert layout.microbatches * axes.replicas == 16, "samples are shared by replicas alone"
-        assert (layout.ways, layout.group) == (axes.tp * axes.cp, 8 // axes.pp)
+        assert (layout.microbatch_ranks, layout.group) == (axes.tp * axes.cp, 8 // axes.pp)
     assert {layout.axes.tp for layout in shared if layout.axes.cp == 4} == {1, 2}
     assert len(set(shared)) == len(shared)
 

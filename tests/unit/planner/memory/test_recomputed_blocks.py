@@ -18,7 +18,7 @@ from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.plan import Axes, Recompute
 from outsize.ir.units.recompute_segments import blocks
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import estimate
+from outsize.planner.evaluate.estimate import estimate_cut
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.activations import UnitBytes
 from outsize.planner.memory.optimizer_states import optimizer_bytes
@@ -54,7 +54,7 @@ def test_every_run_holds_what_its_segments_do(
         run = ends[i], ends[j]
         stage = StageBytes.of(graph, profile, gradients[slice(*run)].tolist(), run)
         held, here = stage.held(set(range(run[1] - run[0]))), tables.of_run(i, j)
-        assert here.saved == held.kept
+        assert here.saved == held.saved_bytes
         assert (here.forward, here.backward, here.first_backward) == (
             held.forward,
             held.backward,
@@ -81,7 +81,9 @@ def test_the_search_finds_what_fits_in_any_way(saved: list[int], memory_bytes: i
     )
     assert pipeline is not None
     cuts = [(0, cut, len(saved)) for cut in range(1, len(saved))]
-    tried = (estimate(pipeline, bounds, ways) for bounds, ways in product(cuts, product(range(3), repeat=2)))
+    tried = (
+        estimate_cut(pipeline, bounds, ways) for bounds, ways in product(cuts, product(range(3), repeat=2))
+    )
     best = min((each.step_s for each in tried if each.fits), default=float("inf"))
     try:
         found = search(PlanRequest(batch_size=3, schedule="1f1b"), {3: (graph, profile)}, cluster)

@@ -38,7 +38,7 @@ def test_nothing_recomputed_is_the_walk(case: tuple[ModelGraph, UnitBytes]) -> N
     for first, end in combinations(range(n + 1), 2):
         stage = StageBytes.of(graph, profile, units.gradients[first:end].tolist(), (first, end))
         held, received = stage.held(()), [v for v in graph.values if v.producer < first <= v.saved_by < end]
-        assert held.kept == units.saved[first:end].sum() - tables.saved_boundary[first, end]
+        assert held.saved_bytes == units.saved[first:end].sum() - tables.saved_boundary[first, end]
         there = tables.forward[first, end], tables.backward[first, end], tables.first_backward[first, end]
         found = held.forward, held.backward, held.first_backward
         # The walk counts a received value as freed with the unit that keeps it.
@@ -57,21 +57,21 @@ CHAIN = tuple(StageStorage(10 * (u + 1), u, u + 1, (u + 1,), (u + 1,)) for u in 
 def test_a_segment_keeps_what_it_reads() -> None:
     """Units 1 and 2 of four: 10 comes in and is kept, 20 goes, 30 is what unit 3 keeps; own bytes go."""
     stage = stage_of(CHAIN, (1, 2, 3, 4))
-    assert stage.held(()).kept == 1 + 2 + 3 + 4 + 10 + 20 + 30
-    assert stage.held({1, 2}).kept == 1 + 4 + 10 + 30
+    assert stage.held(()).saved_bytes == 1 + 2 + 3 + 4 + 10 + 20 + 30
+    assert stage.held({1, 2}).saved_bytes == 1 + 4 + 10 + 30
 
 
 def test_blocks_end_a_segment() -> None:
     """Between two blocks the second segment reads what the first has made."""
-    assert stage_of(CHAIN, (1, 2, 3, 4), "abbb").held({0, 1, 2, 3}).kept == 10
-    assert stage_of(CHAIN, (1, 2, 3, 4), "aaaa").held({0, 1, 2, 3}).kept == 0
+    assert stage_of(CHAIN, (1, 2, 3, 4), "abbb").held({0, 1, 2, 3}).saved_bytes == 10
+    assert stage_of(CHAIN, (1, 2, 3, 4), "aaaa").held({0, 1, 2, 3}).saved_bytes == 0
 
 
 def test_a_memory_stays_for_its_other_keeper() -> None:
     """A skip that unit 3 keeps too is not gone with unit 1."""
     skip = StageStorage(100, 0, 3, (1, 3), (1, 3))
-    assert stage_of((skip,), (0, 0, 0, 0)).held({1, 2}).kept == 100
-    assert stage_of((skip,), (0, 0, 0, 0)).held({0, 1, 2, 3}).kept == 0
+    assert stage_of((skip,), (0, 0, 0, 0)).held({1, 2}).saved_bytes == 100
+    assert stage_of((skip,), (0, 0, 0, 0)).held({0, 1, 2, 3}).saved_bytes == 0
 
 
 def test_the_second_forward_is_there_beside_what_is_kept() -> None:
@@ -90,4 +90,4 @@ def test_what_is_not_chosen_stays(case: tuple[ModelGraph, UnitBytes], draw: rand
     stage = StageBytes.of(graph, profile, units.gradients.tolist(), (0, n))
     chosen = {u for u in range(n) if draw.random() < 0.5}
     left = sum(size for u, size in enumerate(stage.own) if u not in chosen)
-    assert left <= stage.held(chosen).kept <= left + sum(s.size_bytes for s in stage.stores)
+    assert left <= stage.held(chosen).saved_bytes <= left + sum(s.size_bytes for s in stage.stores)

@@ -19,7 +19,7 @@ from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import RangeTables
-from outsize.planner.offload.boundary_traffic import Handed
+from outsize.planner.offload.boundary_traffic import BoundaryTraffic
 from outsize.planner.offload.host_traffic import Host, streamed
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
@@ -34,27 +34,27 @@ def test_what_moves_by_hand() -> None:
     values = [value(0, 0, (1, 3), 4 * MIB), value(1, 1, (2,), 2 * MIB), value(2, 2, (3,), 1000)]
     graph = graph_of([unit(u) for u in range(4)], values)
     ranges = RangeTables.of(graph, profile_of(graph, [1.0] * 4), optimizer_bytes("adamw"))
-    found = Handed.of(graph, ranges)
+    traffic = BoundaryTraffic.of(graph, ranges)
     received, sent = [0, 4 * MIB, 2 * MIB, 4 * MIB + 1000], [4 * MIB, 2 * MIB, 1000, 0]
-    assert found.comes[0].tolist() == received
-    assert found.goes[0].tolist() == [a + b for a, b in zip(received, sent, strict=True)]
+    assert traffic.comes[0].tolist() == received
+    assert traffic.goes[0].tolist() == [a + b for a, b in zip(received, sent, strict=True)]
     back = [4 * MIB, 6 * MIB, 1000 + 0, 0]
-    assert found.goes[1].tolist() == received, "a gradient for each value"
-    assert (found.comes[1] - received).tolist()[0] == back[0]
-    assert found.small.tolist() == [0, 0, 0, 1000]
-    assert found.moved_bytes == (
-        int(sum(found.comes[0] + found.comes[1])),
-        int((found.goes[0] + found.goes[1]).sum()),
+    assert traffic.goes[1].tolist() == received, "a gradient for each value"
+    assert (traffic.comes[1] - received).tolist()[0] == back[0]
+    assert traffic.small.tolist() == [0, 0, 0, 1000]
+    assert traffic.moved_bytes == (
+        int(sum(traffic.comes[0] + traffic.comes[1])),
+        int((traffic.goes[0] + traffic.goes[1]).sum()),
     )
 
 
 def test_they_move_beside_the_weights() -> None:
     """Two blocks, three microbatches: 3 x 2 bytes beside the 5 of the next block's weights."""
     one = np.array([0, 2]), np.array([2, 0])
-    handed = Handed((one[0], one[0] + one[1]), (one[0] + one[1], one[0]), np.zeros(2, np.int64))
+    boundary = BoundaryTraffic((one[0], one[0] + one[1]), (one[0] + one[1], one[0]), np.zeros(2, np.int64))
     seconds = UnitSeconds(np.ones(2), np.ones(2), np.zeros(2))
     layout = Layout(Axes(), 1, "gpipe", 3, 3, "host-activations")
-    found = streamed(seconds, (0, 1, 2), (4, 5), (1, 1), layout, Host(BARE, 1e9), handed)
+    found = streamed(seconds, (0, 1, 2), (4, 5), (1, 1), layout, Host(BARE, 1e9), boundary)
     assert (3 * found.forward).tolist() == pytest.approx([max(3, 5, 3 * 2) + 4, max(3, 3 * 2)])
     assert (3 * found.backward).tolist() == pytest.approx([max(3, 3 * 2, 1) + 1, max(3, 4 + 3 * 2, 3 * 2)])
 

@@ -75,9 +75,9 @@ def test_the_stage_that_holds_most_recomputes() -> None:
     model, layout = chain([1.0] * 4, saved_bytes=1000), Layout(Axes(pp=2), 2, "1f1b", 4, 4)
     roomy, tight, tiny = (split(pipeline_of(model, layout, size)) for size in (9000, 3600, 1000))
     assert roomy is not None
-    assert (roomy.bounds, roomy.ways, roomy.floor_s) == ((0, 2, 4), (0, 0), 5 * 6.0)
+    assert (roomy.bounds, roomy.choices, roomy.floor_s) == ((0, 2, 4), (0, 0), 5 * 6.0)
     assert tight is not None
-    assert tight.ways == (1, 0)
+    assert tight.choices == (1, 0)
     assert tiny is None
     assert split(pipeline_of(model, layout, 3600, ("none",))) is None
 
@@ -94,9 +94,9 @@ def test_a_stage_recomputes_only_where_it_must(
     worst = states_by_stage(name, 2, microbatches, 2)
     for stage, run in enumerate(pairwise(cut.bounds)):
         room = pipeline.room_bytes(stage)
-        peaks = [int(peak_table(case.ranges, worst[stage])[run]) for case in pipeline.ways[stage]]
-        assert cut.ways[stage] == (0 if peaks[0] <= room else 1)
-        assert peaks[cut.ways[stage]] <= room
+        peaks = [int(peak_table(case.ranges, worst[stage])[run]) for case in pipeline.options[stage]]
+        assert cut.choices[stage] == (0 if peaks[0] <= room else 1)
+        assert peaks[cut.choices[stage]] <= room
 
 
 def test_the_busiest_device_is_found_where_a_row_of_stages_turns_back() -> None:

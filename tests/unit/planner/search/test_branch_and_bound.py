@@ -14,7 +14,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.layout.layout import all_layouts
 from outsize.planner.search import branch_and_bound
-from outsize.planner.search.branch_and_bound import BranchAndBound, Found
+from outsize.planner.search.branch_and_bound import BranchAndBound, SearchResult
 
 Model = tuple[ModelGraph, Profile]
 WAYS: tuple[Recompute, ...] = ("none", "full")
@@ -22,7 +22,7 @@ WAYS: tuple[Recompute, ...] = ("none", "full")
 COUNTS = (8, 16)
 
 
-def hunted(models: dict[int, Model], cluster: Cluster, few: int) -> Found:
+def hunted(models: dict[int, Model], cluster: Cluster, few: int) -> SearchResult:
     layouts = list(all_layouts(cluster, COUNTS, ("1f1b", "interleaved"), 8))
     assert len(layouts) > branch_and_bound.FEW
     with pytest.MonkeyPatch.context() as patch:

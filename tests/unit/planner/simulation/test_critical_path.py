@@ -18,7 +18,7 @@ from outsize.ir.plan import Axes, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import Kind, Schedule
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import estimate, play, waits_s
+from outsize.planner.evaluate.estimate import estimate_cut, play, waits_s
 from outsize.planner.layout.layout import Layout
 from outsize.planner.simulation.critical_path import Cost, Network
 from outsize.planner.simulation.simulate import StageCost, simulate
@@ -128,7 +128,7 @@ def test_what_the_search_estimates_is_what_is_played(
     layout = Layout(Axes(pp=stages), stages, name, microbatches, microbatches)
     pipeline = CostTables({microbatches: (graph, profile)}, cluster, "sgd").pipeline(layout, WAYS)
     assert pipeline is not None
-    found = estimate(pipeline, bounds, [ways >> stage & 1 for stage in range(stages)])
+    found = estimate_cut(pipeline, bounds, [ways >> stage & 1 for stage in range(stages)])
     assert found.step_s == play(pipeline, bounds, found.costs).duration_s
     instant = cluster.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": float("inf")})
     free = cluster.model_copy(update={"inner": instant, "outer": instant})

@@ -60,7 +60,7 @@ def fits(problem: Problem, units: frozenset[int]) -> bool:
     stage, _, limits, room = problem
     held = stage.held(units)
     acting = held.forward, held.backward, held.first_backward, 0
-    return all(at.fixed_bytes + at.waiting * held.kept + acting[at.phase] <= room for at in limits)
+    return all(at.fixed_bytes + at.waiting * held.saved_bytes + acting[at.phase] <= room for at in limits)
 
 
 def brute_force(problem: Problem) -> float:
@@ -116,7 +116,7 @@ def test_the_gelu_goes_first() -> None:
     found = choose(stage, [1.0, 4.0, 1.0, 4.0, 1.0] * 2, [Limit(0, 3, BACKWARD)], 7_000)
     assert found is not None
     assert found.least_s == found.extra_s
-    assert stage.held(found.units).kept < stage.held(()).kept
+    assert stage.held(found.units).saved_bytes < stage.held(()).saved_bytes
 
 
 def test_eighty_layers() -> None:

@@ -143,9 +143,7 @@ def test_what_a_device_needs_for_sure_is_beside_what_is_likely() -> None:
 
 
 def test_a_run_says_its_bound_and_why_devices_idle() -> None:
-    idle = Idle(
-        share=0.6, cause="sequential", why="the schedule is sequential", remedy="4 with 1f1b", gain=3.14
-    )
+    idle = Idle(share=0.6, cause="sequential", stages=2, microbatches=1, part=0.6, gain=3.14)
     used = Utilisation(
         step_s=0.5, bound_s=0.45, devices=("cpu:0", "cpu:1"), busy=(0.4, 0.4), transfer=0.07, idle=idle
     )
