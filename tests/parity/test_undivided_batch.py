@@ -68,6 +68,41 @@ def class_weights(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(output, labels, torch.tensor([0.1, 4.0, 1.0, 2.0]))
 
 
+@final
+class Layers(nn.Module):
+    """The mean over a stack of two layers: its dim 0 holds no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, CLASSES), nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.first(x), self.second(x).tanh()]).mean(0)
+
+
+def over_the_mask(output: Tensor, labels: Tensor) -> Tensor:
+    """NaN for a microbatch without labels that count, by 0 / 0."""
+    mask = (labels != -100).float()
+    return (output.square().mean(1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("make", [Projection, Layers])
+@pytest.mark.parametrize("loss", [tokens, class_weights, over_the_mask], ids=lambda loss: loss.__name__)
+def test_the_gradients_are_those_of_the_batch_in_one_piece(make: Callable[[], nn.Module], loss: Loss) -> None:
+    x, labels = batch()  # The first of four microbatches has no label that counts.
+    whole = make()
+    loss(whole(x), labels).backward()
+    engine = outsize.parallelize(
+        make(), (x,), target=labels, loss_fn=loss, optimizer=torch.optim.SGD, stages=2, microbatches=4
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(x, target=labels, update=False)
+    for name, parameter in engine.named_parameters():
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name)
+
+
 def notes_of(loss: Loss, microbatches: int = 4, *, steps: int = 1) -> list[str]:
     x, labels = batch()
     verdict = outsize.check(
@@ -87,7 +122,7 @@ def test_a_loss_over_the_whole_batch_is_noted_with_both_numbers(loss: Loss, step
     assert "microbatches=1" in note
 
 
-@pytest.mark.parametrize("loss", [tokens, class_weights], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", [tokens, class_weights, over_the_mask], ids=lambda loss: loss.__name__)
 def test_a_loss_that_weights_make_whole_is_not_noted(loss: Loss) -> None:
     assert notes_of(loss) == []
 

@@ -30,6 +30,7 @@ from outsize.errors import BoundaryMismatch
 from outsize.program.modes import casting_devices, outside_autocast
 from outsize.run.device.storage import shares_storage
 from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.no_share import zero_gradients, zeroed
 from outsize.run.stage.rng import Seed
 from outsize.run.stage.split_backward import Later, input_backward
 from outsize.run.transport.slots import identity
@@ -212,23 +213,23 @@ class StageExecutor:
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
-            with self._uncast():
+            with self._uncast(), self._share(weight):
                 run_backward(roots, grads)
         self._own_new_gradients()
-        return saved.sink
+        return saved.sink if weight else zeroed(saved.sink)
 
     def backward_input(self, microbatch: int, weight: float, gradients: Gradients) -> Gradients:
         """Runs the backward without the weight gradients that can wait for `backward_weight`."""
         saved = self._saved.pop(microbatch)
         roots, grads = self._roots(saved, weight, gradients)
         if roots:
-            with self._uncast():
+            with self._uncast(), self._share(weight):
                 # Recomputed activations would be computed again for each weight, and offloaded ones would
-                # stay longer.
-                whole = self._again is not None or self._saving is not None
+                # stay longer. Hooks that make gradients zero hold for this call alone.
+                whole = self._again is not None or self._saving is not None or not weight
                 self._later[microbatch] = input_backward(roots, grads, whole=whole)
         self._own_new_gradients()
-        return saved.sink
+        return saved.sink if weight else zeroed(saved.sink)
 
     def backward_weight(self, microbatch: int) -> None:
         """Computes the weight gradients that `backward_input` of this microbatch has left."""
@@ -286,6 +287,12 @@ class StageExecutor:
 
     def _uncast(self) -> AbstractContextManager[Any]:
         return outside_autocast() if self._casts else _IN_PLACE
+
+    def _share(self, weight: float) -> AbstractContextManager[Any]:
+        """Returns the context of a backward whose gradients are zero if the microbatch has no share."""
+        if weight:
+            return _IN_PLACE
+        return zero_gradients(entry.tensor for entry in self._weights if entry.tensor.is_leaf)
 
     def _begin(self, microbatch: int, coming: list[Tensor]) -> SavedTensorHooks | None:
         """Begins to replace what autograd saves; weights and received values stay on the device."""

@@ -15,9 +15,12 @@ The tape is interpreted abstractly, once, in order. Each slot has one of these v
 
 Symbols -> names: A -> the numerator, which is not represented; B -> `Term.measures`; d -> `Term.limits`.
 
-Deviations: dim 0 is taken for samples where a reduction leaves other dims. Every function that is not named
-here keeps entries of samples apart. Both can be wrong for a function that mixes samples (a contrastive loss),
-which no weighting makes right; `outsize check` compares with the undivided batch. Complexity:
+Samples lie in the dims that are longer on a tape of more samples (`grown`); without one dim 0 is taken for
+them where a reduction leaves other dims.
+
+Deviation: every function that is not named here keeps entries of samples apart. This is wrong for a function
+that mixes samples (a contrastive loss), which no weighting makes right; `outsize check` compares with the
+undivided batch. Complexity:
 O(instructions + reads). Oracle: tests/unit/train/batch/test_loss_denominators.py computes the loss of the
 undivided batch.
 """
@@ -117,10 +120,15 @@ _CROSS_ENTROPIES = (F.cross_entropy, F.nll_loss)
 
 @final
 class Denominators:
-    """The abstract interpretation of one tape; `loss` is the value of its loss."""
+    """The abstract interpretation of one tape; `loss` is the value of its loss.
 
-    def __init__(self, tape: Tape) -> None:
+    `grown` is a tape of the same program with more samples, where there is one.
+    """
+
+    def __init__(self, tape: Tape, grown: Tape | None = None) -> None:
         self._tape = tape
+        same = grown is not None and len(grown.instructions) == len(tape.instructions)
+        self._grown = grown if same else None
         self._free = replicable(tape)
         self._values: dict[int, Value] = {}
         for slot in tape.inputs:
@@ -210,12 +218,21 @@ class Denominators:
             return value  # a sum or mean over a list of losses
         dims = _dims(instruction, len(self._tape.metas[operand.slot].shape))
         if dims is not None:
-            return self._underivable(instruction) if 0 in dims or _reduced(value) else _PER_SAMPLE
+            over_samples = bool(dims & self._sample_dims(operand))
+            return self._underivable(instruction) if over_samples or _reduced(value) else _PER_SAMPLE
         measures = (self._mean_over(operand),) if "mean" in name else ()
         terms = [term for term in value if isinstance(term, Term) and not (term.measures and measures)]
         if len(terms) < len(value) or any(term.reduced for term in terms):
             return self._underivable(instruction)
         return tuple(replace(term, reduced=True, measures=(*term.measures, *measures)) for term in terms)
+
+    def _sample_dims(self, operand: Ref) -> set[int]:
+        """Returns the dims along which samples lie."""
+        shape = self._tape.metas[operand.slot].shape
+        grown = self._grown.metas[operand.slot].shape if self._grown is not None else ()
+        if len(grown) != len(shape):
+            return {0}
+        return {dim for dim, size in enumerate(shape) if grown[dim] != size}
 
     def _mean_over(self, operand: Any) -> Measure:
         """Returns what a mean over all entries divides by: their number where a mask has selected them,

@@ -93,7 +93,7 @@ class LossShares:
     ) -> None:
         """`home` is where the tape is; without a `trial` no loss is taken for a sum."""
         tape = _detailed(tape)
-        summands = Denominators(tape).loss if counting == FROM_LOSS else ()
+        summands = _summands(tape, trial) if counting == FROM_LOSS else ()
         terms = [term for term in summands if isinstance(term, Term)]
         self.doubt = next((x for x in summands if isinstance(x, Underivable)), None)
         self.summed = False
@@ -208,6 +208,22 @@ def _detailed(tape: Tape) -> Tape:
     return tape.loss_detail or tape
 
 
+def _summands(tape: Tape, trial: LossTrial | None) -> tuple[Term | Underivable, ...]:
+    """The summands of the loss; where one is no term, a tape of more samples shows where samples lie."""
+    summands = Denominators(tape).loss
+    if trial is None or all(isinstance(summand, Term) for summand in summands):
+        return summands
+    try:
+        grown = _doubled_tape(trial)
+    except Exception:  # the user's forward takes no other number of samples
+        return summands
+    return Denominators(tape, grown).loss
+
+
+def _doubled_tape(trial: LossTrial) -> Tape:
+    return _detailed(trial.record_again(trial.example.resized(2 * trial.example.size)))
+
+
 def _is_sum(tape: Tape, terms: Sequence[Term], doubt: Underivable | None, trial: LossTrial) -> bool:
     """Whether every summand adds up over samples; where the tape does not say, the loss function is tried."""
     tried = _adds_up(trial.loss_fn, tape, trial.example) if trial.loss_fn is not None else None
@@ -223,7 +239,7 @@ def _is_sum(tape: Tape, terms: Sequence[Term], doubt: Underivable | None, trial:
 
 def _scale(numbers: Sequence[tuple[int, float]], tape: Tape, trial: LossTrial) -> bool:
     """Whether any of these numbers on the tape is another one where there are twice as many samples."""
-    other = _detailed(trial.record_again(trial.example.resized(2 * trial.example.size)))
+    other = _doubled_tape(trial)
     if len(other.instructions) != len(tape.instructions):
         return True
     return any(number not in other.instructions[index].args for index, number in numbers)

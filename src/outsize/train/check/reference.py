@@ -12,7 +12,7 @@ inputs make the model take other decisions (padding) has a tape of its own, here
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -25,6 +25,7 @@ from outsize.errors import ReplayMismatch
 from outsize.program.assertions import insist
 from outsize.program.modes import outside_autocast
 from outsize.program.tape import Instruction, Tape
+from outsize.run.stage.no_share import zero_gradients
 from outsize.run.stage.rng import Seed, borrowed_generators
 from outsize.train.batch.batch import Batch
 
@@ -60,7 +61,7 @@ def reference_step(
             output, loss = eager(model, tape_for(tape, part), part, seed, loss_fn)
             outputs.append(output)
             if loss is not None:
-                with outside_autocast():
+                with outside_autocast(), nullcontext() if weight else zero_gradients(model.parameters()):
                     (loss * weight).backward()
                 # A mean over no targets is NaN, and has no share.
                 share = loss.detach() * weight if weight else torch.zeros_like(loss)

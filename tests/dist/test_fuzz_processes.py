@@ -1,0 +1,21 @@
+"""Composed models of tests/parity/test_fuzz.py over two processes: a few seeds, and more with --all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import said_by
+
+pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore")]
+
+# Seeds whose models write no number into an object, which test_fuzz.py's `known_difference` is about.
+FEW = (0, 1, 3, 5, 7, 12)
+MORE = tuple(seed for seed in range(20, 80) if seed not in (26, 31, 40, 54, 65))
+
+
+@pytest.mark.parametrize("seeds", [FEW, pytest.param(MORE, marks=pytest.mark.full)])
+def test_composed_models_over_two_processes(seeds: tuple[int, ...], tmp_path: Path) -> None:
+    for wrong in said_by("fuzz_worker.py", 2, tmp_path, ",".join(map(str, seeds)), timeout_s=250):
+        assert len(wrong) >= len(seeds) * 3 / 4
+        assert {case: gaps for case, gaps in wrong.items() if gaps} == {}

@@ -1,0 +1,47 @@
+"""Models composed from a grammar, by seed: an engine leaves what the plain loop of fuzz_cases.py leaves.
+
+A seed that differs is run alone by `pytest "tests/parity/test_fuzz.py::test_...[SEED]" --all`. Seeds stay:
+what is known to differ has its reason in `known_difference`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fuzz_cases import Case, differing, plain, plan_of, restore, split
+from fuzz_pieces import Counts
+
+FEW, MANY = 20, 300
+KNOWN = {82: "a list that the forward appends to", 97: "a count that two pieces share"}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def known_difference(case: Case) -> str | None:
+    """Why this case may differ; docs/capture.md says what is not followed."""
+    inside = any(isinstance(m, Counts) and m.inside for m in case.model().modules())
+    return "a number that the forward writes into an object" if inside else KNOWN.get(case.seed)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[] if seed < FEW else [pytest.mark.full]) for seed in range(MANY)]
+)
+def test_a_composed_model_is_the_plain_loops(seed: int) -> None:
+    case = Case.of(seed)
+    try:
+        expected = plain(case)
+        numbers, _ = split(case, plan_of(case))
+        gaps = differing(expected, numbers)
+    finally:
+        restore()
+    if gaps and (reason := known_difference(case)) is not None:
+        pytest.xfail(reason)
+    assert expected.keys() == numbers.keys()
+    assert gaps == [], case
+
+
+def test_the_grammar_reaches_every_piece_and_loss() -> None:
+    cases = [Case.of(seed) for seed in range(60)]
+    pieces = {type(module).__name__ for case in cases for module in case.model().modules()}
+    assert len(pieces) >= 20, pieces
+    assert len({case.loss for case in cases}) >= 15
+    assert len({case.schedule for case in cases}) == 6
