@@ -1,4 +1,4 @@
-"""One rank of two: `fuzz_worker.py FOLDER SEEDS`. Composed models of tests/parity/fuzz_cases.py, a stage here."""
+"""One rank of two: `fuzz_worker.py FOLDER SEEDS`. Composed models of tests/parity, a stage on each rank."""
 
 from __future__ import annotations
 
