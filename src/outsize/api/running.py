@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -31,6 +30,7 @@ from outsize.ir.plan import Plan
 from outsize.planner.advice.utilisation import utilisation
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
+from outsize.program.objects import model_copy
 from outsize.run.stage.batchnorm import use_local_statistics
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.safetensors import WeightFiles
@@ -172,7 +172,7 @@ def check(
 
 def _loaded(model: nn.Module, weights: str | Path) -> nn.Module:
     """Returns a copy of the model with all its weights."""
-    model = copy.deepcopy(model)
+    model = model_copy(model)
     load_weights(model, WeightFiles(weights), torch.device("cpu"), set())
     return model
 

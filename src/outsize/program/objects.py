@@ -11,6 +11,7 @@ the change that brings it in and is no change of its own.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -195,6 +196,18 @@ def diff(before: ObjectSnapshot, after: ObjectSnapshot) -> list[Change]:
             steps += _moved_keys(old.parts, new) if before.scope.key_order else []
             changes += (((*old.path, step), value) for step, value in steps)
     return changes
+
+
+def model_copy(model: nn.Module) -> nn.Module:
+    """A deep copy of the model, also where a module holds a tensor of a graph, which torch refuses to copy.
+
+    Such a tensor (the weight that torch.nn.utils.weight_norm has computed) is copied as a value.
+    """
+    copies: dict[int, Any] = {}
+    for _, part in walk(list(model.modules()), Scope(modules="attributes and tables")):
+        if isinstance(part, Tensor) and part.grad_fn is not None:
+            copies[id(part)] = part.detach().clone().requires_grad_(part.requires_grad)
+    return copy.deepcopy(model, copies)
 
 
 def look_up(roots: Sequence[Any], path: Path) -> Any:

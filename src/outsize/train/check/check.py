@@ -1,13 +1,12 @@
 """Compares the split run with the plain loop, on the user's own model and batch.
 
 Both start from copies, so the user's model stays unchanged. In one process all stages take turns; with
-`processes` each stage is a real process (train/check/worker.py), started like any run, which writes its
-tensors to files. When numbers differ the verdict names the first unit whose numbers do.
+`processes` each stage is a real process (train/check/worker.py) that writes its tensors to files. When
+numbers differ the verdict names the first unit whose numbers do.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed
 from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE, Verdict
 from outsize.ir.plan import Plan
+from outsize.program.objects import model_copy
 from outsize.program.source_line import raising_line
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import seeder
@@ -46,9 +46,11 @@ from outsize.train.check.divergence import first_forward_divergence, first_wrong
 from outsize.train.check.leaf_outputs import eager_calls, first_other_call, watched_modules
 from outsize.train.check.notes import autocast_note, batchnorm_note, undivided_note
 from outsize.train.check.reference import TapeOf, undivided_loss
+from outsize.train.check.worker import SENDABLE, Payload, run_rank
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.forks import can_fork, run_in_forks
 from outsize.train.launch.launch import run_script
 from outsize.train.variants.variant import Variants
 
@@ -199,7 +201,7 @@ def _reference(question: Question, microbatches: int | None = None) -> TrainingS
 
 def _copied(model: nn.Module) -> nn.Module:
     try:
-        return copy.deepcopy(model)
+        return model_copy(model)
     except Exception as error:
         raise BadOption(
             f"the model cannot be copied, and a check must not change it: {type(error).__name__}: {error}",
@@ -221,36 +223,40 @@ def _engine(question: Question) -> Engine:
 
 
 def _over_processes(question: Question) -> TrainingSnapshot:
+    """Returns the snapshot of a run with a process for each rank: forks of this one where they can compute.
+
+    Elsewhere the processes are launched, and the model is sent to them.
+    """
     ranks = question.plan.axes.world_size
+    plan = by_blocks(question.plan, question.captured.graph)
+    # Some kernels (LayerNorm's weight gradient) add up in as many parts as there are threads.
+    rest = question.batch, question.loss_fn, plan, question.steps, question.seed, torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="outsize-check-") as folder:
-        _save(question, Path(folder))
-        code = run_script(["outsize.train.check.worker", folder], ranks, module=True)
-        if code:
-            raise RankFailed(
-                "a process of the check failed",
-                numbers=f"exit code {code}",
-                next_step="see its traceback above",
-            )
+        if can_fork():
+            run_in_forks(ranks, lambda: run_rank((_copied(question.model), *rest), Path(folder)))
+        else:
+            _launch(ranks, (question.model, *rest), Path(folder))
         parts = [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
     return merge(parts)
 
 
-def _save(question: Question, folder: Path) -> None:
+def _launch(ranks: int, payload: Payload, folder: Path) -> None:
     if "torchvision" in sys.modules:
         # The worker must import it our way before it unpickles (capture/models/imports.py says why).
         (folder / "torchvision").touch()
-    plan = by_blocks(question.plan, question.captured.graph)
-    payload = (question.model, question.batch, question.loss_fn, plan, question.steps, question.seed)
-    # Some kernels (LayerNorm's weight gradient) add up in as many parts as there are threads.
-    threads = torch.get_num_threads()
     try:
-        torch.save((*payload, threads), folder / "question.pt")
+        torch.save(payload, folder / "question.pt")
     except Exception as error:
         raise BadOption(
             "the model, batch or loss function cannot be sent to other processes",
             numbers=f"{type(error).__name__}: {error}",
-            next_step="define them at the top level of an importable module, or check in one process",
+            next_step=SENDABLE,
         ) from error
+    code = run_script(["outsize.train.check.worker", str(folder)], ranks, module=True)
+    if code:
+        raise RankFailed(
+            "a process of the check failed", numbers=f"exit code {code}", next_step="see its traceback above"
+        )
 
 
 def _locate(question: Question, differences: Differences) -> str | None:
@@ -272,12 +278,12 @@ def _locate(question: Question, differences: Differences) -> str | None:
 def _forward_divergence(question: Question) -> str | None:
     """Returns the first unit that differs in a replay of one microbatch, or else in a step of an engine."""
     parts = question.batch.split(question.plan.microbatches_of(question.batch.size))
-    model, seed = copy.deepcopy(question.model), seeder(question.seed, 0, 0)
+    model, seed = _copied(question.model), seeder(question.seed, 0, 0)
     unit = first_forward_divergence(question.captured, model, parts[0], seed, question.loss_fn)
     if unit is not None:
         return unit
     seeds = [seeder(question.seed, 0, mb) for mb in range(len(parts))]
-    expected = eager_calls(copy.deepcopy(question.model), _tapes(question), parts, seeds, question.loss_fn)
+    expected = eager_calls(_copied(question.model), _tapes(question), parts, seeds, question.loss_fn)
     engine = _engine(question)
     batch = question.batch
     engine.prepare(batch)  # recorded outside of the watched step

@@ -71,6 +71,7 @@ def reference_snapshot(
         with DeferredStatistics(model).collecting() if bn == "deferred" else nullcontext():
             loss = reference_step(model, tape, parts, shares, seeds, loss_fn).loss
         grads = _grads(model.named_parameters())
+        _make_dense(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
     assert loss is not None, "a parity check needs a loss"
@@ -102,10 +103,18 @@ def engine_snapshot(engine: Engine, batch: Batch, *, steps: int) -> TrainingSnap
         loss = engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs).loss
         own = [(n, p.grad) for n, p in engine.named_parameters() if p.grad is not None]
         grads = {n: engine.whole(n, grad).clone() for n, grad in own}
+        _make_dense(parameter for _, parameter in engine.named_parameters())
         engine.update()
     assert loss is not None
     own = {n: engine.whole(n, p) for n, p in engine.named_parameters()}
     return _snapshot(loss, grads, engine.model, own)
+
+
+def _make_dense(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes sparse gradients dense, because AdamW takes no others; they are compared before."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def _grads(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:

@@ -9,13 +9,22 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from outsize.capture.models.imports import import_torchvision
+from outsize.capture.recording.fallbacks import LossFn
+from outsize.errors import BadOption
+from outsize.ir.plan import Plan
+from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import UnknownShares
 from outsize.train.check.compare import adamw, engine_snapshot
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import join, leave
+
+# Model, batch, loss function, plan, steps, seed and threads.
+Payload = tuple[nn.Module, Batch, LossFn | None, Plan, int, int, int]
+SENDABLE = "define them at the top level of an importable module, or check in one process"
 
 
 def main(folder: Path) -> None:
@@ -24,9 +33,13 @@ def main(folder: Path) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the process that asks has shown the warning
             import_torchvision()
+    run_rank(_loaded(folder / "question.pt"), folder)
+
+
+def run_rank(payload: Payload, folder: Path) -> None:
+    """Runs the stage of this process and writes its tensors to a file of the folder. `model` is changed."""
     world = join()
-    question = torch.load(folder / "question.pt", weights_only=False)
-    model, batch, loss_fn, plan, steps, seed, threads = question
+    model, batch, loss_fn, plan, steps, seed, threads = payload
     torch.set_num_threads(threads)  # as in the reference, so that kernels sum in the same parts
     engine = make_engine(model, plan, world.group, EngineOptions(loss_fn=loss_fn, optimizer=adamw, seed=seed))
     with warnings.catch_warnings():
@@ -34,6 +47,19 @@ def main(folder: Path) -> None:
         snapshot = engine_snapshot(engine, batch, steps=steps)
     torch.save(snapshot, folder / f"rank{world.rank}.pt")
     leave(world)
+
+
+def _loaded(file: Path) -> Payload:
+    try:
+        return torch.load(file, weights_only=False)
+    except (AttributeError, ImportError) as error:  # a class of a script or a notebook
+        unsent = BadOption(
+            "the model, batch or loss function cannot be rebuilt in another process",
+            numbers=f"{type(error).__name__}: {error}",
+            next_step=SENDABLE,
+        )
+        unsent.shared = True
+        raise unsent from error
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from outsize.errors import BadOption, RankFailed
 from outsize.train.launch.environments import detected
 from outsize.train.launch.exit import end_well_outside_workers
 from outsize.train.launch.failure import Failure, signal_name
-from outsize.train.launch.rendezvous import LOOPBACK_NAMES, loopback_interface
+from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, loopback_interface
 from outsize.train.launch.spec import LaunchSpec, lifeline_in, worker_environment
 from outsize.train.launch.world import World, join_world, leave, on_one_machine
 
@@ -100,6 +100,15 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
     if world.owned:
         end_well_outside_workers(error_file(), world.rank)
     return world
+
+
+def take_place(rank: int, ranks: int, port: int) -> None:
+    """Makes this process, a fork, a rank of a run on this machine; `join` finds its place."""
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
 
 
 def error_file() -> Path | None:
