@@ -201,6 +201,30 @@ def check_an_ordinary_scheduler(world: World) -> None:
     pair.insist_on_equal_parameters()
 
 
+def check_every_rank_has_an_optimizer(world: World) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+
+    def looped(model: nn.Module, scaler: GradScaler | None = None) -> Engine:
+        engine = outsize.parallelize(
+            model, (x,), target=y, stages=2, microbatches=4, loss_fn=F.mse_loss, optimizer=sgd, scaler=scaler
+        )
+        assert engine.optimizer is not None
+        rates = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.1)
+        before = {n: p.detach().clone() for n, p in engine.named_parameters()}
+        for _ in range(2):
+            engine.step(x, target=y)
+            rates.step()
+        assert rates.get_last_lr() == pytest.approx([0.005])
+        assert not any(torch.equal(p, before[n]) for n, p in engine.named_parameters())
+        return engine
+
+    both = looped(nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)))
+    assert dict(both.named_parameters())
+    alone = looped(nn.Linear(6, 3), GradScaler("cpu", init_scale=8.0))
+    assert bool(dict(alone.named_parameters())) is (world.rank == 0)
+
+
 def check_tied_weights_have_one_optimizer_state(world: World) -> None:
     pair = Pair(world, "gpt2")
     pair.step()

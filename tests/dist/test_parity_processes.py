@@ -77,6 +77,7 @@ CHECKS = [
     "clipping_is_bit_equal",
     "accumulation_over_two_steps",
     "an_ordinary_scheduler",
+    "every_rank_has_an_optimizer",
     "tied_weights_have_one_optimizer_state",
     "a_plan_for_another_world_is_refused",
     "receive_buffers_follow_the_depth_and_not_the_microbatches",

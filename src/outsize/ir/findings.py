@@ -69,6 +69,17 @@ class FullestDevice(Finding):
 
 
 @final
+class UntrainedStages(Finding):
+    """Names stages without trainable weights; `trained_units` of the model's `units` have some."""
+
+    code: Literal["untrained-stages"] = "untrained-stages"
+    stages: tuple[int, ...]
+    stages_in_all: int
+    trained_units: int
+    units: int
+
+
+@final
 class DeviceKindUse(Finding):
     """Says what one kind of device does on a cluster with several kinds; without stages all of them are
     idle.
@@ -441,6 +452,7 @@ class NoPipelineFits(Finding):
 Reason = Annotated[
     SlowestStage
     | FullestDevice
+    | UntrainedStages
     | DeviceKindUse
     | MemoryShortage
     | DeviceOrder

@@ -82,6 +82,7 @@ from outsize.ir.findings import (
     TensorParallel,
     TuningEnd,
     UnitsRecomputed,
+    UntrainedStages,
     WeightsOnHost,
     WholeBatchStatistics,
 )
@@ -165,6 +166,15 @@ def _fullest_device(f: FullestDevice) -> str:
 def _sizes(largest: Iterable[tuple[str, int]]) -> str:
     """Returns `wte 1.2 GiB, h.0.mlp 300.0 MiB`."""
     return ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in largest)
+
+
+@sentence.register
+def _untrained_stages(f: UntrainedStages) -> str:
+    few = f", fewer than the {f.stages_in_all} stages" if f.trained_units < f.stages_in_all else ""
+    return (
+        f"nothing is trained in {stages_text(f.stages)}: {f.trained_units} of the model's {f.units} units "
+        f"have trainable weights{few}"
+    )
 
 
 @sentence.register

@@ -39,6 +39,7 @@ from outsize.planner.memory.recomputed_blocks import block_ranges
 from outsize.planner.memory.sharded import UnshardedBytes, device_tables
 from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hosted
 from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.partition.stage_weights import Demand, demands
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Maps the microbatches of the whole batch to the model at that size, with its costs."""
@@ -82,6 +83,7 @@ class CostTables:
         self._fleets: dict[Key, Fleet | None] = {}
         self._crossing: dict[int, Crossing] = {}
         self._cuts: dict[Layout, tuple[int, ...]] = {}
+        self._demands: dict[Key, tuple[Demand | None, ...]] = {}
         self._reached_s = inf
         self._least = MemoryBounds(candidates, optimizer_bytes(optimizer), not self._unequal)
 
@@ -99,7 +101,18 @@ class CostTables:
         assert groups is not None, "the groups with usable memory exist"
         devices = [groups.devices[rank] for rank in ranks]
         options = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
-        return Pipeline(layout, groups, room, ranks, options, tuple(map(self._like, devices)))
+        alike = tuple(map(self._like, devices))
+        return Pipeline(layout, groups, room, ranks, options, alike, demand=self.demands(layout)[0])
+
+    def demands(self, layout: Layout) -> tuple[Demand | None, ...]:
+        """Returns which weights the stages of a layout need, the preferred demand first."""
+        arranged = self.unequal and self._idle and layout.chunks == 1 and not self.exact(layout)
+        if layout.hosted or layout.stages == 1 or arranged:
+            return (None,)
+        key = layout.captured, layout.axes.pp, self.ends(layout)
+        if key not in self._demands:
+            self._demands[key] = demands(self.graph(layout), self.ends(layout), layout.axes.pp)
+        return self._demands[key]
 
     def _like(self, device: Device) -> Cluster:
         """Returns all devices of the same kind: a group is among them."""

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from outsize.errors import TooFewSamples
 from outsize.ir.cluster import Cluster, Device
-from outsize.ir.findings import FullestDevice, SlowestStage
+from outsize.ir.findings import FullestDevice, SlowestStage, UntrainedStages
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, StageFigures
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Timeline
 from outsize.planner.costs.parallel_times import sync_s
 from outsize.planner.costs.stage_edges import Edge, Edges, edges_of
-from outsize.planner.evaluate.plan_findings import fullest_device, slowest_stage
+from outsize.planner.evaluate.plan_findings import fullest_device, slowest_stage, untrained_stages
 from outsize.planner.layout.layout import How, Layout
 from outsize.planner.memory.account import (
     InFlightState,
@@ -126,6 +126,12 @@ class Estimate:
         room_devices = (self.pipeline.room.devices[rank].memory_bytes for rank in self.pipeline.ranks)
         held = map(self.held_bytes, range(self.layout.axes.pp))
         return all(size <= room for size, room in zip(held, room_devices, strict=False))
+
+    @property
+    def may_be_chosen(self) -> bool:
+        """Returns whether it fits, and its stages have the weights that they need."""
+        demand = self.pipeline.demand
+        return (demand is None or demand.met_by(self.bounds, self.layout.ranks)) and self.fits
 
     def held_bytes(self, rank: int) -> int:
         """Returns the bytes of all stages of a rank."""
@@ -346,11 +352,14 @@ def expected(estimate: Estimate, batch_size: int, bounds: Sequence[int]) -> Expe
 
 def reasons(
     estimate: Estimate, graph: ModelGraph, bounds: Sequence[int]
-) -> tuple[SlowestStage, FullestDevice]:
-    """Returns the slowest stage and the fullest device; `bounds` are those of the graph's units."""
+) -> tuple[SlowestStage | FullestDevice | UntrainedStages, ...]:
+    """Returns the slowest stage, the fullest device, and stages that train nothing; `bounds` are those of the
+    graph's units.
+    """
     return (
         slowest_stage(graph, bounds, estimate.costs),
         fullest_device(estimate.memories, estimate.devices, estimate.layout.ranks, estimate.layout.group),
+        *untrained_stages(graph, bounds),
     )
 
 

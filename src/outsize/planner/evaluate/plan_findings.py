@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from outsize.ir.cluster import Cluster, Device
-from outsize.ir.findings import DeviceKindUse, FullestDevice, MemoryShortage, SlowestStage
+from outsize.ir.findings import DeviceKindUse, FullestDevice, MemoryShortage, SlowestStage, UntrainedStages
 from outsize.ir.graph import ModelGraph
 from outsize.ir.units.names import compress
 from outsize.planner.memory.account import StageMemory
+from outsize.planner.partition.stage_weights import Demand
 from outsize.planner.simulation.simulate import StageCost
 
 # This many units of the fullest device are named.
@@ -28,6 +29,17 @@ def slowest_stage(graph: ModelGraph, bounds: Sequence[int], costs: Sequence[Stag
         share=seconds[slowest] / sum(seconds) if sum(seconds) else 0.0,
         even_share=1 / len(costs),
     )
+
+
+def untrained_stages(graph: ModelGraph, bounds: Sequence[int]) -> Iterator[UntrainedStages]:
+    """Yields the stages without trainable weights, unless the whole model is frozen."""
+    demand = Demand.of(graph, range(len(graph.units) + 1), frozen=False)
+    stages = tuple(stage for stage, run in enumerate(pairwise(bounds)) if not demand.met(*run))
+    if stages and demand.pieces:
+        stages_in_all, units = len(bounds) - 1, len(graph.units)
+        yield UntrainedStages(
+            stages=stages, stages_in_all=stages_in_all, trained_units=demand.pieces, units=units
+        )
 
 
 def fullest_device(

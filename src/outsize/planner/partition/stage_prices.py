@@ -44,6 +44,7 @@ from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import Bytes, RangeTables, Seconds
 from outsize.planner.partition.chain_dp import SAME
 from outsize.planner.partition.sparse_chain_dp import Runs
+from outsize.planner.partition.stage_weights import Demand
 from outsize.schedules.families import family_of
 
 Table = TypeVar("Table", Bytes, Seconds)
@@ -130,7 +131,7 @@ class Pipeline:
     `groups` has the first device of each group of the layout; `room` has the same with the memory that a peak
     may take. `alike[stage]` are all devices of the same kind as the stage's group. `even`: the stages of one
     device have equal shares of it; otherwise each may take it all, and the account of the whole device
-    decides. Options before `first_option` are not tried.
+    decides. Options before `first_option` are not tried. `demand` says which weights every stage needs.
     """
 
     layout: Layout
@@ -141,6 +142,7 @@ class Pipeline:
     alike: tuple[Cluster, ...]
     even: bool = True
     first_option: int = 0
+    demand: Demand | None = None
 
     @property
     def stages(self) -> int:
@@ -163,6 +165,12 @@ class Pipeline:
     def link(self, source: int, destination: int) -> Link:
         """Returns the link between the devices of two stages."""
         return self.room.link(self.ranks[source], self.ranks[destination])
+
+    def allows(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Returns whether runs may be a stage; where a rank has several, the account of the whole decides."""
+        if self.demand is None or self.layout.chunks > 1:
+            return np.ones(len(first), np.bool_)
+        return self.demand.met(first, end)
 
     def busy_s(self, bounds: Sequence[int], choices: Sequence[int]) -> float:
         """Returns the compute seconds of the busiest device in a step: no step of this cut is shorter."""
@@ -322,8 +330,9 @@ class _Listing:
     def may_fit(self, stage: int) -> bool:
         """Returns whether a run that does not fit could, if only boundary values were kept."""
         window = self._window(stage)
-        unfit = self._first_options(stage) < 0
-        places = self.runs.first[window][unfit], self.runs.end[window][unfit]
+        first, end = self.runs.first[window], self.runs.end[window]
+        unfit = (self._first_options(stage) < 0) & self._pipeline.allows(first, end)
+        places = first[unfit], end[unfit]
         parts = component_table(self._cases(stage)[0].ranges.at(places).without_activations(), self._m)
         return bool(
             (peaks_of_components(parts, self._worst[stage]) <= self._pipeline.room_bytes(stage)).any()
@@ -369,7 +378,8 @@ class _Listing:
                 first_options[
                     peaks_of_components(self._parts(case)[:, window], self._worst[stage]) <= room
                 ] = option
-            self._first_option_of[stage] = first_options
+            allowed = self._pipeline.allows(self.runs.first[window], self.runs.end[window])
+            self._first_option_of[stage] = np.where(allowed, first_options, -1)
         return self._first_option_of[stage]
 
     def _parts(self, case: Case) -> Seconds:

@@ -12,7 +12,7 @@ layouts) and the layouts that are priced. Oracle: tests/unit/planner/search/test
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final, final
@@ -23,10 +23,13 @@ from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import Pipeline, Tables
+from outsize.planner.partition.stage_weights import Demand
 
 # One search prices at most this many layouts; the gap accounts for the others.
 MOST_TRIED: Final = 24
 FEW: Final = 24
+# Stages that only hold frozen weights are chosen where the step of others takes this many times as long.
+DEARER: Final = 1.25
 
 
 @final
@@ -119,35 +122,59 @@ class BranchAndBound:
             self._floors.append(floor_s)
             if self._beaten(floor_s):
                 return
-        tables = self._tables(layout, floor_s, most_s)
-        if not tables:
-            return
+        best, least_s, pipeline = None, inf, None
+        for demand in self._cost_tables.demands(layout):
+            if demand is None and (best is not None or least_s < inf):
+                break
+            tables = self._tables(layout, floor_s, most_s, demand)
+            if not tables:
+                return
+            candidate, candidate_floor_s = self._best_of(tables, floor_s, most_s)
+            if best is None or (candidate is not None and best.step_s > DEARER * candidate.step_s):
+                best = candidate or best
+            least_s, pipeline = min(least_s, candidate_floor_s), tables[0].pipeline
+        if best is not None:
+            self._estimates.append(best)
+        if least_s < inf:
+            self._floors.append(least_s)
+        elif pipeline is not None:
+            self._rejected.append(pipeline)
+
+    def _best_of(
+        self, tables: Sequence[Tables], floor_s: float, most_s: float
+    ) -> tuple[Estimate | None, float]:
+        """Returns the best cut of a layout, and a lower bound of all its cuts: infinite where none fits."""
+        layout = tables[0].pipeline.layout
         known_s = max(floor_s, tables[0].floor_below(most_s)) if self._exact(layout) else floor_s
         if known_s < inf and self._beaten(known_s):
-            self._floors.append(known_s)
-            return
+            return None, known_s
         tried = [self._priced(candidate, most_s) for candidate in tables]
-        priced = [candidate for candidate in tried if isinstance(candidate, Estimate) and candidate.fits]
+        priced = [
+            candidate for candidate in tried if isinstance(candidate, Estimate) and candidate.may_be_chosen
+        ]
         slow_s = min((candidate for candidate in tried if isinstance(candidate, float)), default=inf)
-        if priced:
-            self._estimates.append(min(priced, key=lambda candidate: candidate.step_s))
-        elif slow_s == inf:
-            self._rejected.append(tables[0].pipeline)
-            return
+        if not priced and slow_s == inf:
+            return None, inf
         # One stage has one cut, and interleaved cuts are balanced.
         single_cut = layout.chunks > 1 or layout.stages == 1
-        self._floors.append(
-            min(slow_s, *(candidate.step_s for candidate in priced), inf) if single_cut else known_s
-        )
+        best = min(priced, key=lambda candidate: candidate.step_s, default=None)
+        least_s = min(slow_s, inf if best is None else best.step_s)
+        return best, least_s if single_cut else known_s
 
-    def _tables(self, layout: Layout, floor_s: float, most_s: float) -> list[Tables]:
+    def _tables(self, layout: Layout, floor_s: float, most_s: float, demand: Demand | None) -> list[Tables]:
         """Returns the tables; block by block recompute is tried where only it may help."""
         unselective: list[Recompute] = [option for option in self._recompute if option != "selective"]
-        tables = [Tables(each, floor_s) for each in self._cost_tables.pipelines(layout, unselective)]
+        tables = self._asking(layout, unselective, floor_s, demand)
         by_blocks = len(unselective) < len(self._recompute) and self._cost_tables.by_blocks(layout)
         if not by_blocks or not all(each.may_gain(most_s) for each in tables):
             return tables
-        return [Tables(each, floor_s) for each in self._cost_tables.pipelines(layout, self._recompute)]
+        return self._asking(layout, self._recompute, floor_s, demand)
+
+    def _asking(
+        self, layout: Layout, recompute: Sequence[Recompute], floor_s: float, demand: Demand | None
+    ) -> list[Tables]:
+        pipelines = self._cost_tables.pipelines(layout, recompute)
+        return [Tables(replace(pipeline, demand=demand), floor_s) for pipeline in pipelines]
 
     def _priced(self, tables: Tables, most_s: float) -> Estimate | float:
         """Prices the best cut, or returns a lower bound of its seconds beyond `most_s`: infinite where none

@@ -98,5 +98,5 @@ def _offload_options(layout: Layout, tables: CostTables) -> Iterator[Estimate]:
     for pipeline in tables.pipelines(layout, ("none", "offload")):
         cut = Tables(pipeline).split()
         candidate = None if cut is None else estimate_cut(pipeline, cut.bounds, cut.choices)
-        if candidate is not None and candidate.fits:
+        if candidate is not None and candidate.may_be_chosen:
             yield candidate

@@ -308,7 +308,7 @@ class _Composer:
             named = replace(layout, actions=written(composed.schedule))
             candidate = estimate_cut(replace(pipeline, layout=named), bounds, [0] * len(placement.ranks))
             judged_s = candidate.step_s + (0.0 if self._always else MORE_S * self._count * (named.chunks - 1))
-            if judged_s < limit_s and candidate.fits:
+            if judged_s < limit_s and candidate.may_be_chosen:
                 limit_s = judged_s
                 yield _PricedPlacement(self._graph, placement, candidate, is_split(composed), judged_s)
 

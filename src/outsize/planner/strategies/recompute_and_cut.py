@@ -76,7 +76,7 @@ def selective(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estim
     joint = _JointSearch(best, tables, optimizer)
     for bounds in joint.cuts():
         candidate = joint.estimate(bounds)
-        if candidate is not None and candidate[0].fits and candidate[0].step_s < best.step_s:
+        if candidate is not None and candidate[0].may_be_chosen and candidate[0].step_s < best.step_s:
             best, chosen = candidate
     return replace(best, floor_s=min(best.step_s, joint.floor_s)), chosen
 
@@ -94,7 +94,7 @@ def _one_by_one(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Est
         if units_choice is not None:
             extended = chosen | {stage: units_choice.units}
             tried = recomputing(best.pipeline, best.bounds, best.choices, extended, tables, optimizer)
-            if tried.fits and tried.step_s <= improved.step_s:
+            if tried.may_be_chosen and tried.step_s <= improved.step_s:
                 improved, chosen = replace(tried, floor_s=best.floor_s), extended
     return improved, chosen
 
@@ -116,6 +116,8 @@ class _JointSearch:
         self._saving_cases = [saving_case(start.pipeline, stage) for stage in self._stages]
         self._over = [self._excess(stage) for stage in self._stages]
         self._inside = np.arange(n + 1)[:, None] < np.arange(n + 1)
+        self._allowed = self._inside.copy()
+        self._allowed[self._inside] = self._pipeline.allows(*np.nonzero(self._inside))
         self._known: dict[tuple[int, Run], tuple[Units | None, float]] = {}
         self._extra = [self._least_extra_s(stage) for stage in self._stages]
         self._bound = [table.copy() for table in self._extra]
@@ -195,7 +197,7 @@ class _JointSearch:
         return bottleneck(len(self._stages), partial(self._price, self._bound), self._pipeline.case.units)
 
     def _price(self, extra: Sequence[Seconds], stage: int) -> Seconds:
-        return np.where(self._inside, self._plain_s[stage] + self._m * extra[stage], np.inf)
+        return np.where(self._allowed, self._plain_s[stage] + self._m * extra[stage], np.inf)
 
     @cached_property
     def _plain_s(self) -> list[Seconds]:

@@ -54,9 +54,8 @@ class Scaling:
         flag = self._crew.replicas.total(self._crew.sum(flag)[0])
         if bool(flag > 0) and not overflowed and grads:
             max(map(local_of, grads), key=Tensor.numel).fill_(torch.inf)  # a shard may be empty
-        self._shown = (
-            _Parts(scaled_optimizer) if any(g is not local_of(g) for g in grads) else scaled_optimizer
-        )
+        whole = bool(grads) and all(g is local_of(g) for g in grads)
+        self._shown = scaled_optimizer if whole else _Parts(scaled_optimizer, self._empty)
         self._scaler.unscale_(self._shown)
         self._unscaled = True
 
@@ -75,14 +74,17 @@ class Scaling:
 
 @final
 class _Parts(Optimizer):
-    """An optimizer whose sharded weights and gradients a scaler sees as this rank's parts."""
+    """An optimizer whose sharded weights and gradients a scaler sees as this rank's parts.
 
-    def __init__(self, whole: Optimizer) -> None:
+    A scaler wants some gradient: where there is none it sees `empty`.
+    """
+
+    def __init__(self, whole: Optimizer, empty: Tensor) -> None:
         parameters = [p for group in whole.param_groups for p in group["params"] if p.grad is not None]
         parts = [nn.Parameter(local_of(p).detach(), requires_grad=p.requires_grad) for p in parameters]
         for part, p in zip(parts, parameters, strict=True):
             part.grad = local_of(p.grad)
-        super().__init__(parts, {})
+        super().__init__(parts or [empty], {})
         self._whole = whole
 
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

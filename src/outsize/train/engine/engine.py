@@ -347,10 +347,13 @@ class Engine:
         return sized_batch.split(self.plan.microbatches_of(sized_batch.size * replica_count) // replica_count)
 
     def _equip(self) -> None:
-        """Builds the optimizer over this rank's parameters, once it is known which these are."""
+        """Builds the optimizer over this rank's parameters, once it is known which these are.
+
+        A rank without parameters has an empty one: schedules of learning rates need an optimizer everywhere.
+        """
         make_optimizer = self._options.optimizer
-        own = self._ownership.trained() if make_optimizer and self.optimizer is None else []
-        if make_optimizer is not None and own:
+        if make_optimizer is not None and self.optimizer is None:
+            own = self._ownership.trained() or [nn.Parameter(torch.empty(0, device=self.crew.device))]
             self.optimizer = made_optimizer(make_optimizer, own)
             insist_on_closure(self.optimizer, self.crew.world_size, scaled=self._scaling is not None)
             insist_on_parts(self.optimizer, self._speculation)
