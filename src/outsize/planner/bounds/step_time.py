@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
-from typing import Any, Final, Self, final
+from typing import Any, Final, NamedTuple, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +116,8 @@ class PrefixTimes:
         `place`: how many stages are before it, and how many after it.
         """
         rows = self.forward, self.backward, self.before, self.before_forward, self.behind
-        return _through(rows, self.slack_s, schedule, first, end, place, microbatches, np.maximum, np.where)
+        stage = _StageOfStep(*place, schedule, microbatches)
+        return _through(rows, self.slack_s, (first, end), stage, _ARRAYS)
 
     def balanced_s(self, stages: int, ranks: int, microbatches: int) -> float:
         """Returns an interleaved step of equal chunks (arXiv 2104.04473, sec. 2.2): about what the best cut
@@ -172,7 +173,8 @@ class PrefixTimes:
     def _one_s(
         self, schedule: ScheduleName, place: tuple[int, int], microbatches: int, first: int, end: int
     ) -> float:
-        return _through(self._rows, self.slack_s, schedule, first, end, place, microbatches, max, _where)
+        stage = _StageOfStep(*place, schedule, microbatches)
+        return _through(self._rows, self.slack_s, (first, end), stage, _NUMBERS)
 
     @cached_property
     def unbroken(self) -> bool:
@@ -190,34 +192,44 @@ class PrefixTimes:
         return (self.forward + self.backward).tolist()
 
 
+class _StageOfStep(NamedTuple):
+    """Describes how many stages are before and after a stage, and the step that they are in."""
+
+    earlier: int
+    later: int
+    schedule: ScheduleName
+    microbatches: int
+
+
+class _Arithmetic(NamedTuple):
+    """Holds the maximum and the choice, for arrays or for numbers."""
+
+    larger: Callable[..., Any]
+    either: Callable[..., Any]
+
+
+def _either(condition: bool, yes: float, no: float) -> float:
+    return yes if condition else no
+
+
+_ARRAYS: Final = _Arithmetic(np.maximum, np.where)
+_NUMBERS: Final = _Arithmetic(max, _either)
+
+
 def _through(
-    rows: Sequence[Any],
-    slack_s: float,
-    schedule: ScheduleName,
-    first: Any,
-    end: Any,
-    place: tuple[int, int],
-    m: int,
-    larger: Callable[..., Any],
-    where: Callable[..., Any],
+    rows: Sequence[Any], slack_s: float, run: tuple[Any, Any], stage: _StageOfStep, of: _Arithmetic
 ) -> Any:
-    """Returns the critical path through a stage, for arrays or for numbers (`larger` and `where`
-    are theirs).
-    """
-    (forwards, backwards, befores, before_forwards, behinds), (earlier, later) = rows, place
-    family = family_of(schedule)
+    """Returns the critical path through a stage of the units `run`, for arrays or for numbers."""
+    (forwards, backwards, befores, before_forwards, behinds), (first, end) = rows, run
+    family = family_of(stage.schedule)
     leads = before_forwards if family.forwards_lead else befores
-    before = larger(0.0, leads[first] - earlier * slack_s)
+    before = of.larger(0.0, leads[first] - stage.earlier * slack_s)
     forward, backward = forwards[end] - forwards[first], backwards[end] - backwards[first]
     # A stage between a unit and its dependency may have nothing after it.
     linked = forward + backward > slack_s
-    behind = where(linked, larger(0.0, behinds[end] - later * slack_s), 0.0)
-    in_flight = family.in_flight(later + 1, m)
-    return family.path_s(StagePath(before, forward, backward, behind, linked, m, in_flight, larger, where))
-
-
-def _where(condition: bool, yes: float, no: float) -> float:
-    return yes if condition else no
+    behind = of.either(linked, of.larger(0.0, behinds[end] - stage.later * slack_s), 0.0)
+    m, in_flight = stage.microbatches, family.in_flight(stage.later + 1, stage.microbatches)
+    return family.path_s(StagePath(before, forward, backward, behind, linked, m, in_flight, *of))
 
 
 def made_for(graph: ModelGraph) -> NDArray[np.int64]:

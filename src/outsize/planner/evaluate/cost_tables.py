@@ -327,9 +327,8 @@ class CostTables:
         key = (*key, self._cuts.get(layout))
         if key not in self._cases:
             if layout.hosted:
-                whole, seconds = self._whole(layout, device), self._alone(layout.captured, device)
-                blocks, where = self._blocks_of(layout, device), (self.ends(layout), layout, self._cluster)
-                self._cases[key] = hosted(whole, blocks, seconds, *where, recompute)
+                whole, blocks = self._whole(layout, device), self._blocks_of(layout, device)
+                self._cases[key] = hosted(whole, blocks, self.ends(layout), layout, self._cluster, recompute)
             elif recompute in ("full", "offload"):
                 self._cases[key] = self.case(layout, device, "none").with_recompute(recompute, device)
             else:
@@ -389,7 +388,7 @@ class CostTables:
             elif layout.hosted:
                 # With recompute a unit computes for longer and waits for less: a lower bound takes the
                 # minimum of both.
-                where = self._blocks_of(layout, device), seconds, layout, self._cluster
+                where = self._blocks_of(layout, device), layout, self._cluster
                 seconds = fastest([fetching(*where, again) for again in (False, True)])
             self._costs[key] = seconds
         return self._costs[key]

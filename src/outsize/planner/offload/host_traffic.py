@@ -98,19 +98,29 @@ def layerwise(layout: Layout) -> bool:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class BlockTraffic:
+    """Holds the first unit of each block, then their number; and the bytes of the weights that each block
+    uses and of the gradients that it makes.
+    """
+
+    cut: Sequence[int]
+    weights: Sequence[int]
+    gradients: Sequence[int]
+
+
+@final
 @dataclass(frozen=True, slots=True, eq=False)
 class StreamedBlocks:
     """Holds the blocks that are streamed, the same for every layout.
 
-    `cut`: first unit of each block, then their number. `ranges`: bytes of runs of blocks. `weights`,
-    `gradients`: weights that each block uses and gradients that it makes. `updated`: bytes that the
+    `alone`: seconds of units on one device. `ranges`: bytes of runs of blocks. `updated`: bytes that the
     optimizer's step reads and writes of each unit. `boundary`: boundary values of the blocks.
     """
 
-    cut: tuple[int, ...]
+    alone: UnitSeconds
+    traffic: BlockTraffic
     ranges: RangeTables
-    weights: tuple[int, ...]
-    gradients: tuple[int, ...]
     updated: Seconds
     boundary: BoundaryTraffic
 
@@ -120,13 +130,8 @@ class StreamedBlocks:
         cut = block_ends(graph, alone, BLOCKS)
         coarse = coarse_graph(graph, cut)
         ranges = RangeTables.of(coarse, coarse_profile(profile, cut), optimizer)
-        return cls(
-            cut,
-            ranges,
-            *_moved(graph, cut, optimizer),
-            updated(graph, optimizer),
-            BoundaryTraffic.of(coarse, ranges),
-        )
+        boundary = BoundaryTraffic.of(coarse, ranges)
+        return cls(alone, _traffic(graph, cut, optimizer), ranges, updated(graph, optimizer), boundary)
 
 
 def block_ends(graph: ModelGraph, alone: UnitSeconds, most: int) -> tuple[int, ...]:
@@ -144,7 +149,6 @@ def block_ends(graph: ModelGraph, alone: UnitSeconds, most: int) -> tuple[int, .
 def hosted(
     whole: Case,
     blocks: StreamedBlocks,
-    alone: UnitSeconds,
     ends: Sequence[int],
     layout: Layout,
     cluster: Cluster,
@@ -152,8 +156,8 @@ def hosted(
 ) -> Case:
     """Returns the case of a layout with weights on the host.
 
-    `whole` is the model on one device, in pieces that begin at `ends`; `alone` are seconds unit by unit.
-    Everything but "none" recomputes block by block.
+    `whole` is the model on one device, in pieces that begin at `ends`. Everything but "none" recomputes
+    block by block.
     """
     recomputes = recompute != "none"
     return replace(
@@ -162,37 +166,33 @@ def hosted(
         microbatches=layout.microbatches,
         recompute="full" if recomputes else "none",
         after_s=_sums(np.add.reduceat(blocks.updated / HOST_BYTES_PER_S, np.array(ends[:-1]))),
-    ).with_seconds(fetching(blocks, alone, layout, cluster, recomputes).merged(ends))
+    ).with_seconds(fetching(blocks, layout, cluster, recomputes).merged(ends))
 
 
-def fetching(
-    blocks: StreamedBlocks, alone: UnitSeconds, layout: Layout, cluster: Cluster, again: bool = False
-) -> UnitSeconds:
+def fetching(blocks: StreamedBlocks, layout: Layout, cluster: Cluster, again: bool = False) -> UnitSeconds:
     """Returns the seconds of units with the weights that they wait for; `again`: a backward begins with a
     forward.
     """
-    compute = alone.recomputed() if again else alone
+    compute = blocks.alone.recomputed() if again else blocks.alone
     host = Host.of(cluster, 1)
-    moved = blocks.cut, blocks.weights, blocks.gradients, layout, host
     if layout.weights == "host-optimizer":
-        return staying(compute, *moved)
-    return streamed(compute, *moved, blocks.boundary if layout.weights == "host-activations" else None)
+        return staying(compute, blocks.traffic, layout, host)
+    boundary = blocks.boundary if layout.weights == "host-activations" else None
+    return streamed(compute, blocks.traffic, layout, host, boundary)
 
 
 def streamed(
     compute: UnitSeconds,
-    cut: Sequence[int],
-    weights: Sequence[int],
-    gradients: Sequence[int],
+    traffic: BlockTraffic,
     layout: Layout,
     host: Host,
     boundary: BoundaryTraffic | None = None,
 ) -> UnitSeconds:
     """Returns the seconds of units for one microbatch; the wait of a block is added to its first unit.
 
-    `cut`: first unit of each block, then their number. `weights` and `gradients`: weights and gradients of
-    each. `boundary`: boundary values that move with each microbatch.
+    `boundary`: boundary values that move with each microbatch.
     """
+    cut, weights, gradients = traffic.cut, traffic.weights, traffic.gradients
     m, once = layout.microbatches, layerwise(layout)
     times, adding = (m, 1) if once else (1, ADDING if m > 1 else 1)
     nothing = np.zeros((2, len(weights)), np.int64)
@@ -212,15 +212,9 @@ def streamed(
     return compute.plus(forward, backward)
 
 
-def staying(
-    compute: UnitSeconds,
-    cut: Sequence[int],
-    weights: Sequence[int],
-    gradients: Sequence[int],
-    layout: Layout,
-    host: Host,
-) -> UnitSeconds:
+def staying(compute: UnitSeconds, traffic: BlockTraffic, layout: Layout, host: Host) -> UnitSeconds:
     """Returns the same as `streamed` where weights come once a step and stay, and only gradients leave."""
+    cut, weights, gradients = traffic.cut, traffic.weights, traffic.gradients
     m = layout.microbatches
     together = m if layerwise(layout) else 1
     blocks, first = compute.merged(cut), np.array(cut[:-1])
@@ -281,17 +275,15 @@ def host_states(graph: ModelGraph, plan: Plan) -> HostStates:
     )
 
 
-def _moved(
-    graph: ModelGraph, cut: Sequence[int], optimizer: OptimizerBytes
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the weights that each block uses, and the gradients that it makes."""
+def _traffic(graph: ModelGraph, cut: Sequence[int], optimizer: OptimizerBytes) -> BlockTraffic:
+    """Returns the bytes of the weights that each block uses, and of the gradients that it makes."""
     used: list[dict[str, ParameterBytes]] = [{} for _ in cut[:-1]]
     for block, (first, end) in enumerate(pairwise(cut)):
         for name in (name for unit in graph.units[first:end] for name in unit.parameters):
             parameter = graph.parameter_of[name]
             used[block][parameter.name] = optimizer.held(parameter)
     weights = tuple(sum(h.weight for h in u.values()) for u in used)
-    return weights, tuple(sum(h.gradient for h in u.values()) for u in used)
+    return BlockTraffic(cut, weights, tuple(sum(h.gradient for h in u.values()) for u in used))
 
 
 def _resident_inputs(staying: Bytes, cut: Sequence[int], ends: Sequence[int]) -> Bytes:
@@ -305,33 +297,19 @@ def _on_device(
     whole: RangeTables, streamed: StreamedBlocks, ends: Sequence[int], layout: Layout, again: bool
 ) -> RangeTables:
     """Returns the device's bytes for all runs: two blocks, or all weights, and activations."""
-    blocks, boundary, nothing = streamed.ranges, streamed.boundary, np.zeros_like(whole.saved)
+    blocks, nothing = streamed.ranges, np.zeros_like(whole.saved)
     stay, inputs_leave = layout.weights == "host-optimizer", layout.weights == "host-activations" and again
-    weights = whole.weights - whole.buffers + whole.replicas
+    weights, gradients = whole.weights - whole.buffers + whole.replicas, whole.gradients
     if not stay:
-        weights = np.minimum(
-            weights, two_places(single_units(blocks.weights - blocks.buffers + blocks.replicas))
-        )
-    gradients = whole.gradients
+        of_blocks = single_units(blocks.weights - blocks.buffers + blocks.replicas)
+        weights = np.minimum(weights, two_places(of_blocks))
     if layerwise(layout) or not stay:
-        gradients = np.minimum(
-            gradients, largest_adjacent_blocks(single_units(blocks.gradients + blocks.replicas))[0, -1]
-        )
+        of_blocks = single_units(blocks.gradients + blocks.replicas)
+        gradients = np.minimum(gradients, largest_adjacent_blocks(of_blocks)[0, -1])
     ended = 0 if inputs_leave else int(single_units(blocks.sent).max()) * layerwise(layout)
     saved, forward, backward = whole.saved, whole.forward, whole.backward - whole.gradients
     if again:
-        crossing = single_units(blocks.received + blocks.sent + blocks.gradient_in + blocks.gradient_out)
-        backward_alone = single_units(blocks.backward - blocks.gradients + blocks.saved_sent) + crossing
-        ahead = single_units(blocks.forward + blocks.sent)
-        if inputs_leave:
-            ahead, backward_alone = (
-                ahead + single_units(blocks.received) + boundary.moving[0],
-                backward_alone + boundary.moving[1],
-            )
-        saved = _resident_inputs(
-            boundary.small if inputs_leave else single_units(blocks.received), streamed.cut, ends
-        )
-        forward, backward = saved + ahead.max(), saved + backward_alone.max()
+        saved, forward, backward = _recomputed(streamed, ends, inputs_leave)
     return replace(
         whole,
         weights=weights + whole.buffers,
@@ -343,6 +321,23 @@ def _on_device(
         first_backward=backward + gradients + ended,
         **dict.fromkeys(("replicas", "optimizer", "master", "update", "saved_sent"), nothing),
     )
+
+
+def _recomputed(
+    streamed: StreamedBlocks, ends: Sequence[int], inputs_leave: bool
+) -> tuple[Bytes, Bytes, Bytes]:
+    """Returns what is saved, and the most that a forward and a backward hold, for all runs of pieces, where
+    each block is computed again; with `inputs_leave` the inputs of blocks are on the host.
+    """
+    blocks, boundary = streamed.ranges, streamed.boundary
+    crossing = single_units(blocks.received + blocks.sent + blocks.gradient_in + blocks.gradient_out)
+    backward = single_units(blocks.backward - blocks.gradients + blocks.saved_sent) + crossing
+    forward, staying_inputs = single_units(blocks.forward + blocks.sent), single_units(blocks.received)
+    if inputs_leave:
+        forward = forward + single_units(blocks.received) + boundary.moving[0]
+        backward, staying_inputs = backward + boundary.moving[1], boundary.small
+    saved = _resident_inputs(staying_inputs, streamed.traffic.cut, ends)
+    return saved, saved + forward.max(), saved + backward.max()
 
 
 def two_places(weights: Bytes) -> int:

@@ -35,8 +35,9 @@ from typing import Final
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
-from outsize.ir.findings import CaptureNote
+from outsize.ir.findings import CaptureNote, Reason
 from outsize.ir.formatting import microbatches_text
+from outsize.ir.graph import ModelGraph
 from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, Expected, Plan, Recompute, ScheduleName, stages_from_bounds
 from outsize.planner.evaluate.bottleneck import limited_by
@@ -73,7 +74,13 @@ from outsize.planner.strategies.host_one_device import check_hosted, fastest, in
 from outsize.planner.strategies.host_round_robin import or_round_robin
 from outsize.planner.strategies.parallel_branches import branched
 from outsize.planner.strategies.recompute_and_cut import selective
-from outsize.planner.strategies.selective_recompute import by_blocks, counted, selective_reasons, written
+from outsize.planner.strategies.selective_recompute import (
+    Units,
+    by_blocks,
+    counted,
+    selective_reasons,
+    written,
+)
 from outsize.schedules.families import CHUNKED, COMPOSED, CUSTOM, DEFAULT
 
 # This many meshes are tried with several stages on a device.
@@ -283,13 +290,7 @@ def _nothing_fits(
 
 
 def _plan(request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster) -> Plan:
-    best, all_tables = polish(choose(result.estimates)), tables
-    if not (tables.exact(best.layout) or tables.unequal):
-        tables, best = _refined(request, tables, best)
-    best, recomputed = selective(best, tables, request.optimizer)
-    other = or_offloaded(best, result.estimates, all_tables, cluster) if request.recompute is None else None
-    if other is not None:
-        tables, best, recomputed = all_tables, other, {}
+    tables, best, recomputed = _improved(request, result, tables, cluster)
     layout, piece_ends = best.layout, tables.ends(best.layout)
     bounds = tuple(piece_ends[b] for b in best.bounds)
     recomputed = by_blocks(best, bounds) | recomputed
@@ -317,23 +318,47 @@ def _plan(request: PlanRequest, result: SearchResult, tables: CostTables, cluste
         expected=counted(_expected(request, best, result, bounds, tables), recomputed),
         alternatives=tuple(alternative(request.batch_size, rival) for rival in shown(not_chosen)),
         why=(
-            *(CaptureNote(note=note) for note in graph.notes if graph.form == "modules"),
-            *reasons(best, graph, bounds),
-            *device_kinds(graph, bounds, best.devices, cluster, layout.group),
-            *slow_options(request.bn, best),
-            *order_reasons(graph, layout, request.bn),
+            *_why_best(request, best, graph, bounds, cluster),
             *selective_reasons(best, recomputed, bounds),
             *offload_reasons(best),
-            *tensor_reasons(graph, layout.axes.tp, layout.sequence),
-            *(
-                beyond_reasons(graph, layout, cluster, request.optimizer)
-                if request.what_if or layout.hosted
-                else ()
-            ),
+            *_why_axes(request, layout, graph, cluster),
             *compared_with(best, not_chosen),
             *islice(rejections(result.rejected), REJECTIONS),
         ),
     )
+
+
+def _improved(
+    request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster
+) -> tuple[CostTables, Estimate, dict[int, Units]]:
+    """Returns the best estimate after moves of its cut and finer recompute; the tables that its bounds are
+    of, and the recomputed units by stage.
+    """
+    best, all_tables = polish(choose(result.estimates)), tables
+    if not (tables.exact(best.layout) or tables.unequal):
+        tables, best = _refined(request, tables, best)
+    best, recomputed = selective(best, tables, request.optimizer)
+    other = or_offloaded(best, result.estimates, all_tables, cluster) if request.recompute is None else None
+    return (tables, best, recomputed) if other is None else (all_tables, other, {})
+
+
+def _why_best(
+    request: PlanRequest, best: Estimate, graph: ModelGraph, bounds: Sequence[int], cluster: Cluster
+) -> Iterator[Reason]:
+    """Yields what the cut and its order follow from."""
+    layout = best.layout
+    yield from (CaptureNote(note=note) for note in graph.notes if graph.form == "modules")
+    yield from reasons(best, graph, bounds)
+    yield from device_kinds(graph, bounds, best.devices, cluster, layout.group)
+    yield from slow_options(request.bn, best)
+    yield from order_reasons(graph, layout, request.bn)
+
+
+def _why_axes(request: PlanRequest, layout: Layout, graph: ModelGraph, cluster: Cluster) -> Iterator[Reason]:
+    """Yields what the axes besides pp, and the host's memory, follow from."""
+    yield from tensor_reasons(graph, layout.axes.tp, layout.sequence)
+    if request.what_if or layout.hosted:
+        yield from beyond_reasons(graph, layout, cluster, request.optimizer)
 
 
 def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[CostTables, Estimate]:

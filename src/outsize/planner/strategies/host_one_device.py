@@ -247,9 +247,9 @@ def _bound(
     forwards = 1 if case.recompute == "none" else 2
     return Bound(
         compute_s=m * sum(forwards * c.forward_s + c.backward_s for c in case.base.units),
-        to_device_s=copies_in * host.link.seconds(sum(blocks.weights))
+        to_device_s=copies_in * host.link.seconds(sum(blocks.traffic.weights))
         + host.link.seconds(m * boundary_bytes[0]),
-        to_host_s=copies_out * host.link.seconds(sum(blocks.gradients))
+        to_host_s=copies_out * host.link.seconds(sum(blocks.traffic.gradients))
         + host.link.seconds(m * boundary_bytes[1]),
         optimizer_s=candidate.sync_s,
     )

@@ -53,6 +53,7 @@ from outsize.planner.memory.range_tables import Bytes, RangeTables
 from outsize.planner.memory.sharded import single_units
 from outsize.planner.offload.host_traffic import (
     BLOCKS,
+    BlockTraffic,
     Host,
     block_ends,
     host_reason,
@@ -304,8 +305,8 @@ def _waiting(compute: UnitSeconds, held: WeightAndGradientBytes, layout: Layout,
         own_seconds = UnitSeconds(
             *(seconds[own] for seconds in (compute.forward, compute.backward_input, compute.backward_weight))
         )
-        weights, gradients = (size[own].tolist() for size in held)
-        waiting = add_waits(own_seconds, range(len(own) + 1), weights, gradients, layout, host)
+        traffic = BlockTraffic(range(len(own) + 1), *(size[own].tolist() for size in held))
+        waiting = add_waits(own_seconds, traffic, layout, host)
         forward[own], backward_input[own] = waiting.forward, waiting.backward_input
     return UnitSeconds(forward, backward_input, compute.backward_weight)
 

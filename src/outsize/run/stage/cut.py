@@ -67,10 +67,7 @@ def cut(
     needs = [_needs(tape, owner, stage, wanted if stage == last else ()) for stage in range(last + 1)]
     trainable = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
     boundaries = find_boundaries(tape, owner, [n.reads for n in needs], trainable)
-    programs = tuple(
-        _program(tape, model, stage, need, boundaries, wanted if stage == last else (), owner)
-        for stage, need in enumerate(needs)
-    )
+    programs = tuple(_program(tape, model, need, boundaries) for need in needs)
     return Cut(tape, programs, boundaries)
 
 
@@ -96,10 +93,13 @@ def _owners(tape: Tape, owners: Sequence[int], wanted: Sequence[int]) -> list[in
 @final
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Lists what one stage runs and reads."""
+    """Lists what one stage runs, reads and returns; `reads` are slots that other stages own."""
 
+    stage: int
     instructions: tuple[Instruction, ...]
-    reads: tuple[int, ...]  # slots that other stages own
+    reads: tuple[int, ...]
+    wanted: tuple[int, ...]
+    has_loss: bool
 
 
 def _needs(tape: Tape, owner: Sequence[int], stage: int, wanted: Sequence[int]) -> _Needs:
@@ -112,51 +112,39 @@ def _needs(tape: Tape, owner: Sequence[int], stage: int, wanted: Sequence[int]) 
     owned = {i.index for i in owned_here}
     copies = [i for i in copies if owner[i] == -1 and i not in owned]
     order = sorted({*copies, *owned})
-    return _Needs(tuple(tape.instructions[i] for i in order), tuple(sorted(foreign)))
+    instructions = tuple(tape.instructions[i] for i in order)
+    has_loss = tape.loss is not None and owner[tape.producer[tape.loss.slot]] == stage
+    return _Needs(stage, instructions, tuple(sorted(foreign)), tuple(wanted), has_loss)
 
 
-def _program(
-    tape: Tape,
-    model: nn.Module,
-    stage: int,
-    need: _Needs,
-    boundaries: Sequence[Boundary],
-    wanted: Sequence[int],
-    owner: Sequence[int],
-) -> StageProgram:
-    received = tuple(b for b in boundaries if stage in b.consumers)
+def _program(tape: Tape, model: nn.Module, need: _Needs, boundaries: Sequence[Boundary]) -> StageProgram:
+    received = tuple(b for b in boundaries if need.stage in b.consumers)
     received = tuple(sorted(received, key=lambda b: (b.weight is not None, b.key)))
-    sent = tuple(b for b in boundaries if b.producer == stage)
-    has_loss = tape.loss is not None and _stage_of(tape, owner, tape.loss.slot) == stage
-    reads = {s for i in need.instructions for s in i.reads()} | set(wanted)
+    sent = tuple(b for b in boundaries if b.producer == need.stage)
+    reads = {s for i in need.instructions for s in i.reads()} | set(need.wanted)
     inputs = tuple(p for p, s in enumerate(tape.inputs) if s in reads)
     exits = [b.slot for b in sent if b.weight is None]
-    exits += [tape.loss.slot] if has_loss and tape.loss is not None else []
+    exits += [tape.loss.slot] if need.has_loss and tape.loss is not None else []
     foreign = [b.weight for b in received if b.weight is not None]
     used = {w.name for i in need.instructions for w in i.weights}
     spec = SliceSpec(
-        name=f"stage_{stage}",
+        name=f"stage_{need.stage}",
         instructions=need.instructions,
         entries=[tape.inputs[p] for p in inputs] + [b.slot for b in received if b.weight is None],
-        exits=[*exits, *wanted],
+        exits=[*exits, *need.wanted],
         foreign=foreign,
         constants={s: t for s, t in tape.constants.items() if s in reads},
         through={n: f for n, f in tape.through.items() if n in used},
     )
-    weights = used - set(foreign)
     return StageProgram(
-        stage=stage,
+        stage=need.stage,
         spec=spec,
         function=compile_slice(spec, model, tape.modes),
         inputs=inputs,
         received=received,
         sent=sent,
-        has_loss=has_loss,
-        outputs=tuple(wanted),
-        weights=frozenset(weights),
+        has_loss=need.has_loss,
+        outputs=need.wanted,
+        weights=frozenset(used - set(foreign)),
         written=frozenset(w.name for i in need.instructions for w in i.written_weights),
     )
-
-
-def _stage_of(tape: Tape, owner: Sequence[int], slot: int) -> int:
-    return owner[tape.producer[slot]]

@@ -20,7 +20,7 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import RangeTables
 from outsize.planner.offload.boundary_traffic import BoundaryTraffic
-from outsize.planner.offload.host_traffic import Host, streamed
+from outsize.planner.offload.host_traffic import BlockTraffic, Host, streamed
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 
@@ -54,7 +54,7 @@ def test_they_move_beside_the_weights() -> None:
     boundary = BoundaryTraffic((one[0], one[0] + one[1]), (one[0] + one[1], one[0]), np.zeros(2, np.int64))
     seconds = UnitSeconds(np.ones(2), np.ones(2), np.zeros(2))
     layout = Layout(Axes(), 1, "gpipe", 3, 3, "host-activations")
-    found = streamed(seconds, (0, 1, 2), (4, 5), (1, 1), layout, Host(BARE, 1e9), boundary)
+    found = streamed(seconds, BlockTraffic((0, 1, 2), (4, 5), (1, 1)), layout, Host(BARE, 1e9), boundary)
     assert (3 * found.forward).tolist() == pytest.approx([max(3, 5, 3 * 2) + 4, max(3, 3 * 2)])
     assert (3 * found.backward).tolist() == pytest.approx([max(3, 3 * 2, 1) + 1, max(3, 4 + 3 * 2, 3 * 2)])
 

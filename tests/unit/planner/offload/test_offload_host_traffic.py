@@ -24,7 +24,15 @@ from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, Phase, peak_table
 from outsize.planner.memory.optimizer_states import optimizer_bytes
-from outsize.planner.offload.host_traffic import Host, StreamedBlocks, hosted, layerwise, staying, streamed
+from outsize.planner.offload.host_traffic import (
+    BlockTraffic,
+    Host,
+    StreamedBlocks,
+    hosted,
+    layerwise,
+    staying,
+    streamed,
+)
 from outsize.planner.partition.stage_prices import Case
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
@@ -71,7 +79,7 @@ def test_layer_by_layer_is_what_two_buffers_do(rows: list[tuple[int, ...]], m: i
     forward, backward, taken, given_ = (list(column) for column in zip(*rows, strict=True))
     seconds = UnitSeconds(*(np.array(c, float) for c in (forward, backward, [0] * len(rows))))
     cut = range(len(rows) + 1)
-    found = streamed(seconds, cut, taken, given_, layout("gpipe", m), Host(BARE, 1e9))
+    found = streamed(seconds, BlockTraffic(cut, taken, given_), layout("gpipe", m), Host(BARE, 1e9))
     all_of = [m * c for c in forward], [m * c for c in backward]
     assert m * found.forward.sum() == pytest.approx(played_forward(all_of[0], taken))
     assert m * found.backward.sum() == pytest.approx(played_backward(all_of[1], taken, given_))
@@ -98,7 +106,8 @@ def played_once(
 def test_weights_that_stay_come_once(rows: list[tuple[int, ...]], m: int, name: ScheduleName) -> None:
     forward, backward, taken, given_ = (list(column) for column in zip(*rows, strict=True))
     seconds = UnitSeconds(*(np.array(c, float) for c in (forward, backward, [0] * len(rows))))
-    found = staying(seconds, range(len(rows) + 1), taken, given_, layout(name, m), Host(BARE, 1e9))
+    traffic = BlockTraffic(range(len(rows) + 1), taken, given_)
+    found = staying(seconds, traffic, layout(name, m), Host(BARE, 1e9))
     passes, back = played_once(rows, *((m, 0, 0) if name == "gpipe" else (1, m - 1, m - 1)))
     assert m * found.forward.sum() == pytest.approx(passes)
     assert m * found.backward.sum() == pytest.approx(back)
@@ -107,16 +116,16 @@ def test_weights_that_stay_come_once(rows: list[tuple[int, ...]], m: int, name: 
 def test_one_microbatch_after_the_other_moves_all_weights_each_time() -> None:
     """Two blocks of 4 and 6 s of link against 1 s of compute: 6 s beside the first one's forward, then 1."""
     seconds = UnitSeconds(np.ones(2), np.ones(2), np.zeros(2))
-    found = streamed(seconds, (0, 1, 2), (4, 6), (4, 6), layout("1f1b", 2), Host(BARE, 1e9))
+    found = streamed(seconds, BlockTraffic((0, 1, 2), (4, 6), (4, 6)), layout("1f1b", 2), Host(BARE, 1e9))
     assert found.forward.tolist() == [6 + 4 / 2, 1]
     assert found.backward.tolist() == [6 + 4 / 2, 4]
-    once = streamed(seconds, (0, 1, 2), (4, 6), (4, 6), layout("gpipe", 2), Host(BARE, 1e9))
+    once = streamed(seconds, BlockTraffic((0, 1, 2), (4, 6), (4, 6)), layout("gpipe", 2), Host(BARE, 1e9))
     assert once.forward.tolist() == [3 + 2, 1]
 
 
 def test_what_a_block_waits_for_is_with_its_first_unit() -> None:
     seconds = UnitSeconds(np.ones(4), np.ones(4), np.zeros(4))
-    found = streamed(seconds, (0, 2, 4), (1, 9), (0, 0), layout("1f1b", 1), Host(BARE, 1e9))
+    found = streamed(seconds, BlockTraffic((0, 2, 4), (1, 9), (0, 0)), layout("1f1b", 1), Host(BARE, 1e9))
     assert found.forward.tolist() == [1 + (9 - 2) + 1, 1, 1, 1]
 
 
@@ -150,7 +159,7 @@ def case_of(where: Layout, recompute: Recompute = "none", n: int = 4, name: str 
     whole = Case.of(graph, profile, where.captured, "adamw")
     alone = UnitSeconds.of(profile)
     blocks = StreamedBlocks.of(graph, profile, alone, optimizer_bytes("adamw"))
-    return hosted(whole, blocks, alone, range(n + 1), where, parse_cluster(name), recompute)
+    return hosted(whole, blocks, range(n + 1), where, parse_cluster(name), recompute)
 
 
 def peak(case: Case, moment: InFlightState, n: int = 4) -> int:
