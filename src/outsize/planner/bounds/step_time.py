@@ -192,6 +192,7 @@ class PrefixTimes:
         return (self.forward + self.backward).tolist()
 
 
+@final
 class _StageOfStep(NamedTuple):
     """Describes how many stages are before and after a stage, and the step that they are in."""
 
@@ -201,6 +202,7 @@ class _StageOfStep(NamedTuple):
     microbatches: int
 
 
+@final
 class _Arithmetic(NamedTuple):
     """Holds the maximum and the choice, for arrays or for numbers."""
 
