@@ -60,7 +60,8 @@ clean:  ## remove what a run leaves behind; .venv stays
 clean-venv:  ## remove .venv; the next make builds it again
 	rm -rf $(VENV) $(SITE)
 
-# torchvision comes without its dependencies: it must not exchange the pinned torch for another build.
+# torchvision, and what needs it or torch, comes without its dependencies: it must not exchange the pinned torch
+# for another build. The libraries of the extra `zoo` are models for the tests.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "outsize needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
@@ -69,8 +70,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { \
 	    echo "$(PYTHON) cannot build a venv. Next: install your system's python3-venv package."; exit 1; }
 	@$(PIP) install -c constraints.txt -e '.[hf,plot,test,dev]'
-	@$(PIP) install -c constraints.txt pillow
-	@$(PIP) install -c constraints.txt --no-deps torchvision
+	@$(PIP) install -c constraints.txt pillow requests importlib_metadata
+	@$(PIP) install -c constraints.txt --no-deps torchvision diffusers timm peft
 	@touch $@
 
 # Only the packages of the extra `docs`, and not outsize itself: docstrings are read without importing torch.

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
 # Every twelfth model runs in `make test`, so that no family is left out.
 STEP = 12
-STAND_INS = ("deeplabv3_resnet",)  # It runs for the large models of test_one_process.py.
+# One runs for the large models of test_one_process.py, the other for configurations that are frozen.
+STAND_INS = ("deeplabv3_resnet", "diffusers_pixart")
 GOAL = 0.95
 
 

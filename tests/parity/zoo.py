@@ -248,14 +248,24 @@ CASES: tuple[Case, ...] = (
 NARROW = Case("narrow_resnet18", narrow_resnet18, lambda n: ((images(n, 64),), {}), cross_entropy, classes)
 
 
-_SHELVES = ("zoo_torchvision", "zoo_odd", "zoo_text", "zoo_text2", "zoo_media", "zoo_media2")
+_SHELVES = (
+    "zoo_torchvision",
+    "zoo_odd",
+    "zoo_text",
+    "zoo_text2",
+    "zoo_media",
+    "zoo_media2",
+    "zoo_diffusers",
+    "zoo_timm",
+)
 
 
 @cache
 def everything() -> tuple[Case, ...]:
     """The whole zoo; names are unique."""
     shelves = (import_module(name).CASES for name in _SHELVES)
-    return (*CASES, *(found for shelf in shelves for found in shelf))
+    adapted = import_module("zoo_peft").adapters({c.name: c for c in CASES})
+    return (*CASES, *(found for shelf in shelves for found in shelf), *adapted)
 
 
 def case(name: str) -> Case:

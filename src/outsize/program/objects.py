@@ -23,6 +23,8 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import Tensor, nn
 
+from outsize.program.containers import builtin_type, refill
+
 Step = tuple[str, Any]
 Path = tuple[Any, ...]  # the number of a root, then steps
 Change = tuple[Path, Any]  # the value that is there now, or ABSENT
@@ -147,10 +149,9 @@ class ObjectSnapshot:
                     del vars(value)[name]
                 vars(value).update(_keyed(parts, ATTRIBUTE))
             if isinstance(value, list):
-                value[:] = _keyed(parts, ITEM).values()
+                refill(value, _keyed(parts, ITEM).values())
             elif isinstance(value, dict | set):
-                value.clear()
-                value.update(_keyed(parts, ITEM) if isinstance(value, dict) else _members(parts))
+                refill(value, _keyed(parts, ITEM) if isinstance(value, dict) else _members(parts))
 
 
 def holders(roots: Iterable[Any], scope: Scope = _DEFAULT) -> Iterator[Holder]:
@@ -347,18 +348,17 @@ def _is_same(old: Any, new: Any, versions_before: Mapping[int, int], versions: M
 
 def _change(holder: Any, step: Step, value: Any) -> None:
     kind, key = step
+    of_attributes = kind == ATTRIBUTE or step == (KEY_ORDER, ATTRIBUTE)
+    table = vars(holder) if of_attributes else holder
+    base = builtin_type(table)
     if kind == KEY_ORDER:
-        table = vars(holder) if key == ATTRIBUTE else holder
-        for name in value:
-            table[name] = table.pop(name)
+        moved = {name: table[name] for name in value}
+        refill(table, {name: part for name, part in table.items() if name not in moved} | moved)
     elif kind == MEMBER:
-        holder.clear()
-        holder.update(value)
+        refill(holder, value)
     elif value is ABSENT:
-        del (vars(holder) if kind == ATTRIBUTE else holder)[key]
-    elif kind == ATTRIBUTE:
-        vars(holder)[key] = value
-    elif isinstance(holder, list) and key == len(holder):
-        holder.append(value)
+        base.__delitem__(table, key)
+    elif isinstance(table, list) and key == len(table):
+        list.append(table, value)
     else:
-        holder[key] = value
+        base.__setitem__(table, key, value)

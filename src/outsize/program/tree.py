@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from outsize.program.containers import refill
+
 Fn = Callable[[Any], Any]
 
 
@@ -46,7 +48,10 @@ def _mapping(fn: Fn, tree: dict[Any, Any] | UserDict[Any, Any]) -> Any:
         # A ModelOutput is a dict and a dataclass: None fields are no items, so it is rebuilt by name.
         return type(tree)(**items)
     clone = copy.copy(tree)
-    clone.update(items)
+    if isinstance(clone, dict):
+        refill(clone, items)
+    else:
+        clone.update(items)
     return clone
 
 

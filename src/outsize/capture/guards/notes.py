@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from outsize.capture.guards.lookup import UNKNOWN, AttributeLookup, Place, find_attribute, instance_dict
 from outsize.capture.guards.values import DEPTH, PLAIN, is_container, parts_of
+from outsize.program.containers import refill
 from outsize.program.objects import ABSENT
 from outsize.program.python_reads import LOOK_UP, PythonRead
 
@@ -227,11 +228,7 @@ class Notes:
             if id(place.holder) not in own:
                 _put_back(place, before)
         for container, copy in self._contents.values():
-            if isinstance(container, dict | set):
-                container.clear()
-                container.update(copy)
-            else:
-                container[:] = copy
+            refill(container, copy)
 
     def reads(self, live: Collection[str] = ()) -> tuple[PythonRead, ...]:
         """Returns what the recording depends on, with the values of now, when nothing is a fake any more.
