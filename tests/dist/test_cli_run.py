@@ -82,6 +82,7 @@ def test_a_model_is_trained_and_shown(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     assert "outsize run toy:build" in page
     assert "<svg" in page
+    assert "The cuts in the network" in page
     assert {e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]} == {1, 2}
 
 

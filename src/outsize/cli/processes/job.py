@@ -20,6 +20,7 @@ from outsize.ir.answers.utilisation import Idle, Utilisation
 from outsize.ir.base import Record
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan, ScheduleName
+from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.report.wording import idle_next_step, idle_sentence
 
@@ -82,6 +83,7 @@ class RunOutcome(Record):
 
     plan: Plan
     graph: ModelGraph
+    profile: Profile
     losses: tuple[float, ...] = Field(min_length=1)
     steps_s: tuple[float, ...] = Field(min_length=1)
     predicted: Timeline

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ from outsize.cli.processes.job import JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document, warn_on_one_line
 from outsize.errors import OutsizeError
 from outsize.ir.base import Record
-from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
+from outsize.planner.advice.overview import Outlook
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
@@ -41,7 +42,6 @@ from outsize.train.measure.memory import MemoryWatch, with_memory
 
 # The timeline that is reported is the median of this many last steps.
 WATCHED = 5
-Decision = tuple[Plan, ModelGraph, Timeline]
 Timed = tuple[float, Timeline]  # the start of this rank's first action, and the timeline of all ranks
 
 
@@ -78,18 +78,19 @@ def train(job: RunJob, world: World) -> RunOutcome:
         inputs = make_model_input(
             job.model, job.input, job.request.batch_size, meta=job.weights is not None, seed=job.seed
         )
-    plan, graph, predicted = _agree(world, job, inputs, screen)
-    engine = _engine(job, inputs, plan)
+    chosen = _agree(world, job, inputs, screen)
+    engine = _engine(job, inputs, chosen.plan)
     watch = MemoryWatch(engine.crew.device or engine.crew.device_of(0))
     with watch if job.watch_memory else contextlib.nullcontext():
         losses, steps_s, timelines = _steps(engine, inputs, job.steps, screen)
     origin_s, middle = sorted(timelines, key=lambda t: t[1].duration_s)[len(timelines) // 2]
     return RunOutcome(
-        plan=plan,
-        graph=graph,
+        plan=chosen.plan,
+        graph=chosen.graph,
+        profile=chosen.profile,
         losses=losses,
         steps_s=steps_s,
-        predicted=predicted,
+        predicted=chosen.timeline,
         measured=with_memory(middle, origin_s, _of_all(world, watch)),
         used=engine.report(middle),
     )
@@ -103,7 +104,7 @@ def _of_all(world: World, watch: MemoryWatch) -> Sequence[list[tuple[float, int]
     return readings
 
 
-def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Decision:
+def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Outlook:
     """Returns rank 0's decision on all ranks: measured costs differ from process to process."""
     box: list[Any] = [_decide(world, job, inputs, screen) if world.rank == 0 else None]
     if world.group is not None:
@@ -111,12 +112,12 @@ def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Dec
     return box[0]
 
 
-def _decide(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Decision:
+def _decide(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Outlook:
     plan = job.plan or _make_plan(world, job, inputs, screen)
     with screen.working("pricing the plan"):
         measured = job.measure or is_measured(plan)
-        priced, graph, timeline = api.price(plan, *inputs.call, **inputs.loss, measured=measured)
-    return priced.model_copy(update={"why": plan.why}), graph, timeline
+        priced = api.outlook(*inputs.call, **inputs.loss, plan=plan, measured=measured)
+    return replace(priced, plan=priced.plan.model_copy(update={"why": plan.why}))
 
 
 def is_measured(plan: Plan) -> bool:

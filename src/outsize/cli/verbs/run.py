@@ -255,6 +255,7 @@ def _page(outcome: RunOutcome) -> str:
         PageFacts(
             plan=outcome.plan,
             graph=outcome.graph,
+            profile=outcome.profile,
             predicted=outcome.predicted,
             measured=outcome.measured,
             losses=outcome.losses,
