@@ -5,13 +5,15 @@
 
 A new object that is equal is adopted, so that the next check is fast again.
 Source: the two-level checks of torch._dynamo's guards (identity first, then value).
-Deviations: containers are compared element by element in the fast pass, in Python; they are few.
+Deviations: arrays are compared by their bytes in the fast pass, in Python; they are few.
 Complexity: O(reads) at C speed, about 0.1 us a read. Oracle: tests/unit/capture/guards/test_read_guards.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
@@ -63,22 +65,21 @@ class ReadGuards:
         rows = list(zip(self._reads, self._holders, self._values, strict=True))
         self._items = _columns((h, r.key, v) for r, h, v in rows if r.kind == "item")
         self._classes = _columns((h.__dict__, r.key, v) for r, h, v in rows if r.kind == "class")
-        self._others = [(LOOK_UP[r.kind], h, r.key, v) for r, h, v in rows if r.kind not in ("item", "class")]
+        self._attributes = _columns((h, r.key, v) for r, h, v in rows if r.kind == "attribute")
+        self._others = [(LOOK_UP[r.kind], h, r.key, v) for r, h, v in rows if r.kind in ("element", "cell")]
         containers: dict[int, Any] = {}
         for read, _, value in rows:
             if read.content:
                 _collect(value, containers)
-        self._containers = [(c, _held(c)) for c in containers.values()]
+        self._contents = Contents(containers.values())
 
     def _is_identical(self) -> bool:
-        holders, keys, absents, values = self._items
-        if not all(map(is_, map(dict.get, holders, keys, absents), values)):
-            return False
-        holders, keys, absents, values = self._classes
-        if not all(map(is_, map(MappingProxyType.get, holders, keys, absents), values)):
-            return False
-        return all(look_up(holder, key) is value for look_up, holder, key, value in self._others) and all(
-            _holds_same(container, parts) for container, parts in self._containers
+        return (
+            _is_same(dict.get, self._items)
+            and _is_same(MappingProxyType.get, self._classes)
+            and _is_same(getattr, self._attributes)
+            and all(look_up(holder, key) is value for look_up, holder, key, value in self._others)
+            and self._contents.are_same()
         )
 
     # -- slow --------------------------------------------------------------------------------------
@@ -117,11 +118,20 @@ def _frozen(read: PythonRead, value: Any) -> Any:
     return frozen(value) if read.content else frozen(value, 0)
 
 
-def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+_Columns = tuple[list[Any], list[Any], list[Any], list[Any]]
+
+
+def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> _Columns:
     """Returns holders, keys, ABSENT for each, and values."""
     listed = list(rows)
     holders, keys, values = ([row[n] for row in listed] for n in range(3))
     return holders, keys, [ABSENT] * len(listed), values
+
+
+def _is_same(look_up: Callable[..., Any], columns: _Columns) -> bool:
+    """Returns whether each look-up gives the very same object."""
+    holders, keys, absents, values = columns
+    return all(map(is_, map(look_up, holders, keys, absents), values))
 
 
 def _collect(value: Any, containers: dict[int, Any]) -> None:
@@ -133,13 +143,31 @@ def _collect(value: Any, containers: dict[int, Any]) -> None:
         _collect(part, containers)
 
 
-def _held(container: Any) -> Any:
-    return frozen(container) if isinstance(container, np.ndarray) else parts_of(container)
+@final
+class Contents:
+    """The parts of containers, compared by identity in one pass over all of a kind."""
 
+    def __init__(self, containers: Iterable[Any]) -> None:
+        listed = list(containers)
+        self._arrays = [(c, frozen(c)) for c in listed if isinstance(c, np.ndarray)]
+        self._dicts = [c for c in listed if isinstance(c, dict)]
+        others = (c for c in listed if not isinstance(c, np.ndarray | dict))
+        self._lists = [parts_of(c) if isinstance(c, functools.partial) else c for c in others]
+        self._sizes = list(map(len, self._sized()))
+        self._parts = list(self._parts_now())
 
-def _holds_same(container: Any, before: Any) -> bool:
-    """Returns whether a container holds the very same objects."""
-    now = _held(container)
-    if isinstance(container, np.ndarray):
-        return bool(now == before)
-    return len(now) == len(before) and all(map(is_, now, before))
+    def are_same(self) -> bool:
+        """Returns whether every container holds the very same objects."""
+        if list(map(len, self._sized())) != self._sizes:
+            return False
+        if not all(map(is_, self._parts_now(), self._parts)):
+            return False
+        return all(bool(frozen(array) == before) for array, before in self._arrays)
+
+    def _sized(self) -> Iterator[Any]:
+        return chain(self._dicts, self._lists)
+
+    def _parts_now(self) -> Iterator[Any]:
+        """Yields keys and values of dicts, then the items of the others."""
+        keys, values = (chain.from_iterable(map(part, self._dicts)) for part in (dict.keys, dict.values))
+        return chain(keys, values, chain.from_iterable(self._lists))

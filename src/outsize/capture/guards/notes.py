@@ -239,13 +239,15 @@ class Notes:
             return ()
         self._promote()
         own = {id(instance_dict(module)) for module in self._modules.values()}
-        weights = {id(vars(m)[key]) for m in self._modules.values() for key in _WEIGHT_TABLES}
+        parameters = {id(vars(m)["_parameters"]) for m in self._modules.values()}
+        weights = {*parameters, *(id(vars(m)["_buffers"]) for m in self._modules.values())}
         reads: list[PythonRead] = []
         numbers: dict[Key, int] = {}
         for key, noted in self._noted.items():
             place, site = noted.place, noted.site
             value = LOOK_UP[place.kind](place.holder, place.key)
-            is_weight = id(place.holder) in weights and isinstance(value, Tensor)
+            # A parameter that is None is looked at with the structure of the model (train.variants).
+            is_weight = id(place.holder) in (weights if isinstance(value, Tensor) else parameters)
             if key in self._before or is_weight or not self._is_stable(place):
                 continue
             if all(_is_below(frame, live) for frame in noted.frames):

@@ -14,7 +14,6 @@ looked at more closely: walks over all modules are what steps of small stages no
 
 from __future__ import annotations
 
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final, final
 
@@ -82,14 +81,19 @@ class Look:
     def __init__(self, model: nn.Module, *, plain: bool) -> None:
         modules = list(model.modules())
         self._children = [module._modules for module in modules if module._modules]
-        self._tables = [module._parameters for module in modules if module._parameters]
-        self._empty = [module._modules for module in modules if not module._modules]
-        self._empty += [module._parameters for module in modules if not module._parameters]
+        self._modules = [dict(table) for table in self._children]
         hooks = [vars(module)[kind] for module in modules for kind in HOOKS if kind in vars(module)]
-        self._empty += [table for table in hooks if not table]
         self._hooks = [(table, len(table)) for table in hooks if table]
-        self._modules, self._parameters = self._held()
-        self._properties = self._properties_now()
+        tables = [module._parameters for module in modules]
+        self._sized = [table for table in tables if table]
+        self._sizes = list(map(len, self._sized))
+        self._empty = [table for table in (*hooks, *tables) if not table]
+        self._empty += [module._modules for module in modules if not module._modules]
+        entries: list[Any] = [(table, name, value) for table in tables for name, value in table.items()]
+        self._tables, self._names, self._held = ([entry[n] for entry in entries] for n in range(3))
+        self._parameters = [parameter for parameter in self._held if parameter is not None]
+        self._gradients = list(map(_REQUIRES_GRAD, self._parameters))
+        self._dtypes = list(map(_DTYPE, self._parameters))
         self._model, self._plain = model, plain
         self._values = _plain_values(model) if plain else []
 
@@ -97,24 +101,15 @@ class Look:
         """Returns whether the model has the same modules, parameters and hooks as when this was made."""
         if any(self._empty) or any(len(table) != size for table, size in self._hooks):
             return False
-        modules, parameters = self._held()
-        if modules != self._modules or len(parameters) != len(self._parameters):
+        if self._children != self._modules or list(map(len, self._sized)) != self._sizes:
             return False
-        if not all(map(is_, parameters, self._parameters)):
+        if not all(map(is_, map(dict.get, self._tables, self._names), self._held)):
             return False
-        if self._properties != self._properties_now():
+        if list(map(_REQUIRES_GRAD, self._parameters)) != self._gradients:
+            return False
+        if list(map(_DTYPE, self._parameters)) != self._dtypes:
             return False
         return not self._plain or self._values == _plain_values(self._model)
-
-    def _held(self) -> tuple[list[Any], list[Any]]:
-        """Returns the modules and the parameters that are in the tables now."""
-        tables = self._children, self._tables
-        modules, parameters = (list(chain.from_iterable(map(dict.values, each))) for each in tables)
-        return modules, parameters
-
-    def _properties_now(self) -> tuple[list[Any], list[Any]]:
-        present = [parameter for parameter in self._parameters if parameter is not None]
-        return list(map(_REQUIRES_GRAD, present)), list(map(_DTYPE, present))
 
 
 def _plain_values(model: nn.Module) -> list[Any]:

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from outsize.train.variants import model_state
-from outsize.train.variants.model_state import Settings
+from outsize.train.variants.model_state import Look, Settings
 
 
 class How(StrEnum):
@@ -111,3 +112,24 @@ def test_a_model_that_stays_as_it_is_is_not_looked_at_closely(monkeypatch: pytes
         found.number()
         found.ran()
     assert len(closely) == 4  # before and after two steps
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[0], "weight", nn.Parameter(m[0].weight.detach().clone())),
+        lambda m: setattr(m[1], "bias", nn.Parameter(torch.zeros(1))),
+        lambda m: m[0].register_parameter("more", nn.Parameter(torch.ones(()))),
+        lambda m: m.append(nn.ReLU()),
+        lambda m: m.__setitem__(2, nn.Tanh()),
+        lambda m: m[0].requires_grad_(False),
+        lambda m: m[0].half(),
+        lambda m: m[2].register_forward_hook(print),
+    ],
+)
+def test_a_look_sees_each_change_of_the_structure(change: Callable[[Any], Any]) -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.ReLU())
+    look = Look(model, plain=False)
+    assert look.is_same()
+    change(model)
+    assert not look.is_same()
