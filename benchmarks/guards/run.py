@@ -1,8 +1,8 @@
 """Question: what does it cost to know before each step that nothing which Python read has changed?
 
 A Llama of 80 layers (tiny widths: the number of modules and of reads is what counts) and a GPT-2 of 12.
-CPU seconds of the recording with and without the trace of reads; microseconds of one check when nothing changed,
-of the slow comparison by value, and of the check of the model's structure; beside it the walk over all
+CPU seconds of the recording with and without the trace of reads; microseconds of one check when nothing
+changed, of the slow comparison by value, and of the check of the structure; beside it the walk over all
 modules that did both before, and the plain step.
 """
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import gc
 import os
-import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -39,9 +38,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from outsize.capture.guards.events import Events, events_for
 from outsize.capture.guards.lookup import UNKNOWN, Method, Place, table_of
 from outsize.capture.guards.notes import Notes, Site, roots_of
-from outsize.capture.guards.opcodes import FIRST_IN_PLACE, IS_SUPPORTED, Operation, operations_of
+from outsize.capture.guards.opcodes import (
+    CALLS_NAME_FUNCTION_FIRST,
+    FIRST_IN_PLACE,
+    IS_SUPPORTED,
+    LOADS_METHODS_AS_ATTRIBUTES,
+    Operation,
+    operations_of,
+)
 from outsize.capture.guards.values import is_container
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import is_outsize_file
@@ -101,6 +108,13 @@ class _Frame:
         self.returned: Any = UNKNOWN
         self.locals: Mapping[str, Any] | None = None  # As of the last store; a copy, which takes time.
 
+    def push(self, entry: _Entry, *, is_called: bool = False) -> None:
+        """Puts a value on the stack, with the NULL that comes with a function which is called next."""
+        if not is_called:
+            self.entries.append(entry)
+        else:
+            self.entries += (entry, _NULL_ENTRY) if CALLS_NAME_FUNCTION_FIRST else (_NULL_ENTRY, entry)
+
     def pop(self, count: int) -> list[_Entry]:
         if count == 0:
             return []
@@ -120,26 +134,27 @@ class ReadTrace:
         self.failure: Exception | None = None
         self._frame_of = frame_of
         self._frames: dict[FrameType, _Frame] = {}
-        self._is_traced: dict[CodeType, bool] = {}
+        self._is_users: dict[CodeType, bool] = {}
         self._is_active = self._is_on = False
         self._born: set[CodeType] = set()  # Code of functions that the recording itself has made.
         self._functions: dict[CodeType, list[FunctionType]] = {}
+        self._events: Events | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Traces within the context; a debugger's or coverage's own trace function is put back after it."""
+        """Traces within the context."""
         if not IS_SUPPORTED:
             yield
             return
-        before = sys.gettrace()
-        self._is_active = True
-        self.switch(on=True)
-        try:
-            yield
-        finally:
-            self._is_active = self._is_on = False
-            sys.settrace(before)
-            self._frames.clear()
+        self._events = events_for(self)
+        with self._events.active():
+            self._is_active = self._is_on = True
+            try:
+                yield
+            finally:
+                self._is_active = self._is_on = False
+                self._frames.clear()
+                self._events = None  # They refer to the trace: a cycle would keep the model alive.
 
     def paused(self) -> Switched:
         """Traces nothing within the context."""
@@ -152,71 +167,81 @@ class ReadTrace:
     def switch(self, *, on: bool) -> bool:
         """Traces from now on, or no longer; returns whether it has traced until now."""
         before = self._is_on
-        if before is not on and self._is_active:
+        if before is not on and self._is_active and self._events is not None:
             self._is_on = on
-            sys.settrace(self._on_call if on and self.failure is None else None)
+            self._events.switch(on=on and self.failure is None)
         return before
 
     # -- frames ------------------------------------------------------------------------------------
 
-    def _on_call(self, frame: FrameType, event: str, _arg: Any) -> Any:
+    def may_follow(self, code: CodeType) -> bool:
+        """Answers whether this is user code."""
+        is_users = self._is_users.get(code)
+        if is_users is None:
+            is_users = self._is_users[code] = _is_user_code(code)
+        return is_users
+
+    def follows(self, frame: FrameType) -> bool:
+        """Begins to follow a frame of user code that the user's code has called, or that outsize calls."""
         code = frame.f_code
-        is_traced = self._is_traced.get(code)
-        if is_traced is None:
-            is_traced = self._is_traced[code] = _is_traced(frame)
-        if not is_traced or event != "call":
-            return None
-        state = self._frames.get(frame)
-        if state is None:
+        if not self.may_follow(code) or not _is_users_frame(frame) or self.failure is not None:
+            return False
+        if frame not in self._frames:
             caller = self._frames.get(frame.f_back) if frame.f_back is not None else None
             if caller is None and not _calls_users(frame.f_back):
-                return None
+                return False
             function = self._function_of(frame, UNKNOWN if caller is None else caller.callee)
-            state = self._frames[frame] = _Frame(code, function)
+            self._frames[frame] = _Frame(code, function)
             self._note_defaults(function, frame)
-        frame.f_trace_lines = False
-        frame.f_trace_opcodes = True
-        return self._on_event
+        return True
 
-    def _on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def on_instruction(self, frame: FrameType, offset: int) -> None:
+        """Follows the instruction that is about to run; where that fails the trace ends with a warning."""
         state = self._frames.get(frame)
         if state is None:
-            return None
+            return
         try:
-            if event == "opcode":
-                self._on_opcode(frame, state)
-            elif event == "exception":
-                state.entries.clear()
-                state.pending = None
-            elif event == "return":
-                self._on_return(frame, arg)
+            self._on_opcode(frame, state, offset)
         except Exception as error:
             self.failure = error
-            sys.settrace(None)
+            if self._events is not None:
+                self._events.switch(on=False)
+            self._frames.clear()
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             warnings.warn(
                 f"what Python reads behind {place} is not guarded, because its trace ended with "
                 f"{type(error).__name__}: {error}; a value that changes there is not noticed",
                 stacklevel=2,
             )
-            return None
-        return self._on_event
 
-    def _on_return(self, frame: FrameType, arg: Any) -> None:
-        state = self._frames.pop(frame)
+    def on_exception(self, frame: FrameType) -> None:
+        """Forgets the shadow stack, since an exception empties the real one."""
+        state = self._frames.get(frame)
+        if state is not None:
+            state.entries.clear()
+            state.pending = None
+
+    def on_return(self, frame: FrameType, value: Any) -> None:
+        """Ends to follow a frame."""
+        state = self._frames.pop(frame, None)
+        if state is not None:
+            self._on_return(frame, state, value)
+
+    def _on_return(self, frame: FrameType, state: _Frame, value: Any) -> None:
         state.entries.clear()
         state.pending = None  # It refers to the state: a cycle would keep values alive.
         caller = self._frames.get(frame.f_back) if frame.f_back is not None else None
         is_plain = not state.code.co_flags & (0x20 | 0x80 | 0x200) and state.code.co_name != "__init__"
         if caller is not None and is_plain:
-            caller.returned = arg
+            caller.returned = value
 
-    def _on_opcode(self, frame: FrameType, state: _Frame) -> None:
-        offset = frame.f_lasti
+    def _on_opcode(self, frame: FrameType, state: _Frame, offset: int) -> None:
         if state.pending is not None:
             pending, state.pending = state.pending, None
             pending(offset)
-        operation = state.operations[offset]
+        operation = state.operations.get(offset)
+        if operation is None:
+            return
         handler = _HANDLERS.get(operation.name)
         if handler is not None:
             handler(self, frame, state, operation)
@@ -375,21 +400,40 @@ class ReadTrace:
             self._born.add(code.value)
         state.entries.append(_UNKNOWN)
 
+    def _load_two_fast(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        for name in operation.value:
+            state.entries.append(_Entry(frame.f_locals.get(name, UNKNOWN), name))
+
+    def _store_load_fast(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        (entry,) = state.pop(1)
+        state.locals = None
+        stored, loaded = operation.value
+        state.entries.append(
+            entry if stored == loaded else _Entry(_frame.f_locals.get(loaded, UNKNOWN), loaded)
+        )
+
+    def _store_two_fast(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        state.pop(2)
+        state.locals = None
+
+    def _load_and_clear(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        state.entries.append(_UNKNOWN)
+        state.locals = None
+
     def _push_null(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
         state.entries.append(_NULL_ENTRY)
 
     def _load_global(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
-        if operation.arg & 1:
-            state.entries.append(_NULL_ENTRY)
-        self._load_name(frame, state, operation)
+        state.push(self._global(frame, operation.value), is_called=bool(operation.arg & 1))
 
     def _load_name(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
-        name, table = operation.value, frame.f_globals
+        state.push(self._global(frame, operation.value))
+
+    def _global(self, frame: FrameType, name: str) -> _Entry:
+        table = frame.f_globals
         if name in table:
-            value = self.notes.read(Place("item", table, name), self._site(frame, name))
-        else:
-            value = frame.f_builtins.get(name, UNKNOWN)
-        state.entries.append(_Entry(value, name))
+            return _Entry(self.notes.read(Place("item", table, name), self._site(frame, name)), name)
+        return _Entry(frame.f_builtins.get(name, UNKNOWN), name)
 
     def _load_deref(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         name, value = operation.value, frame.f_locals.get(operation.value, UNKNOWN)
@@ -399,34 +443,42 @@ class ReadTrace:
         state.entries.append(_Entry(value, name))
 
     def _load_attribute(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        if LOADS_METHODS_AS_ATTRIBUTES and operation.arg & 1:
+            self._load_method(frame, state, operation)
+            return
         (owner,) = state.pop(1)
         self._load(frame, state, owner, operation.value)
 
-    def _load(self, frame: FrameType, state: _Frame, owner: _Entry, name: str) -> None:
+    def _load_of_super(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        state.pop(3)
+        state.push(_UNKNOWN, is_called=bool(operation.arg & 1))
+
+    def _load(
+        self, frame: FrameType, state: _Frame, owner: _Entry, name: str, *, is_called: bool = False
+    ) -> None:
         text = f"{owner.text}.{name}"
         value: Any = UNKNOWN
         if owner.value is not UNKNOWN and self.notes.is_old(owner.value):
             value = self.notes.attribute(owner.value, name, self._site(frame, text))
         if value is not UNKNOWN:
-            state.entries.append(_Entry(value, text))
+            state.push(_Entry(value, text), is_called=is_called)
             return
         state.returned = UNKNOWN
 
         def push(_offset: int) -> None:
             # A property or `__getattr__` has run as a frame of its own.
-            state.entries.append(_Entry(state.returned, text))
+            state.push(_Entry(state.returned, text), is_called=is_called)
 
         state.pending = push
 
     def _load_method(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (owner,) = state.pop(1)
         name = operation.value
-        state.entries.append(_NULL_ENTRY)
         if is_container(owner.value) and self.notes.is_old(owner.value):
             method = _ContainerMethod(name, owner.value)
-            state.entries.append(_Entry(method, f"{owner.text}.{name}"))
+            state.push(_Entry(method, f"{owner.text}.{name}"), is_called=True)
         else:
-            self._load(frame, state, owner, name)
+            self._load(frame, state, owner, name, is_called=True)
 
     def _binary_subscr(self, frame: FrameType, state: _Frame, _operation: Operation) -> None:
         owner, key = state.pop(2)
@@ -445,16 +497,28 @@ class ReadTrace:
         state.pending = lambda _offset: state.entries.append(_Entry(state.returned, text))
 
     def _call(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
-        first, second, *arguments = state.pop(operation.arg + 2)
-        if first.value is _NULL or first.value is UNKNOWN:
+        self._call_of(frame, state, state.pop(operation.arg + 2))
+
+    def _call_with_keywords(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        *entries, _names = state.pop(operation.arg + 3)
+        self._call_of(frame, state, entries)
+
+    def _call_of(self, frame: FrameType, state: _Frame, entries: list[_Entry]) -> None:
+        first, second, *arguments = entries
+        if CALLS_NAME_FUNCTION_FIRST:
+            callee = first
+            arguments = (
+                arguments if second.value is _NULL or second.value is UNKNOWN else [second, *arguments]
+            )
+        elif first.value is _NULL or first.value is UNKNOWN:
             callee = second
         else:
             callee, arguments = first, [second, *arguments]
         self._begin_call(frame, state, callee, arguments)
 
     def _call_with_star(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
-        _, callee, *arguments = state.pop(3 + (operation.arg & 1))
-        self._begin_call(frame, state, callee, arguments)
+        first, second, *arguments = state.pop(3 + (operation.arg & 1))
+        self._begin_call(frame, state, first if CALLS_NAME_FUNCTION_FIRST else second, arguments)
 
     def _binary_op(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         left, right = state.pop(2)
@@ -519,10 +583,10 @@ class ReadTrace:
 
     def _for_iter(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
         def after(offset: int) -> None:
-            if offset == operation.value:
-                state.pop(1)
-            else:
+            if offset == operation.next:
                 state.entries.append(_UNKNOWN)
+            else:
+                state.pop(1)
 
         state.pending = after
 
@@ -576,6 +640,12 @@ def without_writes(function: Callable[..., Any]) -> Iterator[None]:
 
 _HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], None]]] = {
     "LOAD_FAST": ReadTrace._load_fast,
+    "LOAD_FAST_CHECK": ReadTrace._load_fast,
+    "LOAD_FAST_LOAD_FAST": ReadTrace._load_two_fast,
+    "LOAD_FAST_AND_CLEAR": ReadTrace._load_and_clear,
+    "STORE_FAST_LOAD_FAST": ReadTrace._store_load_fast,
+    "STORE_FAST_STORE_FAST": ReadTrace._store_two_fast,
+    "LOAD_SUPER_ATTR": ReadTrace._load_of_super,
     "LOAD_CONST": ReadTrace._load_const,
     "PUSH_NULL": ReadTrace._push_null,
     "MAKE_FUNCTION": ReadTrace._make_function,
@@ -586,6 +656,7 @@ _HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], N
     "LOAD_METHOD": ReadTrace._load_method,
     "BINARY_SUBSCR": ReadTrace._binary_subscr,
     "CALL": ReadTrace._call,
+    "CALL_KW": ReadTrace._call_with_keywords,
     "CALL_FUNCTION_EX": ReadTrace._call_with_star,
     "BINARY_OP": ReadTrace._binary_op,
     "IS_OP": ReadTrace._drop,
@@ -596,6 +667,10 @@ _HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], N
     "RETURN_VALUE": ReadTrace._drop,
     **{f"POP_JUMP_{way}_IF_NONE": ReadTrace._drop for way in ("FORWARD", "BACKWARD")},
     **{f"POP_JUMP_{way}_IF_NOT_NONE": ReadTrace._drop for way in ("FORWARD", "BACKWARD")},
+    "POP_JUMP_IF_NONE": ReadTrace._drop,
+    "POP_JUMP_IF_NOT_NONE": ReadTrace._drop,
+    "RETURN_CONST": ReadTrace._drop,
+    "SET_FUNCTION_ATTRIBUTE": ReadTrace._drop,
     "STORE_ATTR": ReadTrace._store_attribute,
     "DELETE_ATTR": ReadTrace._delete_attribute,
     "STORE_SUBSCR": ReadTrace._store_subscr,
@@ -630,10 +705,9 @@ def _calls_users(frame: FrameType | None) -> bool:
     return not is_outsize_file(name) or name.endswith(_CALLERS)
 
 
-def _is_traced(frame: FrameType) -> bool:
-    """Returns whether a frame runs user code; what dataclasses generate has the globals of its class."""
-    name = frame.f_globals.get("__name__", "")
-    return _is_user_code(frame.f_code) and not str(name).startswith("outsize.")
+def _is_users_frame(frame: FrameType) -> bool:
+    """Returns whether a frame's globals are the user's: what dataclasses generate has those of its class."""
+    return not str(frame.f_globals.get("__name__", "")).startswith("outsize.")
 
 
 def _cell_of(state: _Frame, name: str) -> CellType | None:

@@ -183,13 +183,13 @@ def test_blocks_that_are_copied_and_the_recorder_itself_are_not_traced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     called: list[str] = []
-    on_call = ReadTrace._on_call
+    follows = ReadTrace.follows
 
-    def counted(trace: ReadTrace, frame: Any, event: str, arg: Any) -> Any:
+    def counted(trace: ReadTrace, frame: Any) -> bool:
         called.append(frame.f_code.co_name)
-        return on_call(trace, frame, event, arg)
+        return follows(trace, frame)
 
-    monkeypatch.setattr(ReadTrace, "_on_call", counted)
+    monkeypatch.setattr(ReadTrace, "follows", counted)
     counts: list[int] = []
     for blocks in (10, 40):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(blocks)))
