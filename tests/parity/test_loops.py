@@ -6,8 +6,10 @@ The judge is `plain`: one process, microbatches in order, the user's own model a
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, final
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,3 +81,64 @@ def test_an_optimizer_that_wants_a_closure_gets_one(clip_norm: float | None) -> 
         assert torch.equal(built.step(X, target=Y).loss, expected)
         optimizer.zero_grad()
         assert alike(model, reference)
+
+
+# -- forwards that no tape holds ---------------------------------------------------------------------
+
+
+@final
+class Body(nn.Module):
+    """Two layers, with `change(hidden, x)` between them and `enter(x)` before."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor], enter: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.change, self.enter = change, enter
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.enter(x)
+        return self.last(self.change(self.first(x).tanh(), x))
+
+
+def by_numpy(hidden: Tensor, x: Tensor) -> Tensor:
+    return hidden * float(np.abs(x.numpy()).sum())
+
+
+def by_numpy_of_activations(hidden: Tensor, x: Tensor) -> Tensor:
+    return hidden * torch.from_numpy(np.sign(hidden.detach().numpy()))
+
+
+def unchanged(hidden: Tensor, x: Tensor) -> Tensor:
+    return hidden
+
+
+def doubled(x: Tensor) -> None:
+    x.mul_(2)
+
+
+FORWARDS = {
+    "numpy of an input": lambda: Body(by_numpy, id),
+    "numpy of activations": lambda: Body(by_numpy_of_activations, id),
+    "an input written in place": lambda: Body(unchanged, doubled),
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_that_no_tape_holds_has_the_numbers_of_the_plain_loop(name: str) -> None:
+    model, x, same_x = FORWARDS[name](), X.clone(), X.clone()
+    reference = copy.deepcopy(model)
+    built = engine(model, x)
+    assert torch.equal(x, X), "planning has written into the example"
+    for _ in range(2):
+        assert torch.equal(built.step(x, target=Y, update=False).loss, accumulate(reference, same_x))
+    assert alike(model, reference)
+    assert torch.equal(x, same_x)
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_check_of_it_sees_what_the_engine_sees(name: str) -> None:
+    x = X.clone()
+    verdict = outsize.check(FORWARDS[name](), (x,), loss_fn=F.cross_entropy, target=Y, steps=2)
+    assert verdict.bit_equal, verdict
+    assert torch.equal(x, X)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from torch import Tensor
+
 from outsize.program.containers import refill
 
 Fn = Callable[[Any], Any]
@@ -119,3 +121,17 @@ def paths(tree: Any, wanted: Callable[[Any], bool], at: str = "") -> Iterator[tu
         yield at, tree
     for accessor, item in children(tree):
         yield from paths(item, wanted, at + accessor)
+
+
+def with_copied_tensors(tree: Any) -> Any:
+    """Returns the tree with copies of its tensors; tensors that share memory share it in the copy, too."""
+    copies: dict[int, Any] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.grad_fn is not None:  # torch copies no tensor of a graph
+            return leaf.detach().clone().requires_grad_()
+        return copy.deepcopy(leaf, copies)
+
+    return map_leaves(copied, tree)

@@ -28,7 +28,7 @@ from outsize.errors import NotCapturable
 from outsize.ir.graph import ModelGraph, Unit, Value
 from outsize.program.modes import current_modes
 from outsize.program.tape import Tape
-from outsize.program.tree import leaves
+from outsize.program.tree import leaves, with_copied_tensors
 
 # Broadcasts cost time, but uneven stages cost more: a unit has at most this share of all weights.
 _LARGEST = 1 / 16
@@ -81,7 +81,8 @@ def _by_modules(
     outputs = 0
     if not any(p.is_meta for p in model.parameters()):
         with untouched(model):
-            outputs = _watch(model, seen, args, kwargs)
+            # A forward may write into its inputs; the user's stay as they are.
+            outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)))
     note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"
     tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
     graph = _graph(model, seen, samples or (tensors[0].shape[0] if tensors else 1), outputs, note)

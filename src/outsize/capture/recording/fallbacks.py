@@ -32,7 +32,7 @@ from outsize.program.modes import current_modes
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import raising_line
 from outsize.program.tape import Ref, Tape
-from outsize.program.tree import leaves, map_leaves
+from outsize.program.tree import leaves, map_leaves, with_copied_tensors
 
 LossFn = Callable[..., Tensor]
 
@@ -369,10 +369,12 @@ def _rejection(call: _RecordedCall) -> ExampleRejected | None:
     at_fault = "model"
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            output = model(*call.args, **call.kwargs)
+            # The forward may write into its inputs.
+            args, kwargs, target = with_copied_tensors((call.args, call.kwargs, call.target))
+            output = model(*args, **kwargs)
             at_fault = "loss function"
             if call.loss_fn is not None:
-                call.loss_fn(output, *call.target)
+                call.loss_fn(output, *target)
     except Exception as error:
         return _rejected(call, error, at_fault)
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -72,6 +73,8 @@ class Decider:
         weights = self._weights_in(needs, args, kwargs)
         self.weights += [(weight, where) for weight in weights]
         if name not in _FIXED and (weights or self._depends_on_inputs(needs, reads)):
+            if any(isinstance(leaf, np.ndarray) for leaf in leaves(out)):
+                raise LookupError("values of an input as a NumPy array, with which other code computes")
             self._guards.append(Guard(fn, args, kwargs, signature_of(out), where))
         return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
 

@@ -196,6 +196,7 @@ class Recorder(Watcher):
     def on_aten(self, op: Any, args: Any, kwargs: Any) -> Any:
         with self.reads.paused():
             if self._muted:
+                _insist_on_one_dtype(op, args)
                 out = op(*args, **kwargs)
                 self.meter.count(op, args, kwargs, out)
                 self._look_inside(op, args, kwargs, out)
@@ -467,12 +468,26 @@ class Recorder(Watcher):
 _EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.data.__set__})  # pyright: ignore[reportAttributeAccessIssue]
 
 
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
+)
+
+
 def _with_grad(args: Any, leaf: Any) -> Any:
     """Makes a result whose shape was looked up require grad like the result of any op."""
     if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
         return leaf
     wanted = any(isinstance(t, Tensor) and t.requires_grad for t in leaves(args))
     return leaf.requires_grad_(wanted and torch.is_grad_enabled())
+
+
+def _insist_on_one_dtype(op: Any, args: Any) -> None:
+    """Raises what kernels raise and fakes do not: the factors of a product have one dtype."""
+    if op.overloadpacket in _PRODUCTS:
+        dtypes = dict.fromkeys(leaf.dtype for leaf in leaves(args) if isinstance(leaf, Tensor))
+        if len(dtypes) > 1:
+            raise RuntimeError(f"the factors of a product have dtypes {', '.join(map(str, dtypes))}")
 
 
 def _has_tensor(tree: Any) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
-from outsize.program.tree import leaves, map_leaves
+from outsize.program.tree import leaves, map_leaves, with_copied_tensors
 
 Dims = tuple[int | None, ...]
 
@@ -136,6 +136,11 @@ class Batch:
             is_outside = place not in lists
             dims += [0 if is_outside and t.shape[:1] == (count,) else None for t in _tensors(argument)]
         return tuple(dims)
+
+    def copied(self) -> Batch:
+        """Returns the batch with copies of its tensors, for a model that may write into them."""
+        args, kwargs, target = with_copied_tensors(self.tree())
+        return replace(self, args=args, kwargs=kwargs, target=target)
 
     def resized(self, samples: int) -> Batch:
         """Returns the batch with `samples` samples: its first ones, repeated when there are too few."""

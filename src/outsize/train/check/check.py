@@ -151,7 +151,7 @@ def _against_undivided(question: Question, reference: TrainingSnapshot) -> Itera
     if question.steps > 1:
         reference = _reference(replace(question, steps=1))
     model = _copied(question.model)
-    loss = undivided_loss(model, question.batch, question.loss_fn)
+    loss = undivided_loss(model, question.batch.copied(), question.loss_fn)
     whole = TrainingSnapshot(loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     # By gradients alone, since a loss can be close to zero.
     distance = relative_difference(whole, replace(reference, loss=whole.loss))
@@ -182,7 +182,7 @@ def _reference(question: Question, microbatches: int | None = None) -> TrainingS
         return reference_snapshot(
             model,
             _tapes(question),
-            question.batch,
+            question.batch.copied(),
             microbatches or question.plan.microbatches_of(question.batch.size),
             question.loss_fn,
             steps=question.steps,
@@ -212,7 +212,7 @@ def _copied(model: nn.Module) -> nn.Module:
 def _in_one_process(question: Question) -> TrainingSnapshot:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnknownShares)  # the verdict notes it, with numbers
-        return engine_snapshot(_engine(question), question.batch, steps=question.steps)
+        return engine_snapshot(_engine(question), question.batch.copied(), steps=question.steps)
 
 
 def _engine(question: Question) -> Engine:
@@ -230,7 +230,8 @@ def _over_processes(question: Question) -> TrainingSnapshot:
     ranks = question.plan.axes.world_size
     plan = by_blocks(question.plan, question.captured.graph)
     # Some kernels (LayerNorm's weight gradient) add up in as many parts as there are threads.
-    rest = question.batch, question.loss_fn, plan, question.steps, question.seed, torch.get_num_threads()
+    threads = torch.get_num_threads()
+    rest = question.batch.copied(), question.loss_fn, plan, question.steps, question.seed, threads
     with tempfile.TemporaryDirectory(prefix="outsize-check-") as folder:
         if can_fork():
             run_in_forks(ranks, lambda: run_rank((_copied(question.model), *rest), Path(folder)))
@@ -277,7 +278,7 @@ def _locate(question: Question, differences: Differences) -> str | None:
 
 def _forward_divergence(question: Question) -> str | None:
     """Returns the first unit that differs in a replay of one microbatch, or else in a step of an engine."""
-    parts = question.batch.split(question.plan.microbatches_of(question.batch.size))
+    parts = question.batch.copied().split(question.plan.microbatches_of(question.batch.size))
     model, seed = _copied(question.model), seeder(question.seed, 0, 0)
     unit = first_forward_divergence(question.captured, model, parts[0], seed, question.loss_fn)
     if unit is not None:
@@ -285,7 +286,7 @@ def _forward_divergence(question: Question) -> str | None:
     seeds = [seeder(question.seed, 0, mb) for mb in range(len(parts))]
     expected = eager_calls(_copied(question.model), _tapes(question), parts, seeds, question.loss_fn)
     engine = _engine(question)
-    batch = question.batch
+    batch = question.batch.copied()
     engine.prepare(batch)  # recorded outside of the watched step
     with watched_modules(engine.model) as observed:
         engine.step(*batch.args, target=batch.target or None, update=False, **batch.kwargs)

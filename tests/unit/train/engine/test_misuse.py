@@ -310,6 +310,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[OutsizeError], str]] = {
     "a target of another dtype": (lambda: check(mlp(), target=Y.int()), ExampleRejected, "plain loop"),
     "a class that there is not": (lambda: check(mlp(), target=Y + 9), ExampleRejected, "out of bounds"),
     "inputs of another dtype": (lambda: check(mlp().double()), ExampleRejected, "same dtype"),
+    "integers for a Linear": (lambda: engine(mlp()).step(X.long(), target=Y), ExampleRejected, "same dtype"),
     "a stages' name": (lambda: engine(mlp(), stages="two"), BadOption, "stages='two' makes no sense"),
     "a backward of the step's loss": (
         lambda: engine(mlp()).step(X, target=Y, update=False).loss.backward(),
