@@ -14,9 +14,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim import LBFGS, SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import outsize
+from outsize.ir.units.names import compress_units, expand
 from outsize.train.engine.engine import Engine
 
 _RANDOM = torch.Generator().manual_seed(0)
@@ -142,3 +145,115 @@ def test_a_check_of_it_sees_what_the_engine_sees(name: str) -> None:
     verdict = outsize.check(FORWARDS[name](), (x,), loss_fn=F.cross_entropy, target=Y, steps=2)
     assert verdict.bit_equal, verdict
     assert torch.equal(x, X)
+
+
+# -- regions of torch.utils.checkpoint that write buffers -----------------------------------------------
+
+
+class Counting(nn.Module):
+    """Writes a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+class Region(nn.Module):
+    """A checkpointed region around `inner`, which may be called after it, too."""
+
+    def __init__(
+        self, inner: nn.Module, *, reentrant: bool, after: bool = False, hooked: bool = False
+    ) -> None:
+        super().__init__()
+        self.first, self.inner, self.reentrant, self.after = nn.Linear(4, 4), inner, reentrant, after
+        if hooked:
+            self.register_forward_hook(lambda *_: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(lambda z: self.inner(self.first(z)).tanh(), x, use_reentrant=self.reentrant)
+        return self.inner(x) if self.after else x
+
+
+REGIONS: dict[str, Callable[[bool], nn.Module]] = {
+    "statistics": lambda reentrant: Region(nn.BatchNorm1d(4), reentrant=reentrant),
+    "shared statistics": lambda reentrant: Region(nn.BatchNorm1d(4), reentrant=reentrant, after=True),
+    "a buffer that is read": lambda reentrant: Region(Counting(), reentrant=reentrant),
+    "a leaf's own region": lambda reentrant: Region(nn.BatchNorm1d(4), reentrant=reentrant, hooked=True),
+    "a region in a region": lambda reentrant: Region(
+        Region(nn.BatchNorm1d(4), reentrant=reentrant), reentrant=reentrant
+    ),
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", REGIONS)
+def test_buffers_of_a_checkpointed_region_are_written_as_often_as_in_the_plain_loop(
+    name: str, reentrant: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), REGIONS[name](reentrant), nn.Linear(4, 3))
+    reference = copy.deepcopy(model)
+    verdict = outsize.check(model, (X,), loss_fn=F.cross_entropy, target=Y, steps=2)
+    assert verdict.bit_equal, verdict
+    built = engine(model)
+    for _ in range(2):
+        built.step(X, target=Y, update=False)
+        accumulate(reference)
+    assert alike(model, reference)
+    built.evaluate(X)
+    assert alike(model, reference)
+
+
+def test_a_region_with_dropout_and_statistics_checks() -> None:
+    inner = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model = nn.Sequential(Region(inner, reentrant=False), nn.Linear(4, 3))
+    verdict = outsize.check(model, (X,), loss_fn=F.cross_entropy, target=Y, steps=2)
+    assert verdict.bit_equal, verdict
+
+
+# -- one module, its own weights and others ------------------------------------------------------------
+
+
+@final
+class Adapted(nn.Module):
+    """MAML: calls a network with its weights, and again with weights that a step of SGD has changed."""
+
+    def __init__(self, *, second_order: bool) -> None:
+        super().__init__()
+        self.net, self.second_order = mlp(), second_order
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = dict(self.net.named_parameters())
+        out = functional_call(self.net, weights, (x,))
+        if self.second_order:
+            slopes = torch.autograd.grad(out.square().mean(), list(weights.values()), create_graph=True)
+        else:
+            slopes = tuple(weights.values())
+        adapted = {name: w - 0.1 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+        return functional_call(self.net, adapted, (x,)) + out
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_a_module_called_with_its_weights_and_with_others(second_order: bool) -> None:
+    for stages in (2, 3):
+        model = Adapted(second_order=second_order)
+        reference = copy.deepcopy(model)
+        built = engine(model, stages=stages)
+        assert torch.equal(built.step(X, target=Y, update=False).loss, accumulate(reference))
+        assert alike(model, reference)
+
+
+def test_each_cut_of_it_is_a_plan() -> None:
+    graph = outsize.capture(Adapted(second_order=False), (X,), loss_fn=F.cross_entropy, target=Y)
+    names = [unit.name for unit in graph.units]
+    for cut in range(1, len(names)):
+        sides = compress_units(names, range(cut)), compress_units(names, range(cut, len(names)))
+        assert [expand(side, names) for side in sides] == [
+            list(range(cut)),
+            list(range(cut, len(names))),
+        ]

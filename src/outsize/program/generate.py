@@ -96,6 +96,7 @@ class _FunctionWriter:
             "resolve": resolve,
             "swapped": swapped,
             "expect": expect,
+            "write_again": write_again,
             "copied": spec.copied,
         }
         self._name_of: dict[int, str] = {}
@@ -141,6 +142,9 @@ class _FunctionWriter:
             lines += self._guarded(instruction, f"out = {call}" if named else call)
             lines += [*expected, *(f"v{ref.slot} = out{path}" for path, ref in refs)]
             lines += ["del out"] if named else []
+        if instruction.writes_twice:
+            arguments = self._arguments(instruction)
+            lines += self._guarded(instruction, f"write_again({self._callee(instruction)}, {arguments})")
         gone = ", ".join(f"v{slot}" for slot in sorted(dead - unread))
         return [*lines, f"del {gone}"] if gone else lines
 
@@ -242,6 +246,12 @@ def expect(actual: object, recorded: object, name: str, where: str) -> None:
             numbers=f"captured {recorded!r}, got {actual!r}, used at {where}",
             next_step="return a tensor there, or move what uses the value into the same module",
         )
+
+
+@torch.no_grad()
+def write_again(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Calls a module once more for the buffers that it writes."""
+    call(*args, **kwargs)
 
 
 def _is_python(leaf: Any) -> bool:

@@ -123,6 +123,8 @@ class Instruction:
     cost: Cost = field(default_factory=Cost)
     # On a rank's own tape, it is the instruction of the whole tape that this one is or helps.
     serves: int | None = None
+    # The call is in a region of torch.utils.checkpoint, whose backward calls it again and writes its buffers.
+    writes_twice: bool = False
 
     @property
     def origin(self) -> int:

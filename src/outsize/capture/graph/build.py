@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from outsize.capture.costs.saved_memory import TapeStorages
 from outsize.capture.costs.units import UnitCosts
 from outsize.ir.graph import ModelGraph, Parameter, Unit, Value
+from outsize.ir.units.names import prefixes
 from outsize.program.liveness import last_reads, legal_cuts, live, replicable
 from outsize.program.tape import Instruction, Tape
 
@@ -145,11 +146,12 @@ def _unit(
 
 
 def _unique(names: list[str]) -> list[str]:
-    """Appends `#0`, `#1`, ... to names that occur several times."""
+    """Appends `#0`, `#1`, ... to names that occur several times, or whose pattern covers another unit."""
     totals, seen = Counter(names), Counter[str]()
+    covering = {pattern for name in totals for pattern in prefixes(name)[1:]}
     unique = []
     for name in names:
-        unique.append(f"{name}#{seen[name]}" if totals[name] > 1 else name)
+        unique.append(f"{name}#{seen[name]}" if totals[name] > 1 or name in covering else name)
         seen[name] += 1
     return unique
 

@@ -44,8 +44,11 @@ class Watcher(ABC):
     def on_saved(self, tensor: Tensor) -> None:
         """Handles a tensor that autograd saves for the backward."""
 
-    def on_checkpoint(self) -> None:  # noqa: B027
+    def begin_checkpoint(self) -> None:  # noqa: B027
         """Handles the begin of a region of torch.utils.checkpoint, which runs flat."""
+
+    def end_checkpoint(self, *, runs_again: bool) -> None:  # noqa: B027
+        """Handles the end of such a region; `runs_again` says whether the backward would run it again."""
 
 
 def inside_transform() -> bool:
@@ -167,8 +170,9 @@ def _flat_checkpoints(watcher: Watcher) -> Iterator[None]:
     original = checkpoints._checkpoint_without_reentrant_generator
 
     def nothing_around(*_: Any, **__: Any) -> Iterator[None]:
-        watcher.on_checkpoint()
+        watcher.begin_checkpoint()
         yield
+        watcher.end_checkpoint(runs_again=torch.is_grad_enabled())
 
     checkpoints._checkpoint_without_reentrant_generator = nothing_around
     try:
@@ -183,11 +187,13 @@ def _reentrant(watcher: Watcher, function: Callable[..., Any], _preserve: bool, 
     There is no gradient unless an argument needs one, and each argument's gradient is added up inside the
     region first (hence the aliases).
     """
-    watcher.on_checkpoint()
+    watcher.begin_checkpoint()
     wanted = [isinstance(a, Tensor) and a.requires_grad for a in args]
     aliases = [a.view_as(a) if w else a for a, w in zip(args, wanted, strict=True)]
     with torch.set_grad_enabled(torch.is_grad_enabled() and any(wanted)):
-        return function(*aliases)
+        out = function(*aliases)
+        watcher.end_checkpoint(runs_again=torch.is_grad_enabled())
+    return out
 
 
 @contextmanager

@@ -10,6 +10,7 @@ Rules by number: `docs/capture.md`. Cost: one pass over the model, O(1) per call
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.fakes.fake_model import FakeModel
@@ -86,6 +88,8 @@ class Recorder(Watcher):
         self._born: dict[int, str] = {}  # The table maps a storage to the leaf inside which it was made.
         self._kept: list[Tensor] = []  # References to these tensors keep the ids of their storages unique.
         self.checkpoints: dict[str, None] = {}  # The keys are source lines.
+        self._regions: list[int] = []  # Open checkpoint regions: their first instructions.
+        self._checkpointed_leaves: set[str] = set()
         self._decider = Decider(self.instructions, self.slots, self.guards, real, fakes.real)
         self._decided: dict[str, str] = {}  # The table maps the source line of a decision to its frame.
         self._leaf_tensors: dict[str, list[tuple[Weight, Tensor]]] = {}
@@ -232,8 +236,41 @@ class Recorder(Watcher):
             if hides_tensor(argument_objects, self.slots.weights):
                 raise problem
 
-    def on_checkpoint(self) -> None:
+    def begin_checkpoint(self) -> None:
         self.checkpoints[calling_line()] = None
+        self._regions.append(len(self.instructions))
+        if self._inside is not None:
+            self._checkpointed_leaves.add(self._inside)
+
+    def end_checkpoint(self, *, runs_again: bool) -> None:
+        first = self._regions.pop()
+        for place in range(first, len(self.instructions)) if runs_again else ():
+            instruction = self.instructions[place]
+            if instruction.written_weights:
+                self._insist_on_statistics(instruction)
+                self.instructions[place] = replace(instruction, writes_twice=True)
+
+    def _insist_on_statistics(self, instruction: Instruction) -> None:
+        """Checks that a call of a region only writes what it does not read: running statistics of the
+        batch. Raises FrameFailed.
+        """
+        module = self._fakes.modules[instruction.target] if isinstance(instruction.target, str) else None
+        is_norm = isinstance(module, _NormBase) and not hasattr(module, "parametrizations")
+        if not is_norm or instruction.writes_twice:
+            reason = f"{instruction.name} writes a buffer in a checkpoint region, and the backward again"
+            raise FrameFailed("", reason, instruction.where)
+
+    def insist_on_own_statistics(self) -> None:
+        """Checks that what the backward writes again can be written in the forward: no other call writes it,
+        and no leaf has a region of its own. Raises FrameFailed.
+        """
+        writers = Counter(w for i in self.instructions for w in i.written_weights)
+        for instruction in self.instructions:
+            is_shared = instruction.writes_twice and any(writers[w] > 1 for w in instruction.written_weights)
+            has_region = instruction.target in self._checkpointed_leaves and instruction.written_weights
+            if is_shared or (has_region and instruction.modes.grad):
+                reason = f"the backward writes the buffers of {instruction.name} again, in its own order"
+                raise FrameFailed("", reason, instruction.where)
 
     # -- one instruction ---------------------------------------------------------------------------
 

@@ -144,6 +144,9 @@ class _Follower(Watcher):
         self._muted = True
         try:
             out = run()
+            if instruction.writes_twice:  # This run is flat, so that the backward does not run it again.
+                with torch.no_grad():
+                    run()
         finally:
             self._muted = False
         if self._visit is not None:
