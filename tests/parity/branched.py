@@ -23,7 +23,7 @@ from outsize.schedules.compose import compose
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.planned import written
 from outsize.train.batch.batch import Batch, as_target
-from outsize.train.check.compare import TrainingSnapshot, reference_snapshot
+from outsize.train.check.compare import PlainLoop, TrainingSnapshot, reference_snapshot
 
 tv = import_torchvision()
 CLASSES = 5
@@ -254,5 +254,5 @@ def captured(name: str, microbatches: int) -> Captured:
 def reference(name: str, microbatches: int) -> TrainingSnapshot:
     """The plain loop."""
     tape = captured(name, microbatches).tape
-    given = built(name), tape, batch_of(name), microbatches, LOSS
-    return reference_snapshot(*given, steps=STEPS, seed=SEED)
+    loop = PlainLoop(microbatches, LOSS, steps=STEPS, seed=SEED)
+    return reference_snapshot(built(name), tape, batch_of(name), loop)

@@ -41,6 +41,7 @@ from outsize.planner.search.search import search
 from outsize.program.tape import Tape
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.check.compare import (
+    PlainLoop,
     TrainingSnapshot,
     adamw,
     compare,
@@ -138,7 +139,7 @@ def plain(found: Case, captured: Captured, batch: Batch) -> TrainingSnapshot:
         by_modules = captured.graph.form == "modules"
         return captured.tape if by_modules else variants.find(part, outputs=False).tape
 
-    return reference_snapshot(model, tape_of, batch, MICROBATCHES, found.loss, steps=1, seed=SEED)
+    return reference_snapshot(model, tape_of, batch, PlainLoop(MICROBATCHES, found.loss, steps=1, seed=SEED))
 
 
 def split(found: Case, plan: Plan, batch: Batch) -> TrainingSnapshot:

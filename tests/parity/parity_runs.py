@@ -24,7 +24,13 @@ from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
 from outsize.program.tape import Tape
 from outsize.train.batch.batch import Batch, as_target
-from outsize.train.check.compare import TrainingSnapshot, adamw, engine_snapshot, reference_snapshot
+from outsize.train.check.compare import (
+    PlainLoop,
+    TrainingSnapshot,
+    adamw,
+    engine_snapshot,
+    reference_snapshot,
+)
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
@@ -101,7 +107,8 @@ def reference(name: str, microbatches: int, dropout: bool = False) -> TrainingSn
 def _reference(name: str, microbatches: int, dropout: bool, _: Precision) -> TrainingSnapshot:
     tape = captured(name, microbatches, dropout).tape
     found, model = case(name), fresh(name, dropout)
-    return reference_snapshot(model, tape, batch_of(found), microbatches, found.loss, steps=STEPS, seed=SEED)
+    loop = PlainLoop(microbatches, found.loss, steps=STEPS, seed=SEED)
+    return reference_snapshot(model, tape, batch_of(found), loop)
 
 
 def planned(wanted: Combination, dropout: bool = False) -> Plan:

@@ -17,7 +17,7 @@ import outsize
 from outsize.errors import BadOption
 from outsize.ir.findings import WholeBatchStatistics
 from outsize.ir.plan import Plan
-from outsize.train.check.compare import adamw, compare, reference_snapshot
+from outsize.train.check.compare import PlainLoop, adamw, compare, reference_snapshot
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
@@ -93,9 +93,8 @@ def test_deferred_changes_running_statistics_and_nothing_else(name: str) -> None
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_deferred_does_not_depend_on_the_layout(stages: int) -> None:
     tape, known = captured("unet", 4).tape, case("unet")
-    expected = reference_snapshot(
-        fresh("unet"), tape, batch_of(known), 4, known.loss, steps=STEPS, seed=SEED, bn="deferred"
-    )
+    loop = PlainLoop(4, known.loss, steps=STEPS, seed=SEED, bn="deferred")
+    expected = reference_snapshot(fresh("unet"), tape, batch_of(known), loop)
     plan = deferred(planned(Combination("unet", 4, stages, "1f1b")))
     assert compare(expected, split_run("unet", plan)).bit_equal
     again = plan.model_copy(update={"recompute": "full"})

@@ -25,7 +25,7 @@ from parity_runs import recorded
 from outsize.errors import BadPlan
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.train.batch.batch import Batch
-from outsize.train.check.compare import adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.check.compare import PlainLoop, adamw, compare, engine_snapshot, reference_snapshot
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
@@ -95,7 +95,7 @@ def test_a_shorter_batch_leaves_out_the_last_microbatches() -> None:
     )
     found = engine_snapshot(engine, half, steps=STEPS)
     model, tape = built("siamese"), captured("siamese", 4).tape
-    expected = reference_snapshot(model, tape, half, 2, LOSS, steps=STEPS, seed=SEED)
+    expected = reference_snapshot(model, tape, half, PlainLoop(2, LOSS, steps=STEPS, seed=SEED))
     assert compare(expected, found).bit_equal
 
 

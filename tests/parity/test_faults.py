@@ -20,7 +20,7 @@ from outsize.run.stage.stage import Gradients, StageExecutor
 from outsize.schedules.builders import build
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import Counted
-from outsize.train.check.compare import adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.check.compare import PlainLoop, adamw, compare, engine_snapshot, reference_snapshot
 from outsize.train.crew import crew
 from outsize.train.engine import pipelined
 from outsize.train.engine.factory import make_engine
@@ -168,7 +168,7 @@ def test_one_over_m_on_ragged_tokens_is_found() -> None:
     labels = ids.masked_fill(torch.arange(ids.shape[1]) >= lengths[:, None], -100)
     batch = Batch((), {"input_ids": ids, "labels": labels})
     plan, tape = planned(Combination("gpt2", 4, 3, "1f1b")), captured("gpt2", 4).tape
-    reference = reference_snapshot(fresh("gpt2"), tape, batch, 4, None, steps=1, seed=SEED)
+    reference = reference_snapshot(fresh("gpt2"), tape, batch, PlainLoop(4, None, steps=1, seed=SEED))
 
     def split_with(counting: Any) -> Any:
         made = make_engine(

@@ -27,7 +27,14 @@ from outsize.schedules.families import families
 from outsize.schedules.job import Job, StageCost
 from outsize.schedules.planned import written
 from outsize.train.batch.batch import Batch, as_target
-from outsize.train.check.compare import TrainingSnapshot, adamw, compare, engine_snapshot, reference_snapshot
+from outsize.train.check.compare import (
+    PlainLoop,
+    TrainingSnapshot,
+    adamw,
+    compare,
+    engine_snapshot,
+    reference_snapshot,
+)
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
@@ -76,7 +83,7 @@ def captured() -> Captured:
 
 @cache
 def reference() -> TrainingSnapshot:
-    return reference_snapshot(built(), captured().tape, BATCH, COUNT, LOSS, steps=STEPS, seed=SEED)
+    return reference_snapshot(built(), captured().tape, BATCH, PlainLoop(COUNT, LOSS, steps=STEPS, seed=SEED))
 
 
 def actions(name: str, stages: int, ranks: int) -> tuple[str, ...]:

@@ -109,11 +109,20 @@ def _units(
     anchors = [next((i for i in g if _is_anchor(tape, i)), g[0] if g else None) for g in groups]
     names = _unique([a.name if a is not None else f"glue.{n}" for n, a in enumerate(anchors)])
     counted: set[str] = set()
-    modules = dict(model.named_modules())
-    return tuple(
-        _unit(n, name, _kind(anchor, modules), group, model, counted, costs)
-        for n, (name, anchor, group) in enumerate(zip(names, anchors, groups, strict=True))
-    )
+    modules, units = dict(model.named_modules()), list[Unit]()
+    for name, anchor, group in zip(names, anchors, groups, strict=True):
+        buffers = {w.name for i in group for w in i.weights if w.kind == "buffer"} - counted
+        counted |= buffers
+        unit = Unit(
+            index=len(units),
+            name=name,
+            kind=_kind(anchor, modules),
+            parameters=tuple(dict.fromkeys(p for i in group for p in i.parameters())),
+            buffer_bytes=sum(_nbytes(model.get_buffer(b)) for b in buffers),
+            **costs.of(group),
+        )
+        units.append(unit)
+    return tuple(units)
 
 
 def _kind(anchor: Instruction | None, modules: dict[str, nn.Module]) -> str:
@@ -122,27 +131,6 @@ def _kind(anchor: Instruction | None, modules: dict[str, nn.Module]) -> str:
     if isinstance(anchor.target, str):
         return type(modules[anchor.target]).__name__
     return anchor.name.rpartition(":")[2]
-
-
-def _unit(
-    index: int,
-    name: str,
-    kind: str,
-    group: Sequence[Instruction],
-    model: nn.Module,
-    counted: set[str],
-    costs: UnitCosts,
-) -> Unit:
-    buffers = {w.name for i in group for w in i.weights if w.kind == "buffer"} - counted
-    counted |= buffers
-    return Unit(
-        index=index,
-        name=name,
-        kind=kind,
-        parameters=tuple(dict.fromkeys(p for i in group for p in i.parameters())),
-        buffer_bytes=sum(_nbytes(model.get_buffer(b)) for b in buffers),
-        **costs.of(group),
-    )
 
 
 def _unique(names: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from outsize.capture.recording.module_state import insist_on_harmless, kept_stat
 from outsize.capture.recording.python_random import restored_python_generators, self_seeding
 from outsize.capture.recording.recorder import FrameFailed, Leaked, Recorder
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
-from outsize.program.modes import current_modes
+from outsize.program.modes import Modes, current_modes
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import raising_line
 from outsize.program.tape import Ref, Tape
@@ -44,6 +44,23 @@ class _Retry(Exception):
 
 @final
 @dataclass(frozen=True)
+class TapeOptions:
+    """Says how a tape is made: `home` is the device that it is for, where that is another than the batch's.
+
+    `live` names modules (FQNs), or the loss (LOSS), that read Python values which change all the time: each
+    becomes one instruction, which runs the user's code at every replay. Unless it is None the tape says which
+    Python values it depends on; it then refers to objects of the model.
+    """
+
+    home: torch.device | None = None
+    live: Collection[str] | None = None
+
+
+_DEFAULTS: Final = TapeOptions()
+
+
+@final
+@dataclass(frozen=True)
 class _RecordedCall:
     """Holds what is recorded: `loss_fn(model(*args, **kwargs), *target)`."""
 
@@ -52,6 +69,12 @@ class _RecordedCall:
     kwargs: dict[str, Any]
     loss_fn: LossFn | None
     target: tuple[Any, ...]
+    modes: Modes  # These modes were ambient when recording began.
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors of the batch, in the order of the tape's inputs."""
+        return [leaf for leaf in leaves((self.args, self.kwargs, self.target)) if isinstance(leaf, Tensor)]
 
     def __str__(self) -> str:
         shown = [_shape(a) for a in self.args] + [f"{k}={_shape(v)}" for k, v in self.kwargs.items()]
@@ -64,27 +87,23 @@ def record(
     kwargs: dict[str, Any],
     loss_fn: LossFn | None = None,
     target: tuple[Any, ...] = (),
-    home: torch.device | None = None,
-    live: Collection[str] | None = None,
+    options: TapeOptions = _DEFAULTS,
 ) -> Tape:
-    """Records the tape of `loss_fn(model(*args, **kwargs), *target)`; with `home`, as if all of it were
-    there.
+    """Records the tape of `loss_fn(model(*args, **kwargs), *target)`.
 
-    `live` names modules (FQNs), or the loss (LOSS), that read Python values which change all the time: each
-    becomes one instruction, which runs the user's code at every replay. Unless it is None the tape says which
-    Python values it depends on; it then refers to objects of the model.
     Without `loss_fn` the loss is the model's own (`output.loss`, `output["loss"]`, or a scalar output);
     without any, `tape.loss` is None. Raises NotCapturable, ExampleRejected and BadOption.
     """
     _insist_on_module(model)
-    call = _RecordedCall(model, args, kwargs, loss_fn, target)
+    call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes())
     rule, caches = LeafRule(), Caches(model, loss_fn)
-    rule.live_loss, rule.guards_reads = LOSS in (live or ()), live is not None
-    rule.forced |= dict.fromkeys(set(live or ()) - {LOSS}, "it reads a value that changes at each step")
+    live = set(options.live or ())
+    rule.live_loss, rule.guards_reads = LOSS in live, options.live is not None
+    rule.forced |= dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step")
     with restored_python_generators(), self_seeding() as seeded:
         while True:
             try:
-                tape = _recorded(model, (args, kwargs, target), loss_fn, rule, caches, home)
+                tape = _recorded(call, rule, caches, options.home)
                 _insist_on_repeatable(model, seeded)
                 return tape
             except _Retry:
@@ -122,42 +141,27 @@ def _insist_on_repeatable(model: nn.Module, seeded: list[str]) -> None:
         )
 
 
-def _recorded(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None,
-    rule: LeafRule,
-    caches: Caches,
-    home: torch.device | None,
-) -> Tape:
-    tape = _record_once(model, batch, loss_fn, rule, caches, home)
+def _recorded(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torch.device | None) -> Tape:
+    tape = _record_once(call, rule, caches, home)
     if caches.fill():
         raise _Retry
     return tape
 
 
-def _record_once(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None,
-    rule: LeafRule,
-    caches: Caches,
-    home: torch.device | None,
-) -> Tape:
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
-    device = home or next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torch.device | None) -> Tape:
+    model, everywhere = call.model, home is not None
+    device = home or next((t.device for t in call.tensors if not t.is_meta), torch.device("cpu"))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    modes, everywhere = current_modes(), home is not None
     with (
         fake_mode as mode,
         hidden_fakes(),
         quiet_fakes(),
         FakeModel(model, mode, device, everywhere=everywhere) as fakes,
-        _reads_of(fakes, loss_fn, rule) as reads,
+        _reads_of(fakes, call.loss_fn, rule) as reads,
     ):
 
         def run() -> Tape:
-            return _run(model, batch, tensors, loss_fn, rule, fakes, modes, caches, reads)
+            return _run(call, rule, fakes, caches, reads)
 
         tape = run()
         state, notes = kept_state(model, rule, fakes), ()
@@ -182,25 +186,21 @@ def _reads_of(fakes: FakeModel, loss_fn: Any, rule: LeafRule) -> Iterator[Notes]
         reads.undo()
 
 
-def _run(
-    model: nn.Module,
-    batch: Any,
-    tensors: list[Tensor],
-    loss_fn: Any,
-    rule: LeafRule,
-    fakes: FakeModel,
-    modes: Any,
-    caches: Caches,
-    reads: Notes,
-) -> Tape:
+def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, reads: Notes) -> Tape:
     real: dict[int, Tensor] = {}
-    recorder = Recorder(fakes, rule, real, reads)
+    recorder, tensors, loss_fn, modes = (
+        Recorder(fakes, rule, real, reads),
+        call.tensors,
+        call.loss_fn,
+        call.modes,
+    )
     fake_of = {id(t): fake_like(t, fakes.mode, fakes.device_for(t)) for t in tensors}
     inputs = recorder.define_inputs([fake_of[id(t)] for t in tensors])
     real.update(zip(inputs, tensors, strict=True))
+    batch = call.args, call.kwargs, call.target
     args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)
     with caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
-        output = model(*args, **kwargs)
+        output = call.model(*args, **kwargs)
         recorder.runs_loss = True
         if loss_fn is None:
             return _tape(recorder, inputs, output, find_loss(output), rule, modes)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from outsize.capture.recording.python_random import PythonGenerators
 from outsize.capture.recording.repeated_blocks import RepeatedBlocks
 from outsize.capture.recording.slots import Slots, UnknownTensor, version, written_by
 from outsize.program.assertions import insist
-from outsize.program.modes import current_modes
+from outsize.program.modes import Modes, current_modes
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import calling_line
 from outsize.program.tape import Guard, Instruction, Weight
@@ -60,6 +60,19 @@ class Leaked(Exception):
     def __init__(self, fqn: str, failure: FrameFailed) -> None:
         super().__init__(f"{fqn}: {failure}")
         self.fqn, self.failure = fqn, failure
+
+
+@final
+class _Call(NamedTuple):
+    """Holds the arguments of a call that is recorded, as they are and as slots (`refs`); the line of the
+    user's code that makes it, and the modes there.
+    """
+
+    args: Any
+    kwargs: Any
+    refs: tuple[Any, Any]
+    where: str
+    modes: Modes
 
 
 @final
@@ -281,11 +294,11 @@ class Recorder(Watcher):
             touched = self._touched(target, args, kwargs)
             before = [version(t) for _, t in touched]
             modes, where = current_modes(), calling_line()
-            refs = self._refs(args, kwargs, where)
+            call = _Call(args, kwargs, self._refs(args, kwargs, where), where, modes)
             self.meter.start()
             self._unnamed.clear()
             self._silent.clear()
-            out = run(refs, where, args, kwargs)
+            out = run(call)
             pairs = zip(touched, before, strict=True)
             written = [p for p, v in pairs if version(p[1]) != v or self._is_silent(p[1])]
             if target in _EFFECTS:
@@ -296,12 +309,10 @@ class Recorder(Watcher):
             self._insist_on_open_arguments(target, args, kwargs, where)
             if isinstance(target, str) or written or _has_tensor(out):
                 tree = map_leaves(self._define, out)
-                self._append(target, refs, tree, modes, where, [w for w, _ in touched], written)
+                self._append(target, call, tree, [w for w, _ in touched], written)
             return out
 
-    def _append(
-        self, target: Any, refs: Any, tree: Any, modes: Any, where: str, touched: Any, written: Any
-    ) -> None:
+    def _append(self, target: Any, call: _Call, tree: Any, touched: Any, written: Any) -> None:
         weights = tuple(dict.fromkeys([*(w for w in touched if w is not None), *self._unnamed]))
         # The question is asked in any case: a leaf's draws are its own, and must not be detected again after
         # it.
@@ -309,34 +320,33 @@ class Recorder(Watcher):
         instruction = Instruction(
             index=len(self.instructions),
             target=target,
-            args=refs[0],
-            kwargs=refs[1],
+            args=call.refs[0],
+            kwargs=call.refs[1],
             out=tree,
             frame=self._frames[-1],
-            modes=modes,
+            modes=call.modes,
             random=self.meter.random or drawn,
             writes=frozenset(self.slots.storage(t) for _, t in written),
             weights=weights,
             written_weights=tuple(dict.fromkeys(w for w, _ in written if w is not None)),
-            where=where,
+            where=call.where,
             cost=self.meter.stop(),
         )
         self.instructions.append(instruction)
 
-    def _run_leaf(
-        self, fqn: str, module: nn.Module, fn: Any, refs: Any, where: str, args: Any, kwargs: Any
-    ) -> Any:
+    def _run_leaf(self, fqn: str, module: nn.Module, fn: Any, call: _Call) -> Any:
         try:
             with self._within(fqn), self.reads.resumed():
-                return fn(module, *args, **kwargs)
+                return fn(module, *call.args, **call.kwargs)
         except Exception as error:
+            frame, where = self._frames[-1], call.where
             try:
-                probed = probe(module, args, kwargs, self._fakes, saved=self._rule.saved)
+                probed = probe(module, call.args, call.kwargs, self._fakes, saved=self._rule.saved)
             except Exception:
-                raise FrameFailed(self._frames[-1], str(error), where, error) from error
+                raise FrameFailed(frame, str(error), where, error) from error
             if any(isinstance(leaf, int | float) for leaf in leaves(probed.out)):
-                raise FrameFailed(self._frames[-1], f"a Python number that {fqn} computes", where) from None
-            failure = FrameFailed(self._frames[-1], f"what {fqn} returns differs from call to call", where)
+                raise FrameFailed(frame, f"a Python number that {fqn} computes", where) from None
+            failure = FrameFailed(frame, f"what {fqn} returns differs from call to call", where)
             self._loose |= {id(t): failure for t in probed.loose}
             self.meter.take(probed.cost, draws=probed.draws)
             for tensor in probed.saved:
@@ -345,35 +355,35 @@ class Recorder(Watcher):
             self._silent |= {self.slots.storage(t) for t in module.buffers()}
             return probed.out
 
-    def _run_op(self, op: Any, refs: Any, where: str, args: Any, kwargs: Any) -> Any:
-        out = self._run_glue(op, refs, where, args, kwargs)
-        self.meter.count(op, args, kwargs, out)
+    def _run_op(self, op: Any, call: _Call) -> Any:
+        out = self._run_glue(op, call)
+        self.meter.count(op, call.args, call.kwargs, out)
         return out
 
-    def _run_glue(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
+    def _run_glue(self, fn: Callable[..., Any], call: _Call) -> Any:
+        (args, kwargs), where = call.refs, call.where
         try:
-            return fn(*args, **kwargs)
+            return fn(*call.args, **call.kwargs)
         except Exception as error:
             if not is_data_dependent(error):
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error
         try:
             with on_real_tensors():
                 self._decided[where] = self._frames[-1]
-                out = self._decider.decide(fn, refs[0], refs[1], where, self._fakes)
-            return map_leaves(partial(_with_grad, args), out)
+                out = self._decider.decide(fn, args, kwargs, where, self._fakes)
+            return map_leaves(partial(_with_grad, call.args), out)
         except LookupError as reason:
             expected = surviving_answer(fn)
             if expected is None:
                 raise FrameFailed(self._frames[-1], str(reason), where) from None
-            weights = [w for w, _ in self._touched(fn, args, kwargs)]
-            self._append(
-                insist, ((refs[0][0], expected, where), {}), None, current_modes(), where, weights, []
-            )
+            weights = [w for w, _ in self._touched(fn, call.args, call.kwargs)]
+            check = call._replace(refs=((args[0], expected, where), {}), modes=current_modes())
+            self._append(insist, check, None, weights, [])
             return expected
 
-    def _run_live(self, fn: Callable[..., Any], refs: Any, where: str, args: Any, kwargs: Any) -> Any:
+    def _run_live(self, fn: Callable[..., Any], call: _Call) -> Any:
         with self.reads.resumed():  # What it writes is taken back.
-            return self._run_glue(fn, refs, where, args, kwargs)
+            return self._run_glue(fn, call)
 
     def _is_silent(self, tensor: Tensor) -> bool:
         return bool(self._silent) and self.slots.storage(tensor) in self._silent

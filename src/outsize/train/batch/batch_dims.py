@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption
 from outsize.program.tree import leaves
 from outsize.train.batch.batch import Batch, Dims
@@ -157,7 +157,7 @@ def acceptance(
 
     def accepts(batch: Batch) -> bool:
         try:
-            record(model, batch.args, batch.kwargs, loss_fn, batch.target, home)
+            record(model, batch.args, batch.kwargs, loss_fn, batch.target, TapeOptions(home))
         except Exception:
             return False
         return True

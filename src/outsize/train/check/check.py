@@ -34,6 +34,7 @@ from outsize.train.batch.checks import insist_on_loss, insist_on_values
 from outsize.train.batch.loss_weights import UnknownShares
 from outsize.train.check.compare import (
     Differences,
+    PlainLoop,
     TrainingSnapshot,
     adamw,
     compare,
@@ -179,16 +180,14 @@ def _reference(question: Question, microbatches: int | None = None) -> TrainingS
     """Returns the snapshot of the plain loop. An error there is the model's own and is shown as such."""
     model = _copied(question.model)
     try:
-        return reference_snapshot(
-            model,
-            _tapes(question),
-            question.batch.copied(),
+        loop = PlainLoop(
             microbatches or question.plan.microbatches_of(question.batch.size),
             question.loss_fn,
             steps=question.steps,
             seed=question.seed,
             bn="micro" if microbatches == 1 else question.plan.bn,
         )
+        return reference_snapshot(model, _tapes(question), question.batch.copied(), loop)
     except OutsizeError:
         raise
     except Exception as error:

@@ -45,31 +45,35 @@ def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def reference_snapshot(
-    model: nn.Module,
-    tape: Tape | TapeOf,
-    batch: Batch,
-    microbatches: int,
-    loss_fn: LossFn | None,
-    *,
-    steps: int,
-    seed: int,
-    bn: BatchNormMode = "micro",
-) -> TrainingSnapshot:
-    """Runs the plain loop on `model` (changed in place): `steps` AdamW steps on the same batch.
+@final
+@dataclass(frozen=True, slots=True)
+class PlainLoop:
+    """Describes the plain loop: `steps` AdamW steps on the same batch, in microbatches.
 
     Running statistics of BatchNorm are kept as `bn` says, as in every engine.
     """
-    parts = batch.split(microbatches)
-    counters = _counters(model, tape, parts, loss_fn)
+
+    microbatches: int
+    loss_fn: LossFn | None
+    steps: int
+    seed: int
+    bn: BatchNormMode = "micro"
+
+
+def reference_snapshot(
+    model: nn.Module, tape: Tape | TapeOf, batch: Batch, loop: PlainLoop
+) -> TrainingSnapshot:
+    """Runs the plain loop on `model`, which is changed in place."""
+    parts = batch.split(loop.microbatches)
+    counters = _counters(model, tape, parts, loop.loss_fn)
     optimizer = adamw(model.parameters())
     grads: dict[str, Tensor] = {}
     loss: Tensor | None = None
-    for step in range(steps):
+    for step in range(loop.steps):
         shares = counters[0].of(parts, counters)
-        seeds = [seeder(seed, step, mb) for mb in range(microbatches)]
-        with DeferredStatistics(model).collecting() if bn == "deferred" else nullcontext():
-            loss = reference_step(model, tape, parts, shares, seeds, loss_fn).loss
+        seeds = [seeder(loop.seed, step, mb) for mb in range(loop.microbatches)]
+        with DeferredStatistics(model).collecting() if loop.bn == "deferred" else nullcontext():
+            loss = reference_step(model, tape, parts, shares, seeds, loop.loss_fn).loss
         grads = _grads(model.named_parameters())
         _make_dense(model.parameters())
         optimizer.step()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outsize.capture.graph.build import Captured, build_graph
 from outsize.capture.guards.check import ReadGuards
-from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.capture.recording.guards import signature_of
 from outsize.errors import BadPlan
 from outsize.ir.graph import ModelGraph
@@ -161,8 +161,8 @@ class Variants:
         return dropped
 
     def _record(self, part: Batch, loss_fn: LossFn | None) -> Tape:
-        call = (self._model, part.args, part.kwargs, loss_fn, part.target, self._options.home)
-        return record(*call, self.changes.live)
+        options = TapeOptions(self._options.home, self.changes.live)
+        return record(self._model, part.args, part.kwargs, loss_fn, part.target, options)
 
     def _stages_of(self, captured: Captured, fqn: str) -> set[int]:
         """The stages that have instructions of this module."""

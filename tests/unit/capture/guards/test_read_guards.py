@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from outsize.capture.guards.check import ReadGuards
 from outsize.capture.guards.notes import Notes
 from outsize.capture.guards.trace import ReadTrace
-from outsize.capture.recording.fallbacks import record
+from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.program.tape import Tape
 
 
 def recorded(model: nn.Module, loss_fn: Any = None) -> Tape:
     target = () if loss_fn is None else (batch(),)
-    return record(model, (batch(),), {}, loss_fn, target, live=())
+    return record(model, (batch(),), {}, loss_fn, target, TapeOptions(live=()))
 
 
 def labels(tape: Tape) -> set[str]:

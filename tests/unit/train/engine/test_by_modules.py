@@ -23,6 +23,7 @@ from outsize.program.tree import leaves
 from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
 from outsize.train.check.compare import (
+    PlainLoop,
     TrainingSnapshot,
     adamw,
     compare,
@@ -119,7 +120,8 @@ def reference(steps: int) -> TrainingSnapshot:
     found = outsize.capture(model(), batch().args)
     assert found.form == "modules"
     tape = capture_model(model(), batch().args, {}).tape
-    return reference_snapshot(model(), tape, batch(), 3, nn.functional.cross_entropy, steps=steps, seed=4)
+    loop = PlainLoop(3, nn.functional.cross_entropy, steps=steps, seed=4)
+    return reference_snapshot(model(), tape, batch(), loop)
 
 
 def test_the_graph_says_how_it_runs_and_why() -> None:
@@ -354,5 +356,5 @@ def test_the_zoo_by_modules_is_bit_equal(tmp_path: Path, name: str) -> None:
     split = merge(on_ranks(tmp_path, 3, work))
     part = given.split(2)[0]
     tape = capture_model(subject, part.args, part.kwargs, found.loss, part.target).tape
-    plain = reference_snapshot(Doubting(name), tape, given, 2, found.loss, steps=2, seed=4)
+    plain = reference_snapshot(Doubting(name), tape, given, PlainLoop(2, found.loss, steps=2, seed=4))
     assert compare(plain, split).bit_equal, compare(plain, split)
