@@ -82,7 +82,7 @@ def _place_sizes() -> None:
         "compute_unbacked_bindings": lambda *_, **__: None,
         "sym_eq": _equal,
     }
-    known |= {"sym_and": lambda *given: all(given), "sym_or": lambda *given: any(given)}
+    known |= {"sym_and": lambda *values: all(values), "sym_or": lambda *values: any(values)}
     _place("torch.fx.experimental.symbolic_shapes", GuardOnDataDependentSymNode=_NoError, **known)
     _place("torch.utils._sympy.functions", Max=_NoSource)
     _place("sympy", Basic=_NoSource)

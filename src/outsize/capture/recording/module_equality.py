@@ -55,9 +55,10 @@ class Kinds:
     def _key(self, module: nn.Module, shared: set[int]) -> Any:
         if not _is_ordinary(module, shared):
             return (id(module),)
-        kind, given = type(module), vars(module)
+        kind, attributes = type(module), vars(module)
         varying = self.varying.get(kind, ())
-        own = [(n, frozen(given[n])) for n in sorted(given.keys() - MODULE_TABLES) if n not in varying]
+        names = (n for n in sorted(attributes.keys() - MODULE_TABLES) if n not in varying)
+        own = [(n, frozen(attributes[n])) for n in names]
         children = [(n, self._of_module.get(id(c))) for n, c in module._modules.items()]
         return kind, tuple(own), tuple(children)
 
@@ -78,14 +79,14 @@ def _shared(modules: Iterable[nn.Module]) -> set[int]:
 def _varying(modules: Iterable[nn.Module]) -> dict[type, set[str]]:
     """By class: attributes with plain values that are not the same in all of its modules."""
     first: dict[tuple[type, str], Any] = {}
-    found: dict[type, set[str]] = {}
+    names: dict[type, set[str]] = {}
     for module in modules:
         for name, value in vars(module).items():
             if name not in MODULE_TABLES and isinstance(value, _VALUES):
                 key = type(module), name
                 if first.setdefault(key, frozen(value)) != frozen(value):
-                    found.setdefault(type(module), set()).add(name)
-    return found
+                    names.setdefault(type(module), set()).add(name)
+    return names
 
 
 def frozen(value: Any) -> Any:

@@ -57,16 +57,16 @@ class Exchange:
         self._headers: dict[Any, bytes] = {}
         self.waits: list[tuple[float, float]] = []  # start and end of receives, until take_waits
 
-    def send(self, site: Any, value: Any, common: Common, kept: Callable[[Tensor], bool]) -> None:
+    def send(self, site: Any, value: Any, common: Common, stays: Callable[[Tensor], bool]) -> None:
         """Sends `value` to all ranks; `kept(tensor)` says that its elements stay here.
 
         Raises BoundaryMismatch for what cannot be pickled, after telling the other ranks.
         """
         try:
-            header, tensors = _written(value, common, kept)
+            header, tensors = _written(value, common, stays)
         except Exception as error:
             refusal = _unsendable(site, error)
-            header, tensors = _written(refusal, common, kept)
+            header, tensors = _written(refusal, common, stays)
             self._send(site, header, tensors)
             raise refusal from error
         self._send(site, header, tensors)
@@ -126,9 +126,9 @@ def _unsendable(site: Any, error: Exception) -> BoundaryMismatch:
     )
 
 
-def _written(value: Any, common: Common, kept: Callable[[Tensor], bool]) -> tuple[bytes, list[Tensor]]:
+def _written(value: Any, common: Common, stays: Callable[[Tensor], bool]) -> tuple[bytes, list[Tensor]]:
     body = io.BytesIO()
-    writer = _Writer(body, common, kept)
+    writer = _Writer(body, common, stays)
     writer.dump(value)
     layouts = [WireLayout.of(t) for t in writer.tensors]
     return pickle.dumps((layouts, body.getvalue())), writer.tensors
@@ -136,9 +136,9 @@ def _written(value: Any, common: Common, kept: Callable[[Tensor], bool]) -> tupl
 
 @final
 class _Writer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, common: Common, kept: Callable[[Tensor], bool]) -> None:
+    def __init__(self, file: io.BytesIO, common: Common, stays: Callable[[Tensor], bool]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._numbers, self._kept = common.numbers(), kept
+        self._numbers, self._kept = common.numbers(), stays
         self._names = common.names
         self.tensors: list[Tensor] = []
         self._places: dict[int, int] = {}
@@ -185,7 +185,7 @@ class _Reader(pickle.Unpickler):
 
 
 def everything_but(sent: Collection[int]) -> Callable[[Tensor], bool]:
-    """Returns `kept` for a call's results: the tensors of these ids are sent; of others only integers are.
+    """Returns a `stays` for a call's results: the tensors of these ids are sent; of others only integers are.
 
     Integers are bookkeeping (lengths, positions) that the glue of every rank reads; floating tensors inside
     an object are a cache's contents, which only its owner reads.

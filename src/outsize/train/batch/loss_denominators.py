@@ -176,8 +176,8 @@ class Denominators:
 
     def _loss_function(self, instruction: Instruction) -> Value | None:
         """A function with `reduction=`; None for any other."""
-        given = _arguments(instruction)
-        reduction = _reduction_of(given)
+        arguments = _arguments(instruction)
+        reduction = _reduction_of(arguments)
         if reduction is None:
             return None
         if reduction == "none":
@@ -185,11 +185,11 @@ class Denominators:
         if reduction == "sum":
             return (Term(reduced=True),)
         if instruction.target not in _CROSS_ENTROPIES:
-            return (Term(reduced=True, measures=(self._mean_over(given.get("input")),)),)
-        return self._mean_cross_entropy(instruction, given)
+            return (Term(reduced=True, measures=(self._mean_over(arguments.get("input")),)),)
+        return self._mean_cross_entropy(instruction, arguments)
 
-    def _mean_cross_entropy(self, instruction: Instruction, given: Mapping[str, Any]) -> Value:
-        target, weights = given["target"], given["weight"]
+    def _mean_cross_entropy(self, instruction: Instruction, arguments: Mapping[str, Any]) -> Value:
+        target, weights = arguments["target"], arguments["weight"]
         if not isinstance(target, Ref):
             return self._underivable(instruction)
         if self._tape.metas[target.slot].dtype.is_floating_point:  # class probabilities: a mean over samples
@@ -197,7 +197,7 @@ class Denominators:
         readable = weights is None or self._is_readable(weights)
         if not self._is_readable(target) or not readable:
             return self._underivable(instruction)
-        return (Term(reduced=True, measures=(Targets(target.slot, given["ignore_index"], weights),)),)
+        return (Term(reduced=True, measures=(Targets(target.slot, arguments["ignore_index"], weights),)),)
 
     def _is_readable(self, operand: Ref | Weight) -> bool:
         """Whether the operand follows from inputs, constants and buffers, before the step."""
@@ -308,8 +308,8 @@ class Denominators:
     def _without_limits(self, slot: int) -> tuple[int, tuple[Limit, ...]]:
         """The slot behind lower limits and added constants, and these in the order in which they apply."""
         limits: list[Limit] = []
-        while (found := self._tape.producer.get(slot)) is not None:
-            instruction = self._tape.instructions[found]
+        while (producer := self._tape.producer.get(slot)) is not None:
+            instruction = self._tape.instructions[producer]
             name, operand = _operator(instruction), _first(instruction)
             if not isinstance(operand, Ref) or name not in _LOWER_LIMITS | _ADDING | _LINEAR:
                 break
@@ -380,10 +380,10 @@ def _arguments(instruction: Instruction) -> Mapping[str, Any]:
     return bound.arguments
 
 
-def _reduction_of(given: Mapping[str, Any]) -> str | None:
-    if "reduction" not in given:
+def _reduction_of(arguments: Mapping[str, Any]) -> str | None:
+    if "reduction" not in arguments:
         return None
-    size_average, reduce = given.get("size_average"), given.get("reduce")
+    size_average, reduce = arguments.get("size_average"), arguments.get("reduce")
     if size_average is not None or reduce is not None:
         return _reduction.legacy_get_string(size_average, reduce, emit_warning=False)
-    return str(given["reduction"])
+    return str(arguments["reduction"])

@@ -51,7 +51,7 @@ from outsize.schedules.lower import lower
 from outsize.schedules.planned import planned
 from outsize.train.ranks.gradient_allreduce import Early
 from outsize.train.ranks.mesh import Mesh
-from outsize.train.ranks.replicas import Alone, Replicas, Several
+from outsize.train.ranks.replicas import ReplicaGroup, Replicas, SingleReplica
 from outsize.train.variants.lru import LruCache
 from outsize.train.variants.microbatch_group import GroupOutputs, Load, MakeStage
 from outsize.train.variants.variant import Variant
@@ -319,7 +319,7 @@ class LocalCrew(Crew):
         options: CrewOptions = _DEFAULTS,
     ) -> None:
         stages = tuple(range(len(plan.stages)))
-        super().__init__(plan, ProcessPlace(0, 1, stages, local_replicas), Alone(), options)
+        super().__init__(plan, ProcessPlace(0, 1, stages, local_replicas), SingleReplica(), options)
         self._together = together or SingleDevice()
         ranks, transport = range(plan.axes.pp), self._together.transport
         self._transports = [
@@ -434,9 +434,9 @@ class ProcessCrew(Crew):
         self._group = group = mesh.pipeline
         stages = _stages_on(plan, group.rank())
         place = ProcessPlace(group.rank(), group.size(), stages, mesh=mesh, device=device)
-        replicas: Replicas = Alone()
+        replicas: Replicas = SingleReplica()
         if mesh.replicas is not None:
-            replicas = Several(mesh.replicas, own_batches=options.own_batches)
+            replicas = ReplicaGroup(mesh.replicas, own_batches=options.own_batches)
             options = replace(options, moves=options.moves or Early(replicas.gradients))
         super().__init__(plan, place, replicas, options)
         self._transport = connect(make_groups(group, device), device, plan.axes.group_size)

@@ -83,7 +83,7 @@ class Replicas(ABC):
 
 
 @final
-class Alone(Replicas):
+class SingleReplica(Replicas):
     """A single pipeline, which runs the whole batch."""
 
     index, count = 0, 1
@@ -113,7 +113,7 @@ class Alone(Replicas):
 
 
 @final
-class Several(Replicas):
+class ReplicaGroup(Replicas):
     """The replicas of a process group."""
 
     def __init__(self, group: dist.ProcessGroup, *, own_batches: bool = False) -> None:

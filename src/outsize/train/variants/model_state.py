@@ -126,31 +126,31 @@ def _plain_values(model: nn.Module) -> list[Any]:
 
 def snapshot(model: nn.Module, *, plain: bool) -> StateValues:
     """(object, name) -> value of everything of the kind."""
-    found: StateValues = {}
+    values: StateValues = {}
     first: dict[int, int] = {}  # parameter -> its number, so that tied ones have one
     for module in model.modules():
         key = id(module)
-        found[key, "hooks"] = tuple(len(getattr(module, kind)) for kind in HOOKS)
-        found[key, "frozen"] = tuple(p is not None and not p.requires_grad for p in _parameters(module))
+        values[key, "hooks"] = tuple(len(getattr(module, kind)) for kind in HOOKS)
+        values[key, "frozen"] = tuple(p is not None and not p.requires_grad for p in _parameters(module))
         held = [p for p in _parameters(module) if p is not None]
-        found[key, "held"] = tuple((first.setdefault(id(p), len(first)), p.shape, p.dtype) for p in held)
+        values[key, "held"] = tuple((first.setdefault(id(p), len(first)), p.shape, p.dtype) for p in held)
         if not plain:
             continue
-        _add_plain(found, module)
+        _add_plain(values, module)
         config = getattr(module, "config", None)
-        if hasattr(config, "__dict__") and (id(config), "") not in found:
-            found[id(config), ""] = None
-            _add_plain(found, config)
-    return found
+        if hasattr(config, "__dict__") and (id(config), "") not in values:
+            values[id(config), ""] = None
+            _add_plain(values, config)
+    return values
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter | None]:
     return list(module._parameters.values())
 
 
-def _add_plain(found: StateValues, holder: Any) -> None:
+def _add_plain(values: StateValues, holder: Any) -> None:
     """Python numbers and texts in the attributes, `training` among them."""
     key = id(holder)
     for name, value in vars(holder).items():
         if isinstance(value, NUMBERS_AND_TEXT):
-            found[key, name] = value
+            values[key, name] = value

@@ -241,8 +241,8 @@ def instruction_owners(plan: Plan, captured: Captured) -> list[int]:
 def _by_patterns(plan: Plan, graph: ModelGraph) -> tuple[int, ...]:
     find, owners = _pattern_owner(plan), list[int]()
     for unit in graph.units:
-        found = find(unit.name)
-        owners.append(found if found is not None else owners[-1] if owners else 0)
+        owner = find(unit.name)
+        owners.append(owner if owner is not None else owners[-1] if owners else 0)
     try:
         check_quotient(graph, owners)
     except BadPlan:

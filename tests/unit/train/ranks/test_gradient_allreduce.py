@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from outsize.ir.schedule import Kind, parse_row
 from outsize.train.batch.loss_weights import Counted
 from outsize.train.ranks.gradient_allreduce import GradientSum, with_reductions
-from outsize.train.ranks.replicas import Several, own_pieces, pieces_of
+from outsize.train.ranks.replicas import ReplicaGroup, own_pieces, pieces_of
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_buckets_leave_within_the_last_backward(
 
 
 def test_a_step_that_fails_leaves_gradients_as_they_were(group: dist.ProcessGroup) -> None:
-    replicas, weight = Several(group), nn.Parameter(torch.ones(2))
+    replicas, weight = ReplicaGroup(group), nn.Parameter(torch.ones(2))
     replicas.gradients._first = False
     weight.grad = torch.tensor([1.0, 2.0])
 
