@@ -6,7 +6,7 @@ The judge is `plain`: one process, microbatches in order, the user's own model a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import numpy as np
@@ -15,10 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.nn.utils.parametrize import cached
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import outsize
+from outsize.errors import BadOption
 from outsize.ir.units.names import compress_units, expand
 from outsize.train.engine.engine import Engine
 
@@ -257,3 +260,46 @@ def test_each_cut_of_it_is_a_plan() -> None:
             list(range(cut)),
             list(range(cut, len(names))),
         ]
+
+
+# -- parametrized weights that are computed once ---------------------------------------------------------
+
+
+@final
+class Cached(nn.Module):
+    """Calls a parametrized layer twice, and computes its weight once."""
+
+    def __init__(self, parametrization: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.layer, self.last = parametrization(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with cached():
+            x = self.layer(self.layer(x).tanh())
+        return self.last(x)
+
+
+def cached_models(parametrization: Callable[[nn.Module], nn.Module]) -> Iterator[nn.Module]:
+    """Yields models whose cache is opened in a part, and in the model itself."""
+    for make in (lambda part: nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 4)), lambda part: part):
+        torch.manual_seed(0)
+        yield make(Cached(parametrization))
+
+
+@pytest.mark.parametrize("parametrization", [spectral_norm, weight_norm])
+def test_weights_in_a_cache_are_computed_once(parametrization: Callable[[nn.Module], nn.Module]) -> None:
+    for model in cached_models(parametrization):
+        reference = copy.deepcopy(model)
+        verdict = outsize.check(model, (X,), loss_fn=F.cross_entropy, target=Y, steps=2)
+        assert verdict.bit_equal, verdict
+        built = engine(model)
+        for _ in range(2):
+            assert torch.equal(built.step(X, target=Y, update=False).loss, accumulate(reference))
+        assert alike(model, reference)
+        with cached():
+            outputs = built.evaluate(X).outputs
+            assert outputs is not None
+            with torch.no_grad():
+                assert torch.equal(torch.cat(outputs), torch.cat([reference.eval()(x) for x in X.split(2)]))
+            with pytest.raises(BadOption, match="cached"):
+                built.step(X, target=Y)

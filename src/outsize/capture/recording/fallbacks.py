@@ -27,6 +27,7 @@ from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_state import insist_on_harmless, kept_state, unsettled
 from outsize.capture.recording.python_random import restored_python_generators, self_seeding
 from outsize.capture.recording.recorder import FrameFailed, Leaked, Recorder
+from outsize.capture.recording.weight_cache import own_weight_cache
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
 from outsize.program.modes import Modes, current_modes
 from outsize.program.python_reads import LOSS
@@ -100,7 +101,7 @@ def record(
     live = set(options.live or ())
     rule.live_loss, rule.guards_reads = LOSS in live, options.live is not None
     rule.forced |= dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step")
-    with restored_python_generators(), self_seeding() as seeded:
+    with restored_python_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
             try:
                 tape = _recorded(call, rule, caches, options.home)

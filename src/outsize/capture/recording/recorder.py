@@ -34,6 +34,7 @@ from outsize.capture.recording.opaque_leaf import probe
 from outsize.capture.recording.python_random import PythonGenerators
 from outsize.capture.recording.repeated_blocks import RepeatedBlocks
 from outsize.capture.recording.slots import Slots, UnknownTensor, version, written_by
+from outsize.capture.recording.weight_cache import reads_cache
 from outsize.program.assertions import insist
 from outsize.program.modes import Modes, current_modes
 from outsize.program.python_reads import LOSS
@@ -134,6 +135,9 @@ class Recorder(Watcher):
         self._insist_on_no_chance()
         fqn = self._fqn.get(id(module))
         if fqn is not None and self._is_leaf(fqn, module):
+            if reads_cache(module):
+                reason = "it computes weights once, in parametrize.cached()"
+                raise FrameFailed(self._frames[-1], reason, calling_line())
             with self._keeping(fqn):
                 return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
         with self._frame(self._frames[-1] if fqn is None else fqn):

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from outsize.capture.recording.weight_cache import is_caching
 from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
@@ -42,6 +43,17 @@ def insist_on_gradient(loss: Any) -> None:
         raise BadOption(
             "the loss depends on no trainable parameter, so nothing would be trained",
             next_step="look for requires_grad_(False), detach() or torch.no_grad() on the way to the loss",
+        )
+
+
+def insist_on_own_weights() -> None:
+    """Raises BadOption in `parametrize.cached()`, where the backward of the first microbatch frees the graph
+    of the weights that the second one uses.
+    """
+    if is_caching():
+        raise BadOption(
+            "a training step in parametrize.cached() would use the weights' graph once for each microbatch",
+            next_step="call step() outside of it, and open the cache in the model's forward",
         )
 
 

@@ -32,7 +32,13 @@ from outsize.run.stage.to_device import device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, acceptance
-from outsize.train.batch.checks import insist_on_closure, insist_on_parts, made_optimizer, wants_closure
+from outsize.train.batch.checks import (
+    insist_on_closure,
+    insist_on_own_weights,
+    insist_on_parts,
+    made_optimizer,
+    wants_closure,
+)
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.devices import insist_on_one_device
@@ -117,6 +123,7 @@ class Engine:
                 "a training step under torch.no_grad() would train nothing",
                 next_step="call step() outside of it, or engine.evaluate(...)",
             )
+        insist_on_own_weights()
         scale = loss_scale if self._scaling is None else loss_scale * self._scaling.scale()
         parts = self._microbatches(args, kwargs, target)
         self._compare_batches(parts)
