@@ -30,6 +30,8 @@ CHECKS = [
     "the_module_has_this_ranks_weights_under_the_users_names",
     "clipping_by_value_and_averaging_are_those_of_plain_torch",
     "a_weight_that_is_first_used_later_trains_where_it_is_used",
+    "weights_are_changed_by_name_wherever_they_are",
+    "weights_of_other_ranks_fail_where_they_are_used",
 ]
 
 

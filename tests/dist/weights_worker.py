@@ -10,20 +10,25 @@ import copy
 import ctypes
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
+import pytest
 import torch
 import torch.distributed as dist
 from features_worker import Pair, adamw, outcome
+from named_updates import SITUATIONS, Byol, engine_of
+from named_updates import X as NAMED_X
 from parity_runs import SEED, fresh, planned
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import outsize
+from outsize.errors import BadOption
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.run.weights.safetensors import INDEX, SINGLE, WeightFiles
 from outsize.train.engine.factory import make_engine
@@ -209,6 +214,42 @@ def check_a_weight_that_is_first_used_later_trains_where_it_is_used(world: World
     if world.rank == 1:
         outputs = torch.cat(list(result.outputs or ()))
         assert torch.equal(outputs, torch.cat([plain(part) for part in x.split(2)]))
+
+
+def check_weights_are_changed_by_name_wherever_they_are(world: World) -> None:
+    for situation in SITUATIONS.values():
+        situation()
+
+
+def check_weights_of_other_ranks_fail_where_they_are_used(world: World) -> None:
+    engine = engine_of(Byol(), "student")
+    model: Any = engine.model
+    other = "student" if world.rank == 0 else "teacher"
+    freed = model.get_parameter(f"{other}.0.weight")
+    real = next(p for _, p in engine.named_parameters() if p.shape == freed.shape)
+    words = rf"{other}.0.weight is a weight of rank {1 - world.rank} .*`\w+` uses.*Next: engine.apply_named"
+    pairs = list(zip(model.teacher.parameters(), model.student.parameters(), strict=True))
+    uses: list[Callable[[], Any]] = [
+        lambda: [teacher.data.mul_(0.9).add_(student.data) for teacher, student in pairs],
+        lambda: [teacher.mul_(0.9) for teacher in getattr(model, other).parameters()],
+        lambda: real.detach().add_(freed),
+        lambda: torch.stack([real, freed]),
+        lambda: freed.norm(),
+        lambda: freed.data.sum().item(),
+        lambda: torch._foreach_add_([real.detach(), freed], 1.0),
+        lambda: nn.init.zeros_(freed),
+        lambda: getattr(engine.module, other)[0].weight.detach().mul_(2),
+        lambda: torch.save(model.state_dict(), FOLDER / "never.pt"),
+    ]
+    for use in uses:
+        with pytest.raises(BadOption, match=words), torch.no_grad():
+            use()
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in Byol().parameters())
+    assert copy.deepcopy(model).get_parameter(f"{other}.0.weight").is_meta
+    state = Byol().state_dict()
+    model.load_state_dict(state)
+    assert all(torch.equal(p, state[n]) for n, p in engine.named_parameters())
+    assert torch.isfinite(engine.step(NAMED_X).loss)
 
 
 # -- the large model -----------------------------------------------------------------------------------

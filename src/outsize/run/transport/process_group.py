@@ -89,18 +89,18 @@ class ProcessTransport(Transport):
         dist.broadcast(wire, group=self._groups.layouts, group_src=source)
         return wire
 
-    def to_first(self, tensor: Tensor, source: int) -> Tensor | None:
-        """Sends the tensor of rank `source` to the CPU of rank 0 over gloo; returns None on the other ranks.
+    def to_rank(self, tensor: Tensor, source: int, destination: int = 0) -> Tensor | None:
+        """Sends the tensor of rank `source` to the CPU of another rank over gloo; returns None elsewhere.
 
-        Rank 0 takes shape and dtype from its own tensor, which may be on meta.
+        The receiver takes shape and dtype from its own tensor, which may be on meta.
         """
         group = self._groups.layouts
-        if group.rank() == source == 0:
+        if group.rank() == source == destination:
             return tensor.detach().cpu()
         if group.rank() == source and tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            dist.send(flat, group=group, group_dst=0, tag=_STATE_TAG)
-        if group.rank() != 0:
+            dist.send(flat, group=group, group_dst=destination, tag=_STATE_TAG)
+        if group.rank() != destination:
             return None
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
         if tensor.numel():

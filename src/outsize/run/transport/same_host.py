@@ -87,9 +87,9 @@ class SameHostTransport(Transport):
             box.flush()
         return value
 
-    def to_first(self, tensor: Tensor, source: int) -> Tensor | None:
-        """Sends the tensor of rank `source` to the CPU of rank 0."""
-        return self._far.to_first(tensor, source)
+    def to_rank(self, tensor: Tensor, source: int, destination: int = 0) -> Tensor | None:
+        """Sends the tensor of rank `source` to the CPU of another rank."""
+        return self._far.to_rank(tensor, source, destination)
 
     def forget(self, first_channel: int) -> None:
         """Drops buffers of the program whose channels begin here."""

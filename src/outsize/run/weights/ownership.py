@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outsize.program.tree import map_leaves
 from outsize.run.stage.cut import Cut
+from outsize.run.weights.freed import FreedWeight, freed, still_freed
 
 _HELD = ("_parameters", "_buffers", "_modules")
 Place = tuple[dict[str, Any], str, str]
@@ -31,13 +32,10 @@ def first_stages(cut: Cut, model: nn.Module) -> dict[str, int]:
     return {name: first.get(name, 0) for _, _, name in places(model)}
 
 
-def free_foreign(model: nn.Module, foreign: set[str]) -> None:
-    """Replaces these weights by meta tensors."""
-    tensors = _tensors(model)
-    replace(
-        model,
-        {id(t): like(t, torch.empty_like(t, device="meta")) for n, t in tensors.items() if n in foreign},
-    )
+def free_foreign(model: nn.Module, foreign: Mapping[str, str]) -> None:
+    """Replaces these weights by stand-ins without values; `foreign` maps their names to who has them."""
+    wanted = [(n, t) for n, t in _tensors(model).items() if n in foreign and not isinstance(t, FreedWeight)]
+    replace(model, {id(t): freed(t, n, foreign[n]) for n, t in wanted})
 
 
 def move_weights(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
@@ -64,6 +62,8 @@ def like(old: Tensor, values: Tensor) -> Tensor:
     """Returns `values` as a parameter with the attributes of `old`, or as a plain tensor where
     `old` is one.
     """
+    if isinstance(old, FreedWeight) and values.is_meta:
+        return still_freed(old, values)
     if not isinstance(old, nn.Parameter):
         return values
     made = nn.Parameter(values, requires_grad=old.requires_grad)

@@ -217,6 +217,14 @@ class Crew(ABC):
         """
 
     @abstractmethod
+    def bring(self, tensor: Tensor, source: int, destination: int) -> Tensor | None:
+        """Returns the values that a tensor has on the rank of stage `source`, on that of `destination`; None
+        on other ranks.
+
+        Values that are there already are not copied. Every rank calls this alike.
+        """
+
+    @abstractmethod
     def rank_of(self, stage: int) -> int:
         """Returns the rank on which a stage runs."""
 
@@ -398,6 +406,9 @@ class LocalCrew(Crew):
     def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
         return tensor.detach().cpu()
 
+    def bring(self, tensor: Tensor, source: int, destination: int) -> Tensor | None:
+        return tensor.detach()
+
     def gather_spans(self) -> list[RawSpan]:
         return self.own_spans()
 
@@ -469,7 +480,13 @@ class ProcessCrew(Crew):
         return self._plan.ranks[stage]
 
     def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
-        return self._transport.to_first(tensor, self.rank_of(stage))
+        return self._transport.to_rank(tensor, self.rank_of(stage))
+
+    def bring(self, tensor: Tensor, source: int, destination: int) -> Tensor | None:
+        source, destination = self.rank_of(source), self.rank_of(destination)
+        if source == destination:
+            return tensor.detach() if self.rank == source else None
+        return self._transport.to_rank(tensor, source, destination)
 
     def gather_spans(self) -> list[RawSpan]:
         assert self.mesh is not None

@@ -4,7 +4,7 @@
 
 Each module of the view shares the attributes of the user's module and is an instance of its class; its tables
 of parameters and buffers hold the same tensors, or None where another rank owns them. `train()` and `eval()`
-reach the user's modules.
+reach the user's modules. Asked for by name, a weight of another rank is the stand-in of run/weights/freed.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from outsize.errors import BadOption
+from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.ownership import places
 
 
@@ -57,4 +58,17 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     )
 
 
-_METHODS = {"training": property(_training, _set_training), "forward": _forward}
+def _getattr(self: nn.Module, name: str) -> Any:
+    of_class: Any = super(type(self), self)
+    value = of_class.__getattr__(name)
+    if value is not None or "_whole" not in self.__dict__:
+        return value
+    weight = getattr(self.__dict__["_whole"], name, None)
+    return weight if isinstance(weight, FreedWeight) else None
+
+
+_METHODS = {
+    "training": property(_training, _set_training),
+    "forward": _forward,
+    "__getattr__": _getattr,
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,12 @@ class Ownership:
         """Tells whether this rank owns the weight of this name."""
         return self._placement is not None and self._placement.home.get(name) in self._crew.stages
 
+    def division(self, name: str) -> Literal["tp", "dp_shard"] | None:
+        """Returns the axis whose ranks may hold parts of the weight of this name."""
+        if self._tensor is not None and self._tensor.share(name) is not None:
+            return "tp"
+        return "dp_shard" if self._plan.shards and self._crew.mesh is not None else None
+
     def trained(self) -> list[nn.Parameter]:
         """Returns the parameters of this rank's optimizer.
 
@@ -208,7 +214,8 @@ class Ownership:
         self._placement = placement
         self._foreign = placement.foreign(self._crew.stages)
         if self._crew.world_size > 1:
-            free_foreign(self._model, self._foreign)
+            ranks = {name: min(map(self._crew.rank_of, placement.holders[name])) for name in self._foreign}
+            free_foreign(self._model, {name: f"rank {rank}" for name, rank in ranks.items()})
 
     def _load(self, files: WeightFiles, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
         default_device = self._crew.device or device_of(self._plan)

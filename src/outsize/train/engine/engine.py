@@ -40,6 +40,7 @@ from outsize.train.batch.checks import (
     wants_closure,
 )
 from outsize.train.batch.sampler import ReplicaBatches
+from outsize.train.crew.apply_named import NamedCall, NamedCalls
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.devices import insist_on_one_device
 from outsize.train.crew.grad_clip import clip_by_global_norm, speculation_for
@@ -219,6 +220,25 @@ class Engine:
         if self.crew.world_size == 1:
             return self.model
         return own_module(self.model, {n for n, stage in home.items() if stage in self.crew.stages})
+
+    @torch.no_grad()
+    def apply_named(
+        self,
+        function: Callable[..., Any],
+        *patterns: str,
+        buffers: bool = False,
+        gradients: bool = False,
+    ) -> None:
+        """Calls `function` for parameters by name, each on the rank where it lives; every rank calls this.
+
+        `apply_named(average, "teacher.*", "student.*")` calls `average(teacher, student)` for each pair of
+        names that differ in this alone, and sends the second to where the first is. The function changes its
+        first argument in place, or its `.grad`; without patterns it gets all parameters. `buffers`: names of
+        buffers match as well. `gradients`: the other arguments have their `.grad`. Raises BadOption.
+        """
+        placement = self._ownership.placement
+        calls = NamedCalls(self.model, self.crew, placement, self._ownership.division)
+        calls.run(NamedCall(function, patterns, buffers, gradients))
 
     def full_state_dict(
         self, to: str | Path | None = None, *, shard_bytes: int = SHARD_BYTES

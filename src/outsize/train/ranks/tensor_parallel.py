@@ -26,6 +26,7 @@ from outsize.program.tensor_parallel.sequence import in_sequence
 from outsize.program.tensor_parallel.share import Share
 from outsize.program.tensor_parallel.styles import Role, derive
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup
+from outsize.run.weights.freed import bare
 from outsize.run.weights.ownership import like, places, replace
 from outsize.train.ranks.mesh import Mesh
 
@@ -83,9 +84,10 @@ class TensorRanks:
             weight, share = table[key], self.share(name)
             assert share is not None
             if id(weight) not in parts:
-                empty = torch.empty_like(weight, device="meta")
+                values = bare(weight)
+                empty = torch.empty_like(values, device="meta")
                 whole_parameters[id(weight)] = nn.Parameter(empty, requires_grad=weight.requires_grad)
-                parts[id(weight)] = like(weight, self.group.part(weight.detach(), share))
+                parts[id(weight)] = like(weight, self.group.part(values.detach(), share))
             self._whole_parameters.append((table, key, whole_parameters[id(weight)]))
         replace(self._model, parts)
 
@@ -134,7 +136,7 @@ class TensorRanks:
         whole_parameters = {
             id(table[key]): whole_parameter for table, key, whole_parameter in self._whole_parameters
         }
-        return {name: whole_parameters.get(id(t), t).to(t.dtype) for name, t in tensors.items()}
+        return {name: bare(whole_parameters.get(id(t), t)).to(t.dtype) for name, t in tensors.items()}
 
     @property
     def _device(self) -> torch.device:

@@ -14,7 +14,7 @@ from outsize.run.weights.ownership import free_foreign, like, places, replace
 def test_a_freed_lstm_leaves_nothing_behind() -> None:
     model = nn.Sequential(nn.LSTM(3, 4))
     alive = [weakref.ref(p) for p in model.parameters()]
-    free_foreign(model, {name for _, _, name in places(model)})
+    free_foreign(model, {name: "rank 1" for _, _, name in places(model)})
     assert [ref() for ref in alive] == [None] * 4
     assert all(p.is_meta for p in model.parameters())
 
@@ -23,7 +23,7 @@ def test_only_what_is_foreign_is_freed_and_tied_names_stay_one() -> None:
     model = Written(lambda self, x: x, a=nn.Linear(2, 2), b=nn.Linear(2, 2), norm=nn.BatchNorm1d(2))
     model.b.weight = model.a.weight
     model.a.weight.requires_grad_(False)
-    free_foreign(model, {"a.weight", "norm.running_mean"})
+    free_foreign(model, {"a.weight": "rank 1", "norm.running_mean": "rank 2"})
     on_meta = {n for n, t in model.state_dict(keep_vars=True).items() if t.is_meta}
     assert on_meta == {"a.weight", "b.weight", "norm.running_mean"}
     assert model.b.weight is model.a.weight

@@ -1,0 +1,136 @@
+"""Stands in for weights of other ranks: shape, dtype and flags, and an error where values are used.
+
+Torch computes with tensors on meta without a word, so `teacher.mul_(0.9).add_(student)` on a rank that has
+freed the teacher would do nothing. A freed weight is a tensor on meta that raises instead. What asks for no
+values works: sizes, `requires_grad`, `grad`, hooks, copies of a module, a state dict whose entries are freed
+as well, and loading into it, since the rank that has the weight loads the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn, final
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import BadOption
+
+# Properties and methods that need no values.
+_PROPERTIES: Final = (
+    "_backward_hooks _base _grad _post_accumulate_grad_hooks _version device dtype grad grad_fn is_cpu "
+    "is_cuda is_leaf is_meta is_mkldnn is_mps is_nested is_quantized is_sparse is_sparse_csr is_xpu itemsize "
+    "layout name names nbytes ndim output_nr requires_grad retains_grad shape"
+)
+_METHODS: Final = (
+    "__format__ __hash__ __len__ __repr__ dim element_size get_device is_complex is_contiguous "
+    "is_floating_point is_inference is_shared is_signed ndimension nelement numel register_hook "
+    "register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset stride"
+)
+
+
+def _readable() -> frozenset[Any]:
+    names = [getattr(Tensor, name, None) for name in _PROPERTIES.split()]
+    accessors = [getattr(p, kind, None) for p in names for kind in ("__get__", "__set__", "__delete__")]
+    methods = [getattr(Tensor, name) for name in _METHODS.split()]
+    functions = [torch.is_complex, torch.is_floating_point, torch.numel]
+    return frozenset((*filter(None, accessors), *methods, *functions))
+
+
+_READABLE: Final = _readable()
+# These give the same values under another tensor.
+_ALIASES: Final = frozenset((Tensor.detach, vars(torch._C.TensorBase)["data"].__get__))
+
+
+def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Computes what needs no values; raises BadOption for everything else."""
+    loads = func is Tensor.copy_ and not isinstance(args[1], FreedWeight)
+    if not loads and func not in _READABLE and func not in _ALIASES:
+        _refuse(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        result = func(*args, **kwargs)
+    return _freed(result, FreedBuffer, args[0]) if func in _ALIASES else result
+
+
+def _copied(self: Any, memo: dict[int, Any]) -> Any:
+    return memo.setdefault(id(self), _freed(self, type(self), self))
+
+
+@final
+class FreedBuffer(Tensor):
+    """A buffer whose values are on another rank."""
+
+    _weight_name: str
+    _where: str
+    __deepcopy__ = _copied
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(func, args, kwargs or {})
+
+
+@final
+class FreedParameter(nn.Parameter):
+    """A parameter whose values are on another rank."""
+
+    _weight_name: str
+    _where: str
+    __deepcopy__ = _copied
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(func, args, kwargs or {})
+
+
+FreedWeight = FreedBuffer | FreedParameter
+
+
+def freed(weight: Tensor, name: str, where: str) -> Tensor:
+    """Returns what stands for a weight that `where` (`rank 1`) keeps; attributes of a parameter stay."""
+    empty = torch.empty_like(weight, device="meta", requires_grad=False)
+    kind = FreedParameter if isinstance(weight, nn.Parameter) else FreedBuffer
+    made = torch.Tensor._make_subclass(kind, empty, weight.requires_grad)
+    vars(made).update(vars(weight) if isinstance(weight, nn.Parameter) else {})
+    made._weight_name, made._where = name, where
+    return made
+
+
+def bare(weight: Tensor) -> Tensor:
+    """Returns a freed weight as a plain tensor on meta, and any other as it is."""
+    if not isinstance(weight, FreedWeight):
+        return weight
+    with torch._C.DisableTorchFunctionSubclass():
+        return weight.detach().as_subclass(Tensor)
+
+
+def still_freed(weight: FreedWeight, values: Tensor) -> Tensor:
+    """Returns what stands for the same weight in another shape."""
+    return _freed(values, type(weight), weight)
+
+
+def _freed(tensor: Tensor, kind: type[FreedWeight], like: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        requires_grad = issubclass(kind, nn.Parameter) and like.requires_grad
+        made = torch.Tensor._make_subclass(kind, tensor.detach().as_subclass(Tensor), requires_grad)
+    vars(made).update(vars(like))
+    return made
+
+
+def _refuse(func: Any, args: Any, kwargs: dict[str, Any]) -> NoReturn:
+    weight = next(_freed_in([*args, *kwargs.values()]))
+    used_by = getattr(func, "__name__", "a function")
+    raise BadOption(
+        f"{weight._weight_name} is a weight of {weight._where} and has no values on this rank",
+        numbers=f"`{used_by}` uses them",
+        next_step='engine.apply_named(fn, "teacher.*", "student.*") calls fn(teacher, student) wherever '
+        "these are; engine.module has the weights of this rank alone, engine.full_state_dict() gathers all",
+    )
+
+
+def _freed_in(values: Any) -> Any:
+    for value in values:
+        if isinstance(value, FreedWeight):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _freed_in(value)
+        elif isinstance(value, dict):
+            yield from _freed_in(value.values())
