@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, Unpack
@@ -36,6 +37,7 @@ from outsize.run.weights.load import load_weights
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.families import DEFAULT
 from outsize.schedules.refine import by_blocks
+from outsize.train.batch.batch_dims import SplitTable
 from outsize.train.check.check import Question, verify
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_for, places_of
@@ -100,7 +102,10 @@ def parallelize(
         _check_no_devices(named, world)
         use_local_statistics(model)
         shake_hands(group, plan, model, options.get("loss_fn"))
-    case = case_of(model, args, kwargs, options)
+    with warnings.catch_warnings():
+        if world.rank:
+            warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
+        case = case_of(model, args, kwargs, options)
     if plan is None:
         here = "local" if cuda else world.world_size
         plan = agreed(group, lambda: _made_plan(case, planning_options(options), named, here))

@@ -11,6 +11,7 @@ the first candidate that the model accepts is used. A dim in the user's `batch_d
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, product
@@ -60,6 +61,35 @@ class BatchDims:
             return candidates[0]
         accepted = (d for d in candidates if self._accepts(_grown(replace(batch, dims=d))))
         return next(accepted, candidates[0])
+
+
+@final
+class SplitTable(UserWarning):
+    """Says that an argument is split by samples which the model takes whole as well."""
+
+
+def warn_of_tables(batch: Batch, accepts: Callable[[Batch], bool], asked: Asked) -> None:
+    """Warns of a tensor that is split because it has as many rows as there are samples, and may be a table.
+
+    The model takes it whole next to another number of samples, so nothing but its size speaks for samples.
+    Asked are floating-point inputs after the first tensor with samples, where the user has not said it.
+    """
+    dims, owners = batch.batch_dims(), _owners(batch)
+    if batch.in_lists():
+        return
+    split = [place for place, dim in enumerate(dims) if dim is not None and owners[place] != "target"]
+    for place in split[1:]:
+        tensor, owner = batch.tensors()[place], owners[place]
+        whole = (*dims[:place], None, *dims[place + 1 :])
+        is_asked = owner not in asked and tensor.is_floating_point()
+        if is_asked and accepts(_grown(replace(batch, dims=whole))):
+            warnings.warn(
+                f"argument {owner!r} {tuple(tensor.shape)} is split along dim {dims[place]}, because it has "
+                "as many rows as there are samples; the model takes it whole as well. Say which: "
+                f"batch_dims={{{owner!r}: None}} for a table, {{{owner!r}: {dims[place]}}} for samples",
+                SplitTable,
+                stacklevel=2,
+            )
 
 
 def insist_on_names(batch: Batch, asked: Asked) -> None:

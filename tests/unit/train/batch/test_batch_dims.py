@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, final
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.errors import BadOption
+from outsize.train.batch.batch_dims import SplitTable
 
 SAMPLES, CLASSES = 8, 3
 
@@ -63,3 +66,33 @@ def test_a_shared_tensor_beside_the_labels_needs_no_word() -> None:
 
     target = (labels(), torch.tensor([1.0, 2.0, 3.0]))
     assert outsize.check(model(), (inputs(),), target=target, loss_fn=weighted, stages=2).bit_equal
+
+
+@final
+class _WithTable(nn.Module):
+    """Looks into a table with as many rows as the batch has samples, or scales each sample."""
+
+    def __init__(self, *, per_sample: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.per_sample = nn.Linear(4, 4), nn.Linear(4, 4), per_sample
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x * table if self.per_sample else x @ table.T @ table)
+
+
+def _plan(model: nn.Module, **options: Any) -> None:
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    outsize.plan(model, batch, cluster="2xcpu", loss_fn=F.mse_loss, target=torch.randn(8, 4), **options)
+
+
+def test_a_table_that_is_split_because_of_its_size_is_named() -> None:
+    with pytest.warns(SplitTable, match=r"argument 1 \(8, 4\) is split .*batch_dims=\{1: None\} for a table"):
+        _plan(_WithTable())
+
+
+@pytest.mark.parametrize("dim", [0, None])
+def test_nothing_is_said_where_samples_decide_or_the_user(dim: int | None, recwarn: Any) -> None:
+    _plan(_WithTable(), batch_dims={1: dim})
+    _plan(_WithTable(per_sample=True))
+    assert not [warning for warning in recwarn if warning.category is SplitTable]
