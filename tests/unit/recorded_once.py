@@ -60,13 +60,13 @@ class _LateCaches:
         return _CACHES(*self._arguments)
 
 
-def _record_once(model: nn.Module, batch: Any, loss_fn: Any, rule: Any, caches: Any, home: Any) -> Tape:
-    part = Batch(*batch)
-    key = (_model_key(model), part.signature(), loss_fn, str(home), current_modes(), torch.float32)
+def _record_once(call: Any, rule: Any, caches: Any, home: Any) -> Tape:
+    model, part = call.model, Batch(call.args, call.kwargs, call.target)
+    key = (_model_key(model), part.signature(), call.loss_fn, str(home), current_modes(), torch.float32)
     for tape in _TAPES[key]:
         if Guards(tape, model, home).hold(part):
             return tape
-    tape = _RECORD(model, batch, loss_fn, rule, caches.made, home)
+    tape = _RECORD(call, rule, caches.made, home)
     _TAPES[key].append(replace(tape, reads=()))
     return tape
 
