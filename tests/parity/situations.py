@@ -35,7 +35,7 @@ from outsize.train.check.reference import eager
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.variants.model_state import Settings
+from outsize.train.variants.model_state import StructureVersions
 from outsize.train.variants.results import EvalResult, StepResult
 from outsize.train.variants.variant import Variants
 
@@ -59,7 +59,7 @@ class Plain:
     def __init__(self, model: nn.Module, found: Situation, plan: Plan, loss_fn: LossFn | None) -> None:
         self.model, self.clip_norm, self.steps = model, found.clip_norm, 0
         self._loss_fn, self._weigh, self._dropout = loss_fn, found.weigh, found.dropout
-        self._variants, self._settings = Variants(model, plan, loss_fn), Settings(model)
+        self._variants, self._settings = Variants(model, plan, loss_fn), StructureVersions(model)
         self.optimizer: Optimizer | None = found.optimizer(model.parameters())
 
     def step(

@@ -26,7 +26,7 @@ from outsize.program.modes import current_modes
 from outsize.program.tape import Tape
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.model_state import snapshot
-from outsize.train.variants.variant import Guards
+from outsize.train.variants.variant import InputGuards
 
 _RECORD: Any = getattr(fallbacks, "_recorded")  # noqa: B009 - private; what each call of `record` ends in
 _CACHES: Any = getattr(fallbacks, "Caches")  # noqa: B009 - private; walks all that the model reaches
@@ -64,7 +64,7 @@ def _record_once(call: Any, rule: Any, caches: Any, home: Any) -> Tape:
     model, part = call.model, Batch(call.args, call.kwargs, call.target)
     key = (_model_key(model), part.signature(), call.loss_fn, str(home), current_modes(), torch.float32)
     for tape in _TAPES[key]:
-        if Guards(tape, model, home).hold(part):
+        if InputGuards(tape, model, home).hold(part):
             return tape
     tape = _RECORD(call, rule, caches.made, home)
     _TAPES[key].append(replace(tape, reads=()))

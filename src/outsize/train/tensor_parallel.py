@@ -35,7 +35,7 @@ from outsize.program.tensor_parallel.styles import Derived, Role, derive
 from outsize.program.weight_lookup import weight_named
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup, local_of
 from outsize.train.batch.batch import Batch
-from outsize.train.variants.variant import Guards
+from outsize.train.variants.variant import InputGuards
 
 KEPT = 32  # number of signatures whose programs are kept
 
@@ -148,7 +148,7 @@ class _Variant:
     """The compiled program of one signature."""
 
     def __init__(self, model: nn.Module, whole: Tape, tape: Tape) -> None:
-        self.guards = Guards(whole, model, None)
+        self.guards = InputGuards(whole, model, None)
         self._tape, self._exits = tape, tuple(dict.fromkeys(tape.output_slots()))
         alive = live(tape, self._exits)
         owned_ids = {id(p) for module in _plain(model) for p in module._parameters.values()}

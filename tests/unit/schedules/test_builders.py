@@ -15,7 +15,7 @@ from outsize.ir.schedule import Action, Kind
 from outsize.schedules import families
 from outsize.schedules.builders import build
 from outsize.schedules.check import check, check_compute
-from outsize.schedules.families import built
+from outsize.schedules.families import built, family_of
 from outsize.schedules.grid import draw
 from outsize.schedules.lower import lower
 
@@ -75,7 +75,7 @@ def test_each_stage_runs_in_microbatch_order(name: str, stages: int, microbatche
     schedule = build(name, stages, microbatches)
     check_compute(schedule)
     assert (schedule.name, schedule.ranks, schedule.microbatches) == (name, stages, microbatches)
-    kinds = (Kind.F, Kind.I, Kind.W) if name.startswith("zero-bubble") else (Kind.F, Kind.B)
+    kinds = (Kind.F, Kind.I, Kind.W) if family_of(name).splits_backward else (Kind.F, Kind.B)
     for stage, row in enumerate(schedule.actions):
         assert {a.stage for a in row} == {stage}
         assert {a.kind for a in row} == set(kinds)

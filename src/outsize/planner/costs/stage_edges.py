@@ -3,9 +3,9 @@
 The law, the same one that `run/stage/cut.py` follows when it cuts the real tape:
 
 1. A *flow* is something made by one unit and needed by later ones: a value of the graph, or a parameter
-   with several users, which its first user owns (DESIGN.md section 5, law 3).
+   with several users, which its first user owns.
 2. Forward, the owner's stage sends a flow directly to every later stage that uses it.
-3. Backward, the gradient is threaded (law 2): the last using stage sends its part to the using stage
+3. Backward, the gradient is threaded: the last using stage sends its part to the using stage
    before it, which adds its own and sends on, down to the owner. One message per using stage.
 4. A flow without gradient (`requires_grad` false, a frozen parameter) has no backward edge.
 5. A parameter is constant during a step, so its forward edge is a *step edge*: microbatch 0 only.

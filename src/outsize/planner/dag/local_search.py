@@ -9,7 +9,7 @@ are listed, and a pair with the right sum is found by bisection (meet in the mid
 ACM 21(2), 1974). The heaviest in its window becomes D_s. What crosses a boundary does not add up over groups:
 then fewer units are free, in one group. With many branches the sums are so dense that a window of one tick is
 hit after a few orders; where they are not, the search fails, which proves nothing.
-It is deterministic. Complexity: k TRIES GROUP at worst. Oracle: tests/unit/planner/dag/test_dag_partition.py
+It is deterministic. Complexity: O(k x TRIES x GROUP). Oracle: tests/unit/planner/dag/test_dag_partition.py
 checks the split and that it meets the lower bound.
 """
 

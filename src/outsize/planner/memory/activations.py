@@ -10,6 +10,8 @@ Its forward visits the units first..end-1 in order, its backward in reverse. At 
 A received or sent value that autograd saves is one memory, counted once. In the first backward of a step the
 weights' gradients are made along the way: those of units after k exist at k, and those of k are being made.
 Later backwards hold all gradients, to which the new ones of k are added.
+
+Method: a value is alive for a range of k that depends on `end` alone (backward) or on `first` alone
 (forward), so it adds a rectangle to a table over (k, end) or (first, k); a running maximum along k makes
 tables over (first, end). Memory that crosses `end` and is saved at u is counted twice from k = u on; where u
 < first it never was, which a term in (first, end) corrects.

@@ -1,5 +1,5 @@
 """Prices a plan as it is, perhaps edited by a person: it is checked against the model, and its cuts are not
-moved. The search prices its own cuts with the same `estimate`.
+moved. The search prices its own cuts with the same `estimate_cut`.
 """
 
 from __future__ import annotations

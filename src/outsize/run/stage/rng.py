@@ -1,4 +1,4 @@
-"""Seeds random numbers independently of the layout (exactness law 6).
+"""Seeds random numbers independently of the layout.
 
 Before every random instruction the generators are seeded from (seed, step, microbatch, instruction). So a
 dropout mask is the same in 1 and in 4 stages, in GPipe and in 1F1B, and in a recompute. A leaf may also draw

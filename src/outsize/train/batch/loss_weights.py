@@ -1,4 +1,4 @@
-"""Computes the share of the batch's loss that each microbatch has (exactness law 4).
+"""Computes the share of the batch's loss that each microbatch has, by counts of samples or targets.
 
 A mean over the batch is the mean over microbatches weighted by what each mean was taken over: samples, the
 targets that count, or a denominator of the loss's own. loss_denominators.py reads these off the tape; they

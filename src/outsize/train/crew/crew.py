@@ -49,11 +49,11 @@ from outsize.run.transport.same_host import connect
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.schedules.planned import planned
-from outsize.train.ranks.gradient_allreduce import Early
+from outsize.train.ranks.gradient_allreduce import OverlappedAllReduce
 from outsize.train.ranks.mesh import Mesh
 from outsize.train.ranks.replicas import ReplicaGroup, Replicas, SingleReplica
 from outsize.train.variants.lru import LruCache
-from outsize.train.variants.microbatch_group import GroupOutputs, Load, MakeStage
+from outsize.train.variants.microbatch_group import GroupOutputs, MakeStage, PipelineInputs
 from outsize.train.variants.variant import Variant
 
 RawSpan = tuple[int, str, Lane, float, float]
@@ -138,7 +138,7 @@ class Crew(ABC):
 
     @abstractmethod
     def run(
-        self, loads: Sequence[Load], make_stage: MakeStage, optimizer: Optimizer | None = None
+        self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
     ) -> list[GroupOutputs]:
         """Runs all microbatches, each under its variant, forward and (with grad on) backward.
 
@@ -152,7 +152,7 @@ class Crew(ABC):
         self._executors = {key: stage for key, stage in self._executors.items() if key[0] != variant}
 
     def _interpreters(
-        self, load: Load, make_stage: MakeStage, transports: Mapping[int, Transport]
+        self, load: PipelineInputs, make_stage: MakeStage, transports: Mapping[int, Transport]
     ) -> list[Interpreter]:
         """Returns the interpreters of the ranks in `transports`, for these variants in this order."""
         variants, replica = load.variants, load.replica
@@ -335,14 +335,14 @@ class LocalCrew(Crew):
         ]
 
     def run(
-        self, loads: Sequence[Load], make_stage: MakeStage, optimizer: Optimizer | None = None
+        self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
     ) -> list[GroupOutputs]:
         pipelines = [self._start_pipeline(load, make_stage) for load in loads]
         with self.moves.step_context(optimizer):
             self._run({seat: rank for pipeline in pipelines for seat, rank in pipeline.items()})
         return [self._outputs(load, pipeline) for load, pipeline in zip(loads, pipelines, strict=True)]
 
-    def _outputs(self, load: Load, pipeline: dict[int, Interpreter]) -> GroupOutputs:
+    def _outputs(self, load: PipelineInputs, pipeline: dict[int, Interpreter]) -> GroupOutputs:
         """Returns the group's outputs, moved to the device of the first replica's last stage."""
         ranks = list(pipeline.values())
         group = _outputs(load.variants, ranks[0].schedule, [i.outputs for i in ranks])
@@ -359,7 +359,7 @@ class LocalCrew(Crew):
             ],
         )
 
-    def _start_pipeline(self, load: Load, make_stage: MakeStage) -> dict[int, Interpreter]:
+    def _start_pipeline(self, load: PipelineInputs, make_stage: MakeStage) -> dict[int, Interpreter]:
         """Starts a replica's pipeline with its inputs and returns its interpreters by seat."""
         ranks = self._interpreters(load, make_stage, self._transports[load.replica])
         seats = {rank.rank * self.local_replicas + load.replica: rank for rank in ranks}
@@ -448,12 +448,12 @@ class ProcessCrew(Crew):
         replicas: Replicas = SingleReplica()
         if mesh.replicas is not None:
             replicas = ReplicaGroup(mesh.replicas, own_batches=options.own_batches)
-            options = replace(options, moves=options.moves or Early(replicas.gradients))
+            options = replace(options, moves=options.moves or OverlappedAllReduce(replicas.gradients))
         super().__init__(plan, place, replicas, options)
         self._transport = connect(make_groups(group, device), device, plan.axes.group_size)
 
     def run(
-        self, loads: Sequence[Load], make_stage: MakeStage, optimizer: Optimizer | None = None
+        self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
     ) -> list[GroupOutputs]:
         (load,) = loads
         (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})

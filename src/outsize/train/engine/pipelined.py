@@ -37,8 +37,8 @@ from outsize.train.engine.executor import Executor
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.stage_factory import StageFactory
 from outsize.train.ranks.replicas import Piece
-from outsize.train.variants.microbatch_group import GroupOutputs, Load
-from outsize.train.variants.model_state import Settings
+from outsize.train.variants.microbatch_group import GroupOutputs, PipelineInputs
+from outsize.train.variants.model_state import StructureVersions
 from outsize.train.variants.results import EvalResult, rebuilt
 from outsize.train.variants.variant import RecordingOptions, Variant, Variants
 
@@ -75,7 +75,7 @@ class Pipelined(Executor):
         self.variants.changes.is_silent = crew.global_rank > 0
         self.variants.changes.may_run_live = not copies
         # Copies of the model in this process hold the values of when they were made, so all of them count.
-        self._settings = Settings(model, plain=True) if copies else Settings(model)
+        self._settings = StructureVersions(model, plain=True) if copies else StructureVersions(model)
         self._looks_checked = 0
         self._state = 0  # number of the model's state, by its settings
         self._replica_copies = ReplicaCopies(model, crew.local_replicas, ownership.device_of)
@@ -162,8 +162,8 @@ class Pipelined(Executor):
             results += [replace(group, pieces=members) for (_, members), group in pairs]
         return sorted(results, key=lambda result: result.pieces[0].number)
 
-    def _load(self, step: _Step, pieces: Sequence[Piece], replica: int) -> Load:
-        return Load(
+    def _load(self, step: _Step, pieces: Sequence[Piece], replica: int) -> PipelineInputs:
+        return PipelineInputs(
             [step.variants[piece.part] for piece in pieces],
             [[self._crew.here(t) for t in step.parts[piece.part].tensors()] for piece in pieces],
             [piece.share * step.scale for piece in pieces],

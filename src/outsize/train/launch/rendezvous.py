@@ -1,10 +1,8 @@
 """Serves the store where ranks meet, on rank 0 or its elastic agent; on one machine, on loopback only.
 
-torch's own stores (`env:
-
-`, static, c10d) listen on every interface, unauthenticated. A run on one machine does not need that, so
-`loopback_store` gives the store a socket that is bound to 127.0.0.1. Missing ranks are named: each rank sets
-a key when it arrives, the agent sets one for a process that ended.
+torch's own stores (`env://`, static, c10d) listen on every interface, unauthenticated. A run on one machine
+does not need that, so `loopback_store` gives the store a socket that is bound to 127.0.0.1. Missing
+ranks are named: each rank sets a key when it arrives, the agent sets one for a process that ended.
 """
 
 from __future__ import annotations

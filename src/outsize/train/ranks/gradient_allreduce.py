@@ -12,8 +12,8 @@ order, since collectives of a group must have one. A bucket is sent before the b
 its gradients has arrived, and arrived once when these programs first ran (a checkpoint of the older form
 brings them several times); otherwise after it. Sparse gradients are sent as objects at the end.
 
-Complexity: two copies of the gradients, 2 (R - 1)
-R of their bytes sent. Oracle: the plain loop, and DDP itself, in tests/dist/test_replicas.py.
+Complexity: two copies of the gradients, 2 (R - 1) / R of their bytes sent. Oracle: the plain loop, and DDP
+itself, in tests/dist/test_replicas.py.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class GradientSum:
 
 
 @final
-class Early(Moves):
+class OverlappedAllReduce(Moves):
     """Adds REDUCE_GRAD after the last backward of each stage, whose gradients are sent as they arrive."""
 
     def __init__(self, sums: GradientSum) -> None:
@@ -142,7 +142,7 @@ class Early(Moves):
         self._once: dict[int, dict[int, int]] = {}  # by stage
 
     def of(self, cuts: Sequence[Cut]) -> Moves:
-        return Early(self._sums)
+        return OverlappedAllReduce(self._sums)
 
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
         rows = tuple(tuple(with_reductions(row)) for row in schedule.actions)

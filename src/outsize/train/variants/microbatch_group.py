@@ -32,7 +32,7 @@ class GroupOutputs:
 
 
 @final
-class Load(NamedTuple):
+class PipelineInputs(NamedTuple):
     """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed."""
 
     variants: Sequence[Variant]

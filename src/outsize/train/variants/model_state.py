@@ -30,7 +30,7 @@ _WATCHED: Final = 2  # steps, after a new state
 
 
 @final
-class Settings:
+class StructureVersions:
     """Numbers the states of a model in the order in which they were met."""
 
     def __init__(self, model: nn.Module, *, plain: bool = not IS_SUPPORTED) -> None:

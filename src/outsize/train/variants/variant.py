@@ -52,7 +52,7 @@ class Variant:
     number: int
     captured: Captured
     cut: Cut
-    guards: Guards
+    guards: InputGuards
     shares: LossShares
     reads: ReadGuards
 
@@ -97,7 +97,7 @@ _DEFAULTS: Final = RecordingOptions()
 
 @final
 class Variants:
-    """Holds the least recently used variants of a model."""
+    """Holds the variants of a model that were used last; the oldest are dropped."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Variants:
     def find(self, part: Batch, *, outputs: bool, state: int = 0) -> Variant:
         """The variant under which this microbatch runs; recorded if it is new.
 
-        `state` is the model's number by `Settings`, where the user may change it between calls.
+        `state` is the model's number by `StructureVersions`, where the user may change it between calls.
         """
         return self.find_each([part], outputs=outputs, state=state)[0]
 
@@ -183,7 +183,7 @@ class Variants:
             self._made - 1,
             captured,
             cut(own, self._model, owners, outputs=outputs, stages=len(self._plan.stages)),
-            Guards(tape, self._model, home),
+            InputGuards(tape, self._model, home),
             LossShares(
                 tape,
                 self._model,
@@ -196,7 +196,7 @@ class Variants:
 
 
 @final
-class Guards:
+class InputGuards:
     """The Python decisions of a tape, checked on every microbatch's inputs."""
 
     def __init__(self, tape: Tape, model: nn.Module, home: torch.device | None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from outsize.train.variants import model_state
-from outsize.train.variants.model_state import Look, Settings
+from outsize.train.variants.model_state import Look, StructureVersions
 
 
 class How(StrEnum):
@@ -48,7 +48,7 @@ PLAIN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_of_the_structure_is_another_state(change: Callable[[Any], Any]) -> None:
     m = model()
-    found = Settings(m, plain=False)
+    found = StructureVersions(m, plain=False)
     first = found.number()
     found.ran()
     assert found.number() == first
@@ -59,7 +59,7 @@ def test_a_change_of_the_structure_is_another_state(change: Callable[[Any], Any]
 @pytest.mark.parametrize("change", PLAIN.values(), ids=PLAIN)
 def test_a_value_is_another_state_only_where_reads_are_not_known(change: Callable[[Any], Any]) -> None:
     m = model()
-    states = Settings(m, plain=True), Settings(m, plain=False)
+    states = StructureVersions(m, plain=True), StructureVersions(m, plain=False)
     assert [state.number() for state in states] == [0, 0]
     change(m)
     assert [state.number() for state in states] == [1, 0]
@@ -67,7 +67,7 @@ def test_a_value_is_another_state_only_where_reads_are_not_known(change: Callabl
 
 def test_the_user_goes_back_to_a_state_that_is_known() -> None:
     m = model()
-    found = Settings(m, plain=True)
+    found = StructureVersions(m, plain=True)
     first = found.number()
     m.eval()
     assert found.number() != first
@@ -77,7 +77,7 @@ def test_the_user_goes_back_to_a_state_that_is_known() -> None:
 
 def test_loaded_parameters_are_no_other_state() -> None:
     m = model()
-    found = Settings(m)
+    found = StructureVersions(m)
     first, changes = found.number(), found.looks
     m.load_state_dict(model().state_dict(), assign=True)
     assert found.number() == first
@@ -86,7 +86,7 @@ def test_loaded_parameters_are_no_other_state() -> None:
 
 def test_what_a_forward_changes_is_no_other_state() -> None:
     m = model()
-    found, m.calls = Settings(m, plain=True), 0
+    found, m.calls = StructureVersions(m, plain=True), 0
     for _ in range(5):
         assert found.number() == 0
         m.calls += 1
@@ -95,7 +95,7 @@ def test_what_a_forward_changes_is_no_other_state() -> None:
 
 def test_a_forward_that_begins_late_to_change_something_makes_one_state_more() -> None:
     m = model()
-    found, m.calls, seen = Settings(m, plain=True), 0, []
+    found, m.calls, seen = StructureVersions(m, plain=True), 0, []
     for step in range(9):
         seen.append(found.number())
         m.calls += step >= 4
@@ -107,7 +107,7 @@ def test_a_model_that_stays_as_it_is_is_not_looked_at_closely(monkeypatch: pytes
     closely: list[Any] = []
     real = model_state.snapshot
     monkeypatch.setattr(model_state, "snapshot", lambda m, plain: closely.append(m) or real(m, plain=plain))
-    found = Settings(model())
+    found = StructureVersions(model())
     for _ in range(20):
         found.number()
         found.ran()
