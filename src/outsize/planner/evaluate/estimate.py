@@ -2,10 +2,11 @@
 
 `price` is for plans that a person has edited; the search uses the same `estimate_cut` for its own. Cuts are
 not moved. Of a step of very many microbatches only a part is simulated: once the pipeline is full it repeats
-itself (a max-plus system is periodic), so the remaining time follows from the rate of the simulated part. Where links set the
-pace the period need not divide p: hence the rate is that of half of the simulated microbatches. With links of
-up to ten forwards that is within 0.2 % of a full simulation for up to 16 stages, within 1.5 % for 64 (the
-rate of the last p microbatches is up to 6 % off). Oracle: tests/unit/planner/evaluate/test_estimate.py.
+itself (a max-plus system is periodic), so the remaining time follows from the rate of the simulated part.
+Where links set the pace the period need not divide p: hence the rate is that of half of the simulated
+microbatches. With links of up to ten forwards that is within 0.2 % of a full simulation for up to 16 stages,
+within 1.5 % for 64 (the rate of the last p microbatches is up to 6 % off). Oracle:
+tests/unit/planner/evaluate/test_estimate.py.
 """
 
 from __future__ import annotations
