@@ -257,6 +257,7 @@ _SHELVES = (
     "zoo_media2",
     "zoo_diffusers",
     "zoo_timm",
+    "zoo_vision_language",
 )
 
 

@@ -116,8 +116,9 @@ def plan(
     - `what_if`: searches as `axes="all"`, and adds what this version can only plan (see `Plan.beyond`).
     - `loss_fn`, `target`: the loss is `loss_fn(output, *target)`; without it the output holds the loss.
     - `batch_dims`: maps an argument's name or position, or "target", to the dim along which its samples lie
-      (None: it holds none). By default this follows from the shapes, and where these are ambiguous from a
-      trial with one more sample.
+      (None: it holds none). Where each sample has rows of its own, the name of the argument that counts them,
+      or a function of the model's arguments that does. By default this follows from the shapes, and where
+      these are ambiguous from a trial with one more sample.
     - `measured`: True times the units on this machine; the result of `measure` uses its times, and only the
       microbatch sizes that it covers are considered. By default units are estimated.
     - `progress`: `progress(done, total)` is called while units are timed.

@@ -38,6 +38,9 @@ from outsize.program.tree import leaves, map_leaves, with_copied_tensors
 LossFn = Callable[..., Tensor]
 
 
+_KEEPS: Final = "it rebinds its own tensors during forward"
+
+
 @final
 class _Retry(Exception):
     """Asks for another recording with coarser leaves."""
@@ -292,6 +295,8 @@ def _climb(call: _RecordedCall, rule: LeafRule, failure: FrameFailed) -> None:
     """Makes the frame's module and all modules of its class leaves; raises when that is the whole model."""
     model = call.model
     if failure.frame == "" or failure.frame in rule.forced:
+        if _open_keepers(model, rule):
+            return
         if failure.cause is not None:
             raise _explained(call, failure.cause) from failure.cause
         raise _refusal(model, failure)
@@ -314,9 +319,25 @@ def _climb_for_state(rule: LeafRule, state: list[tuple[str, str]]) -> None:
     """Makes modules that store state leaves (rule 9); modules that were opened stay open."""
     frames = [fqn for fqn, _ in state if fqn and fqn not in rule.opened]
     for fqn in frames:
-        rule.forced[fqn] = "it rebinds its own tensors during forward"
+        rule.forced[fqn] = _KEEPS
     if frames:
         raise _Retry
+
+
+def _open_keepers(model: nn.Module, rule: LeafRule) -> bool:
+    """Records through modules that are leaves for the state that they keep; says whether there were any.
+
+    What fails inside of a leaf may be recorded outside of one, where Python's decisions become guards.
+    Whether the state matters is then proved as for the model itself.
+    """
+    keepers = [f for f, reason in rule.forced.items() if reason == _KEEPS and f not in rule.walked]
+    keepers = [fqn for fqn in keepers if rule.may_open(model.get_submodule(fqn))]
+    for fqn in keepers:
+        rule.walked.add(fqn)
+        rule.opened[fqn] = _KEEPS
+        for around in [f for f in rule.forced if fqn == f or fqn.startswith(f"{f}.")]:
+            del rule.forced[around]
+    return bool(keepers)
 
 
 def _open(model: nn.Module, rule: LeafRule, leak: Leaked) -> None:

@@ -27,8 +27,14 @@ from outsize.program.tree import leaves, map_leaves
 _ALMOST_ONE = 1.0 - 2.0**-24
 # The shapes of these functions' results do not depend on the values of their first argument.
 _SELECTORS = frozenset({"__getitem__", "masked_select", "repeat_interleave", "ctc_loss", "istft"})
+# These functions return a view or a copy of their first argument; other arguments give its shape as numbers.
+_SHAPED = frozenset({"view", "reshape", "unflatten", "expand", "repeat", "tile", "pad", "interpolate"}) | {
+    *("split", "split_with_sizes", "tensor_split", "narrow", "select", "unfold", "unsafe_split"),
+}
 # These functions read values and still always return the same shape, so they need no guard.
 _FIXED = frozenset({"ctc_loss", "istft"})
+# So do these, whatever the values of all their arguments: they copy numbers into a new tensor.
+_COPIES = frozenset({"tensor", "as_tensor"})
 _COMPARISONS = frozenset({"lt", "gt", "le", "ge", "__lt__", "__gt__", "__le__", "__ge__", "less", "greater"})
 
 
@@ -38,7 +44,10 @@ def is_data_dependent(error: Exception) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and (
-        "numpy() is not supported" in text or ".tolist() is not supported" in text or "data-dependent" in text
+        "numpy() is not supported" in text
+        or ".tolist() is not supported" in text
+        or "data-dependent" in text
+        or "its data is not allocated yet" in text
     )
 
 
@@ -62,6 +71,8 @@ class Decider:
     def decide(self, fn: Callable[..., Any], args: Any, kwargs: Any, where: str, fakes: FakeModel) -> Any:
         """Returns the result of `fn`, tensors as fakes. Raises LookupError with the reason."""
         name = getattr(fn, "__name__", "")
+        if name in _COPIES:
+            args, kwargs = map_leaves(self._blank, args), map_leaves(self._blank, kwargs)
         if name in _SELECTORS:
             args = (map_leaves(self._blank, args[0]), *args[1:])
         reads = [leaf.slot for leaf in leaves((args, kwargs)) if isinstance(leaf, Ref)]
@@ -77,6 +88,21 @@ class Decider:
                 raise LookupError("values of an input as a NumPy array, with which other code computes")
             self._guards.append(Guard(fn, args, kwargs, signature_of(out), where))
         return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
+
+    def numbers_of(self, fn: Callable[..., Any], call: Any, where: str, fakes: FakeModel) -> Any:
+        """Returns the arguments with numbers in place of the tensors that give the shape of the result; None
+        where `fn` takes none. Raises LookupError with the reason.
+        """
+        args, kwargs = call
+        if getattr(fn, "__name__", "") not in _SHAPED or not args:
+            return None
+
+        def number(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.ndim or leaf.is_floating_point():
+                return leaf
+            return self.decide(Tensor.item, (self._slots.refer(leaf),), {}, where, fakes)
+
+        return (args[0], *map_leaves(number, args[1:])), map_leaves(number, kwargs)
 
     def _depends_on_inputs(self, needs: list[int], reads: list[int]) -> bool:
         """Returns whether a decision can change; one on constants (position ids from arange) cannot."""

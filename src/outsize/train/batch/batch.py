@@ -20,8 +20,9 @@ from torch import Tensor
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
 from outsize.program.tree import leaves, map_leaves, with_copied_tensors
+from outsize.train.batch.packed import PackedRows
 
-Dims = tuple[int | None, ...]
+Dims = tuple[int | PackedRows | None, ...]
 
 
 @final
@@ -29,9 +30,10 @@ Dims = tuple[int | None, ...]
 class Batch:
     """The arguments of `model(*args, **kwargs)` and of `loss_fn(output, *target)`.
 
-    `dims` gives, for each of `tensors()`, the dim along which the samples lie, or None for a tensor that goes
-    whole to every microbatch. Without `dims`, samples lie along dim 0 of every tensor whose dim 0 has the
-    size of the first tensor's. `listed` holds the positions among `values()` of the lists whose items are
+    `dims` gives, for each of `tensors()`, the dim along which the samples lie, the numbers of rows that
+    belong to each sample, or None for a tensor that goes whole to every microbatch. Without `dims`, samples
+    lie along dim 0 of every tensor whose dim 0 has the size of the first tensor's. `listed` holds the
+    positions among `values()` of the lists whose items are
     samples; None means that they are recognised by their lengths.
     """
 
@@ -78,7 +80,7 @@ class Batch:
         for leaf in leaves(self.tree()):
             _insist_on_splittable(leaf)
         pairs = zip(self.tensors(), self.batch_dims(), strict=True)
-        sizes = {t.shape[d] for t, d in pairs if d is not None}
+        sizes = {_samples_in(t, d) for t, d in pairs if d is not None}
         sizes |= {len(self.values()[place]) for place in self.in_lists()}
         if not sizes or 0 in sizes:
             what = "no sample" if sizes else "no tensor"
@@ -113,9 +115,14 @@ class Batch:
 
         def part(leaf: Any) -> Any:
             dim = next(dims) if isinstance(leaf, Tensor) else None
+            if isinstance(dim, PackedRows):
+                return leaf[dim.rows_of(rows).to(leaf.device)]
             return leaf if dim is None else leaf[(slice(None),) * dim + (rows,)]
 
         mapped = self.mapped(part)
+        if mapped.dims is not None:
+            taken = (d.taken(rows) if isinstance(d, PackedRows) else d for d in mapped.dims)
+            mapped = replace(mapped, dims=tuple(taken))
         return mapped._with_items(rows) if mapped.listed else mapped
 
     def _with_items(self, rows: slice | Tensor) -> Batch:
@@ -166,6 +173,10 @@ class Batch:
         lists = self.in_lists()
         dims = None if lists else self.batch_dims()
         return replace(self, args=args, kwargs=kwargs, target=target, dims=dims, listed=lists)
+
+
+def _samples_in(tensor: Tensor, dim: int | PackedRows) -> int:
+    return len(dim.counts) if isinstance(dim, PackedRows) else tensor.shape[dim]
 
 
 def _lists_of_samples(values: Sequence[Any]) -> tuple[int, ...]:

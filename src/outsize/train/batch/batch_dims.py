@@ -2,11 +2,14 @@
 
     lstm(x [length, batch, width]) with target [batch]         x: 1, target: 0
     model(image [batch, 3, h, w], anchors [k, 4])              image: 0, anchors: none
+    model(ids [batch, t], patches [n, w], grid [batch, 3])     patches: as many rows as each row's product
 
 Where all tensors agree in dim 0 and no other dim has that size, samples lie along dim 0. Otherwise the
 candidates that the shapes allow are tried in turn, beginning with those that assign a batch dim to most
 tensors: the batch is grown from b to b + 1 samples along the candidate's dims and recorded on fake tensors;
-the first candidate that the model accepts is used. A dim in the user's `batch_dims` is used as given.
+the first candidate that the model accepts is used. A dim in the user's `batch_dims` is used as given. Where
+the rows of a tensor are as many as an integer tensor of the batch says (packed.py), that is tried as soon as
+the model has refused such a tensor whole.
 """
 
 from __future__ import annotations
@@ -24,8 +27,11 @@ from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption
 from outsize.program.tree import leaves
 from outsize.train.batch.batch import Batch, Dims
+from outsize.train.batch.packed import CountRows, PackedBy, PackedRows, insist_on_rows, packed_by_one_of
 
-Asked = Mapping[str | int, int | None]
+Asked = Mapping[str | int, int | str | CountRows | None]
+Rule = int | PackedBy | None
+Rules = tuple[Rule, ...]  # batch dims, and how to count rows, for all batches of a kind
 _KNOWN, _TRIES = 4096, 32  # how many candidates are ranked, and how many are tried
 
 
@@ -34,33 +40,40 @@ class BatchDims:
     """Finds the batch dims, once for all batches of equal ranks and dtypes.
 
     `accepts(batch)` tells whether the model runs on the batch. `asked` maps an argument's name or position,
-    or "target", to the batch dim of all its tensors.
+    or "target", to the batch dim of all its tensors; for a tensor whose rows belong to samples, to the name
+    of the argument that counts them, or to a function of the model's arguments that does.
     """
 
     def __init__(self, accepts: Callable[[Batch], bool], asked: Asked | None = None) -> None:
         self._accepts, self._asked = accepts, dict(asked or {})
-        self._found: dict[tuple[Any, ...], Dims] = {}
+        self._found: dict[tuple[Any, ...], Rules] = {}
 
     def of(self, batch: Batch) -> Batch:
         """Returns the batch with its dims."""
         if batch.in_lists() and not self._asked:
             return replace(batch, listed=batch.in_lists())
         ranks_and_dtypes = tuple((t.ndim, t.dtype) for t in batch.tensors())
-        known = batch.dims or self._found.get(ranks_and_dtypes)
-        if known is None or not _agree(batch.tensors(), known):
+        if batch.dims is not None and _agree(batch.tensors(), batch.dims):
+            rules = (dim.by if isinstance(dim, PackedRows) else dim for dim in batch.dims)
+            self._found[ranks_and_dtypes] = tuple(rules)
+            return batch
+        known = self._found.get(ranks_and_dtypes)
+        if known is None or not _agree(batch.tensors(), _counted(batch, known)):
             known = self._find(batch, _fixed(batch, self._asked))
         self._found[ranks_and_dtypes] = known
-        return replace(batch, dims=known)
+        return replace(batch, dims=_counted(batch, known))
 
-    def _find(self, batch: Batch, fixed: Mapping[int, int | None]) -> Dims:
-        candidates = _candidates(batch.tensors(), fixed)
+    def _find(self, batch: Batch, fixed: Mapping[int, Rule]) -> Rules:
+        candidates = _candidates(batch, fixed)
         if not candidates:
-            return batch.batch_dims()
+            return tuple(None if isinstance(dim, PackedRows) else dim for dim in batch.batch_dims())
         candidates = _with_samples_on_both_sides(batch, candidates, fixed)
         if len(candidates) == 1 or _only_dim_0(batch.tensors(), candidates[0]):
             return candidates[0]
-        accepted = (d for d in candidates if self._accepts(_grown(replace(batch, dims=d))))
-        return next(accepted, candidates[0])
+        packed = _packed(batch, candidates[0], fixed)
+        candidates = [candidates[0], *packed, *candidates[1:]]
+        accepted = (d for d in candidates if self._accepts(_grown(replace(batch, dims=_counted(batch, d)))))
+        return next(accepted, (packed or candidates)[0])
 
 
 @final
@@ -112,21 +125,74 @@ def _owners(batch: Batch) -> list[str | int]:
     return owners
 
 
-def _fixed(batch: Batch, asked: Asked) -> dict[int, int | None]:
-    """Returns the dims that the user gave, by position among the batch's tensors."""
-    return {place: asked[owner] for place, owner in enumerate(_owners(batch)) if owner in asked}
+def _fixed(batch: Batch, asked: Asked) -> dict[int, Rule]:
+    """Returns the dims that the user gave, by position among the batch's tensors.
+
+    Raises BadOption for counts that are not those of a tensor's rows.
+    """
+    owners, tensors = _owners(batch), batch.tensors()
+    fixed: dict[int, Rule] = {}
+    for place, owner in enumerate(owners):
+        if owner in asked:
+            how = asked[owner]
+            fixed[place] = how if how is None or isinstance(how, int) else _rule(how, owners)
+        rule = fixed.get(place)
+        if isinstance(rule, PackedBy):
+            insist_on_rows(owner, tensors[place], rule.counts(tensors, batch.args, batch.kwargs))
+    return fixed
+
+
+def _rule(how: str | CountRows, owners: Sequence[str | int]) -> PackedBy:
+    """Returns the rule for an argument's name, or for a function."""
+    if not isinstance(how, str):
+        return PackedBy(how)
+    if how not in owners:
+        raise BadOption(
+            f"batch_dims counts rows by {how!r}, which is no tensor of the batch",
+            numbers=f"there are {', '.join(map(repr, dict.fromkeys(owners)))}",
+            next_step="batch_dims={'pixel_values': 'image_grid_thw'}, or a function of the model's arguments",
+        )
+    return PackedBy(owners.index(how))
+
+
+def _counted(batch: Batch, rules: Rules) -> Dims:
+    """Returns the dims of a batch, with the rows that belong to its samples."""
+    tensors = batch.tensors()
+    counted = (
+        rule.counts(tensors, batch.args, batch.kwargs) if isinstance(rule, PackedBy) else rule
+        for rule in rules
+    )
+    return tuple(counted)
+
+
+def _packed(batch: Batch, rules: Rules, fixed: Mapping[int, Rule]) -> list[Rules]:
+    """Returns the reading in which tensors that would go whole to each microbatch have rows of samples."""
+    tensors, samples = batch.tensors(), replace(batch, dims=_counted(batch, rules)).size
+    found = list(rules)
+    for place, rule in enumerate(rules):
+        by = packed_by_one_of(tensors, place) if rule is None and place not in fixed else None
+        if by is not None and len(by.counts(tensors, (), {}).counts) == samples:
+            found[place] = by
+    return [tuple(found)] if tuple(found) != rules else []
 
 
 def _agree(tensors: Sequence[Tensor], dims: Dims) -> bool:
-    return len({t.shape[d] for t, d in zip(tensors, dims, strict=True) if d is not None}) == 1
+    sizes = set[int]()
+    for tensor, dim in zip(tensors, dims, strict=True):
+        if isinstance(dim, PackedRows):
+            sizes |= {len(dim.counts)} if sum(dim.counts) == tensor.shape[0] else {-1, -2}
+        elif dim is not None:
+            sizes.add(tensor.shape[dim])
+    return len(sizes) == 1
 
 
-def _candidates(tensors: Sequence[Tensor], fixed: Mapping[int, int | None]) -> list[Dims]:
+def _candidates(batch: Batch, fixed: Mapping[int, Rule]) -> list[Rules]:
     """Returns the candidate dims: those with most batch dims first, then those with most dims 0.
 
     Ties keep the order of the sizes, so the first tensor's dims come first.
     """
-    fixed_sizes = [tensors[place].shape[dim] for place, dim in fixed.items() if dim is not None]
+    tensors = batch.tensors()
+    fixed_sizes = [tensors[place].shape[dim] for place, dim in fixed.items() if isinstance(dim, int)]
     sizes = fixed_sizes[:1] or list(dict.fromkeys(t.shape[0] for t in tensors if t.ndim))
     tables = ([_options(t, p, size, fixed) for p, t in enumerate(tensors)] for size in sizes)
     candidates = list(islice((dims for table in tables for dims in product(*table)), _KNOWN))
@@ -135,8 +201,8 @@ def _candidates(tensors: Sequence[Tensor], fixed: Mapping[int, int | None]) -> l
 
 
 def _with_samples_on_both_sides(
-    batch: Batch, readings: Sequence[Dims], fixed: Mapping[int, int | None]
-) -> list[Dims]:
+    batch: Batch, readings: Sequence[Rules], fixed: Mapping[int, Rule]
+) -> list[Rules]:
     """The readings in which inputs and target both have samples, where the user has not said which dims.
 
     Raises BadOption when there are none: a target that every microbatch gets whole is one of another batch.
@@ -158,14 +224,14 @@ def _with_samples_on_both_sides(
     return list(readings)
 
 
-def _options(tensor: Tensor, place: int, size: int, fixed: Mapping[int, int | None]) -> list[int | None]:
+def _options(tensor: Tensor, place: int, size: int, fixed: Mapping[int, Rule]) -> list[Rule]:
     if place in fixed:
         return [fixed[place]]
-    dims: list[int | None] = [dim for dim, n in enumerate(tensor.shape) if n == size]
+    dims: list[Rule] = [dim for dim, n in enumerate(tensor.shape) if n == size]
     return [*dims, None]
 
 
-def _only_dim_0(tensors: Sequence[Tensor], dims: Dims) -> bool:
+def _only_dim_0(tensors: Sequence[Tensor], dims: Rules) -> bool:
     """Tells whether samples lie along dim 0 of every tensor and no other dim has that size."""
     size = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
     return all(d == 0 or not t.ndim for t, d in zip(tensors, dims, strict=True)) and not any(

@@ -133,9 +133,14 @@ class Denominators:
         self._values: dict[int, Value] = {}
         for slot in tape.inputs:
             self._values[slot] = _PER_SAMPLE if tape.metas[slot].shape else ()
+        # Whatever the model does inside, it is divided by its samples, so its outputs have entries for them.
+        outputs = {
+            ref.slot for ref in leaves(tape.output) if isinstance(ref, Ref) and tape.metas[ref.slot].shape
+        }
         for instruction in tape.instructions:
             value = self._result(instruction)
-            self._values.update(dict.fromkeys(instruction.defines(), value))
+            for slot in instruction.defines():
+                self._values[slot] = _PER_SAMPLE if slot in outputs and not _known(value) else value
 
     @property
     def loss(self) -> Value:
@@ -244,7 +249,8 @@ class Denominators:
             called = {self._tape.instructions[i].target for i in needs}
             shapes = {g.value for g in self._tape.guards if g.target in called and isinstance(g.value, tuple)}
             if any(shape and shape[0] == meta.shape[0] for shape in shapes if meta.shape):
-                return Number(float(_elements(meta.shape)))
+                # As many as samples where these coincide, so that it agrees with the other microbatches.
+                return Number(float(meta.shape[0]))
         return Samples()
 
     # -- arithmetic -----------------------------------------------------------------------------------
@@ -326,6 +332,11 @@ def _union(values: Iterable[Value]) -> Value:
     return tuple(dict.fromkeys(summand for value in values for summand in value))
 
 
+def _known(value: Value) -> bool:
+    """Whether every summand is a term."""
+    return all(isinstance(summand, Term) for summand in value)
+
+
 def _reduced(value: Value) -> bool:
     """Whether any summand has no entries of samples left."""
     return any(isinstance(summand, Underivable) or summand.reduced for summand in value)
@@ -358,13 +369,6 @@ def _dims(instruction: Instruction, count: int) -> set[int] | None:
         return None
     chosen = {d % count for d in ((dims,) if isinstance(dims, int) else dims)} if count else set[int]()
     return None if len(chosen) in (0, count) else chosen
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _arguments(instruction: Instruction) -> Mapping[str, Any]:
