@@ -21,7 +21,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, final
+from types import FrameType
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,14 @@ _LITERALS = (
     torch.device,
     torch.memory_format,
 )
+
+
+PLACES: Final = "_place_of_line"
+
+
+def replayed_place(frame: FrameType) -> tuple[str, str] | None:
+    """Returns the name and the user's file:line of the instruction that a generated function's frame runs."""
+    return frame.f_globals.get(PLACES, {}).get(frame.f_lineno)
 
 
 @final
@@ -103,6 +112,9 @@ class _FunctionWriter:
         self._elsewhere = self._foreign | {name: f"copied[{name!r}]" for name in spec.copied}
         self._elsewhere |= {name: self._through(name) for name in spec.through}
         self._lines: list[str] = []
+        # The unit and the user's file:line of each line; a traceback's frame finds it among its globals.
+        self._place_of_line: dict[int, tuple[str, str]] = {}
+        self._names[PLACES] = self._place_of_line
         self._last_use = _last_uses(spec)
         for slot, tensor in spec.constants.items():
             self._names[f"v{slot}"] = tensor
@@ -113,7 +125,10 @@ class _FunctionWriter:
             self._lines.append(f"{indent}with {', '.join(contexts)}:")
             indent += "    "
         for instruction in group:
+            first = len(self._lines) + 2  # The line of `def` comes before.
             self._lines += [indent + line for line in self._statement(instruction)]
+            place = instruction.name, instruction.where
+            self._place_of_line |= dict.fromkeys(range(first, len(self._lines) + 2), place)
 
     def finish(self) -> Callable[..., tuple[Any, ...]]:
         arguments = [f"v{s}" for s in self._spec.entries] + list(self._foreign.values()) + ["seed"]

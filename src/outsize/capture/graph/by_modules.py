@@ -176,7 +176,8 @@ def _add_output(costs: _ModuleCosts, out: Any) -> None:
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restores buffers, attributes, hooks and generators after the context."""
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    # Buffers on meta have no values, such as those of other ranks.
+    buffers = [(b, b.clone()) for b in model.buffers() if not b.is_meta]
     restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
     try:
         with restored_python_generators(), torch.random.fork_rng(devices=[]):

@@ -69,6 +69,23 @@ class _FunctionMode(TorchFunctionMode):
 
 
 @final
+class _AroundMode(TorchFunctionMode):
+    def __init__(self, call: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(func, args, kwargs or {})
+
+
+@contextmanager
+def around_functions(call: Callable[[Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
+    """Calls `call(function, args, kwargs)` in place of each public torch function within the context."""
+    with _AroundMode(call):
+        yield
+
+
+@final
 class _DispatchMode(TorchDispatchMode):
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()

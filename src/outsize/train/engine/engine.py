@@ -11,6 +11,7 @@ loop; an Executor (executor.py) runs them, and the Ownership knows which rank ow
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from outsize.capture.graph.by_modules import untouched
 from outsize.errors import BadOption
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
@@ -51,8 +53,9 @@ from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.by_modules import ByModules
 from outsize.train.engine.executor import Executor
 from outsize.train.engine.generate import generate
-from outsize.train.engine.loss_watch import LossWatch
+from outsize.train.engine.loss_watch import LossWatch, warn_of_loss
 from outsize.train.engine.module_names import missing
+from outsize.train.engine.nonfinite_unit import NonFiniteSearch
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
 from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
@@ -134,7 +137,9 @@ class Engine:
         with borrowed_generators():
             loss = self._executor.train(parts, scale, self.steps, self.optimizer if at_once else None)
         self._equip()
-        self._watch.look(self.steps, loss, parts, self.named_parameters())
+        wrong_step = self._watch.look(self.steps, loss)
+        if wrong_step is not None:
+            warn_of_loss(wrong_step, parts, self.named_parameters(), self._non_finite_place(parts))
         with outside_autocast():
             norm = self.update() if update and not by_closure else None
         if by_closure:
@@ -314,6 +319,22 @@ class Engine:
         own = dict(self.named_parameters())
         context = self.crew, self._tensor, self._speculation
         return clip_by_global_norm(own, all_parameters, self.clip_norm, *context)
+
+    def _non_finite_place(self, parts: Sequence[Batch]) -> str | None:
+        """Runs the forward again, on every rank, and returns where on this rank a NaN or an infinity appears.
+
+        Returns None where nothing is found, or the forward is compiled. The model is left as it was.
+        """
+        if self._options.compiled is not None:
+            return None
+        search = NonFiniteSearch(self.model)
+        for context in (
+            nullcontext(),
+            search.looking(),
+        ):  # The first run records the forward without a backward.
+            with untouched(self.model), torch.no_grad(), borrowed_generators(), context:
+                self._executor.evaluate(parts, self.steps)
+        return search.place
 
     def _step_by_closure(self, loss: Tensor, train: Callable[[], Tensor]) -> Tensor | None:
         """Steps an optimizer that evaluates the batch as often as it wants; the first time has been `loss`.

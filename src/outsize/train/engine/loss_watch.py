@@ -26,37 +26,44 @@ class NonFiniteLoss(UserWarning):
 
 @final
 class LossWatch:
-    """Looks at the loss of each step until one is not finite; then it warns, once."""
+    """Looks at the loss of each step until one is not finite."""
 
     def __init__(self) -> None:
         self._flags: deque[tuple[int, Tensor]] = deque()
         self._warned = False
 
-    def look(
-        self, step: int, loss: Tensor, parts: Sequence[Batch], named: Iterable[tuple[str, Tensor]]
-    ) -> None:
-        """Takes the loss of a step; microbatches and weights are searched only when one is not finite."""
+    def look(self, step: int, loss: Tensor) -> int | None:
+        """Takes the loss of a step; returns the number of the first step whose loss is not finite, once."""
         if self._warned:
-            return
+            return None
         self._flags.append((step, torch.isfinite(loss)))
         behind = 0 if loss.device.type == "cpu" else STEPS_BEHIND
         while len(self._flags) > behind:
             number, is_finite = self._flags.popleft()
             if not is_finite:
                 self._warned = True
-                warnings.warn(_words(number, parts, named), NonFiniteLoss, stacklevel=4)
-                return
+                return number
+        return None
 
 
-def _words(step: int, parts: Sequence[Batch], named: Iterable[tuple[str, Tensor]]) -> str:
+def warn_of_loss(
+    step: int, parts: Sequence[Batch], named: Iterable[tuple[str, Tensor]], place: str | None
+) -> None:
+    """Warns of the loss of a step: of the data, the weights, or the place where it became NaN or infinite."""
+    warnings.warn(_words(step, parts, named, place), NonFiniteLoss, stacklevel=3)
+
+
+def _words(step: int, parts: Sequence[Batch], named: Iterable[tuple[str, Tensor]], place: str | None) -> str:
     tensors = ((mb, place, t) for mb, part in enumerate(parts) for place, t in enumerate(part.tensors()))
     bad_input = next(((mb, place) for mb, place, t in tensors if not _is_finite(t)), None)
     bad_weight = next((name for name, t in named if not _is_finite(t)), None)
     if bad_input is not None:
-        mb, place = bad_input
-        where = f"so is tensor {place} of microbatch {mb}; look at the data"
+        mb, number = bad_input
+        where = f"so is tensor {number} of microbatch {mb}; look at the data"
     elif bad_weight is not None:
         where = f"so is weight {bad_weight}; go back to weights of before, with a lower learning rate"
+    elif place is not None:
+        where = f"{place}; batch and weights of this rank are finite"
     else:
         where = "batch and weights of this rank are finite; torch.autograd.set_detect_anomaly names the line"
     return f"the loss of step {step} is NaN or infinite; {where}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -106,6 +107,44 @@ def test_a_weight_that_is_not_finite_is_named() -> None:
 def test_flags_of_a_device_are_read_two_steps_later() -> None:
     watch, loss = LossWatch(), torch.tensor(1.0, device="meta")
     for step in range(2):
-        watch.look(step, loss, [], [])  # reading a flag on meta raises
+        watch.look(step, loss)  # reading a flag on meta raises
     with pytest.raises(RuntimeError, match="meta"):
-        watch.look(2, loss, [], [])
+        watch.look(2, loss)
+
+
+@final
+class _Middle(nn.Module):
+    """Masks, normalises, and then does what makes no finite number."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.norm = how, nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(8, 8).triu(1).bool()
+        x = self.norm(x) @ torch.zeros(8, 8).masked_fill(mask, -torch.inf).softmax(-1)
+        if self.how == "opaque" and x.sum() > 1e9:
+            return x
+        if self.how == "by modules" and x.detach().numpy().sum() > 1e9:
+            return x
+        if self.how == "infinite":
+            return x.exp() * 1e38 * 1e38
+        return (x - 100).log()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("glue", r"; a NaN appears first in 1:log \(\S+mistakes.py:\d+\); batch and weights"),
+        ("opaque", r"; a NaN appears first in 1 \(\S+mistakes.py:\d+\)"),
+        ("by modules", r"; a NaN appears first in 1 \(\S+mistakes.py:\d+\)"),
+        ("infinite", r"; an infinity appears in 1:mul \(\S+\), then a NaN appears first in 2 \("),
+    ],
+)
+def test_the_unit_in_which_a_number_goes_wrong_is_named(how: str, words: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), _Middle(how), nn.Linear(8, 3))
+    loss: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": LABELS}
+    engine = outsize.parallelize(model, (X,), stages=2, microbatches=2, **loss)
+    (said,) = step_with(engine, X)
+    assert re.search(words, said), said
+    assert model[1].norm.num_batches_tracked == 2, "looking for it has written"
