@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
 import torch
@@ -24,6 +25,13 @@ class Settings:
     """Values as a dataclass."""
 
     scale: float = 1.0
+
+
+@final
+class Pair(NamedTuple):
+    """Values in the fields of a tuple."""
+
+    scale: float
 
 
 @final
@@ -49,7 +57,9 @@ class Switch:
         self.table = {"scale": 1.0}
         self.names = {"relu"}
         self.namespace = SimpleNamespace(inner=SimpleNamespace(scale=1.0))
-        self.settings, self.slotted = Settings(), Slotted()
+        self.settings, self.slotted, self.fields = Settings(), Slotted(), Pair(1.0)
+        self.of_thread = threading.local()
+        self.of_thread.scale = 1.0
         self.scalar, self.array = np.float32(1.0), np.ones(WIDTH, dtype=np.float32)
         self.function: Callable[[Tensor], Tensor] = F.gelu
         self.partial = functools.partial(F.leaky_relu, negative_slope=0.1)
@@ -121,6 +131,8 @@ KINDS: dict[str, tuple[Use, Change]] = {
     "new namespace": (lambda s, x: x * s.computed, lambda s: setattr(s, "namespace", _other_namespace())),
     "dataclass": (lambda s, x: x * s.settings.scale, lambda s: setattr(s.settings, "scale", 0.5)),
     "slots": (lambda s, x: x * s.slotted.scale, lambda s: setattr(s.slotted, "scale", 0.5)),
+    "named tuple": (lambda s, x: x * s.fields.scale, lambda s: setattr(s, "fields", Pair(0.5))),
+    "thread local": (lambda s, x: x * s.of_thread.scale, lambda s: setattr(s.of_thread, "scale", 0.5)),
     "property": (lambda s, x: x * s.computed, lambda s: setattr(s.namespace.inner, "scale", 0.5)),
     "numpy scalar": (lambda s, x: x * float(s.scalar), lambda s: setattr(s, "scalar", np.float32(0.5))),
     "numpy array": (lambda s, x: x * float(s.array.sum()), lambda s: s.array.__setitem__(0, 5.0)),

@@ -17,6 +17,7 @@ from outsize.program.source_line import is_outsize_file
 
 UNKNOWN: Final = object()  # A value that the trace does not know.
 _TABLES: Final = ("_parameters", "_buffers", "_modules")
+_PLAIN_LOOKUPS: Final = (object.__getattribute__, type.__getattribute__, super.__getattribute__)
 
 
 @final
@@ -42,6 +43,9 @@ class AttributeLookup(NamedTuple):
 
     value: Any
     places: tuple[Place, ...] = ()
+
+
+_FieldOfTuple: Final = type(vars(AttributeLookup)["value"])  # The descriptor of a named tuple's field.
 
 
 def find_attribute(owner: Any, name: str) -> AttributeLookup:
@@ -114,9 +118,8 @@ def _by_getattr(owner: Any, name: str) -> AttributeLookup:
 
 
 def _of_data_descriptor(owner: Any, name: str, raw: Any, table: dict[str, Any] | None) -> AttributeLookup:
-    if isinstance(raw, MemberDescriptorType):
-        value = getattr(owner, name, ABSENT)
-        return AttributeLookup(UNKNOWN if value is ABSENT else value, (Place("attribute", owner, name),))
+    if isinstance(raw, (MemberDescriptorType, _FieldOfTuple)):
+        return _by_getattr(owner, name)
     if isinstance(raw, GetSetDescriptorType) and name == "__dict__" and table is not None:
         return AttributeLookup(table)
     return AttributeLookup(UNKNOWN)
@@ -125,8 +128,8 @@ def _of_data_descriptor(owner: Any, name: str, raw: Any, table: dict[str, Any] |
 def _of_class_attribute(owner: Any, name: str, table: dict[str, Any] | None, found: Any) -> AttributeLookup:
     holder, raw = found
     absent = () if table is None else (Place("item", table, name),)
-    if raw is ABSENT and _has_python_getattribute(type(owner)):
-        return _by_getattr(owner, name)  # It may look under another name.
+    if raw is ABSENT and _has_own_getattribute(type(owner)):
+        return _by_getattr(owner, name)  # It may look under another name, or in another table.
     if raw is ABSENT:
         return AttributeLookup(UNKNOWN, absent)
     if isinstance(raw, functools.cached_property) or holder is object or holder is nn.Module:
@@ -149,6 +152,9 @@ def _on_class(kind: type, name: str) -> tuple[Any, Any]:
     return None, ABSENT
 
 
-def _has_python_getattribute(kind: type) -> bool:
+def _has_own_getattribute(kind: type) -> bool:
+    """Returns whether a class looks attributes up in its own way: one of the user's, or threading.local."""
     raw = _on_class(kind, "__getattribute__")[1]
-    return isinstance(raw, FunctionType) and not is_outsize_file(raw.__code__.co_filename)
+    if isinstance(raw, FunctionType):
+        return not is_outsize_file(raw.__code__.co_filename)
+    return raw not in _PLAIN_LOOKUPS

@@ -1,7 +1,7 @@
 """The structure of a model between two steps: what a user may change that no Python code has to read.
 
     model.head = nn.Linear(...)      layer.requires_grad_(False)
-    block.register_forward_hook(f)   layer.half()
+    block.register_forward_hook(f)   layer.half()      layer.__class__ = Other
 
 Values that code reads (`model.temperature = 0.5`, `norm.eval()`) are guarded where they are read
 (capture/guards); only for a version of Python whose instructions are not known, numbers and texts in the
@@ -79,7 +79,8 @@ class Look:
     """Compares what `snapshot` reads in a few passes at C speed; tensors are compared by identity."""
 
     def __init__(self, model: nn.Module, *, plain: bool) -> None:
-        modules = list(model.modules())
+        self._every = modules = list(model.modules())
+        self._classes = list(map(type, modules))
         self._children = [module._modules for module in modules if module._modules]
         self._modules = [dict(table) for table in self._children]
         hooks = [vars(module)[kind] for module in modules for kind in HOOKS if kind in vars(module)]
@@ -102,6 +103,8 @@ class Look:
         if any(self._empty) or any(len(table) != size for table, size in self._hooks):
             return False
         if self._children != self._modules or list(map(len, self._sized)) != self._sizes:
+            return False
+        if not all(map(is_, map(type, self._every), self._classes)):
             return False
         if not all(map(is_, map(dict.get, self._tables, self._names), self._held)):
             return False
@@ -130,6 +133,7 @@ def snapshot(model: nn.Module, *, plain: bool) -> StateValues:
     first: dict[int, int] = {}  # parameter -> its number, so that tied ones have one
     for module in model.modules():
         key = id(module)
+        values[key, "class"] = type(module)
         values[key, "hooks"] = tuple(len(getattr(module, kind)) for kind in HOOKS)
         values[key, "frozen"] = tuple(p is not None and not p.requires_grad for p in _parameters(module))
         held = [p for p in _parameters(module) if p is not None]

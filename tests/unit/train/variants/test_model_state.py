@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, final
 
 import pytest
 import torch
@@ -26,6 +26,11 @@ def model() -> Any:
     return found
 
 
+@final
+class Doubled(nn.Linear):
+    """Another class for a module."""
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "frozen": lambda m: m[0].weight.requires_grad_(False),
     "forward hook": lambda m: m[0].register_forward_hook(lambda *_: None),
@@ -34,6 +39,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda m: m[0].half(),
     "tied": lambda m: setattr(m[1], "weight", m[1].bias),
     "removed": lambda m: m.pop(2),
+    "class": lambda m: setattr(m[0], "__class__", Doubled),
 }
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "mode": lambda m: m[1].eval(),
