@@ -25,7 +25,7 @@ from torch import nn
 from outsize.capture.guards import trace
 from outsize.capture.guards.check import ReadGuards
 from outsize.capture.models.load import load
-from outsize.capture.recording.fallbacks import record
+from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.program.objects import NUMBERS_AND_TEXT
 from outsize.train.variants.model_state import Look
 
@@ -78,7 +78,7 @@ def recording_s(model: nn.Module, ids: torch.Tensor) -> dict[str, float]:
             for kind, (traced, live) in kinds.items():
                 trace.IS_SUPPORTED = traced  # pyright: ignore[reportConstantRedefinition, reportAttributeAccessIssue]
                 start_s = time.process_time()
-                record(model, (ids,), {"labels": ids}, live=live)
+                record(model, (ids,), {"labels": ids}, options=TapeOptions(live=live))
                 seconds[kind] = min(seconds[kind], time.process_time() - start_s)
     finally:
         trace.IS_SUPPORTED = True  # pyright: ignore[reportConstantRedefinition, reportAttributeAccessIssue]
@@ -89,7 +89,7 @@ def measure(name: str, model: nn.Module, laps: int) -> dict[str, Any]:
     """One row."""
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
     seconds = recording_s(model, ids)
-    reads = record(model, (ids,), {"labels": ids}, live=()).reads
+    reads = record(model, (ids,), {"labels": ids}, options=TapeOptions(live=())).reads
     guards, look = ReadGuards(reads), Look(model, plain=False)
     assert guards.hold()
     assert look.is_same()

@@ -27,7 +27,7 @@ def test_a_plan_is_priced_again_as_it_was_priced(measured: bool) -> None:
     plan = outsize.plan(model, (x,), loss_fn=F.mse_loss, target=y, cluster="2xcpu", measured=measured)
     job = RunJob(model="toy", input=None, request=PlanRequest(batch_size=4), steps=1, plan=plan)
     inputs = ModelInput(model, (x,), {}, loss)
-    priced, _, _ = run_worker._decide(World(0, 1, 0, None), job, inputs, Screen(False))
+    priced = run_worker._decide(World(0, 1, 0, None), job, inputs, Screen(False)).plan
     assert priced.expected is not None
     assert priced.expected.source == ("measured" if measured else "roofline")
 

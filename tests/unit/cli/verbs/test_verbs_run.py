@@ -120,7 +120,8 @@ def test_what_is_refused(outsize: Outsize, arguments: list[str], text: str) -> N
 
 def test_what_to_type_against_idle_devices_is_the_same_run_with_other_options() -> None:
     change = (("batch", "16"), ("schedule", "1f1b"), ("microbatches", "16"))
-    idle = Idle(share=0.7, cause="sequential", why="w", remedy="r", gain=2.0, change=change)
+    figures = {"stages": 4, "microbatches": 4, "part": 0.7, "gain": 2.0, "change": change}
+    idle = Idle(share=0.7, cause="sequential", **figures)
     job = RunJob(model="transformers:A?b=1&c=2", input="3x8x8", request=PlanRequest(batch_size=8), steps=1)
     assert job.command(4, idle) == (
         "outsize run 'transformers:A?b=1&c=2' --input 3x8x8 --stages 4 "
