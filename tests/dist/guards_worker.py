@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from guard_models import KINDS, Reading, ReadingLoss, reset, squared
+from guard_models import KINDS, WRITES, Reading, ReadingInside, ReadingLoss, reset, squared
 from guard_runs import batches, plain, plan_of, sgd
 from recorded_once import always_recorded
 from test_guards_moving import Annealed
@@ -64,6 +64,13 @@ def of_loss(kind: str, group: Any) -> list[int]:
     return differing(Reading(), other, lambda n: change(other.switch) if n == 2 else None, expected, group)
 
 
+def of_writes(kind: str, group: Any) -> list[int]:
+    """A submodule writes into objects, or draws by a seed or a generator of its own."""
+    expected = plain(ReadingInside(WRITES[kind]), squared, lambda _: None)
+    reset()
+    return differing(ReadingInside(WRITES[kind]), squared, lambda _: None, expected, group)
+
+
 def of_annealing(group: Any) -> list[int]:
     """A value of the loss changes at each step."""
     loss = Annealed()
@@ -87,6 +94,7 @@ def everything(group: Any) -> dict[str, list[int]]:
     """What differs, by case."""
     wrong = {f"forward, {kind}": of_forward(kind, group) for kind in FORWARD}
     wrong |= {f"loss, {kind}": of_loss(kind, group) for kind in LOSS}
+    wrong |= {f"writes, {kind}": of_writes(kind, group) for kind in WRITES}
     return {**wrong, "annealing": of_annealing(group)}
 
 

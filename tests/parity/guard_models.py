@@ -65,6 +65,8 @@ class Switch:
         self.partial = functools.partial(F.leaky_relu, negative_slope=0.1)
         self.optional: Any = None
         self.tensor = torch.ones(WIDTH)
+        self.calls, self.log, self.mean = 0, list[int](), torch.ones(())
+        self.draw = torch.Generator().manual_seed(3)
         self.closure, self.set_closure = _closure()
         self.default = _default()
 
@@ -152,6 +154,71 @@ KINDS: dict[str, tuple[Use, Change]] = {
 }
 
 
+def _counted(s: Switch, x: Tensor) -> Tensor:
+    s.calls += 1
+    return x * s.calls
+
+
+def _warm(s: Switch, x: Tensor) -> Tensor:
+    s.calls += 1
+    return x * 2 if s.calls > 5 else x
+
+
+def _logged(s: Switch, x: Tensor) -> Tensor:
+    s.log.append(len(s.log))
+    return x
+
+
+def _counted_in_a_table(s: Switch, x: Tensor) -> Tensor:
+    s.table["scale"] += 1.0
+    return x * s.table["scale"]
+
+
+def _counted_in_a_global(_: Switch, x: Tensor) -> Tensor:
+    global SCALE
+    SCALE += 1.0
+    return x * SCALE
+
+
+def _averaged(s: Switch, x: Tensor) -> Tensor:
+    s.mean = 0.9 * s.mean + 0.1 * x.detach().mean()
+    return x / s.mean
+
+
+def _drawn(s: Switch, x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, generator=s.draw)
+
+
+def _seeded(_: Switch, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return x + torch.rand(x.shape)
+
+
+def _forked(_: Switch, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return x + torch.rand(x.shape)
+
+
+# What user code writes into objects that are no modules, and draws by seeds and generators of its own.
+WRITES: dict[str, Use] = {
+    "counter": _counted,
+    "warm-up": _warm,
+    "log": _logged,
+    "table": _counted_in_a_table,
+    "global": _counted_in_a_global,
+    "average": _averaged,
+    "generator": _drawn,
+    "seed": _seeded,
+    "seed under a fork": _forked,
+}
+
+
+def written(switch: Switch) -> tuple[Any, ...]:
+    """Returns what WRITES write."""
+    return switch.calls, switch.log, switch.table["scale"], float(switch.mean), SCALE
+
+
 def _other_namespace() -> Any:
     return SimpleNamespace(inner=SimpleNamespace(scale=0.5))
 
@@ -178,6 +245,39 @@ class Reading(nn.Module):
             x = layer(x).tanh()
             if number == 1 and self.use is not None:
                 x = self.use(self.switch, x)
+        return x
+
+
+@final
+class Inner(nn.Module):
+    """A submodule whose code uses the switch."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.use, self.switch = use, Switch()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.use(self.switch, self.first(x).tanh()))
+
+
+@final
+class ReadingInside(nn.Module):
+    """A submodule uses the switch, and the model's own forward does not."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Inner(use), nn.Linear(WIDTH, WIDTH)])
+
+    @property
+    def switch(self) -> Switch:
+        inner: Any = self.layers[1]
+        return inner.switch
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
         return x
 
 

@@ -1,18 +1,38 @@
-"""What a loss writes is written as often as in the plain loop, and what it draws is drawn at each call."""
+"""What forward or a loss writes and draws is written and drawn as often as in the plain loop, or refused."""
 
 from __future__ import annotations
 
+import os
 import random
+import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from guard_models import Reading, squared
+from guard_models import (
+    WRITES,
+    Reading,
+    ReadingInside,
+    ReadingLoss,
+    reset,
+    squared,
+    written,
+)
 from guard_runs import MICROBATCHES, STEPS, engine_of, insist_on_equal, plain, split
 from torch import Tensor, nn
 
+from outsize.errors import NotCapturable
+
 CALLS = 0
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    reset()
+    yield
+    reset()
 
 
 class Counting:
@@ -93,3 +113,95 @@ def test_a_loss_that_draws_from_python_draws_at_each_call() -> None:
     drawn.clear()
     split(engine, nothing)
     assert len(drawn) == STEPS * MICROBATCHES == len(set(drawn))
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_a_submodule_writes_and_draws_is_what_the_plain_loop_does(kind: str) -> None:
+    model = ReadingInside(WRITES[kind])
+    expected = plain(model, squared, nothing)
+    values = written(model.switch)
+    reset()
+    other = ReadingInside(WRITES[kind])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        insist_on_equal(expected, split(engine_of(other, squared), nothing))
+    assert written(other.switch) == values
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_a_loss_writes_and_draws_is_what_the_plain_loop_does(kind: str) -> None:
+    loss = ReadingLoss(WRITES[kind])
+    expected = plain(Reading(), loss, nothing)
+    values = written(loss.switch)
+    reset()
+    other = ReadingLoss(WRITES[kind])
+    insist_on_equal(expected, split(engine_of(Reading(), other), nothing))
+    assert written(other.switch) == values
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_what_the_models_own_forward_writes_and_uses_is_refused(kind: str) -> None:
+    model = Reading(WRITES[kind])
+    before = written(model.switch)
+    with pytest.raises(NotCapturable, match=r"uses what it writes|unknown origin|of its own"):
+        engine_of(model, squared)
+    assert written(model.switch) == before
+
+
+class Counter(nn.Module):
+    """Counts its calls in its own forward; `late` uses the count from the sixth call on."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.calls, self.late, self.seen = 0, late, SimpleNamespace(calls=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.calls += 1
+        x = self.layers(x)
+        return x * 2 if self.late and self.calls > 5 else x
+
+
+def test_a_count_that_matters_from_a_later_call_on_is_refused() -> None:
+    with pytest.raises(NotCapturable, match=r"self.calls: a later call may compute something else"):
+        engine_of(Counter(late=True), squared)
+
+
+def test_a_count_of_the_models_own_forward_that_nothing_uses_is_said() -> None:
+    expected = plain(Counter(late=False), squared, nothing)
+    engine = engine_of(Counter(late=False), squared)
+    with pytest.warns(UserWarning, match=r"self.seen.calls: written by the forward at .*not by a split run"):
+        insist_on_equal(expected, split(engine, nothing))
+
+
+class InPlace:
+    """Averages in place into a tensor that it holds."""
+
+    def __init__(self) -> None:
+        self.mean = torch.ones(())
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(0.1 * output.detach().mean())
+        return squared(output, target) / self.mean
+
+
+def test_what_a_recording_or_a_trial_writes_in_place_is_taken_back() -> None:
+    expected = plain(Reading(), InPlace(), nothing)
+    insist_on_equal(expected, split(engine_of(Reading(), InPlace()), nothing))
+
+
+def test_the_environment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(_: Any, x: Tensor) -> Tensor:
+        return x * float(os.environ.get("GUARDED_SCALE", "1"))
+
+    def between(number: int) -> None:
+        if number == 2:
+            monkeypatch.setenv("GUARDED_SCALE", "0.5")
+
+    for make in (Reading, ReadingInside):
+        monkeypatch.delenv("GUARDED_SCALE", raising=False)
+        expected = plain(make(scaled), squared, between)
+        monkeypatch.delenv("GUARDED_SCALE")
+        insist_on_equal(expected, split(engine_of(make(scaled), squared), between))

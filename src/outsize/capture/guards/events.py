@@ -67,7 +67,6 @@ class SetTrace:
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        self._on_event = _events_of(follower)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -89,20 +88,17 @@ class SetTrace:
             return None
         frame.f_trace_lines = False
         frame.f_trace_opcodes = True
-        return self._on_event
+        return self.on_event
 
-
-def _events_of(follower: Follower) -> Any:
-    def on_event(frame: FrameType, event: str, arg: Any) -> Any:
+    def on_event(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Is called for the other events of a frame that is followed."""
         if event == "opcode":
-            follower.on_instruction(frame, frame.f_lasti)
+            self._follower.on_instruction(frame, frame.f_lasti)
         elif event == "exception":
-            follower.on_exception(frame)
+            self._follower.on_exception(frame)
         elif event == "return":
-            follower.on_return(frame, arg)
-        return on_event
-
-    return on_event
+            self._follower.on_return(frame, arg)
+        return self.on_event
 
 
 @final

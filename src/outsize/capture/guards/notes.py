@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final, final
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from outsize.capture.guards.lookup import UNKNOWN, AttributeLookup, Place, find_attribute, instance_dict
@@ -50,6 +53,18 @@ class _Noted:
     site: Site
     content: bool = False
     frames: set[str] = field(default_factory=set[str])
+    times: int = 0
+
+
+@final
+@dataclass(slots=True)
+class Write:
+    """What recorded code writes into a place or a container that lived before the recording."""
+
+    site: Site
+    place: Place | None  # None: it changes a container.
+    is_used: bool = False  # The code also uses what it has written, in this call or a later one.
+    times: int = 0
 
 
 @final
@@ -78,7 +93,9 @@ class Notes:
         self._before: dict[Key, tuple[Place, Any]] = {}  # What the recording has overwritten.
         self._contents: dict[int, tuple[Any, Any]] = {}  # Containers that it has changed, and copies.
         self._accesses: list[_Access] = []
-        self.writers: set[str] = set()  # The modules (or the loss) whose code has written.
+        self._last_read: dict[str, Key] = {}  # By its expression.
+        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # With their versions and copies.
+        self._writes: dict[tuple[Key | int, str], Write] = {}
         for name, module in reversed(list(modules.items())):
             self._adopt(module, None)
             self._base[id(module)] = name, ()
@@ -128,12 +145,15 @@ class Notes:
         """Notes that a place was read, and returns its value, or UNKNOWN where there is none."""
         key = place.kind, id(place.holder), place.key
         value = LOOK_UP[place.kind](place.holder, place.key)
+        noted = self._noted.get(key)
         if key not in self._before:
-            noted = self._noted.get(key)
             if noted is None:
                 noted = self._noted[key] = _Noted(place, site)
             noted.frames.add(site.frame)
             self._adopt(value, key)
+        if noted is not None:
+            noted.times += 1
+            self._last_read[site.label] = key
         return UNKNOWN if value is ABSENT else value
 
     def content(self, container: Any, site: Site) -> None:
@@ -169,22 +189,82 @@ class Notes:
 
     # -- writes ------------------------------------------------------------------------------------
 
-    def write(self, place: Place | None, value: Any, frame: str) -> None:
-        """Notes that a place of an old object is about to get another value from the code of `frame`."""
+    def write(self, place: Place | None, value: Any, site: Site) -> None:
+        """Notes that a place of an old object is about to get another value."""
         if place is None:
             return
         key = place.kind, id(place.holder), place.key
         before = LOOK_UP[place.kind](place.holder, place.key)
         if before is not value:
             self._before.setdefault(key, (place, before))
-            self.writers.add(frame)
+            self._note_write(key, place, site)
 
-    def mutate(self, container: Any, frame: str) -> None:
-        """Notes that an old container is about to change by the code of `frame`."""
+    def mutate(self, container: Any, site: Site) -> None:
+        """Notes that an old container is about to change."""
         if id(container) in self._old:
             if id(container) not in self._contents:
                 self._contents[id(container)] = container, container.copy()
-            self.writers.add(frame)
+            self._note_write(id(container), None, site)
+
+    def remember_tensor(self, tensor: Tensor) -> None:
+        """Keeps the values of a tensor that lived before the recording, which may write into it in place."""
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = tensor, tensor._version, tensor.detach().clone()
+
+    def log(self, expression: str) -> None:
+        """Notes that what an expression has read was only put into a container, and not computed with."""
+        key = self._last_read.get(expression)
+        if key in self._noted:
+            self._noted[key].times -= 1
+
+    def _note_write(self, key: Key | int, place: Place | None, site: Site) -> None:
+        write = self._writes.setdefault((key, site.frame), Write(site, place))
+        write.times += 1
+
+    def write_count(self) -> int:
+        """Returns how often something was written."""
+        return sum(write.times for write in self._writes.values())
+
+    def writers(self) -> set[str]:
+        """Returns the modules (or the loss) whose code has written."""
+        return {write.site.frame for write in self._writes.values()}
+
+    def writes_elsewhere(self) -> list[Write]:
+        """Returns what was written into objects that are no modules of the model, nor their containers."""
+        own = self._own_tables()
+        writes = ((key, write) for (key, _), write in self._writes.items())
+        return [self._judged(key, write) for key, write in writes if not self._is_in(own, key)]
+
+    def uses_what_it_writes(self, module: nn.Module, name: str) -> bool:
+        """Returns whether code reads `module.name` for more than `+= 1`, and writes it."""
+        key: Key = ("item", id(instance_dict(module)), name)
+        writes = (write for (other, _), write in self._writes.items() if other == key)
+        return any(self._judged(key, write).is_used for write in writes)
+
+    def _own_tables(self) -> set[int]:
+        own = {id(instance_dict(module)) for module in self._modules.values()}
+        tables = (*_WEIGHT_TABLES, "_modules")
+        return own | {id(vars(m)[key]) for m in self._modules.values() for key in tables}
+
+    def _is_in(self, own: set[int], key: Key | int) -> bool:
+        """Returns whether a place is in one of these tables, or a container is an attribute there."""
+        if not isinstance(key, int):
+            return key[1] in own
+        if key in own:
+            return True
+        origin = self._origin.get(key)
+        return origin is not None and origin[1] in own
+
+    def _judged(self, key: Key | int, write: Write) -> Write:
+        """Says whether the value is used: read more often, or elsewhere, than by `+= 1` and the like."""
+        if isinstance(key, int):
+            origin = self._origin.get(key)
+            looked_into = origin is not None and origin in self._noted and self._noted[origin].content
+            write.is_used = looked_into or any(n.place.holder is self._old[key] for n in self._noted.values())
+        elif key in self._noted:
+            noted = self._noted[key]
+            write.is_used = noted.times > write.times or noted.site.where != write.site.where
+        return write
 
     # -- copied blocks -----------------------------------------------------------------------------
 
@@ -222,13 +302,22 @@ class Notes:
 
     def undo(self) -> None:
         """Gives objects that are no modules of the model the values back that the recording overwrote."""
-        own = {id(instance_dict(module)) for module in self._modules.values()}
-        own |= {id(vars(m)[key]) for m in self._modules.values() for key in (*_WEIGHT_TABLES, "_modules")}
+        own = self._own_tables()
         for place, before in self._before.values():
             if id(place.holder) not in own:
                 _put_back(place, before)
+        for tensor, version, values in self._tensors.values():
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(values)
         for container, copy in self._contents.values():
-            refill(container, copy)
+            if isinstance(container, np.ndarray):
+                container[...] = copy
+            elif isinstance(container, deque):
+                container.clear()
+                container.extend(copy)
+            else:
+                refill(container, copy)
 
     def reads(self, live: Collection[str] = ()) -> tuple[PythonRead, ...]:
         """Returns what the recording depends on, with the values of now, when nothing is a fake any more.

@@ -50,6 +50,7 @@ from outsize.capture.guards.opcodes import (
     operations_of,
 )
 from outsize.capture.guards.values import is_container
+from outsize.program.objects import Scope, walk
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import is_outsize_file
 
@@ -74,9 +75,14 @@ _NULL: Final = object()
 _UNKNOWN: Final = _Entry(UNKNOWN, "?")
 _NULL_ENTRY: Final = _Entry(_NULL, "")
 _CHANGES: Final = frozenset(
-    ("append", "extend", "insert", "add", "update", "clear", "remove", "discard", "appendleft", "sort")
+    (
+        *("append", "extend", "insert", "add", "update", "clear", "remove", "discard", "appendleft", "sort"),
+        *("extendleft", "reverse", "rotate", "difference_update", "intersection_update", "fill", "put"),
+        *("symmetric_difference_update", "__setitem__", "__delitem__"),
+    )
 )
 _CHANGES_AND_READS: Final = frozenset(("pop", "popitem", "setdefault", "popleft"))
+_HELD: Final = Scope(functions=True, modules="attributes and tables")
 _DECORATORS: Final = 16  # At most so many are looked through.
 _LOOKS_AT_NOTHING: Final = (isinstance, issubclass, type, id, callable)
 
@@ -350,7 +356,7 @@ class ReadTrace:
             name = arguments[1].value
             self.notes.attribute(arguments[0].value, name, self._site(frame, f"{arguments[0].text}.{name}"))
         if value is setattr and len(arguments) == 3 and isinstance(arguments[1].value, str):
-            self._set_attribute(arguments[0].value, arguments[1].value, arguments[2].value)
+            self._set_attribute(frame, arguments[0], arguments[1].value, arguments[2].value)
         if value is vars and len(arguments) == 1:
             return self.notes.attribute(arguments[0].value, "__dict__", self._site(frame, "vars(...)"))
         return UNKNOWN
@@ -362,26 +368,31 @@ class ReadTrace:
         if name == "get" and arguments and arguments[0].value is not UNKNOWN:
             return self.notes.item(container, arguments[0].value, self._site(frame, text))
         if name in _CHANGES:
-            self.notes.mutate(container, self._frame_of())
+            for argument in arguments:
+                self.notes.log(argument.text)
+            self.notes.mutate(container, self._site(frame, text))
         else:
             self.notes.content(container, self._site(frame, text))
             if name in _CHANGES_AND_READS:
-                self.notes.mutate(container, self._frame_of())
+                self.notes.mutate(container, self._site(frame, text))
         return UNKNOWN
 
     # -- writes ------------------------------------------------------------------------------------
 
-    def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        if owner is not UNKNOWN and not isinstance(owner, Tensor) and self.notes.is_old(owner):
-            self.notes.write(table_of(owner, name), value, self._frame_of())
+    def _set_attribute(self, frame: FrameType, owner: _Entry, name: str, value: Any) -> None:
+        holder = owner.value
+        if holder is not UNKNOWN and not isinstance(holder, Tensor) and self.notes.is_old(holder):
+            self.notes.write(table_of(holder, name), value, self._site(frame, f"{owner.text}.{name}"))
 
-    def _set_item(self, owner: Any, key: Any, value: Any) -> None:
-        if owner is UNKNOWN or not is_container(owner) or not self.notes.is_old(owner):
+    def _set_item(self, frame: FrameType, owner: _Entry, key: Any, value: Any) -> None:
+        holder = owner.value
+        if holder is UNKNOWN or not is_container(holder) or not self.notes.is_old(holder):
             return
-        if isinstance(owner, dict) and key is not UNKNOWN:
-            self.notes.write(Place("item", owner, key), value, self._frame_of())
-        elif not isinstance(owner, np.ndarray):
-            self.notes.mutate(owner, self._frame_of())
+        site = self._site(frame, f"{owner.text}[...]")
+        if isinstance(holder, dict) and key is not UNKNOWN:
+            self.notes.write(Place("item", holder, key), value, site)
+        else:
+            self.notes.mutate(holder, site)
 
     # -- instructions ------------------------------------------------------------------------------
 
@@ -524,7 +535,7 @@ class ReadTrace:
         left, right = state.pop(2)
         in_place = operation.arg >= FIRST_IN_PLACE
         if in_place and isinstance(left.value, list | set | dict) and self.notes.is_old(left.value):
-            self.notes.mutate(left.value, self._frame_of())
+            self.notes.mutate(left.value, self._site(frame, left.text))
             self._look_into(frame, [right])
             state.entries.append(left)
             return
@@ -543,33 +554,34 @@ class ReadTrace:
     def _delete_fast(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
         state.locals = None
 
-    def _store_attribute(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+    def _store_attribute(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         value, owner = state.pop(2)
-        self._set_attribute(owner.value, operation.value, value.value)
+        self._set_attribute(frame, owner, operation.value, value.value)
 
-    def _delete_attribute(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+    def _delete_attribute(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (owner,) = state.pop(1)
-        self._set_attribute(owner.value, operation.value, UNKNOWN)
+        self._set_attribute(frame, owner, operation.value, UNKNOWN)
 
     def _store_subscr(self, frame: FrameType, state: _Frame, _operation: Operation) -> None:
         value, owner, key = state.pop(3)
         self._look_into(frame, [value])
-        self._set_item(owner.value, key.value, value.value)
+        self._set_item(frame, owner, key.value, value.value)
 
-    def _delete_subscr(self, _frame: FrameType, state: _Frame, _operation: Operation) -> None:
+    def _delete_subscr(self, frame: FrameType, state: _Frame, _operation: Operation) -> None:
         owner, key = state.pop(2)
-        self._set_item(owner.value, key.value, UNKNOWN)
+        self._set_item(frame, owner, key.value, UNKNOWN)
 
     def _store_global(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (entry,) = state.pop(1)
         place = Place("item", frame.f_globals, operation.value)
-        self.notes.write(place, entry.value, self._frame_of())
+        self.notes.write(place, entry.value, self._site(frame, operation.value))
 
-    def _store_deref(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+    def _store_deref(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (entry,) = state.pop(1)
         cell = _cell_of(state, operation.value)
         if cell is not None:
-            self.notes.write(Place("cell", cell, None), entry.value, self._frame_of())
+            site = self._site(frame, operation.value)
+            self.notes.write(Place("cell", cell, None), entry.value, site)
 
     def _unpack(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         entry = state.pop(1)[0]
@@ -629,8 +641,11 @@ class Switched:
 
 @contextmanager
 def without_writes(function: Callable[..., Any]) -> Iterator[None]:
-    """Takes back what the function writes into Python objects within the context."""
+    """Takes back what the function writes within the context: into Python objects, and tensors it holds."""
     notes = Notes({}, roots_of(function))
+    for _, part in walk(roots_of(function), _HELD):
+        if isinstance(part, Tensor):
+            notes.remember_tensor(part)
     try:
         with ReadTrace(notes, lambda: LOSS).active():
             yield

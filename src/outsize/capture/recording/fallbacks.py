@@ -10,6 +10,7 @@ shown.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,8 +25,13 @@ from outsize.capture.fakes.lru_caches import Caches
 from outsize.capture.guards.notes import Notes, roots_of
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
-from outsize.capture.recording.module_state import insist_on_harmless, kept_state, unsettled
-from outsize.capture.recording.python_random import restored_python_generators, self_seeding
+from outsize.capture.recording.module_state import (
+    insist_on_harmless,
+    insist_on_harmless_writes,
+    kept_state,
+    unsettled,
+)
+from outsize.capture.recording.python_random import restored_generators, self_seeding
 from outsize.capture.recording.recorder import FrameFailed, Leaked, Recorder
 from outsize.capture.recording.weight_cache import own_weight_cache
 from outsize.errors import BadOption, ExampleRejected, NotCapturable
@@ -104,7 +110,7 @@ def record(
     live = set(options.live or ())
     rule.live_loss, rule.guards_reads = LOSS in live, options.live is not None
     rule.forced |= dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step")
-    with restored_python_generators(), own_weight_cache(), self_seeding() as seeded:
+    with restored_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
             try:
                 tape = _recorded(call, rule, caches, options.home)
@@ -171,13 +177,24 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
         state, notes = kept_state(model, rule, fakes), ()
         if state:
             _climb_for_state(rule, unsettled(state, tape, fakes, run))
-            notes = insist_on_harmless(model, state, tape, run)
+            notes = insist_on_harmless(model, state, tape, run, reads)
         elif fakes.left:
             # The next forward shows which code resets what a leaf stores: it then finds other state than was
             # left.
             run()
+        forced = len(rule.forced)
+        notes += _said(insist_on_harmless_writes(model, rule, reads, run), rule)
+        if len(rule.forced) > forced:
+            raise _Retry
     # The values are read when no fake is in the model any more.
     return replace(tape, opaque=tape.opaque + notes, reads=reads.reads(tape.live))
+
+
+def _said(notes: tuple[str, ...], rule: LeafRule) -> tuple[str, ...]:
+    """Says, where the recording is to run, what of the forward will not be done."""
+    for note in notes if rule.guards_reads else ():
+        warnings.warn(f"{note}; move that code into a submodule, or out of the forward", stacklevel=2)
+    return notes
 
 
 @contextmanager
@@ -224,7 +241,7 @@ def _fine_loss(recorder: Recorder, loss_fn: Any, arguments: tuple[Any, ...], rul
         loss = _one_number(loss_fn(*arguments))
         recorder.insist_on_no_draws()
         # What the loss writes (a counter, an average) is written once for each microbatch.
-        rule.live_loss |= LOSS in recorder.reads.notes.writers
+        rule.live_loss |= LOSS in recorder.reads.notes.writers()
         return loss
     except FrameFailed as failure:
         if rule.live_loss:

@@ -16,8 +16,10 @@ from typing import Any
 from torch import nn
 
 from outsize.capture.fakes.fake_model import FakeModel
+from outsize.capture.guards.notes import Notes, Write
 from outsize.capture.recording.leaf_rule import HOOKS, LeafRule
 from outsize.errors import NotCapturable
+from outsize.program.python_reads import LOSS
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves
 
@@ -57,9 +59,12 @@ def _inside_leaf(fqn: str, modules: dict[str, nn.Module], rule: LeafRule) -> boo
 
 
 def insist_on_harmless(
-    model: nn.Module, state: Iterable[Attribute], tape: Tape, again: Callable[[], Tape]
+    model: nn.Module, state: Iterable[Attribute], tape: Tape, again: Callable[[], Tape], reads: Notes
 ) -> tuple[str, ...]:
-    """Notes on the state if it does not matter; `again` records a second forward. Raises NotCapturable."""
+    """Notes on the state if it does not matter; `again` records a second forward. Raises NotCapturable.
+
+    A number that the forward changes at each call and uses otherwise may matter from a later call on.
+    """
     for fqn, name in state:
         table = model.get_submodule(fqn)._buffers
         if name in table and name not in model.get_submodule(fqn)._non_persistent_buffers_set:
@@ -70,11 +75,56 @@ def insist_on_harmless(
         raise _refusal(model, *next(iter(state)), f"the next call depends on it ({error})") from error
     if not same:
         raise _refusal(model, *next(iter(state)), "the next call computes something else")
+    for fqn, name in state:
+        module = model.get_submodule(fqn)
+        if isinstance(vars(module).get(name), int | float) and reads.uses_what_it_writes(module, name):
+            raise _refusal(model, fqn, name, "a later call may compute something else")
     return tuple(
         f"{_path(f, n)}: set by the forward, not kept (the numbers do not depend on it)"
         for f, n in state
         if n not in HOOKS
     )
+
+
+def insist_on_harmless_writes(
+    model: nn.Module, rule: LeafRule, reads: Notes, again: Callable[[], Tape]
+) -> tuple[str, ...]:
+    """Makes modules that write at each call into objects that are no modules leaves, which run as they are.
+
+    Returns notes on such writes of the model's own forward. Raises NotCapturable where it uses them. `again`
+    records a second forward: what is written once alone, such as a cache, is no state.
+    """
+    modules = dict(model.named_modules())
+    first = [
+        (w, w.times) for w in reads.writes_elsewhere() if not _runs_as_it_is(w.site.frame, modules, rule)
+    ]
+    if not first:
+        return ()
+    again()
+    reads.writes_elsewhere()  # It judges anew.
+    moving = [write for write, times in first if write.times > times]
+    lasting: list[Write] = []
+    for write in moving:
+        frame = write.site.frame
+        if frame and frame not in rule.opened:
+            rule.forced[frame] = f"it writes {write.site.label}, outside of the model ({write.site.where})"
+        elif write.is_used:
+            raise NotCapturable(
+                f"the forward of {type(model).__name__} uses what it writes into {write.site.label}: a later "
+                "call may compute something else",
+                numbers=f"at {write.site.where}",
+                next_step="move that code into a submodule, which then runs as one instruction",
+            )
+        else:
+            lasting.append(write)
+    return tuple(
+        f"{write.site.label}: written by the forward at {write.site.where}, and not by a split run"
+        for write in lasting
+    )
+
+
+def _runs_as_it_is(frame: str, modules: dict[str, nn.Module], rule: LeafRule) -> bool:
+    return frame == LOSS or _inside_leaf(frame, modules, rule)
 
 
 def _refusal(model: nn.Module, fqn: str, name: str, why: str) -> NotCapturable:

@@ -10,12 +10,13 @@ import random
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 
 State = tuple[Any, ...]
+_MARK: Final = 0x0D15EA5E  # A seed by which a seed of the user's own is told.
 
 
 @final
@@ -63,6 +64,27 @@ def self_seeding() -> Iterator[list[str]]:
         yield places
     finally:
         torch.seed = original
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restores Python's, NumPy's and torch's default generator after the context."""
+    state = torch.default_generator.get_state()
+    try:
+        with restored_python_generators():
+            yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def mark_seed() -> None:
+    """Seeds torch's default generator with a number of ours."""
+    torch.default_generator.manual_seed(_MARK)
+
+
+def is_seeded() -> bool:
+    """Returns whether other code has seeded torch's default generator since `mark_seed`."""
+    return torch.default_generator.initial_seed() != _MARK
 
 
 def _state() -> State:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from outsize.capture.costs.meter import CostMeter
-from outsize.capture.fakes.fake_model import FakeModel
+from outsize.capture.fakes.fake_model import FakeModel, is_fake
 from outsize.capture.fakes.object_tensors import hides_tensor, objects
 from outsize.capture.guards.notes import Notes
 from outsize.capture.guards.trace import ReadTrace
@@ -31,7 +31,7 @@ from outsize.capture.recording.guards import Decider, is_data_dependent
 from outsize.capture.recording.intercept import Watcher, inside_transform, on_real_tensors
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.opaque_leaf import probe
-from outsize.capture.recording.python_random import PythonGenerators
+from outsize.capture.recording.python_random import PythonGenerators, is_seeded, mark_seed
 from outsize.capture.recording.repeated_blocks import RepeatedBlocks
 from outsize.capture.recording.slots import Slots, UnknownTensor, version, written_by
 from outsize.capture.recording.weight_cache import reads_cache
@@ -94,6 +94,7 @@ class Recorder(Watcher):
         self._muted = False
         self._input_storages: set[int] = set()
         self._chance = PythonGenerators()
+        mark_seed()
         self._inside: str | None = None  # This is the leaf that runs.
         self._unnamed: dict[Weight, None] = {}  # The running call has used these weights.
         self._loose: dict[int, FrameFailed] = {}  # Other calls may not use these tensors of leaves.
@@ -112,6 +113,7 @@ class Recorder(Watcher):
         self._weight_of_storage: dict[int, Weight] = {}
         self._repeats = RepeatedBlocks(fakes, rule, self.slots, self.meter, self.instructions, notes)
         self.runs_loss = False  # The model has returned, and the loss function runs.
+        self._runs_live = False  # The loss function runs as one instruction.
         self.has_live_loss = False  # One instruction calls the loss function.
         self._before_loss = 0, 0
 
@@ -158,7 +160,8 @@ class Recorder(Watcher):
         counts = map(
             len, (self.guards, self._decider.weights, self._leaf_objects, self._loose, self.slots.constants)
         )
-        return *counts, dict(self._decided), dict(self._fakes.left), self._chance.state
+        writes = self.reads.notes.write_count()
+        return *counts, writes, dict(self._decided), dict(self._fakes.left), self._chance.state
 
     @contextmanager
     def _keeping(self, fqn: str) -> Iterator[None]:
@@ -204,6 +207,7 @@ class Recorder(Watcher):
     def run_loss(self, loss_fn: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Records the loss function as one instruction, which calls it at each replay. Raises FrameFailed."""
         self._chance.drawn()
+        self._runs_live = True
         out = self._record(loss_fn, partial(self._run_live, loss_fn), arguments, {})
         if self._chance.drawn() and self.instructions:
             self.instructions[-1] = replace(self.instructions[-1], random=True)
@@ -296,6 +300,7 @@ class Recorder(Watcher):
     ) -> Any:
         with self._mute():
             touched = self._touched(target, args, kwargs)
+            self._remember_real(target, kwargs, touched)
             before = [version(t) for _, t in touched]
             modes, where = current_modes(), calling_line()
             call = _Call(args, kwargs, self._refs(args, kwargs, where), where, modes)
@@ -406,6 +411,9 @@ class Recorder(Watcher):
     def _insist_on_open_arguments(self, target: Any, args: Any, kwargs: Any, where: str) -> None:
         if self.meter.random and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
             raise FrameFailed(self._frames[-1], "random numbers of a generator of its own", where)
+        seeds_itself = self.meter.random and is_seeded() and not self._runs_live
+        if seeds_itself and not isinstance(target, str):
+            raise FrameFailed(self._frames[-1], "random numbers after a seed of its own", where)
         argument_objects = objects((args, kwargs))
         if not argument_objects:
             return
@@ -478,6 +486,15 @@ class Recorder(Watcher):
         weights = [(self.slots.weights.get(id(t)), t) for t in tensors]
         return weights + (self._weights_of(target) if isinstance(target, str) else [])
 
+    def _remember_real(self, target: Any, kwargs: Any, touched: list[tuple[Weight | None, Tensor]]) -> None:
+        """Keeps the values of real tensors that a call may write: among real ones alone it really runs."""
+        if isinstance(target, str) or not (_writes_in_place(target) or "out" in kwargs):
+            return
+        for _, tensor in touched:
+            if not is_fake(tensor):
+                with on_real_tensors():
+                    self.reads.notes.remember_tensor(tensor)
+
     def _weight_at(self, tensor: Tensor) -> Weight | None:
         """Returns the weight that is written through a view of it, or through its `.data`."""
         if not self._weight_of_storage:
@@ -509,6 +526,8 @@ class Recorder(Watcher):
             yield
         finally:
             self._inside = None
+            if is_seeded():  # A leaf seeds as it likes, since it runs as it is.
+                mark_seed()
 
     @contextmanager
     def _frame(self, fqn: str) -> Iterator[None]:
@@ -527,6 +546,12 @@ _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution")
 )
+
+
+def _writes_in_place(target: Callable[..., Any]) -> bool:
+    """Returns whether a function writes by its name: `add_`, `__iadd__`, `__setitem__`."""
+    name = getattr(target, "__name__", "").partition(".")[0]
+    return name.endswith("_") and (not name.endswith("__") or name.startswith(("__i", "__setitem")))
 
 
 def _with_grad(args: Any, leaf: Any) -> Any:
