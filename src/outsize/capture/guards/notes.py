@@ -198,6 +198,8 @@ class Notes:
         if before is not value:
             self._before.setdefault(key, (place, before))
             self._note_write(key, place, site)
+        elif key not in self._noted:
+            self._before.setdefault(key, (place, before))  # What is read now is the forward's own value.
 
     def mutate(self, container: Any, site: Site) -> None:
         """Notes that an old container is about to change."""
