@@ -18,6 +18,7 @@ it.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import ReplayMismatch
+from outsize.errors import OutsizeError, ReplayMismatch
 from outsize.program.modes import entering
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
@@ -50,9 +51,24 @@ _LITERALS = (
 PLACES: Final = "_place_of_line"
 
 
-def replayed_place(frame: FrameType) -> tuple[str, str] | None:
+def replayed_place(frame: FrameType, line: int) -> tuple[str, str] | None:
     """Returns the name and the user's file:line of the instruction that a generated function's frame runs."""
-    return frame.f_globals.get(PLACES, {}).get(frame.f_lineno)
+    return frame.f_globals.get(PLACES, {}).get(line)
+
+
+@contextmanager
+def naming_instructions() -> Iterator[None]:
+    """Adds the unit and the user's file:line to an error that a generated function raises."""
+    try:
+        yield
+    except OutsizeError:
+        raise
+    except Exception as error:
+        places = [replayed_place(*step) for step in traceback.walk_tb(error.__traceback__)]
+        place = next((place for place in reversed(places) if place is not None), None)
+        if place is not None:
+            error.add_note(f"This was in {place[0]}, {place[1]}")
+        raise
 
 
 @final

@@ -70,7 +70,7 @@ class NonFiniteSearch:
         frame: FrameType | None = sys._getframe(2)
         users_line = calling_line()
         while frame is not None:
-            place = replayed_place(frame)
+            place = replayed_place(frame, frame.f_lineno)
             if place is not None:
                 return f"{place[0]} ({place[1]})"
             first_argument = "".join(frame.f_code.co_varnames[:1])

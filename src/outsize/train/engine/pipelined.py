@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outsize.ir.plan import Plan
+from outsize.program.generate import naming_instructions
 from outsize.run.stage.batchnorm import Calls, DeferredStatistics
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import seeder
@@ -157,7 +158,8 @@ class Pipelined(Executor):
             self._crew.replicas.begin_round(last=groups is rounds[-1])
             loads = [self._load(step, members, replica) for replica, members in groups]
             is_whole_step = len(loads[0].variants) == len(step.parts)
-            outputs = self._crew.run(loads, self._stage, step.optimizer if is_whole_step else None)
+            with naming_instructions():
+                outputs = self._crew.run(loads, self._stage, step.optimizer if is_whole_step else None)
             pairs = zip(groups, outputs, strict=True)
             results += [replace(group, pieces=members) for (_, members), group in pairs]
         return sorted(results, key=lambda result: result.pieces[0].number)

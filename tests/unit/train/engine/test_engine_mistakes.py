@@ -148,3 +148,13 @@ def test_the_unit_in_which_a_number_goes_wrong_is_named(how: str, words: str) ->
     (said,) = step_with(engine, X)
     assert re.search(words, said), said
     assert model[1].norm.num_batches_tracked == 2, "looking for it has written"
+
+
+def test_an_error_of_the_model_says_which_unit_raised_it() -> None:
+    model = nn.Sequential(nn.Embedding(4, 8), nn.Flatten(), nn.Linear(16, 3))
+    ids, loss = torch.zeros(8, 2, dtype=torch.long), {"loss_fn": F.cross_entropy, "target": LABELS}
+    engine = outsize.parallelize(model, (ids,), stages=2, microbatches=2, **loss)
+    with pytest.raises(IndexError, match="out of range") as caught:
+        engine.step(ids + 4, target=LABELS)
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r"This was in 0, \S+:\d+", note), note
