@@ -32,6 +32,7 @@ CHECKS = [
     "a_weight_that_is_first_used_later_trains_where_it_is_used",
     "weights_are_changed_by_name_wherever_they_are",
     "weights_of_other_ranks_fail_where_they_are_used",
+    "weights_over_one_memory_are_refused_before_training",
 ]
 
 

@@ -24,6 +24,7 @@ from named_updates import SITUATIONS, Byol, engine_of
 from named_updates import X as NAMED_X
 from parity_runs import SEED, fresh, planned
 from safetensors.torch import load_file, save_file
+from test_weights_over_one_memory import Transposed, Views
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -250,6 +251,16 @@ def check_weights_of_other_ranks_fail_where_they_are_used(world: World) -> None:
     model.load_state_dict(state)
     assert all(torch.equal(p, state[n]) for n, p in engine.named_parameters())
     assert torch.isfinite(engine.step(NAMED_X).loss)
+
+
+def check_weights_over_one_memory_are_refused_before_training(world: World) -> None:
+    words = r"encoder.weight and decoder.weight are two tensors over one memory.*Next: one tensor"
+    for cut_before in ("middle", "decoder"):
+        with pytest.raises(BadOption, match=words):
+            engine_of(Transposed(), cut_before)
+    with pytest.raises(BadOption, match=r"table and row are two tensors over one memory"):
+        engine_of(Views(writes=True), "second")
+    assert torch.isfinite(engine_of(Views(writes=False), "second").step(NAMED_X).loss)
 
 
 # -- the large model -----------------------------------------------------------------------------------

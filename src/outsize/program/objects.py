@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from outsize.program.containers import builtin_type, refill
+from outsize.program.shared_storage import copies_that_share
 
 Step = tuple[str, Any]
 Path = tuple[Any, ...]  # the number of a root, then steps
@@ -202,9 +203,10 @@ def diff(before: ObjectSnapshot, after: ObjectSnapshot) -> list[Change]:
 def model_copy(model: nn.Module) -> nn.Module:
     """A deep copy of the model, also where a module holds a tensor of a graph, which torch refuses to copy.
 
-    Such a tensor (the weight that torch.nn.utils.weight_norm has computed) is copied as a value.
+    Such a tensor (the weight that torch.nn.utils.weight_norm has computed) is copied as a value. Weights that
+    share memory share that of the copy.
     """
-    copies: dict[int, Any] = {}
+    copies: dict[int, Any] = dict(copies_that_share((*model.parameters(), *model.buffers())))
     for _, part in walk(list(model.modules()), Scope(modules="attributes and tables")):
         if isinstance(part, Tensor) and part.grad_fn is not None:
             copies[id(part)] = part.detach().clone().requires_grad_(part.requires_grad)

@@ -34,11 +34,13 @@ class Placement:
 
     `home` maps each parameter and buffer to the stage that owns it; `holders` maps it to all stages that have
     its values. `unused` weights were read by no program so far: every stage holds them unchanged.
+    `written` buffers are changed by the forward.
     """
 
     home: dict[str, int]
     holders: Holders
     unused: frozenset[str] = frozenset()
+    written: frozenset[str] = frozenset()
 
     def foreign(self, stages: Iterable[int]) -> set[str]:
         """Returns the weights whose values these stages do not have."""
@@ -49,14 +51,15 @@ class Placement:
         new = self.unused - now.unused
         home = self.home | {name: now.home[name] for name in new}
         holders = {**self.holders, **{name: now.holders[name] for name in new if name in now.holders}}
-        return Placement(home, holders, self.unused & now.unused)
+        return Placement(home, holders, self.unused & now.unused, self.written | now.written)
 
 
 def placement_of_cut(cut: Cut, model: nn.Module) -> Placement:
     """Returns where a cut puts the weights."""
     home = first_stages(cut, model)
     used = {name for program in cut.programs for name in program.weights}
-    return Placement(home, holders_of_cut(cut), frozenset(home.keys() - used))
+    written = frozenset().union(*(program.written for program in cut.programs))
+    return Placement(home, holders_of_cut(cut), frozenset(home.keys() - used), written)
 
 
 def placement_of_modules(graph: ModelGraph, stage: Sequence[int], model: nn.Module) -> Placement:
@@ -70,7 +73,8 @@ def placement_of_modules(graph: ModelGraph, stage: Sequence[int], model: nn.Modu
         for buffer in model.get_submodule(unit.name).buffers():
             held.setdefault(names[id(buffer)], stage[unit.index])
     home = dict.fromkeys(names.values(), 0) | held
-    return Placement(home, {name: frozenset({at}) for name, at in held.items()})
+    holders = {name: frozenset({at}) for name, at in held.items()}
+    return Placement(home, holders, written=frozenset(names.values()))
 
 
 def holders_of_cut(cut: Cut) -> Holders:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
+from outsize.program.shared_storage import overlapping
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.device.malloc import keep_freed_memory
@@ -211,11 +212,36 @@ class Ownership:
         return OwnedRun(self._model, holders, Exchange(self._crew.mesh.pipeline, device), device)
 
     def _place(self, placement: Placement) -> None:
+        self._insist_on_one_memory(placement)
         self._placement = placement
         self._foreign = placement.foreign(self._crew.stages)
         if self._crew.world_size > 1:
             ranks = {name: min(map(self._crew.rank_of, placement.holders[name])) for name in self._foreign}
             free_foreign(self._model, {name: f"rank {rank}" for name, rank in ranks.items()})
+
+    def _insist_on_one_memory(self, placement: Placement) -> None:
+        """Raises BadOption for weights that share memory, where they would have memories of their own.
+
+        In one process parameters of several stages may share it: all are updated after the last backward.
+        """
+        tensors = {name: table[key] for table, key, name in places(self._model)}
+        for one, other in overlapping(tensors):
+            if not placement.unused.isdisjoint((one, other)):
+                continue
+            every_stage = frozenset(range(len(self._plan.stages)))
+            users = frozenset().union(*(placement.holders.get(name, every_stage) for name in (one, other)))
+            is_trained = not self._names.isdisjoint((one, other))
+            is_written = not placement.written.isdisjoint((one, other)) and len(users) > 1
+            if is_written or (is_trained and self._moves_apart(users, tensors[one].device)):
+                raise _shared_memory(one, other, placement)
+
+    def _moves_apart(self, stages: Iterable[int], device: torch.device) -> bool:
+        """Tells whether weights of these stages leave the memory that they have on `device`."""
+        ranks = {self._crew.rank_of(stage) for stage in stages}
+        devices = {self._crew.device_of(stage) for stage in stages} - {None, device}
+        divided = self._plan.streams or self._plan.shards or self._tensor is not None
+        copied = self._files is not None or self._crew.local_replicas > 1
+        return len(ranks) > 1 or bool(devices) or divided or copied
 
     def _load(self, files: WeightFiles, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
         default_device = self._crew.device or device_of(self._plan)
@@ -228,3 +254,11 @@ class Ownership:
             }
             foreign = self._foreign | others
             notes.update(dict.fromkeys(load_weights(self._model, files, device, foreign, self._part)))
+
+
+def _shared_memory(one: str, other: str, placement: Placement) -> BadOption:
+    return BadOption(
+        f"{one} and {other} are two tensors over one memory, which this plan would divide",
+        numbers=f"stages {placement.home[one]} and {placement.home[other]}",
+        next_step="one tensor for both, whose view (such as `.t()`) the forward takes, or --stages 1",
+    )
