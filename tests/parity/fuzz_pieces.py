@@ -32,8 +32,14 @@ def _set_environment(_: Switch) -> None:
     os.environ[ENVIRONMENT] = "0.5"
 
 
+# The kinds have a fixed order, since every seed draws from them.
+_KINDS = """
+number, list, new list, longer list, tuple, dict, dict get, set, namespace, new namespace, dataclass, slots,
+named tuple, thread local, property, numpy scalar, numpy array, function, partial, none, getattr, class,
+global, global tensor, tensor in an object, closure, default
+"""
 READS: dict[str, tuple[Use, Change]] = {
-    **KINDS,
+    **{kind: KINDS[kind] for kind in " ".join(_KINDS.split()).split(", ")},
     "environment": (lambda s, x: x * float(os.environ.get(ENVIRONMENT, "1.0")), _set_environment),
 }
 

@@ -104,7 +104,14 @@ def _uncuttable(tape: Tape) -> list[tuple[int, int]]:
         lives_on = key in outside or isinstance(key, Weight)
         users = touched.get(key, [write])
         runs.append((users[0], users[-1] if lives_on else write))
+    runs += [(min(calls), max(calls)) for calls in _calls_of(tape, tape.keepers)]
     return runs + [_graph_of(tape, i) for i in tape.instructions if i.target is torch.autograd.grad]
+
+
+def _calls_of(tape: Tape, leaves: Iterable[str]) -> list[list[int]]:
+    """Returns the instructions that call each of these leaves, where there are any."""
+    calls = [[i.index for i in tape.instructions if i.is_leaf and i.target == leaf] for leaf in leaves]
+    return [indices for indices in calls if indices]
 
 
 def _graph_of(tape: Tape, instruction: Instruction) -> tuple[int, int]:

@@ -231,7 +231,7 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
             loss, detail = _live_loss(recorder, loss_fn, (output, *target), loss, detail)
     tape = _tape(recorder, inputs, output, loss, rule, modes)
     live = {fqn for fqn in rule.forced if fqn} | ({LOSS} if recorder.has_live_loss else set())
-    return replace(tape, loss_detail=detail, live=frozenset(live))
+    return replace(tape, loss_detail=detail, live=frozenset(live), keepers=frozenset(fakes.left))
 
 
 def _fine_loss(recorder: Recorder, loss_fn: Any, arguments: tuple[Any, ...], rule: LeafRule) -> Any:
