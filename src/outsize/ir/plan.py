@@ -314,7 +314,13 @@ class Plan(Record):
             ) from None
 
     def check_model(self, graph: ModelGraph) -> None:
-        """Raises ModelMismatch when the plan was made for another model."""
+        """Raises ModelMismatch when the plan was made for another model, BadPlan where it does not say."""
+        if not self.fingerprint:
+            raise BadPlan(
+                f"the plan has no fingerprint, so nothing says that it was made for this {graph.model}",
+                numbers=f"this model's is {graph.fingerprint}",
+                next_step="outsize plan MODEL --out plan.json, or write it into the plan",
+            )
         if graph.fingerprint != self.fingerprint:
             raise ModelMismatch(
                 f"the plan was made for {self.model}, this model is {graph.model}",

@@ -174,3 +174,9 @@ def test_units_to_recompute_that_are_none_of_the_stage(edited: Plan, what: str) 
     assert caught.value.what == what
     assert caught.value.numbers
     assert caught.value.next_step
+
+
+def test_a_plan_without_a_fingerprint_is_of_no_model() -> None:
+    bare = GOOD.model_copy(update={"fingerprint": ""})
+    with pytest.raises(BadPlan, match=r"no fingerprint.*; this model's is f0\. Next: outsize plan MODEL"):
+        bare.owners(graph())

@@ -70,7 +70,7 @@ def insist_on_values(named: Iterable[tuple[str, Tensor]], batch: Batch) -> None:
 
 
 def insist_on_model(plan: Plan, graph: ModelGraph) -> None:
-    """Raises ModelMismatch when the plan is of another model.
+    """Raises ModelMismatch when the plan is of another model, BadPlan where it does not say of which.
 
     The same model has other units with another loss, mode or input; then each stage of the plan still finds
     some of its own units.
@@ -79,7 +79,7 @@ def insist_on_model(plan: Plan, graph: ModelGraph) -> None:
         return
     names = {pattern for unit in graph.units for pattern in prefixes(unit.name)}
     missing = [s for s in plan.stages if names.isdisjoint(name for p in s.units for name in unroll(p))]
-    if plan.model != graph.model or missing:
+    if plan.model != graph.model or missing or not plan.fingerprint:
         plan.check_model(graph)
 
 

@@ -15,7 +15,7 @@ from parity_runs import variants_of
 from torch import Tensor, nn
 
 import outsize
-from outsize.errors import BadOption, ExampleRejected, ModelMismatch, OutsizeError
+from outsize.errors import BadOption, BadPlan, ExampleRejected, ModelMismatch, OutsizeError
 from outsize.ir.plan import stages_from_bounds
 from outsize.train.engine.engine import Engine
 
@@ -409,3 +409,11 @@ class _Mapping(nn.Module):
 
     def forward(self, batch: Any) -> Tensor:
         return self.inner(batch["x"])
+
+
+def test_a_plan_without_a_fingerprint_does_not_run() -> None:
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.randn(4, 2)
+    made = outsize.plan(model, (x,), stages=2, microbatches=2, loss_fn=torch.sum, cluster="2xcpu")
+    bare = made.model_copy(update={"fingerprint": ""})
+    with pytest.raises(BadPlan, match="the plan has no fingerprint"):
+        outsize.parallelize(model, (x,), plan=bare, loss_fn=torch.sum)
