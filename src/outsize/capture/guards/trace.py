@@ -149,7 +149,7 @@ class ReadTrace:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Traces within the context."""
-        if not IS_SUPPORTED:
+        if not is_traced():
             yield
             return
         self._events = events_for(self)
@@ -637,6 +637,11 @@ class Switched:
 
     def __exit__(self, *_: object) -> None:
         self._trace.switch(on=self._before)
+
+
+def is_traced() -> bool:
+    """Returns whether reads are noted: the instructions of this version of Python are known."""
+    return IS_SUPPORTED
 
 
 @contextmanager

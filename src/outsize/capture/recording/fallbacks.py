@@ -10,6 +10,8 @@ shown.
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
 from outsize.capture.fakes.lru_caches import Caches
 from outsize.capture.guards.notes import Notes, roots_of
+from outsize.capture.guards.trace import is_traced
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_state import (
@@ -106,10 +109,7 @@ def record(
     """
     _insist_on_module(model)
     call = _RecordedCall(model, args, kwargs, loss_fn, target, current_modes())
-    rule, caches = LeafRule(), Caches(model, loss_fn)
-    live = set(options.live or ())
-    rule.live_loss, rule.guards_reads = LOSS in live, options.live is not None
-    rule.forced |= dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step")
+    rule, caches = _rule_of(loss_fn, options), Caches(model, loss_fn)
     with restored_generators(), own_weight_cache(), self_seeding() as seeded:
         while True:
             try:
@@ -131,6 +131,29 @@ def record(
             except Exception as error:
                 if not _gave_up_costs(rule, error):
                     raise _explained(call, error) from error
+
+
+def _rule_of(loss_fn: LossFn | None, options: TapeOptions) -> LeafRule:
+    """Returns the rule by which the first recording chooses leaves."""
+    rule, live = LeafRule(), set(options.live or ())
+    # A loss whose reads and writes are not noted is called at each replay.
+    rule.live_loss = LOSS in live or (loss_fn is not None and not is_traced())
+    rule.guards_reads = options.live is not None
+    if rule.guards_reads and not is_traced():
+        _say_what_is_not_seen()
+    rule.forced |= dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step")
+    return rule
+
+
+@functools.cache
+def _say_what_is_not_seen() -> None:
+    version = ".".join(map(str, sys.version_info[:2]))
+    warnings.warn(
+        f"what a forward reads is not traced on Python {version}: numbers and texts in the attributes of "
+        "modules and of `config` are compared before each step, other values keep what they were when the "
+        "forward was recorded, and the loss function is called at each microbatch; use Python 3.11 to 3.13",
+        stacklevel=3,
+    )
 
 
 def _insist_on_module(model: Any) -> None:

@@ -1,0 +1,110 @@
+"""Question: what does a value cost that changes at every step, over a whole training?
+
+A tiny autoencoder with KL annealing: the user sets `loss.beta` before each of 10,000 steps. Beside it
+the same training with a constant `beta`. Counted: captures, and microseconds of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import outsize
+
+HERE = Path(__file__).parent
+
+
+class Autoencoder(nn.Module):
+    """Returns a reconstruction, and mean and log of the variance of the code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.mean, self.spread = nn.Linear(16, 4), nn.Linear(16, 4)
+        self.decoder = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.encoder(x)
+        mean = self.mean(hidden)
+        return self.decoder(mean), mean, self.spread(hidden)
+
+
+class Annealed:
+    """Reconstruction, and the divergence from a normal distribution by a weight that the user changes."""
+
+    def __init__(self) -> None:
+        self.beta = 0.0
+
+    def __call__(self, output: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
+        made, mean, spread = output
+        divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).mean()
+        return (made - x).square().mean() + self.beta * divergence
+
+
+def train(steps: int, *, annealed: bool) -> dict[str, Any]:
+    """Trains, and returns captures, warnings and microseconds of a step."""
+    model, loss = Autoencoder(), Annealed()
+    loss.beta = 0.0 if annealed else 0.5
+    batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    engine = outsize.parallelize(
+        model,
+        (batch,),
+        target=batch,
+        loss_fn=loss,
+        stages=2,
+        microbatches=2,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+    )
+    times: list[float] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(steps):
+            loss.beta = step / steps if annealed else loss.beta
+            start_s = time.perf_counter()
+            engine.step(batch, target=batch)
+            times.append((time.perf_counter() - start_s) * 1e6)
+    executor: Any = engine._executor
+    return {
+        "annealed": annealed,
+        "steps": steps,
+        "captures": len(executor.variants),
+        "warnings": sum("loss.beta" in str(w.message) or "self.beta" in str(w.message) for w in said),
+        "step_us": {"median": statistics.median(times), "best": min(times)},
+        "total_s": sum(times) / 1e6,
+    }
+
+
+def main() -> None:
+    """Both trainings, as JSON under results/."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=10_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [train(options.steps, annealed=annealed) for annealed in (False, True)]
+    machine = f"{platform.machine()}-{platform.system().lower()}"
+    result = {
+        "date": str(datetime.date.today()),
+        "machine": machine,
+        "python": platform.python_version(),
+        "load": os.getloadavg()[0],
+        "rows": rows,
+    }
+    path = HERE / "results" / f"{result['date']}_annealing_{machine}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
