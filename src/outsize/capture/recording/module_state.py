@@ -77,7 +77,8 @@ def insist_on_harmless(
         raise _refusal(model, *next(iter(state)), "the next call computes something else")
     for fqn, name in state:
         module = model.get_submodule(fqn)
-        if isinstance(vars(module).get(name), int | float) and reads.uses_what_it_writes(module, name):
+        # Only a number can count calls; a flag of the first call has its last value after the second.
+        if type(vars(module).get(name)) in (int, float) and reads.uses_what_it_writes(module, name):
             raise _refusal(model, fqn, name, "a later call may compute something else")
     return tuple(
         f"{_path(f, n)}: set by the forward, not kept (the numbers do not depend on it)"
