@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from outsize.capture.fakes.fake_model import remember
 from outsize.capture.graph.build import Captured, build_graph, fingerprint_of, parameters_of
+from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn, record
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.python_random import restored_python_generators
@@ -80,7 +81,7 @@ def _by_modules(
     seen = {name: _ModuleCosts() for name in unit_modules(model)}
     outputs = 0
     if not any(p.is_meta for p in model.parameters()):
-        with untouched(model):
+        with untouched(model), without_writes(model.forward):
             # A forward may write into its inputs; the user's stay as they are.
             outputs = _watch(model, seen, *with_copied_tensors((args, kwargs)))
     note = f"runs by modules, without overlap, and microbatches count by samples: {reason}"

@@ -93,7 +93,7 @@ _FOLDERS: Final = tuple(
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TORCH_MODULES: Final = f"{Path(nn.__file__).parent / 'modules'}{os.sep}"
 # The files of outsize that call a model or a loss function.
-_CALLERS: Final = ("fallbacks.py", "recorder.py", "loss_weights.py")
+_CALLERS: Final = ("fallbacks.py", "recorder.py", "loss_weights.py", "by_modules.py")
 # Look-ups in these classes are those of the objects that they wrap: UserDict, os.environ.
 _TRANSPARENT: Final = frozenset(("<frozen os>", "<frozen _collections_abc>"))
 
@@ -645,17 +645,25 @@ def is_traced() -> bool:
 
 
 @contextmanager
-def without_writes(function: Callable[..., Any]) -> Iterator[None]:
-    """Takes back what the function writes within the context: into Python objects, and tensors it holds."""
-    notes = Notes({}, roots_of(function))
-    for _, part in walk(roots_of(function), _HELD):
+def without_writes(*functions: Any) -> Iterator[None]:
+    """Takes back what the functions write within the context: into Python objects, tensors and generators of
+    random numbers that they hold.
+    """
+    roots = [root for function in functions for root in roots_of(function)]
+    roots += [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
+    notes, generators = Notes({}, roots), list[tuple[torch.Generator, Tensor]]()
+    for _, part in walk(roots, _HELD):
         if isinstance(part, Tensor):
             notes.remember_tensor(part)
+        elif isinstance(part, torch.Generator):
+            generators.append((part, part.get_state()))
     try:
         with ReadTrace(notes, lambda: LOSS).active():
             yield
     finally:
         notes.undo()
+        for generator, state in generators:
+            generator.set_state(state)
 
 
 _HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], None]]] = {

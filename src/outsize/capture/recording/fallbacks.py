@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
 from outsize.capture.fakes.lru_caches import Caches
 from outsize.capture.guards.notes import Notes, roots_of
-from outsize.capture.guards.trace import is_traced
+from outsize.capture.guards.trace import is_traced, without_writes
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_state import (
@@ -431,7 +431,11 @@ def _rejection(call: _RecordedCall) -> ExampleRejected | None:
     restore = remember(m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule))
     at_fault = "model"
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            without_writes(model.forward, call.loss_fn),
+        ):
             # The forward may write into its inputs.
             args, kwargs, target = with_copied_tensors((call.args, call.kwargs, call.target))
             output = model(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, final
 
 import pytest
@@ -358,3 +359,37 @@ def test_the_zoo_by_modules_is_bit_equal(tmp_path: Path, name: str) -> None:
     tape = capture_model(subject, part.args, part.kwargs, found.loss, part.target).tape
     plain = reference_snapshot(Doubting(name), tape, given, PlainLoop(2, found.loss, steps=2, seed=4))
     assert compare(plain, split).bit_equal, compare(plain, split)
+
+
+@final
+class Drawing(nn.Module):
+    """The forward draws from a generator of its own, and counts and averages in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.generator = torch.Generator().manual_seed(3)
+        self.memory = SimpleNamespace(calls=0, log=[], mean=torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory.calls += 1
+        self.memory.log.append(self.memory.calls)
+        self.memory.mean = 0.5 * self.memory.mean + 0.1
+        drawn = torch.rand(1, generator=self.generator)
+        return self.last(self.first(x) * drawn * len(self.memory.log) * self.memory.mean)
+
+
+def test_trials_before_the_first_step_leave_no_trace_in_generators_and_objects() -> None:
+    def built() -> Drawing:
+        torch.manual_seed(0)
+        return Drawing()
+
+    x, plain, split = torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), built(), built()
+    engine = outsize.parallelize(
+        split, (x,), stages=2, microbatches=2, loss_fn=lambda out, _: out.square().mean(), target=x
+    )
+    assert engine.plan.form == "modules"
+    for _ in range(3):
+        losses = [plain(part).square().mean() / 2 for part in x.chunk(2)]
+        assert torch.equal(engine.step(x, target=x, update=False).loss, sum(losses).detach())  # type: ignore[union-attr]
+    assert (split.memory.calls, split.memory.log) == (6, [1, 2, 3, 4, 5, 6])
