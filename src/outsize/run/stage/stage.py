@@ -353,7 +353,7 @@ def _table_entries(names: Collection[str], model: nn.Module) -> list[TableEntry]
         owner, _, key = name.rpartition(".")
         module = modules.get(owner)
         tables = (module._parameters, module._buffers) if module is not None else ()
-        table: Any = next((t for t in tables if t.get(key) is not None), None)
+        table: Any = next((t for t in tables if key in t and t[key] is not None), None)
         if module is not None and table is not None:
             entries.append(TableEntry(module, table, key))
     return entries
