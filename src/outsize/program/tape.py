@@ -194,7 +194,8 @@ class Tape:
     reads: tuple[PythonRead, ...] = ()
     # Modules that retries made leaves, and LOSS: what only they read is read again at each replay.
     live: frozenset[str] = frozenset()
-    # Leaves that set attributes of their own: their calls are made in the forward's order, in one stage.
+    # Leaves that set attributes, write outside of modules or draw from a generator of their own: their calls
+    # are made in the forward's order, in one stage.
     keepers: frozenset[str] = frozenset()
     # Where the loss function is one instruction: the tape on which it is recorded op by op.
     loss_detail: Tape | None = None

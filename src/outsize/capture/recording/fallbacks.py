@@ -210,7 +210,8 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
         if len(rule.forced) > forced:
             raise _Retry
     # The values are read when no fake is in the model any more.
-    return replace(tape, opaque=tape.opaque + notes, reads=reads.reads(tape.live))
+    depends_on = {"reads": reads.reads(tape.live), "keepers": tape.keepers | rule.keepers}
+    return replace(tape, opaque=tape.opaque + notes, **depends_on)
 
 
 def _said(notes: tuple[str, ...], rule: LeafRule) -> tuple[str, ...]:
@@ -345,6 +346,8 @@ def _climb(call: _RecordedCall, rule: LeafRule, failure: FrameFailed) -> None:
         if type(module) is kind and fqn:
             rule.opened.pop(fqn, None)
             rule.forced[fqn] = f"{failure.reason} ({failure.where})"
+            if failure.keeps:
+                rule.keepers.add(fqn)
 
 
 def _refusal(model: nn.Module, failure: FrameFailed) -> NotCapturable:

@@ -37,6 +37,8 @@ class LeafRule:
     tensors leak (rule 10), which are recorded through instead; `traced` asks the recorder to remember which
     tensor was made inside which leaf; `saved` says whether it may ask what autograd saves. `live_loss`: the
     loss function is one instruction. `guards_reads`: somebody will compare what Python code has read.
+    `keepers` are leaves whose calls depend on the calls before, because they write outside of modules or draw
+    from a generator of their own: all calls of one stay in one stage.
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,7 @@ class LeafRule:
         self.walked: set[str] = set()
         self.traced, self.saved, self.live_loss = False, True, False
         self.guards_reads = False
+        self.keepers: set[str] = set()
 
     def is_leaf(self, fqn: str, module: nn.Module) -> bool:
         """Returns whether the call of this module is one instruction."""

@@ -47,9 +47,12 @@ from outsize.program.tree import leaves, map_leaves
 class FrameFailed(Exception):
     """Says that code of the module `frame` cannot be recorded; recording is retried with coarser leaves."""
 
-    def __init__(self, frame: str, reason: str, where: str, cause: Exception | None = None) -> None:
+    def __init__(
+        self, frame: str, reason: str, where: str, cause: Exception | None = None, *, keeps: bool = False
+    ) -> None:
+        """`keeps`: the result of a call depends on the calls before."""
         super().__init__(f"{frame or 'the model'}: {reason} ({where})")
-        self.frame, self.reason, self.where, self.cause = frame, reason, where, cause
+        self.frame, self.reason, self.where, self.cause, self.keeps = frame, reason, where, cause, keeps
 
 
 @final
@@ -410,10 +413,10 @@ class Recorder(Watcher):
 
     def _insist_on_open_arguments(self, target: Any, args: Any, kwargs: Any, where: str) -> None:
         if self.meter.random and any(isinstance(leaf, torch.Generator) for leaf in leaves((args, kwargs))):
-            raise FrameFailed(self._frames[-1], "random numbers of a generator of its own", where)
+            raise FrameFailed(self._frames[-1], "random numbers of a generator of its own", where, keeps=True)
         seeds_itself = self.meter.random and is_seeded() and not self._runs_live
         if seeds_itself and not isinstance(target, str):
-            raise FrameFailed(self._frames[-1], "random numbers after a seed of its own", where)
+            raise FrameFailed(self._frames[-1], "random numbers after a seed of its own", where, keeps=True)
         argument_objects = objects((args, kwargs))
         if not argument_objects:
             return
