@@ -84,5 +84,13 @@ class NonFiniteSearch:
 
 
 def _any(is_bad: Any, tensors: list[Tensor]) -> bool:
-    floating = (t.detach() for t in tensors if (t.is_floating_point() or t.is_complex()) and not t.is_meta)
-    return any(t.layout is torch.strided and bool(is_bad(t).any()) for t in floating)
+    return any(_has_values(t) and bool(is_bad(t.detach()).any()) for t in tensors)
+
+
+def _has_values(t: Tensor) -> bool:
+    """Returns whether a tensor holds floating-point numbers; FSDP's have no memory while they are sharded."""
+    if t.is_meta or t.layout is not torch.strided or not (t.is_floating_point() or t.is_complex()):
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    end_bytes = (t.storage_offset() + last + 1) * t.element_size()
+    return t.numel() > 0 and t.untyped_storage().nbytes() >= end_bytes
