@@ -35,7 +35,7 @@ def works_by_vector(module: nn.Module, shape: tuple[int, ...], dim: int) -> bool
     sizes[dim] = _TRIED
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        small_copy = copy.deepcopy(module).to_empty(device="cpu").double()
+        small_copy = _with_new_weights(module)
         for weight in leaves([*small_copy.parameters(), *small_copy.buffers()]):
             weight.copy_(torch.rand(weight.shape, generator=generator))
         x = torch.randn(sizes, generator=generator, dtype=torch.float64)
@@ -44,6 +44,25 @@ def works_by_vector(module: nn.Module, shape: tuple[int, ...], dim: int) -> bool
         except (RuntimeError, ValueError, TypeError):
             return False
     return whole.shape == x.shape and torch.allclose(whole.narrow(dim, 1, 2), part, rtol=1e-9, atol=1e-12)
+
+
+def _with_new_weights(module: nn.Module) -> nn.Module:
+    """Returns a copy on the CPU in double precision; the values of the weights, which may be on another rank,
+    are not read.
+    """
+    made = copy.deepcopy(module)
+    for each in made.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                each._parameters[name] = nn.Parameter(_new(parameter))
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                each._buffers[name] = _new(buffer)
+    return made
+
+
+def _new(weight: Tensor) -> Tensor:
+    return torch.empty(weight.shape, dtype=torch.float64 if weight.is_floating_point() else weight.dtype)
 
 
 _WIDTH, _INNER, _TOKENS = 16, 8, 6

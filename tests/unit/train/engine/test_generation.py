@@ -155,9 +155,8 @@ def everything(model: nn.Module) -> dict[str, Any]:
     kept: dict[str, Any] = {f"{n}.grad": p.grad for n, p in model.named_parameters()}
     kept |= {n: t.detach() for n, t in (*model.named_parameters(), *model.named_buffers())}
     kept |= {f"{n}.training": m.training for n, m in model.named_modules()}
-    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in kept.items()} | {
-        "generator": torch.get_rng_state()
-    }
+    copies = {n: v.clone() if isinstance(v, Tensor) and not v.is_meta else v for n, v in kept.items()}
+    return copies | {"generator": torch.get_rng_state()}
 
 
 def equal(a: Any, b: Any) -> bool:
