@@ -96,9 +96,9 @@ def insist_on_harmless_writes(
     records a second forward: what is written once alone, such as a cache, is no state.
     """
     modules = dict(model.named_modules())
-    writes = reads.writes_elsewhere()
-    rule.keepers |= {w.site.frame for w in writes if _inside_leaf(w.site.frame, modules, rule)}
-    first = [(w, w.times) for w in writes if not _runs_as_it_is(w.site.frame, modules, rule)]
+    first = [
+        (w, w.times) for w in reads.writes_elsewhere() if not _runs_as_it_is(w.site.frame, modules, rule)
+    ]
     if not first:
         return ()
     again()
@@ -109,6 +109,7 @@ def insist_on_harmless_writes(
         frame = write.site.frame
         if frame and frame not in rule.opened:
             rule.forced[frame] = f"it writes {write.site.label}, outside of the model ({write.site.where})"
+            rule.keepers.add(frame)
         elif write.is_used:
             raise NotCapturable(
                 f"the forward of {type(model).__name__} uses what it writes into {write.site.label}: a later "
