@@ -484,7 +484,7 @@ Reason = Annotated[
     | NoPipelineFits,
     Field(discriminator="code"),
 ]
-"""What a plan says about itself and about what was not chosen."""
+"""A finding that a plan holds about itself or about what was not chosen."""
 
 # Reasons about something else than the plan itself: a report lists them apart.
 REJECTIONS: Final = (NotChosen, DoesNotFit, NoContextParallel)

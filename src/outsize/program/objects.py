@@ -1,4 +1,4 @@
-"""What arbitrary Python objects hold: walked, compared before and after a call, changed, and restored.
+"""Walks what Python objects hold, compares it before and after a call, and changes or restores it.
 
     cache.layers[3].keys    roots = [cache]    path (0, (".", "layers"), ("[]", 3), (".", "keys"))
 
@@ -78,7 +78,7 @@ ABSENT: Final = _Absent.ABSENT
 @final
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a walk looks into besides lists, tuples, dicts and sets.
+    """Says what a walk looks into besides lists, tuples, dicts and sets.
 
     `attributes`: the attributes of objects whose class is not closed. `functions`: what code holds, namely
     closures, the objects of bound methods, and the arguments of partials; such parts cannot be changed.
@@ -129,7 +129,7 @@ class Holder:
 @final
 @dataclass(frozen=True, slots=True)
 class ObjectSnapshot:
-    """What the objects below some roots hold at one moment, by the id of the object."""
+    """Holds what the objects below some roots contain at one moment, by the id of the object."""
 
     scope: Scope
     holders: dict[int, Holder]
@@ -179,7 +179,7 @@ def walk(roots: Iterable[Any], scope: Scope = _DEFAULT) -> Iterator[tuple[Path, 
 
 
 def snapshot(roots: Iterable[Any], scope: Scope = _DEFAULT) -> ObjectSnapshot:
-    """What everything below the roots holds now. It keeps these objects alive."""
+    """Returns what everything below the roots holds now, and keeps these objects alive."""
     held = {id(holder.value): holder for holder in holders(roots, scope)}
     if not scope.writes:
         return ObjectSnapshot(scope, held)
@@ -214,7 +214,7 @@ def model_copy(model: nn.Module) -> nn.Module:
 
 
 def look_up(roots: Sequence[Any], path: Path) -> Any:
-    """What is at a path of attributes and items, or ABSENT."""
+    """Returns what is at a path of attributes and items, or ABSENT."""
     value: Any = roots[path[0]]
     for kind, key in path[1:]:
         try:

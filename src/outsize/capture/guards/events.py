@@ -21,7 +21,7 @@ _TOOLS: Final = (4, 3, 5, 2)  # Numbers that are neither a debugger's nor covera
 
 
 class Follower(Protocol):
-    """What is told about frames."""
+    """Receives the events of the frames that it follows."""
 
     def follows(self, frame: FrameType) -> bool:
         """Answers whether a frame that begins (or goes on after a yield) is followed."""

@@ -59,7 +59,7 @@ class _Noted:
 @final
 @dataclass(slots=True)
 class Write:
-    """What recorded code writes into a place or a container that lived before the recording."""
+    """Describes a write of recorded code into a place or a container that lived before the recording."""
 
     site: Site
     place: Place | None  # None: it changes a container.
