@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sim_process
 from forked_python import forked_interpreters
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -22,8 +23,10 @@ STARTED = {"programs": 0}
 AT_START = pytest.StashKey[tuple[float, int]]()
 
 
-def pytest_configure() -> None:
-    """Counts the programs and forks that this process starts."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Counts the programs and forks that this process starts. A child for the simulated device loads it."""
+    if sim_process.is_child():
+        sim_process.prepare_child(config)
     forked_python = str(Path(__file__).parent / "unit" / "forked_python.py")
 
     def count(event: str, _: Any) -> None:
@@ -43,14 +46,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --all, leaves out tests marked `full`. Workers of pytest-xdist take the longest files first."""
+    """Without --all, leaves out tests marked `full`. Workers of pytest-xdist take the longest files first.
+    Tests of the simulated device have their time limits in the process that runs them.
+    """
     if not config.getoption("--all"):
         rare = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=rare)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
+    for item in items:
+        if item.get_closest_marker("sim") and not sim_process.is_child():
+            item.add_marker(pytest.mark.timeout(0), append=False)
     if hasattr(config, "workerinput"):
         seconds = {config.rootpath / name: s for name, s in json.loads(SECONDS.read_text()).items()}
         items.sort(key=lambda item: -seconds.get(item.path, 0.0))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Gives tests of the simulated device to a process of their own.
+
+    What the test before has left set up for this one (its module and package) is torn down here.
+    """
+    if not item.get_closest_marker("sim") or sim_process.is_child():
+        return None
+    item.session._setupstate.teardown_exact(nextitem)
+    return sim_process.run(item)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -3,7 +3,7 @@
     python benchmarks/bound/lever.py        # results/<date>_<machine>_lever.json; about three minutes
 
 ResNet-50, four microbatches a step (forward, backward, gradients dropped before each step), one thread on one
-core. Fresh processes in turns: glibc as it comes, and with `outsize.run.device.malloc.keep_freed_memory`.
+core. Fresh processes in turns: glibc as it comes, and with `outsize.device.malloc.keep_freed_memory`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from outsize.capture.models.imports import import_torchvision
-from outsize.run.device.malloc import keep_freed_memory
+from outsize.device.malloc import keep_freed_memory
 
 CASES = ((6, 96), (24, 128))  # images in a microbatch, pixels
 MICROBATCHES = 4

@@ -116,7 +116,7 @@ def main() -> None:
     """All models, as a table and as JSON under results/."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--laps", type=int, default=100)
+    parser.add_argument("--laps", type=int, default=2000)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [

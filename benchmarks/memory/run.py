@@ -35,7 +35,7 @@ from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import lower_along
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import StageMemory, account_stages
-from outsize.planner.partition.stage_prices import Case as Tables
+from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.strategies.selective_recompute import recomputing
 from outsize.schedules.builders import build
 
@@ -108,7 +108,7 @@ def predict(case: Case, plan: outsize.Plan) -> tuple[StageMemory, ...]:
     profile, bounds = outsize.estimate(graph, plan.cluster), plan.bounds(graph)
     if plan.stages[0].recomputed:
         return _selective(plan, graph, profile)
-    tables = Tables.of(graph, profile, plan.microbatches, plan.optimizer, plan.recompute).ranges
+    tables = PricedModel.of(graph, profile, plan.microbatches, plan.optimizer, plan.recompute).ranges
     schedule = build(plan.schedule, len(plan.stages), plan.microbatches)
     return account_stages(tables, graph, bounds, lower_along(edges_between(graph, bounds), schedule))
 

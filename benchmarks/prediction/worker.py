@@ -21,14 +21,14 @@ import outsize
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.measure.links import measure_links
-from outsize.capture.measure.units import How, measure_units
+from outsize.capture.measure.units import UnitTimingOptions, measure_units
+from outsize.device import clock
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
-from outsize.run.device import clock
 from outsize.run.stage.rng import seeder
 from outsize.train.launch.launch import World, join, leave
 from outsize.train.measure.round_trip import make_wire
@@ -97,7 +97,7 @@ def measured(case: Case, captured: Captured, world: World, options: argparse.Nam
     """A: the units' times, seen by rank 0 while the other rank does the same (or rests)."""
     part = case.batch.resized(captured.graph.batch_size)
     clock = time.thread_time if options.cpu_clock else None
-    how = How(repeats=options.repeats, seed=seeder(0, 0, 0), clock=clock)
+    how = UnitTimingOptions(repeats=options.repeats, seed=seeder(0, 0, 0), clock=clock)
     dist.barrier()
     found = None
     if world.rank == 0 or not options.alone:

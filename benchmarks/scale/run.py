@@ -28,7 +28,7 @@ from models import NETWORKS, PAPER, Case
 
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.by_modules import capture_model
-from outsize.capture.measure.units import How, measure_units
+from outsize.capture.measure.units import UnitTimingOptions, measure_units
 from outsize.errors import PlanError
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster, parse_cluster
@@ -113,7 +113,7 @@ def captured(case: Case) -> Captured:
     return capture_model(case.model, batch.args, batch.kwargs, case.loss_fn, batch.target, batch.size)
 
 
-def measure(name: str, how: How) -> Measured:
+def measure(name: str, how: UnitTimingOptions) -> Measured:
     """Time the network's units, a microbatch size after the other."""
     found: dict[int, tuple[ModelGraph, Profile]] = {}
     paper: dict[int, ModelGraph] = {}
@@ -194,7 +194,7 @@ def prediction() -> ModuleType:
     return module
 
 
-def study(name: str, how: How) -> dict[str, Any]:
+def study(name: str, how: UnitTimingOptions) -> dict[str, Any]:
     """One network on paper."""
     network = measure(name, how)
     rows = {link: speedups(network, kind) for link, kind in KINDS.items()}
@@ -231,7 +231,7 @@ def main() -> None:
     options, extra = parser.parse_known_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    how = How(repeats=options.repeats, cache=HERE / "results" / "units", fresh=options.fresh)
+    how = UnitTimingOptions(repeats=options.repeats, cache=HERE / "results" / "units", fresh=options.fresh)
     machine = f"{platform.machine()}-{platform.system().lower()}"
     stem = HERE / "results" / f"{datetime.date.today()}_{machine}"
     stem.parent.mkdir(exist_ok=True)

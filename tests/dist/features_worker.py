@@ -268,7 +268,7 @@ def transport_of(engine: Engine) -> SameHostTransport:
 
 def check_ranks_that_share_no_memory_use_the_group(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("outsize.run.device.futex.AVAILABLE", world.rank == 0)
+        patch.setattr("outsize.device.futex.AVAILABLE", world.rank == 0)
         pair = Pair(world, "gpt2")
     assert isinstance(pair.engine.crew, ProcessCrew)
     assert isinstance(pair.engine.crew._transport, ProcessTransport)

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+from unittest.mock import patch
 
 import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
-from guard_models import KINDS, WRITES, Reading, ReadingInside, ReadingLoss, reset, squared
+from guard_models import KINDS, WIDTH, WRITES, Reading, ReadingInside, ReadingLoss, Switch, reset, squared
 from guard_runs import batches, plain, plan_of, sgd
 from recorded_once import always_recorded
 from test_guards_moving import Annealed
 
+from outsize.device import futex
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
-from outsize.train.launch.launch import join, leave
+from outsize.train.launch.launch import World, join, leave
 
-FORWARD = ("number", "list", "namespace", "class", "function")
+FORWARD = ("number", "list", "namespace", "class", "function", "context variable")
+WRITTEN = (
+    *("counter", "warm-up", "log", "table", "global", "average", "generator", "seed", "seed under a fork"),
+    *("itertools.count", "random of NumPy"),
+)
 LOSS = ("dict", "numpy array", "global", "closure", "none")
 
 
@@ -79,12 +87,55 @@ def of_annealing(group: Any) -> list[int]:
     return differing(Reading(), other, lambda n: setattr(other, "beta", n / 6), expected, group)
 
 
+@final
+class Scaled(nn.Linear):
+    """A layer that reads a number."""
+
+    scale = 1.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale
+
+
+def of_one_rank(owner: int, world: World, *, shares_memory: bool) -> list[int]:
+    """A number of a layer changes at steps two to four, on the rank alone that runs the layer."""
+    torch.manual_seed(0)
+    plain_model = nn.Sequential(
+        Scaled(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Scaled(WIDTH, WIDTH)
+    )
+    model = copy.deepcopy(plain_model)
+
+    def changing(layer: Any, happens: bool) -> Any:
+        return lambda n: setattr(layer, "scale", {2: 0.5, 3: 0.25, 4: 1.0}.get(n, 1.0)) if happens else None
+
+    place = -owner  # the first layer or the last
+    expected = plain(plain_model, squared, changing(plain_model[place], True), 6)
+    with patch.object(futex, "AVAILABLE", futex.AVAILABLE and shares_memory):
+        here = changing(model[place], world.rank == owner)
+        return differing(model, squared, here, expected, world.group)
+
+
+def of_moving_numbers(group: Any) -> list[int]:
+    """A factor of the model's own forward changes at each step, and a decision on it falls otherwise once."""
+    model = Reading(_moving)
+    expected = plain(model, squared, lambda n: setattr(model.switch, "number", n / 7), 7)
+    other = Reading(_moving)
+    return differing(other, squared, lambda n: setattr(other.switch, "number", n / 7), expected, group)
+
+
+def _moving(s: Switch, x: torch.Tensor) -> torch.Tensor:
+    return x * (1 - s.number) if s.number < 0.6 else x + s.number
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     world = join()
     with always_recorded():
         wrong = everything(world.group)
+        for owner in (0, 1):
+            wrong[f"rank {owner}"] = of_one_rank(owner, world, shares_memory=True)
+            wrong[f"rank {owner}, gloo"] = of_one_rank(owner, world, shares_memory=False)
     reset()
     (folder / f"rank{world.rank}.json").write_text(json.dumps(wrong))
     leave(world)
@@ -94,8 +145,8 @@ def everything(group: Any) -> dict[str, list[int]]:
     """What differs, by case."""
     wrong = {f"forward, {kind}": of_forward(kind, group) for kind in FORWARD}
     wrong |= {f"loss, {kind}": of_loss(kind, group) for kind in LOSS}
-    wrong |= {f"writes, {kind}": of_writes(kind, group) for kind in WRITES}
-    return {**wrong, "annealing": of_annealing(group)}
+    wrong |= {f"writes, {kind}": of_writes(kind, group) for kind in WRITTEN}
+    return {**wrong, "annealing": of_annealing(group), "moving numbers": of_moving_numbers(group)}
 
 
 if __name__ == "__main__":

@@ -4,13 +4,67 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import outsize
+from outsize.device import futex
+from outsize.train.engine.engine import Engine
+
+
+@final
+class Scaled(nn.Linear):
+    """Each layer multiplies by a number."""
+
+    scale = 1.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
+@final
+class Shifted(nn.Sequential):
+    """The model's own forward adds a number."""
+
+    shift = 0.0
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.shift
+
+
+@final
+class Weighted(nn.Module):
+    """The loss reads a number."""
+
+    beta = 1.0
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        return self.beta * (y - target).square().mean()
+
+
+def change_on_one_rank(engine: Engine, kind: str) -> None:
+    """Two steps in which all ranks change a value alike, and one in which a rank alone does."""
+    layers = list(engine.model.children())
+    parts: dict[str, tuple[Any, str, float]] = {
+        "submodule": (layers[0], "scale", float(rank)),  # rank 1 changes what rank 0 runs
+        "first": (layers[7], "scale", 1.0 - float(rank)),  # rank 0 changes what the last rank runs
+        "root": (engine.model, "shift", float(rank)),
+        "loss": (loss_fn, "beta", 1.0 - float(rank)),
+        "replica": (layers[0], "scale", float(rank)),
+    }
+    if kind in parts:
+        holder, name, value = parts[kind]
+        setattr(holder, name, 0.5)
+        engine.step(x, target=x)
+        setattr(holder, name, 0.5 + value)
+    sizes = {"shape": 8, "sizes": 12} if rank == "1" else {}
+    for size in (16, 16, sizes.get(kind, 16)):  # batches are not compared in step 3
+        engine.step(x[:size], target=x[:size])
+
 
 case, rank = sys.argv[1], os.environ["RANK"]
 Path(f"pid{rank}").write_text(str(os.getpid()))
@@ -30,8 +84,20 @@ loss_fn = nn.L1Loss() if case == "loss" and rank != "0" else nn.MSELoss()
 parallelize = outsize.parallelize  # the first use of this name imports what it needs
 if case == "closure":
     how["optimizer"] = torch.optim.LBFGS
+value = case.removeprefix("value-").removesuffix("-gloo") if case.startswith("value") else ""
+if value:
+    ranks = int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)
+    model, loss_fn = Shifted(*(Scaled(4, 4) for _ in range(8))), Weighted()
+    how = {"stages": 1, "dp_replicate": 2} if value == "replica" else {"stages": ranks}
+    how |= {"microbatches": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+if case.endswith("gloo"):
+    futex.AVAILABLE = False
 Path(f"called{rank}").touch()
 engine = parallelize(model, (x,), loss_fn=loss_fn, target=x, **how)
+if value:
+    engine.step(x, target=x)
+    change_on_one_rank(engine, value)
 if case == "batch":
     engine.step(x, target=x)
     engine.step(x + int(rank), target=x)

@@ -171,7 +171,7 @@ class Pair:
         assert mesh is not None
         assert mesh.replicas is not None
         everyones: list[Any] = [None] * REPLICAS
-        dist.all_gather_object(everyones, list(tensors), group=mesh.replicas)
+        dist.all_gather_object(everyones, list(tensors), group=mesh.replicas.device)
         assert all(torch.equal(a, b) for a, b in zip(*everyones, strict=True))
 
 
@@ -317,7 +317,7 @@ def check_the_numbers_are_those_of_ddp(world: World, pp: int) -> None:
     pair = Pair(world, pp, "vit")
     found, mesh = pair.run(1).grads, pair.engine.crew.mesh
     assert mesh is not None
-    ddp = DistributedDataParallel(fresh("vit"), process_group=mesh.replicas)
+    ddp = DistributedDataParallel(fresh("vit"), process_group=mesh.replicas.device)
     parts = pair.batch.split(REPLICAS)[mesh.replica]
     output = ddp(*parts.args, **parts.kwargs)
     loss = pair.loss_fn(output, *parts.target) if pair.loss_fn is not None else output.loss

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 
@@ -29,14 +31,11 @@ def plans() -> dict[str, Plan]:
     return found | {"custom": custom, "a V, recomputed": plan_of("zero-bubble-v", "full", RANKS)}
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    world, whole = join(), reference()
-    found: dict[str, str] = {}
-    for what, plan in plans().items():
-        engine = make_engine(
-            built(), plan, world.group, EngineOptions(loss_fn=LOSS, optimizer=adamw, seed=SEED)
-        )
+def found_over(group: dist.ProcessGroup | None, tried: Mapping[str, Plan]) -> dict[str, str]:
+    """`ok`, or the differences, of each plan on this rank."""
+    whole, found = reference(), dict[str, str]()
+    for what, plan in tried.items():
+        engine = make_engine(built(), plan, group, EngineOptions(loss_fn=LOSS, optimizer=adamw, seed=SEED))
         ours = engine_snapshot(engine, BATCH, steps=STEPS)
         tables = (
             (getattr(whole, field), getattr(ours, field)) for field in ("grads", "buffers", "parameters")
@@ -44,6 +43,13 @@ def main(folder: Path) -> None:
         expected = [{n: t for n, t in theirs.items() if n in own} for theirs, own in tables]
         differences = compare(TrainingSnapshot(whole.loss, *expected), ours)
         found[what] = "ok" if differences.bit_equal else str(differences)
+    return found
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = join()
+    found = found_over(world.group, plans())
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
     leave(world)
 

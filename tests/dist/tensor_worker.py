@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recorded_once import always_recorded
 from tensor_models import DROPOUT, MODELS, NO_DOUBLE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -159,6 +161,40 @@ def divided_logits(mesh: DeviceMesh) -> list[int]:
     return list(model(**kwargs).logits.shape)
 
 
+class Scaled(nn.Module):
+    """A divided pair, and a number that the user changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up, self.down, self.table = nn.Linear(4, 8), nn.Linear(8, 4), {"scale": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).tanh() * self.table["scale"])
+
+
+@always_recorded()
+def changed_values(mesh: DeviceMesh) -> dict[str, Any]:
+    """A value that forward reads changes between calls: errors of outputs, warnings, and programs kept."""
+    alone, divided, x = Scaled(), Scaled(), torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
+    tensor_parallel(divided, (x,), {}, mesh)
+    values, errors = [1.0, 0.5, 0.5, 2.0, 1.0], list[float]()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for value in values:
+            alone.table["scale"] = divided.table["scale"] = value
+            errors.append((divided(x) - alone(x)).abs().max().item())
+        for value in range(40):
+            divided.table["scale"] = float(value)
+            divided(x)
+    kept = sum(map(len, divided.forward._known.values()))
+    return {
+        "errors": errors,
+        "said": [str(w.message) for w in said if "table" in str(w.message)],
+        "kept": kept,
+    }
+
+
 def layers(mesh: DeviceMesh) -> dict[str, Any]:
     """A pair, and each of both with a whole input and output, against nn.Linear."""
     double: dict[str, Any] = {"dtype": torch.float64}
@@ -229,6 +265,7 @@ def main(folder: Path, names: list[str]) -> None:
     if not names:
         found["elsewhere"], found["divided logits"] = elsewhere(mesh), divided_logits(mesh)
         found["layers"] = layers(mesh)
+        found["changed values"] = changed_values(mesh)
         found["refusals"] = refusals(mesh)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
 

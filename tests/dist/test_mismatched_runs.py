@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 WORKER = str(Path(__file__).with_name("mismatch_worker.py"))
 WITHIN_S = 30.0  # a hang; 0.5 to 2 s is what it takes where nothing else computes (docs/launching.md)
 NOT_ALIKE = "WorldMismatch [E204]: the ranks of this run were not started with the same"
+PROGRAMS = "WorldMismatch [E204]: the ranks of this run are about to run programs that differ in"
+READ_AT = [f"mismatch_worker.py:{line}" for line in (26, 36, 46)]
+NOT_EQUAL = ("rank 0 has 1.5, rank ", "rank 0 has 0.5, rank 1 has 1.5")
 # case: ranks, what the error says
 CASES = {
     "mesh": (3, "the plan needs 4 processes, this run has 3; pp 2, dp_replicate 2; world size 3"),
@@ -45,9 +48,29 @@ CASES = {
         2,
         "LBFGS takes each step from all weights together, by evaluating the batch several times; 2 ",
     ),
+    "value-submodule": (2, f"{PROGRAMS} self.scale ({READ_AT[0]}, read by 0); {NOT_EQUAL[1]}"),
+    "value-first-gloo": (3, f"{PROGRAMS} self.scale ({READ_AT[0]}, read by 7); {NOT_EQUAL[0]}"),
+    "value-root": (2, f"{PROGRAMS} self.shift ({READ_AT[1]}, read by the model's forward); {NOT_EQUAL[1]}"),
+    "value-loss-gloo": (2, f"{PROGRAMS} self.beta ({READ_AT[2]}, read by loss_fn); {NOT_EQUAL[0]}"),
+    "value-replica": (2, f"{PROGRAMS} self.scale ({READ_AT[0]}, read by 0); {NOT_EQUAL[1]}"),
+    "value-shape": (2, f"{PROGRAMS} the number of microbatches; rank 0 has 2, rank 1 has 1"),
+    "value-sizes": (
+        2,
+        f"{PROGRAMS} microbatch 0; rank 0 has (8, 4) torch.float32 (8, 4) torch.float32, grad",
+    ),
     "wishes": (2, "BadOption [E106]: 3 stages want 2 devices each"),
 }
-CASES_OF_LAUNCHERS = ("mesh", "eight", "plans", "outsize", "activation", "loss", "batch", "closure")
+CASES_OF_LAUNCHERS = (
+    "mesh",
+    "eight",
+    "plans",
+    "outsize",
+    "activation",
+    "loss",
+    "batch",
+    "closure",
+    *(case for case in CASES if case.startswith("value")),
+)
 
 
 class Ended(NamedTuple):

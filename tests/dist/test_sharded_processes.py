@@ -140,15 +140,21 @@ def work(cases: list[tuple[str, torch.dtype, Plan, Numbers]], group: dist.Proces
     ("weights", "pp", "replicate", "cases"),
     [
         ("sharded", 1, 1, [(name, DOUBLE) for name in MODELS]),
-        ("sharded", 2, 1, [(name, SINGLE) for name in MODELS]),
-        (
-            "sharded",
-            1,
-            2,
-            [*((name, SINGLE) for name in MODELS if name != "narrow_resnet18"), ("t5", DOUBLE)],
+        ("sharded", 2, 1, [(name, SINGLE) for name in MODELS[::2]]),
+        pytest.param("sharded", 2, 1, [(name, SINGLE) for name in MODELS[1::2]], marks=pytest.mark.full),
+        ("sharded", 1, 2, [("gpt2", SINGLE), ("t5", DOUBLE), ("vit", SINGLE)]),
+        pytest.param(
+            "sharded", 1, 2, [(name, SINGLE) for name in ("llama", "t5", "unet")], marks=pytest.mark.full
         ),
-        ("resident", 1, 1, [(name, DOUBLE) for name in ("llama", "gpt2", "narrow_resnet18")]),
-        ("resident", 2, 1, [(name, DOUBLE) for name in ("llama", "gpt2", "narrow_resnet18", "unet")]),
+        ("resident", 1, 1, [(name, DOUBLE) for name in ("llama", "narrow_resnet18")]),
+        ("resident", 2, 1, [(name, DOUBLE) for name in ("gpt2", "unet")]),
+        pytest.param(
+            "resident",
+            2,
+            1,
+            [(name, DOUBLE) for name in ("llama", "narrow_resnet18")],
+            marks=pytest.mark.full,
+        ),
         ("resident", 1, 2, [("gpt2", SINGLE)]),
     ],
 )

@@ -39,7 +39,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(found: list[Found], na
         in_32 = of(rank, name, FLOAT32)
         assert in_32["loss"] < 1e-6
         # Where one process is itself further from the numbers in double, rounding cannot be told from it.
-        assert in_32["gradients"] < max(1e-6, min(in_32["rounding"], 3e-6))
+        assert in_32["gradients"] < max(2e-6, min(in_32["rounding"], 3e-6))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NO_DOUBLE])
@@ -71,6 +71,15 @@ def test_layers_by_hand_give_the_numbers_of_linear_layers(found: list[Found]) ->
 
 def test_logits_may_stay_divided(found: list[Found]) -> None:
     assert [rank["divided logits"] for rank in found] == [[2, 9, 31], [2, 9, 30]]
+
+
+def test_a_value_that_forward_reads_is_read_again(found: list[Found]) -> None:
+    for rank, numbers in enumerate(found):
+        changed = numbers["changed values"]
+        assert max(changed["errors"]) < 1e-6
+        assert changed["kept"] == 32
+        assert len(changed["said"]) == (2 if rank == 0 else 0)
+    assert "captured again" in found[0]["changed values"]["said"][0]
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_is_done(found: list[Found]) -> None:

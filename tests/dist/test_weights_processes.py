@@ -32,6 +32,8 @@ CHECKS = [
     "a_weight_that_is_first_used_later_trains_where_it_is_used",
     "weights_are_changed_by_name_wherever_they_are",
     "weights_of_other_ranks_fail_where_they_are_used",
+    "an_error_of_the_function_is_one_of_all_ranks",
+    "pairs_of_submodules_are_those_of_one_process_or_refused",
     "weights_over_one_memory_are_refused_before_training",
 ]
 

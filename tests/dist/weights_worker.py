@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from features_worker import Pair, adamw, outcome
-from named_updates import SITUATIONS, Byol, engine_of
+from named_updates import SITUATIONS, Byol, engine_of, follow, follow_all_but_biases
 from named_updates import X as NAMED_X
 from parity_runs import SEED, fresh, planned
 from safetensors.torch import load_file, save_file
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import outsize
-from outsize.errors import BadOption
+from outsize.errors import BadOption, RankFailed
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.run.weights.safetensors import INDEX, SINGLE, WeightFiles
 from outsize.train.engine.factory import make_engine
@@ -75,7 +75,7 @@ def insist_on_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> No
 
 
 def check_a_model_in_memory_gives_back_the_weights_of_others(world: World) -> None:
-    """The first check: from the first engine on, a process keeps what is freed (run/device/malloc.py)."""
+    """The first check: from the first engine on, a process keeps what is freed (device/malloc.py)."""
     x = torch.zeros(4, WIDTH)
     options: dict[str, Any] = {"microbatches": 2, "loss_fn": total}
     outsize.plan(nn.Linear(8, 8), (torch.zeros(4, 8),), cluster="2xcpu", stages=1, **options)  # imports
@@ -251,6 +251,53 @@ def check_weights_of_other_ranks_fail_where_they_are_used(world: World) -> None:
     model.load_state_dict(state)
     assert all(torch.equal(p, state[n]) for n, p in engine.named_parameters())
     assert torch.isfinite(engine.step(NAMED_X).loss)
+
+
+def check_an_error_of_the_function_is_one_of_all_ranks(world: World) -> None:
+    """The teacher lives on rank 0, where the function raises; rank 1 has the student and learns of it."""
+    engine = engine_of(Byol(), "student")
+    words = (
+        r"apply_named raised ValueError: no bias \(.*named_updates\.py:\d+\) for teacher\.0\.bias on rank 0; "
+        r"1 of 6 tensors were changed"
+    )
+    with pytest.raises(RankFailed, match=words) as found:
+        engine.apply_named(follow_all_but_biases, "teacher.*", "student.*")
+    assert found.value.shared
+    cause = found.value.__cause__
+    assert isinstance(cause, ValueError) if world.rank == 0 else "ValueError: no bias" in str(cause)
+    with pytest.raises(BadOption, match=r"returns a new tensor for teacher\.0\.weight") as refused:
+        engine.apply_named(torch.add, "teacher.*", "student.*")
+    assert refused.value.shared
+    assert torch.isfinite(engine.step(NAMED_X).loss)
+    engine.apply_named(follow, "teacher.*", "student.*")
+
+
+def check_pairs_of_submodules_are_those_of_one_process_or_refused(world: World) -> None:
+    """The cut is in the middle of the student, and the teacher is whole on one rank."""
+    torch.manual_seed(0)
+    plain = Byol()
+    plain_pairs = list(zip(plain.teacher.parameters(), plain.student.parameters(), strict=True))
+    for cut_before in ("student", "student.3", "head"):
+        engine = engine_of(copy.deepcopy(plain), cut_before)
+        module: Any = engine.module
+        teacher, student = module.teacher, module.student
+        pairs = list(zip(teacher.parameters(), student.parameters(), strict=True))
+        assert [(a.shape, b.shape) for a, b in pairs] == [(a.shape, b.shape) for a, b in plain_pairs]
+        for (t, s), (expected_t, expected_s) in zip(pairs, plain_pairs, strict=True):
+            assert t.is_meta or torch.equal(t, expected_t)
+            assert s.is_meta or torch.equal(s, expected_s)
+        assert len(list(teacher.buffers())) == len(list(student.buffers())) == 3
+        own = {id(p) for _, p in engine.named_parameters()}
+        assert {id(p) for p in module.parameters()} == own, "an optimizer wants this rank's weights alone"
+        if any(a.is_meta or b.is_meta for a, b in pairs):
+            with pytest.raises(BadOption, match=r"Next: engine.apply_named"), torch.no_grad():
+                _ = [t.mul_(0.9).add_(s, alpha=0.1) for t, s in pairs]
+        groups = [{"params": module.student.parameters()}, {"params": module.head.parameters(), "lr": 0.2}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        engine.step(NAMED_X, update=False)
+        before = {n: p.detach().clone() for n, p in engine.named_parameters() if p.grad is not None}
+        optimizer.step()
+        assert not any(torch.equal(p, dict(engine.named_parameters())[n]) for n, p in before.items())
 
 
 def check_weights_over_one_memory_are_refused_before_training(world: World) -> None:

@@ -52,11 +52,12 @@ LARGE = ("resnet50", "deeplabv3", "late_fusion")
 
 
 def models(ranks: int, everything: bool) -> list[str]:
-    """What so many ranks run: of three ranks one model of each kind, of two all but the large ones."""
+    """What so many ranks run: of three ranks one model of each kind, of two every second other one, too."""
     names = [known.name for known in CASES]
     if everything:
         return names
-    return [name for name in names if (name in KINDS if ranks > 2 else name not in LARGE)]
+    others = [name for name in names if name not in (*KINDS, *LARGE)][::2] if ranks == 2 else []
+    return [name for name in names if name in (*KINDS, *others)]
 
 
 def combinations(name: str, stages: int, everything: bool) -> list[Combination]:

@@ -73,9 +73,12 @@ def test_the_reference_has_every_public_name() -> None:
     assert sorted(described) == sorted(set(public) - {"__version__"})
 
 
-def test_decisions_are_numbered_in_a_row_and_fit_a_page() -> None:
+def test_decisions_have_a_number_each_and_fit_a_page() -> None:
+    """A number may be missing: it is given out when the work begins."""
     decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
-    assert [page.name[:4] for page in decisions] == [f"{i:04}" for i in range(1, len(decisions) + 1)]
+    numbers = [page.name[:4] for page in decisions]
+    assert all(number.isdigit() for number in numbers)
+    assert len(set(numbers)) == len(numbers)
     assert [page.name for page in decisions if len(page.read_text(encoding="utf-8").splitlines()) > 60] == []
 
 

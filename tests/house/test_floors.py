@@ -18,7 +18,9 @@ import pytest
 from house import ROOT
 
 LINT = "from importlinter.cli import lint_imports_command as main; main(['--no-cache', '--no-logo'])"
-PACKAGES = ("train", "report", "integrations", "planner", "capture", "run", "program", "schedules", "ir")
+PACKAGES = (
+    *("train", "report", "integrations", "planner", "capture", "run", "program", "device", "schedules", "ir"),
+)
 CONTRACTS: list[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
     "tool"
 ]["importlinter"]["contracts"]

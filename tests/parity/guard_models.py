@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
+import copy
 import functools
+import itertools
+import operator
+import random
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
@@ -16,6 +23,7 @@ from torch import Tensor, nn
 
 WIDTH = 4
 SCALE = 1.0
+FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
 CENTER = torch.zeros(WIDTH)
 
 
@@ -67,12 +75,33 @@ class Switch:
         self.tensor = torch.ones(WIDTH)
         self.calls, self.log, self.mean = 0, list[int](), torch.ones(())
         self.draw = torch.Generator().manual_seed(3)
+        self.pair_of_objects = [SimpleNamespace(scale=1.0), SimpleNamespace(scale=2.0)]
+        self.alone: Any = Slotless()
+        self.reference = weakref.ref(self.alone)
+        self.kept_weakly = weakref.WeakValueDictionary({"alone": self.alone})
+        self.view, self.bytes = MappingProxyType(self.table), bytearray(b"\x01\x02")
+        self.doubles = array.array("d", [1.0, 2.0])
+        self.get_scale, self.get_nested = operator.attrgetter("scale"), operator.attrgetter("inner.scale")
+        self.get_item = operator.itemgetter("scale")
+        self.counter, self.cycle = itertools.count(1.0), itertools.cycle([1.0, 2.0, 3.0])
+        self.rows = iter([float(n) for n in range(1, 99)])
+        self.zipped = zip(itertools.count(1.0), iter(range(99)), strict=False)
+        self.python_random, self.numpy_random = random.Random(3), np.random.default_rng(3)
         self.closure, self.set_closure = _closure()
         self.default = _default()
 
     @property
     def computed(self) -> float:
         return self.namespace.inner.scale
+
+
+class Slotless:
+    """An object that can be referred to weakly."""
+
+    later: float
+
+    def __init__(self) -> None:
+        self.scale = 1.0
 
 
 def _closure() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
@@ -107,6 +136,18 @@ def _looped(s: Switch, x: Tensor) -> Tensor:
     for number in s.numbers:
         x = x * number
     return x
+
+
+def _scale_of(value: Any) -> float:
+    match value:
+        case SimpleNamespace(scale=scale):
+            return scale
+        case _:
+            return 1.0
+
+
+def _first_scale(value: Any, scale: float) -> None:
+    value.pair_of_objects[0].scale = scale
 
 
 def _optional(s: Switch, x: Tensor) -> Tensor:
@@ -149,6 +190,47 @@ KINDS: dict[str, tuple[Use, Change]] = {
     "global": (lambda s, x: x * SCALE, lambda s: _set_global("SCALE", 0.5)),
     "global tensor": (lambda s, x: x + CENTER, lambda s: _set_global("CENTER", torch.ones(WIDTH))),
     "tensor in an object": (lambda s, x: x * s.tensor, lambda s: setattr(s, "tensor", torch.arange(4.0))),
+    "context variable": (lambda s, x: x * FACTOR.get(), lambda s: FACTOR.set(0.5)),
+    "weak reference": (lambda s, x: x * s.reference().scale, lambda s: setattr(s.alone, "scale", 0.5)),
+    "weak reference that dies": (
+        lambda s, x: x if s.reference() is None else x * 2,
+        lambda s: setattr(s, "alone", None),
+    ),
+    "weak dict": (lambda s, x: x * s.kept_weakly["alone"].scale, lambda s: setattr(s.alone, "scale", 0.5)),
+    "read-only view": (lambda s, x: x * s.view["scale"], lambda s: s.table.update(scale=0.5)),
+    "bytes": (lambda s, x: x * s.bytes[0], lambda s: s.bytes.__setitem__(0, 5)),
+    "array of doubles": (lambda s, x: x * s.doubles[0], lambda s: s.doubles.__setitem__(0, 5.0)),
+    "attrgetter": (lambda s, x: x * s.get_scale(s.slotted), lambda s: setattr(s.slotted, "scale", 0.5)),
+    "nested attrgetter": (
+        lambda s, x: x * s.get_nested(s.namespace),
+        lambda s: setattr(s.namespace.inner, "scale", 0.5),
+    ),
+    "itemgetter": (lambda s, x: x * s.get_item(s.table), lambda s: s.table.update(scale=0.5)),
+    "object getattribute": (
+        lambda s, x: x * object.__getattribute__(s.settings, "scale"),
+        lambda s: setattr(s.settings, "scale", 0.5),
+    ),
+    "next of iter": (lambda s, x: x * next(iter(s.pair_of_objects)).scale, lambda s: _first_scale(s, 0.5)),
+    "key function": (
+        lambda s, x: x * max(s.pair_of_objects, key=operator.attrgetter("scale")).scale,
+        lambda s: _first_scale(s, 3.0),
+    ),
+    "unpacked attributes": (
+        lambda s, x: x * dict(**vars(s.settings))["scale"],
+        lambda s: setattr(s.settings, "scale", 0.5),
+    ),
+    "formatted": (
+        lambda s, x: x * float("{.scale}".format(s.settings)),  # noqa: UP032
+        lambda s: setattr(s.settings, "scale", 0.5),
+    ),
+    "pattern": (
+        lambda s, x: x * _scale_of(s.namespace.inner),
+        lambda s: setattr(s.namespace.inner, "scale", 0.5),
+    ),
+    "class attribute that comes": (
+        lambda s, x: x * getattr(s.alone, "later", 2.0),
+        lambda s: setattr(Slotless, "later", 0.5),
+    ),
     "closure": (lambda s, x: s.closure(x), lambda s: s.set_closure(0.5)),
     "default": (lambda s, x: s.default(x), lambda s: setattr(s.default, "__defaults__", (0.5,))),
 }
@@ -200,6 +282,27 @@ def _forked(_: Switch, x: Tensor) -> Tensor:
         return x + torch.rand(x.shape)
 
 
+def _counted_beside(s: Switch, x: Tensor) -> Tensor:
+    s.calls = calls = s.calls + 1
+    return x * calls
+
+
+def _counted_past_setattr(s: Switch, x: Tensor) -> Tensor:
+    object.__setattr__(s, "calls", s.calls + 1)
+    return x * s.calls
+
+
+def _listed(s: Switch, x: Tensor) -> Tensor:
+    return x * [*itertools.islice(s.rows, 1)][0]  # noqa: RUF015
+
+
+def _looped_over_rows(s: Switch, x: Tensor) -> Tensor:
+    for row in s.rows:
+        x = x * row
+        break
+    return x
+
+
 # What user code writes into objects that are no modules, and draws by seeds and generators of its own.
 WRITES: dict[str, Use] = {
     "counter": _counted,
@@ -211,12 +314,28 @@ WRITES: dict[str, Use] = {
     "generator": _drawn,
     "seed": _seeded,
     "seed under a fork": _forked,
+    "counter beside": _counted_beside,
+    "counter past setattr": _counted_past_setattr,
+    "itertools.count": lambda s, x: x * next(s.counter),
+    "method of an iterator": lambda s, x: x * s.counter.__next__(),
+    "itertools.cycle": lambda s, x: x * next(s.cycle),
+    "iterator of a list": _listed,
+    "loop over an iterator": _looped_over_rows,
+    "zip": lambda s, x: x * next(s.zipped)[0],
+    "random of Python": lambda s, x: x * s.python_random.gauss(1.0, 0.1),
+    "random of NumPy": lambda s, x: x * float(s.numpy_random.random()),
 }
 
 
 def written(switch: Switch) -> tuple[Any, ...]:
     """Returns what WRITES write."""
-    return switch.calls, switch.log, switch.table["scale"], float(switch.mean), SCALE
+    iterators = (switch.counter, switch.cycle, switch.rows, switch.zipped)
+    random_states = switch.python_random.getstate(), switch.numpy_random.bit_generator.state
+    return (
+        *(switch.calls, switch.log, switch.table["scale"], float(switch.mean), SCALE, random_states),
+        *(repr(iterator.__reduce__()[1:]) for iterator in iterators[:1]),
+        *(next(iterator) for iterator in copy.deepcopy(iterators[1:])),
+    )
 
 
 def _other_namespace() -> Any:
@@ -226,6 +345,9 @@ def _other_namespace() -> Any:
 def reset() -> None:
     """Gives what belongs to the process its first value."""
     Switch.of_class = 1.0
+    if hasattr(Slotless, "later"):
+        del Slotless.later
+    FACTOR.set(1.0)
     _set_global("SCALE", 1.0)
     _set_global("CENTER", torch.zeros(WIDTH))
 
@@ -290,6 +412,55 @@ class ReadingLoss:
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         return (self.use(self.switch, output) - target).square().mean()
+
+
+@final
+class Scaled(nn.Module):
+    """One instruction of the program, which reads attributes that other code sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.scale, self.shift = 1.0, torch.zeros(WIDTH)
+        self.namespace, self.table = SimpleNamespace(scale=1.0), {"scale": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale * self.namespace.scale * self.table["scale"]
+        return x * self.weight * scale + self.shift
+
+
+@final
+class Setting(nn.Module):
+    """`change` sets attributes of a layer, with a number that moves, before or after the layer is called."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Any], *, late: bool = False) -> None:
+        super().__init__()
+        self.layer, self.scaled = nn.Linear(WIDTH, WIDTH), Scaled()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.change, self.late, self.number = change, late, 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.late:
+            self.change(self, x)
+        x = self.norm(self.scaled(self.layer(x).tanh()))
+        if self.late:
+            self.change(self, x)
+        return x
+
+
+# What a forward may set of the modules that it calls.
+SETTINGS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a number that moves": lambda m, x: setattr(m.scaled, "scale", 1 - m.number),
+    "a constant": lambda m, x: setattr(m.scaled, "scale", 0.5),
+    "past setattr": lambda m, x: vars(m.scaled).update(scale=1 - m.number),
+    "a tensor": lambda m, x: setattr(m.scaled, "shift", x),
+    "an object": lambda m, x: setattr(m.scaled.namespace, "scale", 1 - m.number),
+    "a constant in an object": lambda m, x: setattr(m.scaled.namespace, "scale", 0.5),
+    "a table": lambda m, x: m.scaled.table.__setitem__("scale", 1 - m.number),
+    "an update of a table": lambda m, x: m.scaled.table.update(scale=1 - m.number),
+    "the epsilon of a norm": lambda m, x: setattr(m.norm, "eps", m.number),
+    "the mode of a norm": lambda m, x: m.norm.eval(),
+}
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:

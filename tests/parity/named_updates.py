@@ -142,6 +142,13 @@ def follow(teacher: Tensor, student: Tensor) -> None:
         teacher.copy_(student)
 
 
+def follow_all_but_biases(teacher: Tensor, student: Tensor) -> None:
+    """Raises where the tensors have one dimension, half-way through the model."""
+    if teacher.dim() == 1:
+        raise ValueError("no bias")
+    follow(teacher, student)
+
+
 def ema_teacher() -> None:
     def theirs(model: Any) -> None:
         for teacher, student in zip(model.teacher.parameters(), model.student.parameters(), strict=True):

@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import product
 from typing import Any, final
 
-import pytest
 import torch
 from parity_runs import batch_of, random_bounds, recorded
 from torch import Tensor, nn
@@ -298,11 +296,6 @@ def bare(known: Case, dropout: bool) -> list[Entry]:
     """The bare loop's numbers, against which a situation shows that it does something."""
     both = Both(replace(BARE, dropout=dropout), known)
     return both.run(both.plain())
-
-
-def cells(situations: Iterable[Situation], models: Iterable[Case]) -> list[Any]:
-    """Every situation on every model, for `parametrize(("found", "known"), ...)`."""
-    return [pytest.param(s, m, id=f"{s.name}-{m.name}") for s, m in product(situations, tuple(models))]
 
 
 def insist_on_parity(found: Situation, known: Case) -> None:

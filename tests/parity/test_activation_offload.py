@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from zoo import case
 
 import outsize
+from outsize.device.streams import TorchStreams
 from outsize.errors import BadOption
 from outsize.ir.graph import SMALL_BYTES
 from outsize.ir.plan import Plan, ScheduleName
-from outsize.run.device.streams import TorchStreams
 from outsize.run.moves import activations
 from outsize.run.moves.activations import CopyLane
 from outsize.run.stage import stage

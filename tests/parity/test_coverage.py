@@ -15,10 +15,10 @@ from zoo import CASES, Case, case, everything
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 
-# Every twelfth model runs in `make test`, so that no family is left out.
-STEP = 12
-# One runs for the large models of test_one_process.py, the other for configurations that are frozen.
-STAND_INS = ("deeplabv3_resnet", "diffusers_pixart")
+# Every sixteenth model runs in `make test`, so that no family is left out.
+STEP = 16
+# They run for large models, frozen configurations, images beside text, and adapters.
+STAND_INS = ("deeplabv3_resnet", "diffusers_pixart", "llava", "lora_gpt2")
 # Each microbatch of another shape, recorded several times: only with --all; test_packed.py has their inputs.
 LONG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 GOAL = 0.95

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import warnings
@@ -12,17 +13,21 @@ from typing import Any
 import pytest
 import torch
 from guard_models import (
+    SETTINGS,
     WRITES,
+    Inner,
     Reading,
     ReadingInside,
     ReadingLoss,
+    Setting,
     reset,
     squared,
     written,
 )
-from guard_runs import MICROBATCHES, STEPS, engine_of, insist_on_equal, plain, split
+from guard_runs import MICROBATCHES, STEPS, batches, engine_of, insist_on_equal, plain, split
 from torch import Tensor, nn
 
+from outsize.capture.recording.fallbacks import record
 from outsize.errors import NotCapturable
 
 CALLS = 0
@@ -143,7 +148,9 @@ def test_what_a_loss_writes_and_draws_is_what_the_plain_loop_does(kind: str) -> 
 def test_what_the_models_own_forward_writes_and_uses_is_refused(kind: str) -> None:
     model = Reading(WRITES[kind])
     before = written(model.switch)
-    with pytest.raises(NotCapturable, match=r"uses what it writes|unknown origin|of its own"):
+    with pytest.raises(
+        NotCapturable, match=r"uses what it writes|unknown origin|of its own|which changes with each use"
+    ):
         engine_of(model, squared)
     assert written(model.switch) == before
 
@@ -176,6 +183,54 @@ def test_a_count_of_the_models_own_forward_that_nothing_uses_is_said() -> None:
         insist_on_equal(expected, split(engine, nothing))
 
 
+def _from_a_generator(s: Any, x: Tensor) -> Tensor:
+    return x * next(s.numbers)
+
+
+@pytest.mark.parametrize("where", ["forward", "submodule", "loss"])
+def test_a_generator_is_refused_and_keeps_its_values(where: str) -> None:
+    loss = ReadingLoss(_from_a_generator if where == "loss" else lambda _, x: x)
+    model: Any = ReadingInside(_from_a_generator) if where == "submodule" else Reading()
+    if where == "forward":
+        model = Reading(_from_a_generator)
+    numbers = (float(number) for number in range(1, 99))
+    model.switch.numbers = loss.switch.numbers = numbers
+    with pytest.raises(NotCapturable, match=r"a generator that lives between calls .*guard.*py:\d+"):
+        engine_of(model, loss)
+    assert next(numbers) == 1.0
+
+
+def test_an_iterator_of_two_modules_is_refused() -> None:
+    first, second = (Inner(WRITES["itertools.count"]) for _ in range(2))
+    second.switch.counter = first.switch.counter
+    with pytest.raises(NotCapturable, match=r"counter, (a count that lives|which changes with each use)"):
+        engine_of(nn.Sequential(first, second, nn.Linear(4, 4)), squared)
+
+
+class Catching(nn.Module):
+    """Catches whatever goes wrong with its iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.counter = nn.Linear(4, 4), itertools.count(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            number = next(self.counter)
+        except:  # noqa: E722
+            number = 0.0
+        return self.layer(x) * number
+
+
+def test_code_that_catches_everything_is_interrupted_nevertheless() -> None:
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), Catching(), nn.Linear(4, 4))
+
+    expected = plain(built(), squared, nothing)
+    insist_on_equal(expected, split(engine_of(built(), squared), nothing))
+
+
 class InPlace:
     """Averages in place into a tensor that it holds."""
 
@@ -205,3 +260,73 @@ def test_the_environment_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = plain(make(scaled), squared, between)
         monkeypatch.delenv("GUARDED_SCALE")
         insist_on_equal(expected, split(engine_of(make(scaled), squared), between))
+
+
+# Layers of torch, and objects of a layer.
+REFUSED = ("an object", "a constant in an object", "the epsilon of a norm", "the mode of a norm")
+
+
+def _set_inside(change: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Setting(change), nn.Linear(4, 4))
+
+
+def _set_by_the_model(change: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Setting(change)
+
+
+def _trained(model: nn.Module, run: Any) -> list[Tensor]:
+    (setting,) = (m for m in model.modules() if isinstance(m, Setting))
+    torch.manual_seed(7)
+    return run(lambda number: setattr(setting, "number", (number + 1) / 10))
+
+
+def _insist_on_parity(make: Any, change: Any) -> None:
+    model, other = make(change), make(change)
+    expected = _trained(model, lambda between: plain(model, squared, between))
+    engine = engine_of(other, squared)
+    insist_on_equal(expected, _trained(other, lambda between: split(engine, between)))
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_what_a_submodule_sets_of_the_modules_that_it_calls_is_set_at_each_call(kind: str) -> None:
+    _insist_on_parity(_set_inside, SETTINGS[kind])
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_what_the_models_own_forward_sets_of_a_layer_is_followed_or_refused(kind: str) -> None:
+    if kind in REFUSED:
+        with pytest.raises(NotCapturable, match=r"(it sets|writes) .* reads.* at .*guard_models.py:\d+"):
+            engine_of(Setting(SETTINGS[kind]), squared)
+    else:
+        _insist_on_parity(_set_by_the_model, SETTINGS[kind])
+
+
+@pytest.mark.parametrize("kind", ["a constant", "a number that moves", "a table", "the epsilon of a norm"])
+def test_what_is_set_for_the_next_call_is_refused(kind: str) -> None:
+    with pytest.raises(NotCapturable):
+        engine_of(Setting(SETTINGS[kind], late=True), squared)
+
+
+def test_what_is_set_as_it_was_and_what_no_layer_reads_changes_nothing() -> None:
+    def change(model: Any, x: Tensor) -> None:
+        model.scaled.scale, model.norm.eps, model.scaled.namespace.scale = 1.0, 1e-5, 1.0
+        model.layer.last_input, model.norm.calls = x.detach(), id(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _insist_on_parity(_set_by_the_model, change)
+
+
+def _collect(*_: Any) -> None:
+    """Does what hooks of transformers do that collect outputs."""
+
+
+_collect.__module__ = "transformers.utils.output_capturing"
+
+
+def test_hooks_that_collect_are_not_set_for_a_layer() -> None:
+    model = _set_inside(lambda m, x: m.layer._forward_hooks.setdefault(0, _collect))
+    ((x, y),) = batches(1)
+    assert "1.layer" in [i.target for i in record(model, (x,), {}, squared, (y,)).instructions]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from named_updates import SITUATIONS, Averaged, Byol, Tied, engine_of
+from named_updates import SITUATIONS, Averaged, Byol, Tied, engine_of, follow_all_but_biases
 from torch import Tensor, nn
 
-from outsize.errors import BadOption
+from outsize.errors import BadOption, RankFailed
 from outsize.train.crew.apply_named import NamedCall
 
 
@@ -72,3 +72,15 @@ def test_an_average_that_no_forward_reads_is_averaged() -> None:
     engine.apply_named(lambda average, weight: average.copy_(weight), "average.*", "net.*")
     state = engine.full_state_dict()
     assert all(torch.equal(t, state[n.replace("net", "average")]) for n, t in state.items() if "weight" in n)
+
+
+def test_what_the_function_raises_names_the_weight_and_how_many_were_changed() -> None:
+    engine = engine_of(Byol(), "student")
+    words = (
+        r"RankFailed \[E401\]: the function of apply_named raised ValueError: no bias "
+        r"\(.*named_updates\.py:\d+\) for teacher\.0\.bias on rank 0; 1 of 6 tensors were changed"
+    )
+    with pytest.raises(RankFailed, match=words) as found:
+        engine.apply_named(follow_all_but_biases, "teacher.*", "student.*")
+    assert isinstance(found.value.__cause__, ValueError)
+    assert not found.value.shared

@@ -98,7 +98,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 8)
-        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.recurrent = nn.GRU(8, 8, batch_first=True)
         self.norm = nn.BatchNorm1d(8)
         self.frozen = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
@@ -111,7 +111,7 @@ class Odd(nn.Module):
         self.unused = nn.Linear(3, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
-        h, _ = self.lstm(self.embed(ids))
+        h, _ = self.recurrent(self.embed(ids))
         h = self.norm(h.mean(1))
         h = self.drop(torch.relu(self.frozen(h))) * self.scale
         return self.head(self.again(h))

@@ -27,6 +27,7 @@ from situations import (
     train,
 )
 from torch import Tensor
+from turns import in_turns
 from zoo import Case, case
 
 from outsize.train.batch.batch import Batch
@@ -82,8 +83,7 @@ SITUATIONS = (
 )
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("found", SITUATIONS, ids=lambda s: s.name.replace(" ", "_"))
+@pytest.mark.parametrize(("found", "name"), in_turns(SITUATIONS, MODELS, each=4))
 def test_between_steps(found: Situation, name: str) -> None:
     insist_on_parity(replace(found, changes=False), case(name))
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from situations import BARE, Note, Situation, Trainer, insist_on_parity, step
 from torch import Tensor, nn
+from turns import in_turns
 from zoo import case
 from zoo_case import Case, classes, cross_entropy, features, squared_error, tokens
 
@@ -121,14 +122,12 @@ HEAD = Case("TiedHead", TiedHead, lambda n: ((tokens(n),), {}), cross_entropy, c
 ZOO = tuple(case(name) for name in ("gpt2", "qwen3", "t5", "bart", "bert", "whisper"))
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize("known", [*OWN, HEAD, *ZOO], ids=lambda c: c.name)
+@pytest.mark.parametrize(("known", "stages"), in_turns([*OWN, HEAD, *ZOO], [3, 4, 2], each=2))
 def test_tied_and_shared_over_stages(known: Case, stages: int) -> None:
     insist_on_parity(replace(BARE, stages=stages), known)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-@pytest.mark.parametrize("known", [*OWN, HEAD, *ZOO], ids=lambda c: c.name)
+@pytest.mark.parametrize(("known", "seed"), in_turns([*OWN, HEAD, *ZOO], [1, 2, 3], each=2))
 def test_tied_and_shared_at_random_cuts(known: Case, seed: int) -> None:
     insist_on_parity(replace(BARE, stages=4, cuts=seed, dropout=True, schedule="gpipe"), known)
 

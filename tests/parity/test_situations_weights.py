@@ -11,6 +11,7 @@ import torch
 from situations import Note, Situation, Trainer, insist_on_parity, step, train
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from turns import in_turns
 from zoo import case
 
 from outsize.train.batch.batch import Batch
@@ -189,8 +190,7 @@ SITUATIONS = (
 )
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("found", SITUATIONS, ids=lambda s: s.name.replace(" ", "_"))
+@pytest.mark.parametrize(("found", "name"), in_turns(SITUATIONS, MODELS, each=4))
 def test_weights_gradients_and_optimizers(found: Situation, name: str) -> None:
     if (found.name, name) == ("lora", "unet"):
         found = replace(found, wrap=every_second_frozen)  # a model without Linear has nothing to adapt

@@ -25,7 +25,7 @@ STEPS = 4
 LIMITS: dict[str, tuple[float, range]] = {
     "under": (1e3, range(1)),
     "over": (1e-4, range(STEPS, STEPS + 1)),
-    "both": (7.0, range(1, STEPS)),
+    "both": (4.8, range(1, STEPS)),
 }
 
 

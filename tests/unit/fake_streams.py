@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from outsize.run.device.streams import Stream, StreamEvent, Streams
+from outsize.device.streams import Stream, StreamEvent, Streams
 
 POISON = 0xFF  # as float32: NaN
 

@@ -13,9 +13,17 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from outsize.device import futex
+from outsize.device.accelerators import (
+    accelerator_type,
+    all_devices,
+    built_type,
+    collective_backend,
+    properties,
+    spoken,
+)
 from outsize.ir.answers.health import FoundDevice, Health
 from outsize.ir.formatting import bytes_text
-from outsize.run.device import futex
 from outsize.run.transport.shared_memory import SharedMemory
 from outsize.train.variants.variant import KEPT
 
@@ -34,7 +42,7 @@ def doctor() -> Health:
     """Returns what this machine offers, as this process sees it."""
     versions = {name: _version(name) for name in _PACKAGES}
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    backends = {"gloo": dist.is_available() and dist.is_gloo_available(), "nccl": _nccl()}
+    backends = {"gloo": dist.is_available() and dist.is_gloo_available(), **_collectives()}
     shared = _shares_memory()
     return Health(
         versions=versions,
@@ -57,16 +65,21 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _nccl() -> bool:
-    return dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()
+def _collectives() -> dict[str, bool]:
+    """Tells by its name whether the accelerator's own backend can be used; none where there is none."""
+    kind = accelerator_type()
+    if kind is None:
+        return {}
+    name = collective_backend(kind)
+    return {name or f"collectives of {kind}": name is not None}
 
 
 def _devices() -> Iterator[FoundDevice]:
     memory = psutil.virtual_memory().total
     yield FoundDevice(name="cpu", kind=platform.machine(), memory_bytes=memory)
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        yield FoundDevice(name=f"cuda:{index}", kind=properties.name, memory_bytes=properties.total_memory)
+    for device in all_devices():
+        known = properties(device)
+        yield FoundDevice(name=str(device), kind=known.name, memory_bytes=known.memory_bytes)
 
 
 def _shares_memory() -> bool:
@@ -88,11 +101,12 @@ def _missing(
     for name, (extra, use) in _EXTRAS.items():
         if versions[name] is None:
             yield f"{name}, for {use}: pip install 'outsize[{extra}]'"
-    if not torch.cuda.is_available():
-        built = "this torch is built without CUDA" if torch.version.cuda is None else "the driver shows none"
-        yield f"CUDA devices ({built}): stages run on the CPU"
-    elif not backends["nccl"]:
-        yield "NCCL, for a process on each GPU: devices=[...] in one process works without it"
+    kind, built = accelerator_type(), built_type()
+    if kind is None:
+        why = f"the driver shows no {spoken(built)} device" if built else "this torch is built for CPUs"
+        yield f"accelerators ({why}): stages run on the CPU"
+    elif collective_backend(kind) is None:
+        yield f"collectives for {spoken(kind)}: devices=[...] in one process works without them"
     if not backends["gloo"]:
         yield "gloo, for several processes: stages run in one process"
     if not shared:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch.amp.grad_scaler import GradScaler
 
-    from outsize.capture.measure.units import How, Progress
+    from outsize.capture.measure.units import Progress, UnitTimingOptions
     from outsize.capture.recording.fallbacks import LossFn
     from outsize.ir.answers.tuned import Trial
     from outsize.ir.cluster import Cluster
@@ -81,7 +81,7 @@ class MeasureOptions(CaseOptions, total=False):
     """The options of `measure`."""
 
     sizes: Sequence[int] | None
-    how: How | None
+    how: UnitTimingOptions | None
     progress: Progress | None
 
 
@@ -111,7 +111,7 @@ class TuneOptions(CaseOptions, RequestOptions, total=False):
 
     cluster: str | Cluster | None
     trials: int
-    how: How | None
+    how: UnitTimingOptions | None
     progress: Progress | None
     tried: Callable[[Trial], None] | None
     seed: int

@@ -21,7 +21,8 @@ from outsize.api.options import (
 )
 from outsize.api.planning import Args, Kwargs, plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
-from outsize.capture.measure.local_cluster import find_cluster
+from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
+from outsize.device.accelerators import CPU, device_type, is_accelerator
 from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.answers.verdict import Verdict
@@ -93,22 +94,22 @@ def parallelize(
     devices = options.get("devices")
     named = None if devices is None else places_of(devices)
     engine_options = _engine_options(options)
-    cuda = torch.cuda.is_available() and (plan is None or plan.stages[0].device.startswith("cuda"))
-    world = join("cuda" if cuda else "cpu", backend=options.get("backend"))
-    group = world.group
+    kind = device_type() if plan is None or is_accelerator(plan.stages[0].device) else CPU
+    world = join(kind, backend=options.get("backend"))
+    group, host = world.group, world.host
     if world.world_size == 1 and (named or (plan is not None and places_in(plan.cluster))):
-        group = None  # one process, started by a launcher
-    if group is not None:
+        group = host = None  # one process, started by a launcher
+    if host is not None:
         _check_no_devices(named, world)
         use_local_statistics(model)
-        shake_hands(group, plan, model, options.get("loss_fn"))
+        shake_hands(host, plan, model, options.get("loss_fn"))
     with warnings.catch_warnings():
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
         case = case_of(model, args, kwargs, options)
     if plan is None:
-        here = "local" if cuda else world.world_size
-        plan = agreed(group, lambda: _made_plan(case, planning_options(options), named, here))
+        here = _here(world, kind)
+        plan = agreed(host, lambda: _made_plan(case, planning_options(options), named, here))
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
     engine = make_engine(
@@ -191,12 +192,19 @@ def _engine_options(options: ParallelizeOptions) -> EngineOptions:
     return EngineOptions(explain=utilisation, **chosen)
 
 
+def _here(world: World, kind: str) -> Cluster | int | str:
+    """Returns a device for each process of the run; all of this machine for a process that is alone."""
+    if kind == CPU:
+        return world.world_size
+    return "local" if world.group is None else cluster_of_run(world.device_type, world.machines)
+
+
 def _cluster(
-    options: PlanOptions, stages: int | None, devices: tuple[str, ...] | None, here: int | str
+    options: PlanOptions, stages: int | None, devices: tuple[str, ...] | None, here: Cluster | int | str
 ) -> str | Cluster:
     """Returns the cluster to plan for: the one asked for, the named devices, or what is `here`.
 
-    `here` is the name of a cluster, or a number of CPU processes. Raises BadOption for devices and a cluster.
+    `here` is a cluster, its name, or a number of CPU processes. Raises BadOption for devices and a cluster.
     """
     if devices is not None and "cluster" in options:
         raise BadOption(
@@ -205,11 +213,14 @@ def _cluster(
         )
     if devices is not None:
         return cluster_of_places(devices, stages)
-    return options.get("cluster", here if isinstance(here, str) else f"{max(here, stages or 1)}xcpu")
+    return options.get("cluster", f"{max(here, stages or 1)}xcpu" if isinstance(here, int) else here)
 
 
 def _made_plan(
-    case: TrainingCase, options: PlanOptions, devices: tuple[str, ...] | None, here: int | str
+    case: TrainingCase,
+    options: PlanOptions,
+    devices: tuple[str, ...] | None,
+    here: Cluster | int | str,
 ) -> Plan:
     request = request_of(options, case.batch.size)
     cluster = cluster_of(_cluster(options, request.stages, devices, here))

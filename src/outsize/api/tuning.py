@@ -16,6 +16,9 @@ from torch import nn
 from outsize.api.options import TuneOptions, reads_options, request_of
 from outsize.api.planning import Args, Kwargs
 from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.capture.measure.local_cluster import cluster_of_run
+from outsize.device.accelerators import CPU, current_device, device_type
+from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.answers.tuned import Tuned
@@ -24,7 +27,6 @@ from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
 from outsize.ir.timeline import Timeline
 from outsize.planner.search.tune import TRIALS, Tuner
-from outsize.run.device.malloc import keep_freed_memory
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import join
@@ -58,22 +60,27 @@ def tune(
     """
     named = options.get("cluster")
     where = None if named is None else cluster_of(named)
-    cuda = torch.cuda.is_available() and (where is None or where.devices[0].kind != "cpu")
-    world = join("cuda" if cuda else "cpu")
+    kind = device_type() if where is None or where.devices[0].kind != "cpu" else CPU
+    world = join(kind)
     if world.group is None:
         raise BadOption(
             "tuning runs real steps, which need one process for each stage",
             numbers="this is one process",
             next_step="outsize tune MODEL --nproc 2, or outsize run --nproc-per-node 2 for this script",
         )
-    if not cuda:
+    if kind == CPU:
         keep_freed_memory()  # as engines do, so that a trial's one step does not pay for new pages
     case = case_of(model, args, kwargs, options)
     request = request_of(options, case.batch.size)
     if request.stages is None:
         request = request.model_copy(update={"stages": world.world_size})
     case = case.under(request.precision)
-    task = _Task(world, case, request, where or cluster_of("local" if cuda else f"{world.world_size}xcpu"))
+    task = _Task(
+        world,
+        case,
+        request,
+        where or cluster_of_run(world.device_type, world.machines or (world.world_size,)),
+    )
     tuner = task.tuner(options)
     tried, seed = options.get("tried"), options.get("seed", 0)
     while (plan := _shared(world, tuner.next() if tuner else None)) is not None:
@@ -112,7 +119,7 @@ class _Task:
         profiled, between = counts_to_tune(size, self.world.world_size, count)
         own = self._profiles([-(-size // c) for c in profiled], options)
         gathered: list[Any] = [None] * self.world.world_size
-        dist.all_gather_object(gathered, own, group=self.world.group)
+        dist.all_gather_object(gathered, own, group=self.world.host)
         if self.world.rank:
             return None
         profiles = _mean([one for one in gathered if one is not None])
@@ -139,7 +146,7 @@ def _on_device(case: TrainingCase, world: World, where: Cluster) -> TrainingCase
     """Returns the case itself on CPUs, and a copy on this process's GPU."""
     if where.devices[0].kind == "cpu":
         return case
-    device = torch.device("cuda", world.local_rank)
+    device = current_device()
     batch = case.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
     return replace(case, module=copy.deepcopy(case.module).to(device), batch=batch)
 
@@ -171,7 +178,7 @@ def _step(world: World, case: TrainingCase, plan: Plan, seed: int) -> Timeline:
         copy.deepcopy(case.module), plan, world.group, EngineOptions(case.loss_fn, seed=seed)
     )
     engine.prepare(batch)
-    dist.barrier(group=world.group)
+    dist.barrier(group=world.host)
     engine.step(*batch.args, target=batch.target, update=False, **batch.kwargs)
     return engine.timeline()
 
@@ -179,5 +186,5 @@ def _step(world: World, case: TrainingCase, plan: Plan, seed: int) -> Timeline:
 def _shared(world: World, value: Any) -> Any:
     """Returns rank 0's value on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, group=world.group, group_src=0)
+    dist.broadcast_object_list(box, group=world.host, group_src=0)
     return box[0]

@@ -8,7 +8,8 @@
         return (v14,)
 
 The function uses locals instead of a dictionary, `del` at the last use, and weights read from their module at
-each call (an optimizer or a checkpoint may have replaced them). A tied parameter that another stage owns
+each call (an optimizer or a checkpoint may have replaced them), as is a number that is an input of the
+program (`n0.value()`). A tied parameter that another stage owns
 arrives as an argument (`p0`) and is in the module only around the call. Modes that differ from the ambient
 ones become `with` blocks. The function's attribute `source` has the text, so that a user can read a stage. A
 Python number that a leaf returned has determined the code after it when the tape was made: `expect` checks
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 
 from outsize.errors import OutsizeError, ReplayMismatch
 from outsize.program.modes import entering
+from outsize.program.python_reads import NumberInput
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.program.tree import leaves, paths
@@ -229,6 +231,8 @@ class _FunctionWriter:
             return f"v{tree.slot}"
         if isinstance(tree, Weight):
             return self._elsewhere.get(tree.name) or self._weight(tree)
+        if isinstance(tree, NumberInput):
+            return f"{self._bind(tree, 'n')}.value()"
         if type(tree) in (tuple, list):
             inner = "".join(f"{self._value(item)}, " for item in tree)
             return f"({inner})" if type(tree) is tuple else f"[{inner}]"
@@ -241,7 +245,7 @@ class _FunctionWriter:
     def _constant(self, tree: Any) -> str:
         if type(tree) in _LITERALS and not (type(tree) is float and tree != tree) and "inf" not in repr(tree):
             return f"torch.device({str(tree)!r})" if isinstance(tree, torch.device) else repr(tree)
-        if not any(isinstance(leaf, Ref | Weight) for leaf in leaves(tree)):
+        if not any(isinstance(leaf, Ref | Weight | NumberInput) for leaf in leaves(tree)):
             return self._bind(tree, "k")
         slots = {leaf.slot for leaf in leaves(tree) if isinstance(leaf, Ref)}
         env = ", ".join(f"{s}: v{s}" for s in sorted(slots))

@@ -7,14 +7,19 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from outsize.device.accelerators import CPU, built_type
 from outsize.program.tape import Modes
 
-_DEVICES = ("cpu", "cuda")
+
+def _devices() -> tuple[str, ...]:
+    """Returns the types of devices that autocast may be on for."""
+    built = built_type()
+    return (CPU,) if built is None else (CPU, built)
 
 
 def current_modes() -> Modes:
     """Returns the state that the caller runs under."""
-    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
+    autocast = tuple((d, torch.get_autocast_dtype(d)) for d in _devices() if torch.is_autocast_enabled(d))
     return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
 
@@ -26,7 +31,7 @@ def entering(modes: Modes, ambient: Modes) -> list[str]:
     if modes.grad != ambient.grad:
         contexts.append(f"torch.set_grad_enabled({modes.grad})")
     on, base = dict(modes.autocast), dict(ambient.autocast)
-    for device in _DEVICES:
+    for device in _devices():
         if on.get(device) == base.get(device):
             continue
         dtype = on.get(device)
@@ -37,7 +42,7 @@ def entering(modes: Modes, ambient: Modes) -> list[str]:
 
 def casting_devices() -> list[str]:
     """Returns the device types on which autocast is on."""
-    return [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    return [device for device in _devices() if torch.is_autocast_enabled(device)]
 
 
 def forget_casts() -> None:

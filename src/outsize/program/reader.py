@@ -20,6 +20,12 @@ from outsize.program.weight_lookup import CopiedWeights
 Reader = Callable[[Sequence[Tensor]], dict[int, Tensor]]
 
 
+def buffers_behind(tape: Tape, slots: Iterable[int]) -> frozenset[str]:
+    """Returns the buffers from which the values of the slots follow."""
+    needs = backward_slice(tape.instructions, tape.metas, tuple(dict.fromkeys(slots)))
+    return frozenset(w.name for i in needs for w in tape.instructions[i].weights if w.kind == "buffer")
+
+
 def slot_reader(
     tape: Tape, model: nn.Module, slots: Iterable[int], home: torch.device | None = None
 ) -> Reader:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outsize.program.python_reads import NumberInput
 from outsize.program.tape import Instruction, Ref, Weight
 from outsize.program.tree import map_leaves, paths
 
@@ -15,11 +16,13 @@ Env = dict[int, Any]
 
 
 def resolve(tree: Any, env: Mapping[int, Any], weights: Mapping[str, Any]) -> Any:
-    """Returns arguments with every Ref and Weight replaced by its value."""
+    """Returns arguments with every Ref, Weight and NumberInput replaced by its value."""
 
     def value(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return env[leaf.slot]
+        if isinstance(leaf, NumberInput):
+            return leaf.value()
         return weights[leaf.name] if isinstance(leaf, Weight) else leaf
 
     return map_leaves(value, tree)

@@ -5,9 +5,9 @@
     slot 2 = glue  torch.add (Ref(1), Weight("transformer.bias"))
 
 An Instruction is one call of a leaf module or one public torch function between leaves. Its arguments are
-references to earlier slots, weights by FQN, or plain Python constants. Each result has a new slot, also when
-it *is* an argument (in-place, Identity). A tape holds no weights; it is valid for one input signature and the
-values its guards name.
+references to earlier slots, weights by FQN, plain Python constants, or numbers that are computed at each call
+(NumberInput). Each result has a new slot, also when it *is* an argument (in-place, Identity). A tape holds no
+weights; it is valid for one input signature and the values its guards name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from outsize.ir.graph import Work
-from outsize.program.python_reads import PythonRead
+from outsize.program.python_reads import NumberDecision, PythonRead
 from outsize.program.tree import leaves
 
 
@@ -192,6 +192,9 @@ class Tape:
     through: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     # The Python values that were read; the tape is valid only while they are the same.
     reads: tuple[PythonRead, ...] = ()
+    # What Python decided on numbers that are inputs of the program (NumberInput); it is valid only while they
+    # fall the same way.
+    decisions: tuple[NumberDecision, ...] = ()
     # Modules that retries made leaves, and LOSS: what only they read is read again at each replay.
     live: frozenset[str] = frozenset()
     # Leaves that set attributes, write outside of modules or draw from a generator of their own: their calls

@@ -8,6 +8,7 @@ at F, B, I and W alone; `check` takes a lowered schedule with the edges it has t
                 gradients are separate (NCCL has no tags; each of the two has its own communicator)
     deadlock    plays the rows: SEND and RECV (which posts) never block, compute waits until the
                 sends it needs have been executed; if no rank can continue, the schedule hangs
+    queues      no circle of messages that wait behind each other in ordered queues (queues.py)
 The first fault is raised as InvalidSchedule with the numbers and the grid around the cell.
 Complexity: O(ranks x actions). Oracle: tests/unit/schedules/test_schedule_check.py breaks good
 schedules in each of these ways, and random edits of good ones agree with a brute-force player.
@@ -23,6 +24,7 @@ from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import COMPUTE, TRANSFER, Action, Kind, Schedule
 from outsize.schedules.grid import window
 from outsize.schedules.message import SENDS, Edges, Ends, Message, message_of, messages
+from outsize.schedules.queues import QueueOf, circle_of, pairs
 
 
 @final
@@ -65,6 +67,22 @@ def check(
     _check_pairs(schedule, cells, crossing)
     _check_fifo(schedule, cells)
     _check_progress(schedule)
+    check_queues(schedule)
+
+
+def check_queues(schedule: Schedule, queue_of: QueueOf = pairs) -> None:
+    """Checks that a lowered schedule ends where messages wait in these queues; raises InvalidSchedule."""
+    circle = circle_of(schedule, queue_of)
+    if not circle:
+        return
+    first = circle[0]
+    cell = Cell(first.rank, schedule.actions[first.rank].index(first.action))
+    waits = ", ".join(
+        f"rank {one.rank}'s {one.action} waits for rank {other.rank}'s {other.action}"
+        for one, other in zip(circle, (*circle[1:], first), strict=True)
+    )
+    step = "give each pair of ranks a queue for each direction and kind"
+    raise _fault(schedule, cell, "messages wait for each other in their queues", waits, step)
 
 
 def check_waits(schedule: Schedule, forward_edges: Edges, backward_edges: Edges) -> None:

@@ -40,9 +40,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 from outsize.ir.schedule import Action, Kind, Schedule
-from outsize.schedules.message import RECEIVES, SENDS, Edges, Ends, Message, message_of, messages
-
-Wire = tuple[int, int, Kind]
+from outsize.schedules.message import RECEIVES, SENDS, Edges, Ends, Message, Wire, message_of, messages
 
 
 def lower(

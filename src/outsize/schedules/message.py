@@ -16,6 +16,8 @@ from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import Action, Kind, Schedule
 
 Edges = Set[tuple[int, int]]
+Wire = tuple[int, int, Kind]
+"""The rank that sends, the rank that receives, and what: F (activations) or B (gradients)."""
 
 SENDS = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.B}
 RECEIVES = {Kind.RECV_F: Kind.F, Kind.RECV_B: Kind.B}
@@ -41,6 +43,13 @@ class Message(NamedTuple):
         """Returns the action that receives it, on the destination's rank."""
         kind = Kind.RECV_F if self.kind is Kind.F else Kind.RECV_B
         return Action.transfer(self.destination, kind, self.microbatch, self.source)
+
+
+def wires(schedule: Schedule) -> frozenset[Wire]:
+    """Returns (sending rank, receiving rank, F or B) of all messages of a lowered schedule."""
+    rank_of = schedule.rank_of
+    sent = (message_of(action) for row in schedule.actions for action in row if action.kind in SENDS)
+    return frozenset((rank_of[m.source], rank_of[m.destination], m.kind) for m in sent)
 
 
 @final

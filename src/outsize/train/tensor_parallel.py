@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from outsize.capture.recording.fallbacks import LossFn, record
+from outsize.capture.guards.check import ReadGuards
+from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.program.generate import SliceSpec, compile_slice
@@ -35,9 +36,11 @@ from outsize.program.tensor_parallel.styles import Derived, Role, derive
 from outsize.program.weight_lookup import weight_named
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup, local_of
 from outsize.train.batch.batch import Batch
+from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.variant import InputGuards
 
-KEPT = 32  # number of signatures whose programs are kept
+KEPT = 32  # number of programs that are kept of one signature, and number of signatures
+_WITH_GUARDS: Final = TapeOptions(live=())
 
 
 def tensor_styles(
@@ -79,7 +82,7 @@ def tensor_parallel(
     of ranks does not divide a size, and what `tensor_styles` raises.
     """
     group, batch = TensorParallelGroup(_one_dim(mesh)), Batch(args, dict(kwargs or {}))
-    tape = record(model, batch.args, batch.kwargs)
+    tape = record(model, batch.args, batch.kwargs, options=_WITH_GUARDS)
     derived = derive(tape, model)
     styles = explain(tape, model, derived)
     styles.insist_on_degree(group.place.ranks)
@@ -114,19 +117,33 @@ class Divided:
         self.together, self._sequence = together, sequence
         self._model, self._roles, self._whole, self._gather = model, roles, whole, gather_output
         self._known: dict[str, list[_Variant]] = {}
+        self._changes = ChangedValues()
+        # A module that would run as it is has no more than this rank's parts of its weights.
+        self._changes.may_run_live = self._changes.may_follow = False
+        self._changes.is_silent = together.place.rank != 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = Batch(args, kwargs)
-        known = self._known.get(self._key(batch), ())
-        variant = next((v for v in known if v.guards.hold(batch)), None)
-        return (variant or self._record(batch)).run(batch)
+        known = self._known.get(self._key(batch), [])
+        stale: _Variant | None = None
+        for place, variant in enumerate(known):
+            if variant.guards.hold(batch):
+                if variant.reads.hold():
+                    known.insert(0, known.pop(place))
+                    return variant.run(batch)
+                stale = stale or variant
+        if stale is not None:
+            self._changes.note(stale.reads.changed(), _no_stages)
+        return self._record(batch).run(batch)
 
     def keep(self, batch: Batch, tape: Tape, derived: Derived) -> _Variant:
-        """Compiles the tape of such a batch; beyond KEPT signatures the oldest is dropped."""
+        """Compiles the tape of such a batch; what was used longest ago is dropped."""
         modules = dict(self._model.named_modules())
         local = local_tape(tape, derived, modules, self.together, gather=self._gather)
         variant = _Variant(self._model, tape, local)
-        self._known.setdefault(self._key(batch), []).append(variant)
+        same = self._known.setdefault(self._key(batch), [])
+        same.insert(0, variant)
+        del same[KEPT:]
         if len(self._known) > KEPT:
             self._known.pop(next(iter(self._known)))
         return variant
@@ -137,7 +154,7 @@ class Divided:
 
     def _record(self, batch: Batch) -> _Variant:
         with self._whole.standing_in(self._model):
-            tape = record(self._model, batch.args, batch.kwargs)
+            tape = record(self._model, batch.args, batch.kwargs, options=_WITH_GUARDS)
             derived = derive(tape, self._model, self._roles)
             derived = in_sequence(tape, derived, self._model) if self._sequence else derived
         return self.keep(batch, tape, derived)
@@ -148,7 +165,7 @@ class _Variant:
     """The compiled program of one signature."""
 
     def __init__(self, model: nn.Module, whole: Tape, tape: Tape) -> None:
-        self.guards = InputGuards(whole, model, None)
+        self.guards, self.reads = InputGuards(whole, model, None), ReadGuards(whole.reads)
         self._tape, self._exits = tape, tuple(dict.fromkeys(tape.output_slots()))
         alive = live(tape, self._exits)
         owned_ids = {id(p) for module in _plain(model) for p in module._parameters.values()}
@@ -167,6 +184,11 @@ class _Variant:
     def run(self, batch: Batch) -> Any:
         values = self._function(*batch.tensors(), _unseeded)
         return resolve(self._tape.output, dict(zip(self._exits, values, strict=True)), {})
+
+
+def _no_stages(_module: str) -> set[int]:
+    """Returns the stages that have a module: none, since nothing is cut here."""
+    return set()
 
 
 def _unseeded(instruction: int) -> None:

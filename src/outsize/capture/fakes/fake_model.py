@@ -52,6 +52,7 @@ class FakeModel:
         self._own = own
         self._restore = remember(own.values())
         self._planted: dict[str, dict[str, Any]] = {}
+        self._at_rest: dict[int, dict[str, Any]] = {}
         self._parameters: dict[int, list[int]] = {}
         self.strays: list[Tensor] = []  # real tensors of probes; their values are arbitrary
         self.left: dict[str, Any] = {}  # leaf that rebinds its attributes -> their values after its last call
@@ -80,12 +81,24 @@ class FakeModel:
         return [
             (fqn, name)
             for fqn, module in self._own.items()
-            for name in _differing(self._planted[fqn], _identities(module))
+            for name in differing(self._planted[fqn], _identities(module))
         ]
 
     def state_of(self, fqn: str) -> dict[str, dict[str, Any]]:
         """Returns what is bound in the attributes of a module and of its submodules."""
         return {name: _identities(module) for name, module in self.modules[fqn].named_modules()}
+
+    def state_at_rest(self, fqn: str) -> dict[str, dict[str, Any]]:
+        """Returns what `state_of` was before the forward."""
+        named = self.modules[fqn].named_modules()
+        # A scripted module, whose attributes Python cannot set, is as it is.
+        return {name: self._at_rest.get(id(m)) or _identities(m) for name, m in named}
+
+    def begin(self, *, numbers: bool) -> None:
+        """Notes what is bound before the forward; `numbers` were put into attributes since the fakes were."""
+        if not self._at_rest:
+            states = ((m, _identities(m) if numbers else self._planted[fqn]) for fqn, m in self._own.items())
+            self._at_rest = {id(module): state for module, state in states}
 
     def weight_storages(self) -> set[int]:
         """Returns the storages of all fakes that stand for weights."""
@@ -177,7 +190,8 @@ def _identities(module: nn.Module) -> dict[str, Any]:
     return {name: fingerprint(value, _BINDINGS) for table in (*tables, rest) for name, value in table.items()}
 
 
-def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Returns the names that are bound to something else."""
     return [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
 
 

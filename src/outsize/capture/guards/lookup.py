@@ -77,6 +77,26 @@ def table_of(owner: Any, name: str) -> Place | None:
     return None if table is None else Place("item", table, name)
 
 
+def put_back(place: Place, before: Any) -> None:
+    """Gives a place a value that it had; ABSENT removes the key."""
+    kind, holder, key = place
+    if kind in ("attribute", "class"):
+        if before is ABSENT:
+            delattr(holder, key)
+        else:
+            setattr(holder, key, before)
+    elif kind == "cell":
+        if before is not ABSENT:
+            holder.cell_contents = before
+    elif kind == "context":
+        if before is not ABSENT and holder.get(ABSENT) is not before:
+            holder.set(before)
+    elif before is ABSENT:
+        dict.pop(holder, key, None)
+    else:
+        holder[key] = before
+
+
 def instance_dict(owner: Any) -> dict[str, Any] | None:
     """Returns the dict of an object's attributes, past a `__getattribute__` of its class."""
     try:
@@ -131,7 +151,8 @@ def _of_class_attribute(owner: Any, name: str, table: dict[str, Any] | None, fou
     if raw is ABSENT and _has_own_getattribute(type(owner)):
         return _by_getattr(owner, name)  # It may look under another name, or in another table.
     if raw is ABSENT:
-        return AttributeLookup(UNKNOWN, absent)
+        classes = (Place("class", each, name) for each in type(owner).__mro__ if each is not object)
+        return AttributeLookup(UNKNOWN, (*absent, *classes))
     if isinstance(raw, functools.cached_property) or holder is object or holder is nn.Module:
         return AttributeLookup(UNKNOWN)
     places = (*absent, Place("class", holder, name))

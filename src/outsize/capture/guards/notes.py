@@ -10,19 +10,31 @@ that was read first and written later is a counter: it has another value at each
 
 from __future__ import annotations
 
+import argparse
+import array
+import copy
 import functools
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import Any, Final, final
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from outsize.capture.guards.lookup import UNKNOWN, AttributeLookup, Place, find_attribute, instance_dict
+from outsize.capture.guards.consumed import Consumed, is_random_generator, random_state, set_random_state
+from outsize.capture.guards.lookup import (
+    UNKNOWN,
+    AttributeLookup,
+    Place,
+    find_attribute,
+    instance_dict,
+    put_back,
+)
 from outsize.capture.guards.values import DEPTH, PLAIN, is_container, parts_of
 from outsize.program.containers import refill
 from outsize.program.objects import ABSENT
@@ -33,6 +45,7 @@ Step = tuple[str, Any]
 _ATTRIBUTE: Final = "."
 _ITEM: Final = "[]"
 _CONTENT: Final = "*"
+_NOT_OPENED: Final = (nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, Enum)
 _WEIGHT_TABLES: Final = ("_parameters", "_buffers")
 
 
@@ -65,6 +78,9 @@ class Write:
     place: Place | None  # None: it changes a container.
     is_used: bool = False  # The code also uses what it has written, in this call or a later one.
     times: int = 0
+    updates: int = 0  # So many times the new value was made of the old one, which went nowhere else.
+    # The modules (or the loss) whose code reads what was written, in the same recording.
+    readers: frozenset[str] = frozenset()
 
 
 @final
@@ -77,14 +93,32 @@ class _Access:
     site: Site
 
 
+class Consumers(Protocol):
+    """Knows which code runs as it is, and may use objects that change with each use."""
+
+    def may_use(self, value: Any, frame: str) -> bool:
+        """Answers for one object and the code of one module, or the loss."""
+        ...
+
+
 @final
 class Notes:
     """Collects the reads and writes of one recording."""
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], roots: Iterable[Any], *, is_for_guards: bool = True
+        self,
+        modules: Mapping[str, nn.Module],
+        roots: Iterable[Any],
+        *,
+        is_for_guards: bool = True,
+        consumers: Consumers | None = None,
     ) -> None:
-        """Unless it `is_for_guards`, nobody asks for the reads, and only the writes count."""
+        """Unless it `is_for_guards`, nobody asks for the reads, and only the writes count. `consumers` may
+        use objects that change with each use; None: all code may.
+        """
+        self._consumers = consumers
+        self._random: dict[int, tuple[Any, Any]] = {}  # Generators of random numbers, and their states.
+        self._contexts: dict[Key, tuple[Place, Any, Site, int]] = {}  # Context variables that were set.
         self._modules, self._is_for_guards = modules, is_for_guards
         self._old: dict[int, Any] = {}
         self._origin: dict[int, Key | None] = {}  # The read that led to an old object.
@@ -94,8 +128,10 @@ class Notes:
         self._contents: dict[int, tuple[Any, Any]] = {}  # Containers that it has changed, and copies.
         self._accesses: list[_Access] = []
         self._last_read: dict[str, Key] = {}  # By its expression.
+        self._tables: set[int] = set()  # Dicts of the attributes of old objects.
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # With their versions and copies.
         self._writes: dict[tuple[Key | int, str], Write] = {}
+        self._readers: dict[Key | int, set[str]] = {}  # Who has read what was written.
         for name, module in reversed(list(modules.items())):
             self._adopt(module, None)
             self._base[id(module)] = name, ()
@@ -116,6 +152,8 @@ class Notes:
         if not found.places or _is_library(owner):
             if found.value is not UNKNOWN:
                 self._adopt(found.value, None)
+            if name == "__dict__":
+                self._tables.add(id(found.value))
             return found.value
         self._accesses.append(_Access(owner, (_ATTRIBUTE, name), site))
         for place in found.places:
@@ -151,6 +189,10 @@ class Notes:
                 noted = self._noted[key] = _Noted(place, site)
             noted.frames.add(site.frame)
             self._adopt(value, key)
+        elif not _is_same(value, self._before[key][1]):
+            self._readers.setdefault(key, set()).add(site.frame)
+        if id(place.holder) in self._contents:
+            self._readers.setdefault(id(place.holder), set()).add(site.frame)
         if noted is not None:
             noted.times += 1
             self._last_read[site.label] = key
@@ -160,8 +202,12 @@ class Notes:
         """Notes that code looked into an old container."""
         if not is_container(container) or id(container) not in self._old:
             return
+        if id(container) in self._contents:
+            self._readers.setdefault(id(container), set()).add(site.frame)
         key = self._origin.get(id(container))
         if key is None:
+            if id(container) in self._tables:
+                self.items(container, site)
             return
         self._accesses.append(_Access(container, (_CONTENT, None), site))
         noted = self._noted[key]
@@ -174,6 +220,25 @@ class Notes:
                 self.content(part, site)
             if base is not None and isinstance(part, nn.Module):
                 self._base.setdefault(id(part), base)
+
+    def items(self, table: dict[Any, Any], site: Site) -> None:
+        """Notes all items of a dict, each by itself."""
+        for key in list(table):
+            label = f"{site.label}.{key}" if isinstance(key, str) else f"{site.label}[{key!r}]"
+            self.read(Place("item", table, key), Site(label, site.where, site.frame))
+
+    def attributes(self, owner: Any, site: Site) -> None:
+        """Notes all attributes of an old object of the user's, which code out of sight may read."""
+        table = instance_dict(owner)
+        if table and id(owner) in self._old and not isinstance(owner, _NOT_OPENED) and _is_users(type(owner)):
+            self.items(table, site)
+
+    def referent(self, reference: Any, site: Site) -> Any:
+        """Notes that code has asked for the object of an old weak reference, and returns it."""
+        self.read(Place("referent", reference, None), site)
+        value = reference()
+        self._adopt(value, None)
+        return value
 
     def _extend(self, owner: Any, step: Step, value: Any) -> None:
         base = self._base.get(id(owner))
@@ -189,23 +254,55 @@ class Notes:
 
     # -- writes ------------------------------------------------------------------------------------
 
-    def write(self, place: Place | None, value: Any, site: Site) -> None:
-        """Notes that a place of an old object is about to get another value."""
+    def key_of(self, expression: str) -> Key | None:
+        """Returns which read an expression was last."""
+        return self._last_read.get(expression)
+
+    def write(
+        self, place: Place | None, value: Any, site: Site, made_of: Collection[Key | None] = ()
+    ) -> None:
+        """Notes that a place of an old object is about to get another value, which was `made_of` these reads
+        alone and went nowhere else.
+        """
         if place is None:
             return
         key = place.kind, id(place.holder), place.key
         before = LOOK_UP[place.kind](place.holder, place.key)
         if before is not value:
             self._before.setdefault(key, (place, before))
-            self._note_write(key, place, site)
+            self._note_write(key, place, site, is_update=key in made_of)
         elif key not in self._noted:
             self._before.setdefault(key, (place, before))  # What is read now is the forward's own value.
+
+    def set_context(self, variable: Any, site: Site) -> None:
+        """Notes that a context variable is about to be set; what counts is whether it stays so."""
+        place = Place("context", variable, None)
+        key = place.kind, id(variable), None
+        before = LOOK_UP["context"](variable, None)
+        self._before.setdefault(key, (place, before))
+        first = self._contexts.get(key, (place, before, site, 0))
+        self._contexts[key] = (*first[:3], first[3] + 1)
+
+    def use(self, value: Any, site: Site) -> None:
+        """Notes that code uses an old object that changes with each use.
+
+        Raises Consumed unless that code runs as it is.
+        """
+        if id(value) not in self._old:
+            return
+        if is_random_generator(value) and id(value) not in self._random:
+            self._random[id(value)] = value, random_state(value)
+        if self._consumers is None or self._consumers.may_use(value, site.frame):
+            return
+        key = self._origin.get(id(value))
+        place = None if key is None else self._noted[key].place
+        raise Consumed(value, place, site.label, site.where, site.frame)
 
     def mutate(self, container: Any, site: Site) -> None:
         """Notes that an old container is about to change."""
         if id(container) in self._old:
             if id(container) not in self._contents:
-                self._contents[id(container)] = container, container.copy()
+                self._contents[id(container)] = container, copy.copy(container)
             self._note_write(id(container), None, site)
 
     def remember_tensor(self, tensor: Tensor) -> None:
@@ -219,9 +316,12 @@ class Notes:
         if key in self._noted:
             self._noted[key].times -= 1
 
-    def _note_write(self, key: Key | int, place: Place | None, site: Site) -> None:
+    def _note_write(
+        self, key: Key | int, place: Place | None, site: Site, *, is_update: bool = False
+    ) -> None:
         write = self._writes.setdefault((key, site.frame), Write(site, place))
         write.times += 1
+        write.updates += is_update
 
     def write_count(self) -> int:
         """Returns how often something was written."""
@@ -234,8 +334,29 @@ class Notes:
     def writes_elsewhere(self) -> list[Write]:
         """Returns what was written into objects that are no modules of the model, nor their containers."""
         own = self._own_tables()
+        for key, (place, before, site, times) in self._contexts.items():
+            if LOOK_UP["context"](place.holder, None) is not before:
+                self._writes[key, site.frame] = Write(site, place, times=times)
         writes = ((key, write) for (key, _), write in self._writes.items())
         return [self._judged(key, write) for key, write in writes if not self._is_in(own, key)]
+
+    def writes_of(self, module: nn.Module, name: str) -> list[Write]:
+        """Returns the writes of `module.name`, and of what it holds."""
+        keys = {("item", id(table), name) for table in self._tables_of(module)}
+        return [w for (key, _), w in self._writes.items() if key in keys or self._origin_of(key) in keys]
+
+    def has_read(self, module: nn.Module, name: str, frame: str) -> bool:
+        """Returns whether the code of one module has read `module.name`."""
+        keys: list[Key] = [("item", id(table), name) for table in self._tables_of(module)]
+        noted = (self._noted[key].frames for key in keys if key in self._noted)
+        return any(frame in frames for frames in (*noted, *(self._readers.get(key, ()) for key in keys)))
+
+    def _tables_of(self, module: nn.Module) -> list[Any]:
+        return [instance_dict(module), *(vars(module)[key] for key in _WEIGHT_TABLES)]
+
+    def _origin_of(self, key: Key | int) -> Key | None:
+        """Returns the place of the container that was written or changed."""
+        return self._origin.get(key if isinstance(key, int) else key[1])
 
     def uses_what_it_writes(self, module: nn.Module, name: str) -> bool:
         """Returns whether code reads `module.name` for more than `+= 1`, and writes it."""
@@ -258,14 +379,17 @@ class Notes:
         return origin is not None and origin[1] in own
 
     def _judged(self, key: Key | int, write: Write) -> Write:
-        """Says whether the value is used: read more often, or elsewhere, than by `+= 1` and the like."""
+        """Says whether the value is used: read more often, or elsewhere, than by `+= 1` and the like; and by
+        whom.
+        """
+        write.readers = frozenset(self._readers.get(key, ()))
         if isinstance(key, int):
             origin = self._origin.get(key)
             looked_into = origin is not None and origin in self._noted and self._noted[origin].content
             write.is_used = looked_into or any(n.place.holder is self._old[key] for n in self._noted.values())
         elif key in self._noted:
             noted = self._noted[key]
-            write.is_used = noted.times > write.times or noted.site.where != write.site.where
+            write.is_used = noted.times > write.updates or noted.site.where != write.site.where
         return write
 
     # -- copied blocks -----------------------------------------------------------------------------
@@ -305,21 +429,25 @@ class Notes:
     def undo(self) -> None:
         """Gives objects that are no modules of the model the values back that the recording overwrote."""
         own = self._own_tables()
+        for generator, state in self._random.values():
+            set_random_state(generator, state)
         for place, before in self._before.values():
             if id(place.holder) not in own:
-                _put_back(place, before)
+                put_back(place, before)
         for tensor, version, values in self._tensors.values():
             if tensor._version != version:
                 with torch.no_grad():
                     tensor.copy_(values)
-        for container, copy in self._contents.values():
+        for container, content in self._contents.values():
             if isinstance(container, np.ndarray):
-                container[...] = copy
+                container[...] = content
             elif isinstance(container, deque):
                 container.clear()
-                container.extend(copy)
+                container.extend(content)
+            elif isinstance(container, bytearray | array.array):
+                container[:] = content
             else:
-                refill(container, copy)
+                refill(container, content)
 
     def reads(self, live: Collection[str] = ()) -> tuple[PythonRead, ...]:
         """Returns what the recording depends on, with the values of now, when nothing is a fake any more.
@@ -391,6 +519,13 @@ def roots_of(function: Any) -> list[Any]:
     return roots
 
 
+def _is_users(kind: type) -> bool:
+    """Returns whether a class is the user's, or a mere holder of attributes."""
+    package = kind.__module__.partition(".")[0]
+    is_library = package in ("torch", "numpy", "outsize") or package in sys.stdlib_module_names
+    return not is_library or kind in (SimpleNamespace, argparse.Namespace)
+
+
 def _is_below(frame: str, names: Collection[str]) -> bool:
     return any(frame == name or frame.startswith(f"{name}.") for name in names)
 
@@ -401,23 +536,12 @@ def _is_library(owner: Any) -> bool:
     return package in ("torch", "numpy") or package in sys.stdlib_module_names
 
 
+def _is_same(value: Any, before: Any) -> bool:
+    """Returns whether code that reads a value cannot tell it from the one before."""
+    return value is before or (isinstance(value, PLAIN) and type(value) is type(before) and value == before)
+
+
 def _contains(value: Any, wanted: Any, depth: int = DEPTH) -> bool:
     if value is wanted:
         return True
     return depth > 0 and is_container(value) and any(_contains(p, wanted, depth - 1) for p in parts_of(value))
-
-
-def _put_back(place: Place, before: Any) -> None:
-    kind, holder, key = place
-    if kind in ("attribute", "class"):
-        if before is ABSENT:
-            delattr(holder, key)
-        else:
-            setattr(holder, key, before)
-    elif kind == "cell":
-        if before is not ABSENT:
-            holder.cell_contents = before
-    elif before is ABSENT:
-        dict.pop(holder, key, None)
-    else:
-        holder[key] = before

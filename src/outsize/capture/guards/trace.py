@@ -15,8 +15,9 @@ traced); an append that nobody reads gives no guard.
 
 Symbols: `entries` are pairs of a value and the text of its expression.
 Deviations: frames of torch, numpy, outsize and the standard library are not traced, except torch's container
-and loss modules; a call of such code counts as a look into its arguments. Values behind `operator.attrgetter`
-and attributes of what `next(iter(...))` returns are not seen.
+and loss modules and a few of the standard library; a call of such code counts as a look into its arguments,
+containers with all that is in them and objects with their own attributes. Objects that change with each use
+(consumed.py) interrupt the recording before they are used, unless the code that uses them runs as it is.
 Complexity: O(instructions that run in user frames), about 2 us each; torch functions are not traced.
 Oracle: tests/parity/test_guards_reads.py (a value of each kind changes; the numbers are the plain loop's).
 """
@@ -25,22 +26,44 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import os
+import pathlib
 import sysconfig
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from outsize.capture.guards.consumed import (
+    Consumed,
+    copied,
+    is_consumed,
+    is_random_generator,
+    random_state,
+    set_random_state,
+)
 from outsize.capture.guards.events import Events, events_for
 from outsize.capture.guards.lookup import UNKNOWN, Method, Place, table_of
-from outsize.capture.guards.notes import Notes, Site, roots_of
+from outsize.capture.guards.notes import Key, Notes, Site, roots_of
 from outsize.capture.guards.opcodes import (
     CALLS_NAME_FUNCTION_FIRST,
     FIRST_IN_PLACE,
@@ -49,8 +72,9 @@ from outsize.capture.guards.opcodes import (
     Operation,
     operations_of,
 )
-from outsize.capture.guards.values import is_container
-from outsize.program.objects import Scope, walk
+from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_symbolic
+from outsize.capture.guards.values import is_container, parts_of
+from outsize.program.objects import Path, Scope, apply, fits, walk
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import is_outsize_file
 
@@ -64,11 +88,27 @@ class _Entry(NamedTuple):
 
 
 @final
-class _ContainerMethod(NamedTuple):
-    """A bound method of an old container."""
+class _BoundMethod(NamedTuple):
+    """A method of an old object that is written in C."""
 
     name: str
+    owner: Any
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _NewIterator:
+    """An iterator that the recording has made over an old container."""
+
     container: Any
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _MadeOf:
+    """A value that was computed of what these reads gave, and of nothing else that lived before."""
+
+    keys: frozenset[Key | None]
 
 
 _NULL: Final = object()
@@ -85,17 +125,34 @@ _CHANGES_AND_READS: Final = frozenset(("pop", "popitem", "setdefault", "popleft"
 _HELD: Final = Scope(functions=True, modules="attributes and tables")
 _DECORATORS: Final = 16  # At most so many are looked through.
 _LOOKS_AT_NOTHING: Final = (isinstance, issubclass, type, id, callable)
+# Instructions that take values from an iterator on the stack.
+_TAKES_VALUES: Final = frozenset(
+    (
+        "UNPACK_EX",
+        "LIST_EXTEND",
+        "SET_UPDATE",
+        "DICT_UPDATE",
+        "DICT_MERGE",
+        "CONTAINS_OP",
+        "GET_YIELD_FROM_ITER",
+    )
+)
+_GETTERS: Final = (operator.attrgetter, operator.itemgetter)
 
+_STDLIB: Final = sysconfig.get_path("stdlib")
 _FOLDERS: Final = tuple(
     f"{folder}{os.sep}"
-    for folder in (Path(torch.__file__).parent, Path(np.__file__).parent, sysconfig.get_path("stdlib"))
+    for folder in (pathlib.Path(torch.__file__).parent, pathlib.Path(np.__file__).parent, _STDLIB)
 )
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_TORCH_MODULES: Final = f"{Path(nn.__file__).parent / 'modules'}{os.sep}"
+_TORCH_MODULES: Final = f"{pathlib.Path(nn.__file__).parent / 'modules'}{os.sep}"
 # The files of outsize that call a model or a loss function.
 _CALLERS: Final = ("fallbacks.py", "recorder.py", "loss_weights.py", "by_modules.py")
 # Look-ups in these classes are those of the objects that they wrap: UserDict, os.environ.
 _TRANSPARENT: Final = frozenset(("<frozen os>", "<frozen _collections_abc>"))
+_TRANSPARENT_FILES: Final = tuple(
+    f"{_STDLIB}{os.sep}{name}" for name in (f"collections{os.sep}__init__.py", "weakref.py", "queue.py")
+)
 
 
 @final
@@ -134,17 +191,22 @@ class _Frame:
 class ReadTrace:
     """Traces the frames of user code while `active`, and fills `notes`."""
 
-    def __init__(self, notes: Notes, frame_of: Callable[[], str]) -> None:
-        """`frame_of` names the module whose code runs."""
+    def __init__(
+        self, notes: Notes, frame_of: Callable[[], str], numbers: PlantedNumbers | None = None
+    ) -> None:
+        """`frame_of` names the module whose code runs; `numbers` are followed meanwhile."""
         self.notes = notes
         self.failure: Exception | None = None
-        self._frame_of = frame_of
+        self._frame_of, self._numbers = frame_of, numbers
         self._frames: dict[FrameType, _Frame] = {}
-        self._is_users: dict[CodeType, bool] = {}
+        # Python calls these when it collects garbage, wherever the user's code is at that moment.
+        of_collector = (getattr(callback, "__code__", None) for callback in gc.callbacks)
+        self._is_users: dict[CodeType, bool] = {code: False for code in of_collector if code is not None}
         self._is_active = self._is_on = False
         self._born: set[CodeType] = set()  # Code of functions that the recording itself has made.
         self._functions: dict[CodeType, list[FunctionType]] = {}
         self._events: Events | None = None
+        self._interruption: Consumed | None = None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -161,6 +223,8 @@ class ReadTrace:
                 self._is_active = self._is_on = False
                 self._frames.clear()
                 self._events = None  # They refer to the trace: a cycle would keep the model alive.
+        if self._interruption is not None:  # The user's code has caught it.
+            raise self._interruption
 
     def paused(self) -> Switched:
         """Traces nothing within the context."""
@@ -208,6 +272,9 @@ class ReadTrace:
             return
         try:
             self._on_opcode(frame, state, offset)
+        except Consumed as error:
+            self._interruption = error
+            raise
         except Exception as error:
             self.failure = error
             if self._events is not None:
@@ -256,7 +323,10 @@ class ReadTrace:
             state.entries.clear()
         else:
             if operation.pops:
-                self._look_into(frame, state.pop(operation.pops))
+                popped = state.pop(operation.pops)
+                self._look_into(frame, popped)
+                if operation.name in _TAKES_VALUES:
+                    self._use(frame, popped)
             if operation.pushes > 0:
                 state.entries.extend([_UNKNOWN] * operation.pushes)
 
@@ -268,6 +338,24 @@ class ReadTrace:
         for value, text in entries:
             if value is not UNKNOWN and is_container(value) and self.notes.is_old(value):
                 self.notes.content(value, self._site(frame, text))
+
+    def _use(self, frame: FrameType, entries: list[_Entry]) -> None:
+        """Notes that code which is not traced uses these values. Raises Consumed."""
+        for value, text in entries:
+            if value is UNKNOWN or not self.notes.is_old(value):
+                continue
+            if is_consumed(value):
+                self.notes.use(value, self._site(frame, text))
+
+    def _hand_over(self, frame: FrameType, entries: list[_Entry]) -> None:
+        """Notes what code that is not traced may see of its arguments, and of what containers hold."""
+        for value, text in entries:
+            if value is UNKNOWN or not self.notes.is_old(value):
+                continue
+            parts = parts_of(value) if is_container(value) else [value]
+            self._use(frame, [_Entry(part, text) for part in parts])
+            for part in parts:
+                self.notes.attributes(part, self._site(frame, text))
 
     # -- functions ---------------------------------------------------------------------------------
 
@@ -315,11 +403,16 @@ class ReadTrace:
 
     def _begin_call(self, frame: FrameType, state: _Frame, callee: _Entry, arguments: list[_Entry]) -> None:
         """Notes what a call looks into; its result is known when it returns."""
+        callee = _Entry(_bound(callee.value), callee.text)
         value = callee.value
         state.callee, state.returned = value, UNKNOWN
         result = self._known_call(frame, callee, arguments)
         if result is UNKNOWN and not self._passes_on(frame, callee):
             self._look_into(frame, arguments)
+            if value is not len:
+                self._hand_over(frame, arguments)
+            if value is not UNKNOWN:
+                result = self._made_of([callee, *arguments])
         text = f"{callee.text}(...)"
         follows = isinstance(value, FunctionType | Method | MethodType) or value is UNKNOWN
 
@@ -345,8 +438,23 @@ class ReadTrace:
     def _known_call(self, frame: FrameType, callee: _Entry, arguments: list[_Entry]) -> Any:
         """Returns the result of a call that is a look-up or a change by itself; UNKNOWN for others."""
         value = callee.value
-        if isinstance(value, _ContainerMethod):
-            return self._container_call(frame, value, arguments, callee.text)
+        if isinstance(value, _BoundMethod):
+            return self._call_of_method(frame, value, arguments, callee.text)
+        if isinstance(value, Method) and is_consumed(value.owner):
+            self.notes.use(value.owner, self._site(frame, callee.text))
+        if isinstance(value, weakref.ref) and self.notes.is_old(value) and not _is_torchs(frame.f_code):
+            return self.notes.referent(value, self._site(frame, f"{callee.text}()"))
+        if isinstance(value, _GETTERS) and arguments:
+            return self._got(frame, value, arguments[0])
+        if value in (iter, next) if isinstance(value, BuiltinFunctionType) and arguments else False:
+            return self._iterated(frame, value, arguments[0])
+        return self._call_of_builtin(frame, value, arguments)
+
+    def _call_of_builtin(self, frame: FrameType, value: Any, arguments: list[_Entry]) -> Any:
+        if value is object.__getattribute__ and len(arguments) == 2:
+            value = getattr
+        if value is object.__setattr__:
+            value = setattr
         if value is getattr and len(arguments) > 1 and isinstance(arguments[1].value, str):
             name = arguments[1].value
             return self.notes.attribute(
@@ -357,15 +465,86 @@ class ReadTrace:
             self.notes.attribute(arguments[0].value, name, self._site(frame, f"{arguments[0].text}.{name}"))
         if value is setattr and len(arguments) == 3 and isinstance(arguments[1].value, str):
             self._set_attribute(frame, arguments[0], arguments[1].value, arguments[2].value)
+        if self._numbers is not None:
+            self._insist_on_known_types(self._numbers, value, arguments)
         if value is vars and len(arguments) == 1:
             return self.notes.attribute(arguments[0].value, "__dict__", self._site(frame, "vars(...)"))
         return UNKNOWN
 
-    def _container_call(
-        self, frame: FrameType, method: _ContainerMethod, arguments: list[_Entry], text: str
+    def _insist_on_known_types(self, numbers: PlantedNumbers, callee: Any, arguments: list[_Entry]) -> None:
+        """Checks that `type` is not asked of a symbolic number, which has a type of its own."""
+        values = [argument.value for argument in arguments]
+        if callee is type and len(values) == 1:
+            asks = is_symbolic(values[0]) or not is_known(values[0])
+        else:  # map(type, numbers)
+            asks = callee is not isinstance and callee is not issubclass and any(v is type for v in values)
+        if asks:
+            numbers.refuse_all()
+
+    def _got(self, frame: FrameType, getter: Any, owner: _Entry) -> Any:
+        """Notes what an attrgetter or itemgetter reads, and returns it where it is one value."""
+        results: list[Any] = []
+        for wanted in getter.__reduce__()[1]:
+            value: Any = owner.value
+            steps = wanted.split(".") if isinstance(getter, operator.attrgetter) else (wanted,)
+            for step in steps:
+                value = self._got_one(frame, getter, _Entry(value, owner.text), step)
+            results.append(value)
+        return results[0] if len(results) == 1 else UNKNOWN
+
+    def _got_one(self, frame: FrameType, getter: Any, owner: _Entry, step: Any) -> Any:
+        if owner.value is UNKNOWN or not self.notes.is_old(owner.value):
+            return UNKNOWN
+        if isinstance(getter, operator.attrgetter):
+            return self.notes.attribute(owner.value, step, self._site(frame, f"{owner.text}.{step}"))
+        if is_container(owner.value):
+            return self.notes.item(owner.value, step, self._site(frame, f"{owner.text}[{step!r}]"))
+        return UNKNOWN
+
+    def _iterated(self, frame: FrameType, function: Any, argument: _Entry) -> Any:
+        """Returns what `iter(argument)` or `next(argument)` is."""
+        value = argument.value
+        if function is iter:
+            return self._iterator_over(frame, argument)
+        if isinstance(value, _NewIterator):
+            return next(iter(value.container), UNKNOWN)
+        self._use(frame, [argument])
+        return UNKNOWN
+
+    def _iterator_over(self, frame: FrameType, entry: _Entry) -> Any:
+        value = _unproxied(entry.value)
+        if value is UNKNOWN or not self.notes.is_old(entry.value):
+            return UNKNOWN
+        if is_container(value):
+            self._look_into(frame, [entry])
+            return _NewIterator(value)
+        return value if is_consumed(value) else UNKNOWN
+
+    def _made_of(self, entries: list[_Entry]) -> Any:
+        """Returns what a result was made of, where that are reads."""
+        keys: set[Key | None] = set()
+        for value, text in entries:
+            if isinstance(value, _MadeOf):
+                keys |= value.keys
+            elif value is not UNKNOWN:
+                keys.add(self.notes.key_of(text))
+        keys.discard(None)
+        return _MadeOf(frozenset(keys)) if keys else UNKNOWN
+
+    def _call_of_method(
+        self, frame: FrameType, method: _BoundMethod, arguments: list[_Entry], text: str
     ) -> Any:
         name, container = method
-        if name == "get" and arguments and arguments[0].value is not UNKNOWN:
+        if is_consumed(container):
+            self.notes.use(container, self._site(frame, text))
+            return UNKNOWN
+        if isinstance(container, ContextVar):
+            return self._call_of_context(frame, method, text)
+        container = _unproxied(container)
+        if isinstance(method.owner, MappingProxyType) and name != "get":
+            self.notes.items(container, self._site(frame, text))
+            return UNKNOWN
+        if name == "get" and arguments and is_known(arguments[0].value):
             return self.notes.item(container, arguments[0].value, self._site(frame, text))
         if name in _CHANGES:
             for argument in arguments:
@@ -377,20 +556,29 @@ class ReadTrace:
                 self.notes.mutate(container, self._site(frame, text))
         return UNKNOWN
 
+    def _call_of_context(self, frame: FrameType, method: _BoundMethod, text: str) -> Any:
+        variable, site = method.owner, self._site(frame, text)
+        if method.name == "get":
+            return self.notes.read(Place("context", variable, None), site)
+        if method.name == "set":
+            self.notes.set_context(variable, site)
+        return UNKNOWN
+
     # -- writes ------------------------------------------------------------------------------------
 
     def _set_attribute(self, frame: FrameType, owner: _Entry, name: str, value: Any) -> None:
         holder = owner.value
         if holder is not UNKNOWN and not isinstance(holder, Tensor) and self.notes.is_old(holder):
-            self.notes.write(table_of(holder, name), value, self._site(frame, f"{owner.text}.{name}"))
+            site = self._site(frame, f"{owner.text}.{name}")
+            self.notes.write(table_of(holder, name), value, site, _keys_in(value))
 
     def _set_item(self, frame: FrameType, owner: _Entry, key: Any, value: Any) -> None:
         holder = owner.value
         if holder is UNKNOWN or not is_container(holder) or not self.notes.is_old(holder):
             return
         site = self._site(frame, f"{owner.text}[...]")
-        if isinstance(holder, dict) and key is not UNKNOWN:
-            self.notes.write(Place("item", holder, key), value, site)
+        if isinstance(holder, dict) and is_known(key):
+            self.notes.write(Place("item", holder, key), value, site, _keys_in(value))
         else:
             self.notes.mutate(holder, site)
 
@@ -469,7 +657,9 @@ class ReadTrace:
     ) -> None:
         text = f"{owner.text}.{name}"
         value: Any = UNKNOWN
-        if owner.value is not UNKNOWN and self.notes.is_old(owner.value):
+        if owner.value is object:
+            value = getattr(object, name, UNKNOWN)
+        elif owner.value is not UNKNOWN and self.notes.is_old(owner.value):
             value = self.notes.attribute(owner.value, name, self._site(frame, text))
         if value is not UNKNOWN:
             state.push(_Entry(value, text), is_called=is_called)
@@ -478,15 +668,19 @@ class ReadTrace:
 
         def push(_offset: int) -> None:
             # A property or `__getattr__` has run as a frame of its own.
-            state.push(_Entry(state.returned, text), is_called=is_called)
+            returned = state.returned
+            if returned is UNKNOWN and isinstance(owner.value, Tensor | _MadeOf):
+                returned = self._made_of([owner])
+            state.push(_Entry(returned, text), is_called=is_called)
 
         state.pending = push
 
     def _load_method(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (owner,) = state.pop(1)
         name = operation.value
-        if is_container(owner.value) and self.notes.is_old(owner.value):
-            method = _ContainerMethod(name, owner.value)
+        is_in_c = is_container(owner.value) or isinstance(owner.value, ContextVar | MappingProxyType)
+        if (is_in_c or is_consumed(owner.value)) and self.notes.is_old(owner.value):
+            method = _BoundMethod(name, owner.value)
             state.push(_Entry(method, f"{owner.text}.{name}"), is_called=True)
         else:
             self._load(frame, state, owner, name, is_called=True)
@@ -495,12 +689,13 @@ class ReadTrace:
         owner, key = state.pop(2)
         value: Any = UNKNOWN
         text = f"{owner.text}[{key.text}]"
-        if owner.value is not UNKNOWN and is_container(owner.value) and self.notes.is_old(owner.value):
+        container = _unproxied(owner.value)
+        if container is not UNKNOWN and is_container(container) and self.notes.is_old(owner.value):
             site = self._site(frame, text)
-            if key.value is UNKNOWN:
-                self.notes.content(owner.value, site)
+            if not is_known(key.value):
+                self._look_into(frame, [owner])
             else:
-                value = self.notes.item(owner.value, key.value, site)
+                value = self.notes.item(container, key.value, site)
         if value is not UNKNOWN:
             state.entries.append(_Entry(value, text))
             return
@@ -540,7 +735,7 @@ class ReadTrace:
             state.entries.append(left)
             return
         self._look_into(frame, [left, right])
-        state.entries.append(_UNKNOWN)
+        state.entries.append(_Entry(self._made_of([left, right]), "?"))
 
     def _drop(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
         """Takes values from the stack without a look into them."""
@@ -574,18 +769,19 @@ class ReadTrace:
     def _store_global(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (entry,) = state.pop(1)
         place = Place("item", frame.f_globals, operation.value)
-        self.notes.write(place, entry.value, self._site(frame, operation.value))
+        self.notes.write(place, entry.value, self._site(frame, operation.value), _keys_in(entry.value))
 
     def _store_deref(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (entry,) = state.pop(1)
         cell = _cell_of(state, operation.value)
         if cell is not None:
             site = self._site(frame, operation.value)
-            self.notes.write(Place("cell", cell, None), entry.value, site)
+            self.notes.write(Place("cell", cell, None), entry.value, site, _keys_in(entry.value))
 
     def _unpack(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         entry = state.pop(1)[0]
         self._look_into(frame, [entry])
+        self._use(frame, [entry])
         items = list(entry.value) if isinstance(entry.value, tuple | list) else []
         if len(items) != operation.arg:
             items = [UNKNOWN] * operation.arg
@@ -593,7 +789,21 @@ class ReadTrace:
             _Entry(item, f"{entry.text}[{n}]") for n, item in reversed(list(enumerate(items)))
         )
 
-    def _for_iter(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+    def _get_iterator(self, frame: FrameType, state: _Frame, _operation: Operation) -> None:
+        (entry,) = state.pop(1)
+        state.entries.append(_Entry(self._iterator_over(frame, entry), entry.text))
+
+    def _match_class(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        subject, kind, names = state.pop(3)
+        wanted = names.value if isinstance(names.value, tuple) else ()
+        wanted += getattr(kind.value, "__match_args__", ())[: operation.arg]
+        for name in wanted if subject.value is not UNKNOWN and self.notes.is_old(subject.value) else ():
+            self.notes.attribute(subject.value, name, self._site(frame, f"{subject.text}.{name}"))
+        state.entries.append(_UNKNOWN)
+
+    def _for_iter(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        self._use(frame, state.entries[-1:])
+
         def after(offset: int) -> None:
             if offset == operation.next:
                 state.entries.append(_UNKNOWN)
@@ -613,7 +823,10 @@ class ReadTrace:
 
     def _copy(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
         depth = operation.arg
-        state.entries.append(state.entries[-depth] if depth <= len(state.entries) else _UNKNOWN)
+        entry = state.entries[-depth] if depth <= len(state.entries) else _UNKNOWN
+        if isinstance(entry.value, _MadeOf):
+            entry = state.entries[-depth] = _UNKNOWN  # It also goes elsewhere.
+        state.entries.append(entry)
 
     def _swap(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
         depth = operation.arg
@@ -652,18 +865,27 @@ def without_writes(*functions: Any) -> Iterator[None]:
     roots = [root for function in functions for root in roots_of(function)]
     roots += [part for root in roots if isinstance(root, nn.Module) for part in root.modules()]
     notes, generators = Notes({}, roots), list[tuple[torch.Generator, Tensor]]()
-    for _, part in walk(roots, _HELD):
+    randoms, iterators = list[tuple[Any, Any]](), dict[Path, tuple[Any, Any]]()
+    for path, part in walk(roots, _HELD):
         if isinstance(part, Tensor):
             notes.remember_tensor(part)
         elif isinstance(part, torch.Generator):
             generators.append((part, part.get_state()))
+        elif is_random_generator(part):
+            randoms.append((part, random_state(part)))
+        elif is_consumed(part) and fits(roots, path) and (other := copied(part)) is not None:
+            iterators[path] = part, other
     try:
+        apply(roots, [(path, other) for path, (_, other) in iterators.items()])
         with ReadTrace(notes, lambda: LOSS).active():
             yield
     finally:
         notes.undo()
+        apply(roots, [(path, one) for path, (one, _) in iterators.items()])
         for generator, state in generators:
             generator.set_state(state)
+        for generator, state in randoms:
+            set_random_state(generator, state)
 
 
 _HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], None]]] = {
@@ -707,11 +929,22 @@ _HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], N
     "STORE_DEREF": ReadTrace._store_deref,
     "UNPACK_SEQUENCE": ReadTrace._unpack,
     "FOR_ITER": ReadTrace._for_iter,
+    "GET_ITER": ReadTrace._get_iterator,
+    "MATCH_CLASS": ReadTrace._match_class,
     "JUMP_IF_FALSE_OR_POP": ReadTrace._jump_or_pop,
     "JUMP_IF_TRUE_OR_POP": ReadTrace._jump_or_pop,
     "COPY": ReadTrace._copy,
     "SWAP": ReadTrace._swap,
 }
+
+
+def _is_torchs(code: CodeType) -> bool:
+    """Whether a function is one of torch's modules, whose weak references are to their own weights.
+
+    An exchanged weight is seen by the check of modules and parameters; that the former one was freed since,
+    at a moment that the garbage collector chooses, changes nothing.
+    """
+    return code.co_filename.startswith(_TORCH_MODULES)
 
 
 def _is_user_code(code: CodeType) -> bool:
@@ -724,13 +957,38 @@ def _is_user_code(code: CodeType) -> bool:
         return not name.endswith("module.py")
     if any(folder in name for folder in _INSTALLED):
         return not name.startswith(_FOLDERS[:2])
-    return not name.startswith(_FOLDERS) or name.endswith(f"collections{os.sep}__init__.py")
+    return not name.startswith(_FOLDERS) or name in _TRANSPARENT_FILES
 
 
 def _calls_users(frame: FrameType | None) -> bool:
     """Returns whether a frame that is not traced hands control to the user: not what outsize calls inside."""
     name = "" if frame is None else frame.f_code.co_filename
     return not is_outsize_file(name) or name.endswith(_CALLERS)
+
+
+def is_known(value: Any) -> bool:
+    """Returns whether the value on the shadow stack is the one on the real stack."""
+    return value is not UNKNOWN and not isinstance(value, _MadeOf | _NewIterator | _BoundMethod | Method)
+
+
+def _keys_in(value: Any) -> frozenset[Key | None]:
+    return value.keys if isinstance(value, _MadeOf) else frozenset()
+
+
+def _bound(function: Any) -> Any:
+    """Returns what a method written in C is bound to, with its name."""
+    if not isinstance(function, BuiltinFunctionType | MethodWrapperType):
+        return function
+    owner = function.__self__
+    is_bound = owner is not None and not isinstance(owner, ModuleType | type)
+    return _BoundMethod(function.__name__, owner) if is_bound else function
+
+
+def _unproxied(value: Any) -> Any:
+    """Returns the dict behind a read-only view."""
+    if not isinstance(value, MappingProxyType):
+        return value
+    return next((part for part in gc.get_referents(value) if isinstance(part, dict)), UNKNOWN)
 
 
 def _is_users_frame(frame: FrameType) -> bool:

@@ -6,6 +6,8 @@ deeper than DEPTH are compared by identity.
 
 from __future__ import annotations
 
+import array
+import copy
 import functools
 from collections import deque
 from types import EllipsisType, NoneType
@@ -17,7 +19,8 @@ from torch import Tensor
 DEPTH: Final = 6
 ARRAY_BYTES: Final = 65536
 PLAIN: Final = (bool, int, float, complex, str, bytes, NoneType, EllipsisType)
-CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque, functools.partial, np.ndarray)
+BUFFERS: Final = (np.ndarray, bytearray, array.array)
+CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque, functools.partial, *BUFFERS)
 
 
 @final
@@ -49,8 +52,8 @@ def frozen(value: Any, depth: int = DEPTH) -> Any:
         return type(value), value.tobytes()
     if not depth or not is_container(value):
         return Identity(value)
-    if isinstance(value, np.ndarray):
-        return _frozen_array(value)
+    if isinstance(value, BUFFERS):
+        return _frozen_buffer(value)
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
         return functools.partial, *(frozen(part, depth - 1) for part in parts)
@@ -61,10 +64,13 @@ def frozen(value: Any, depth: int = DEPTH) -> Any:
     return type(value), *([frozenset(parts)] if isinstance(value, set | frozenset) else parts)
 
 
-def _frozen_array(array: np.ndarray[Any, Any]) -> Any:
-    if array.nbytes > ARRAY_BYTES or array.dtype.hasobject:
-        return Identity(array)
-    return np.ndarray, array.dtype.str, array.shape, array.tobytes()
+def _frozen_buffer(buffer: Any) -> Any:
+    size = memoryview(buffer).nbytes if isinstance(buffer, bytearray | array.array) else buffer.nbytes
+    if size > ARRAY_BYTES or (isinstance(buffer, np.ndarray) and buffer.dtype.hasobject):
+        return Identity(buffer)
+    if isinstance(buffer, np.ndarray):
+        return np.ndarray, buffer.dtype.str, buffer.shape, buffer.tobytes()
+    return type(buffer), getattr(buffer, "typecode", ""), bytes(buffer)
 
 
 def parts_of(value: Any) -> list[Any]:
@@ -73,7 +79,20 @@ def parts_of(value: Any) -> list[Any]:
         return [*dict.keys(value), *dict.values(value)]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
-    return [] if isinstance(value, np.ndarray) else list(value)
+    return [] if isinstance(value, BUFFERS) else list(value)
+
+
+def snapshot_of(value: Any, depth: int = DEPTH) -> Any:
+    """Returns a container with what this one holds now, to be shown when it has changed in place."""
+    if not depth:
+        return value
+    if isinstance(value, dict):
+        return {key: snapshot_of(part, depth - 1) for key, part in dict.items(value)}
+    if isinstance(value, list | deque):
+        return [snapshot_of(part, depth - 1) for part in value]
+    if isinstance(value, (set, *BUFFERS)):
+        return copy.copy(value)
+    return value
 
 
 def is_same_tensor_kind(old: Any, new: Any) -> bool:

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outsize.capture.measure.local_cluster import find_cluster
+from outsize.device.accelerators import synchronize
 from outsize.errors import BadOption
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster, Link
@@ -161,7 +162,7 @@ def _laps(
     laps = []
     for lap in range(WARM_UP + repeats):
         dist.barrier(group)
-        _settle(device)
+        synchronize(device)
         start = clock()
         try:
             exchange()
@@ -169,14 +170,9 @@ def _laps(
             if lap:
                 raise
             return []
-        _settle(device)
+        synchronize(device)
         laps.append(clock() - start)
     return laps[WARM_UP:]
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _exchange(kind: Kind, group: dist.ProcessGroup, wire: Wire, size: int, device: torch.device) -> Exchange:

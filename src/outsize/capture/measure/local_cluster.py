@@ -1,6 +1,6 @@
 """Describes the devices of this machine as a Cluster.
 
-`local` is every CUDA device, or one CPU process per core; `cuda:0,cpu` are the devices of one process.
+`local` is every accelerator here, or one CPU process per core; `cuda:0,cpu` are the devices of one process.
 
 CPU processes share the machine's memory evenly. A GPU that the device table knows gets its
 figures from there; an unknown one gets an RTX 3090's speed and its own memory, and says so.
@@ -15,6 +15,16 @@ from collections.abc import Sequence
 import psutil
 import torch
 
+from outsize.device.accelerators import (
+    CPU,
+    accelerator_type,
+    all_devices,
+    device_count,
+    device_type,
+    properties,
+    spoken,
+    type_of,
+)
 from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.cluster_file import load_cluster
@@ -30,7 +40,7 @@ def find_cluster(name: str) -> Cluster:
     `parse_cluster` and `load_cluster` raise.
     """
     if name == "local":
-        return _cuda() if torch.cuda.is_available() else _cpus(name, psutil.cpu_count(logical=True) or 1)
+        return _accelerators() if accelerator_type() else _cpus(name, psutil.cpu_count(logical=True) or 1)
     places = places_in(name)
     if places:
         return _of_places(name, places)
@@ -40,6 +50,30 @@ def find_cluster(name: str) -> Cluster:
     if cluster.devices[0].kind == "cpu" and cluster.nodes == 1:
         return _cpus(name, len(cluster.devices))
     return cluster
+
+
+def cluster_of_run(kind_of_devices: str, machines: Sequence[int]) -> Cluster:
+    """Returns the devices of a run: one for each process, of which each machine has so many.
+
+    All accelerators are taken to be like the first one here. One machine with all its devices is `local`.
+    """
+    if kind_of_devices == CPU:
+        return find_cluster(f"{sum(machines)}xcpu")
+    local = find_cluster("local")
+    if tuple(machines) == (len(local.devices),):
+        return local
+    kind, memory_bytes = local.devices[0].kind, local.devices[0].memory_bytes
+    equal = f"{len(machines)}x{machines[0]}x{kind}" if len(machines) > 1 else f"{machines[0]}x{kind}"
+    name = equal if len(set(machines)) == 1 else "+".join(f"{count}x{kind}" for count in machines)
+    cluster = parse_cluster(name)
+    devices = tuple(d.model_copy(update={"memory_bytes": memory_bytes}) for d in cluster.devices)
+    return _called(kind_of_devices, cluster.model_copy(update={"devices": devices}))
+
+
+def _called(kind: str, cluster: Cluster) -> Cluster:
+    """Returns the cluster with torch's names of its devices: `xpu:0` for the catalogue's `cuda:0`."""
+    named = (d.model_copy(update={"name": f"{kind}:{d.name.partition(':')[2]}"}) for d in cluster.devices)
+    return cluster.model_copy(update={"devices": tuple(named)})
 
 
 def _cpus(name: str, count: int) -> Cluster:
@@ -71,22 +105,21 @@ def _link(device: Device, to_host: bool) -> Link | None:
 def _kind_and_memory(place: str) -> tuple[str, int]:
     if place == "cpu":
         return "cpu", psutil.virtual_memory().total
-    index, count = int(place.partition(":")[2]), torch.cuda.device_count()
+    index, count = int(place.partition(":")[2]), device_count()
     if index >= count:
         raise UnknownDevice(
             f"{place} is not here",
-            numbers=f"torch sees {count} CUDA device{'' if count == 1 else 's'}",
+            numbers=f"torch sees {count} {spoken(type_of(place))} device{'' if count == 1 else 's'}",
             next_step="--cluster 2xh100, or another cluster that need not be here",
         )
-    properties = torch.cuda.get_device_properties(index)
-    return device_kind(properties.name, properties.total_memory), properties.total_memory
+    known = properties(torch.device(place))
+    return device_kind(known.name, known.memory_bytes), known.memory_bytes
 
 
-def _cuda() -> Cluster:
-    count = torch.cuda.device_count()
-    properties = torch.cuda.get_device_properties(0)
-    kind = device_kind(properties.name, properties.total_memory)
-    return make_cluster("local", kind, 1, count, properties.total_memory)
+def _accelerators() -> Cluster:
+    known = properties(all_devices()[0])
+    kind = device_kind(known.name, known.memory_bytes)
+    return _called(device_type(), make_cluster("local", kind, 1, device_count(), known.memory_bytes))
 
 
 def device_kind(name: str, memory_bytes: int) -> str:

@@ -29,6 +29,7 @@ from outsize.capture.graph.unit_key import unit_keys
 from outsize.capture.measure.cache import Environment, ProfileCache, Timing
 from outsize.capture.measure.stopwatch import WARM_UP, Clock, Laps, Seed, Stopwatch
 from outsize.capture.recording.python_random import restored_python_generators
+from outsize.device.accelerators import forked_generators, is_accelerator, properties, synchronize
 from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.profile import Profile, UnitCost
@@ -40,7 +41,7 @@ _COPIES = 2
 
 @final
 @dataclass(frozen=True)
-class How:
+class UnitTimingOptions:
     """Configures a measurement.
 
     repeats   laps of each kind after the warm-up; medians count
@@ -65,7 +66,7 @@ def measure_units(
     captured: Captured,
     model: nn.Module,
     inputs: Sequence[Tensor],
-    how: How | None = None,
+    how: UnitTimingOptions | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Measures a profile; `inputs` are the tape's input tensors. Raises BadOption for weights on meta."""
@@ -75,7 +76,7 @@ def measure_units(
             numbers=f"{sum(p.is_meta for p in model.parameters())} parameters hold no values",
             next_step="build the model with weights, or plan without --measure",
         )
-    how = how or How()
+    how = how or UnitTimingOptions()
     device = next(model.parameters(), torch.empty(0)).device
     timings = _Timer(captured, model, inputs, how, device).timings(progress)
     return Profile(
@@ -96,7 +97,7 @@ class _Timer:
     captured: Captured
     model: nn.Module
     inputs: Sequence[Tensor]
-    how: How
+    how: UnitTimingOptions
     device: torch.device
 
     def timings(self, progress: Progress | None) -> list[Timing]:
@@ -164,8 +165,8 @@ def _trains(graph: ModelGraph, unit: int) -> bool:
 
 def device_name(device: torch.device) -> str:
     """Returns the name of the GPU (`NVIDIA H200`), or the CPU's model as the system names it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if is_accelerator(device):
+        return properties(device).name
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
     named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -209,11 +210,11 @@ def _cost(unit: Unit, timing: Timing) -> UnitCost:
 
 
 def _wall_clock(device: torch.device) -> Clock:
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return time.perf_counter
 
     def settled() -> float:
-        torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter()
 
     return settled
@@ -245,9 +246,8 @@ def _undisturbed(model: nn.Module, captured: Captured) -> Iterator[None]:
     before = {name: tensor.detach().clone() for name, tensor in named}
     for p in model.parameters():
         p.grad = None
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
-        with torch.random.fork_rng(devices=gpus), restored_python_generators():
+        with forked_generators(), restored_python_generators():
             yield
     finally:
         for name, p in model.named_parameters():

@@ -14,7 +14,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -24,14 +24,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
 from outsize.capture.fakes.lru_caches import Caches
+from outsize.capture.guards.consumed import Consumed, is_random_generator, stood_in
 from outsize.capture.guards.notes import Notes, roots_of
+from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.guards.trace import is_traced, without_writes
 from outsize.capture.recording.intercept import watching
 from outsize.capture.recording.leaf_rule import LeafRule
 from outsize.capture.recording.module_state import (
+    LiveCode,
     insist_on_harmless,
     insist_on_harmless_writes,
     kept_state,
+    leave_alone,
     unsettled,
 )
 from outsize.capture.recording.python_random import restored_generators, self_seeding
@@ -62,11 +66,13 @@ class TapeOptions:
 
     `live` names modules (FQNs), or the loss (LOSS), that read Python values which change all the time: each
     becomes one instruction, which runs the user's code at every replay. Unless it is None the tape says which
-    Python values it depends on; it then refers to objects of the model.
+    Python values it depends on; it then refers to objects of the model. `numbers` are put into their places
+    meanwhile; where they are followed, they are inputs of the tape, and Unfollowed may be raised.
     """
 
     home: torch.device | None = None
     live: Collection[str] | None = None
+    numbers: PlantedNumbers | None = None
 
 
 _DEFAULTS: Final = TapeOptions()
@@ -118,8 +124,8 @@ def record(
                 return tape
             except _Retry:
                 continue
-            except Leaked as leak:
-                _open(model, rule, leak)
+            except (Consumed, Leaked) as problem:
+                _open_or_close(model, rule, problem)
             except FrameFailed as failure:
                 if failure.cause is not None:
                     if _gave_up_costs(rule, failure.cause):
@@ -138,7 +144,7 @@ def _rule_of(loss_fn: LossFn | None, options: TapeOptions) -> LeafRule:
     rule, live = LeafRule(), set(options.live or ())
     # A loss whose reads and writes are not noted is called at each replay.
     rule.live_loss = LOSS in live or (loss_fn is not None and not is_traced())
-    rule.guards_reads = options.live is not None
+    rule.guards_reads, rule.numbers = options.live is not None, options.numbers
     if rule.guards_reads and not is_traced():
         _say_what_is_not_seen()
     rule.forced |= dict.fromkeys(live - {LOSS}, "it reads a value that changes at each step")
@@ -185,12 +191,14 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
     model, everywhere = call.model, home is not None
     device = home or next((t.device for t in call.tensors if not t.is_meta), torch.device("cpu"))
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    uses = [uses[0] for uses in rule.used.values() if not is_random_generator(uses[0].value)]
     with (
+        stood_in(use.place for use in uses if use.place is not None) as copies,
         fake_mode as mode,
         hidden_fakes(),
         quiet_fakes(),
         FakeModel(model, mode, device, everywhere=everywhere) as fakes,
-        _reads_of(fakes, call.loss_fn, rule) as reads,
+        _reads_of(fakes, call, rule, copies) as reads,
     ):
 
         def run() -> Tape:
@@ -201,16 +209,18 @@ def _record_once(call: _RecordedCall, rule: LeafRule, caches: Caches, home: torc
         if state:
             _climb_for_state(rule, unsettled(state, tape, fakes, run))
             notes = insist_on_harmless(model, state, tape, run, reads)
-        elif fakes.left:
-            # The next forward shows which code resets what a leaf stores: it then finds other state than was
-            # left.
+        elif fakes.left or any("_hooks" not in name for _, name in fakes.rebound()):
+            # The next forward shows which code sets what a leaf stores or reads: it then finds other state
+            # than was left.
             run()
         forced = len(rule.forced)
         notes += _said(insist_on_harmless_writes(model, rule, reads, run), rule)
         if len(rule.forced) > forced:
             raise _Retry
     # The values are read when no fake is in the model any more.
-    depends_on = {"reads": reads.reads(tape.live), "keepers": tape.keepers | rule.keepers}
+    depends_on: dict[str, Any] = {"reads": reads.reads(tape.live), "keepers": tape.keepers | rule.keepers}
+    if rule.numbers is not None:
+        depends_on["decisions"] = rule.numbers.decisions
     return replace(tape, opaque=tape.opaque + notes, **depends_on)
 
 
@@ -222,9 +232,12 @@ def _said(notes: tuple[str, ...], rule: LeafRule) -> tuple[str, ...]:
 
 
 @contextmanager
-def _reads_of(fakes: FakeModel, loss_fn: Any, rule: LeafRule) -> Iterator[Notes]:
+def _reads_of(
+    fakes: FakeModel, call: _RecordedCall, rule: LeafRule, copies: Collection[int]
+) -> Iterator[Notes]:
     """Collects what Python the model and the loss read, and takes back what they write elsewhere."""
-    reads = Notes(fakes.modules, roots_of(loss_fn), is_for_guards=rule.guards_reads)
+    live, roots = LiveCode(call.model, rule, copies), roots_of(call.loss_fn)
+    reads = Notes(fakes.modules, roots, is_for_guards=rule.guards_reads, consumers=live)
     try:
         yield reads
     finally:
@@ -244,7 +257,9 @@ def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, 
     real.update(zip(inputs, tensors, strict=True))
     batch = call.args, call.kwargs, call.target
     args, kwargs, target = map_leaves(lambda x: fake_of.get(id(x), x) if isinstance(x, Tensor) else x, batch)
-    with caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
+    planted = nullcontext() if rule.numbers is None else rule.numbers.planted()
+    with planted, caches.without_fakes(), watching(recorder, saved=rule.saved), recorder.reads.active():
+        fakes.begin(numbers=rule.numbers is not None)
         output = call.model(*args, **kwargs)
         recorder.runs_loss = True
         if loss_fn is None:
@@ -383,8 +398,17 @@ def _open_keepers(model: nn.Module, rule: LeafRule) -> bool:
     return bool(keepers)
 
 
+def _open_or_close(model: nn.Module, rule: LeafRule, problem: Consumed | Leaked) -> None:
+    if isinstance(problem, Leaked):
+        _open(model, rule, problem)
+    else:
+        leave_alone(model, rule, problem)
+
+
 def _open(model: nn.Module, rule: LeafRule, leak: Leaked) -> None:
-    """Records through the leaf from which a tensor leaks, and through all of its class (rule 10)."""
+    """Records through the leaf from which a tensor leaks, or whose attributes are set outside of it, and
+    through all of its class (rule 10).
+    """
     if leak.fqn == "":
         return
     leaf = model.get_submodule(leak.fqn)
@@ -394,7 +418,7 @@ def _open(model: nn.Module, rule: LeafRule, leak: Leaked) -> None:
         if type(module) is type(leaf) and fqn:
             rule.forced.pop(fqn, None)
             rule.walked.add(fqn)
-            rule.opened[fqn] = f"walked through, it hands out a tensor by the way ({leak.failure.where})"
+            rule.opened[fqn] = f"walked through, {leak.why} ({leak.failure.where})"
 
 
 def _gave_up_costs(rule: LeafRule, error: Exception) -> bool:

@@ -18,7 +18,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from outsize.capture.fakes.fake_model import FakeModel, fake_like
+from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.capture.recording.slots import Slots
+from outsize.program.python_reads import NumberInput
 from outsize.program.replay import evaluate, resolve
 from outsize.program.tape import Guard, Instruction, Ref, Weight, backward_slice
 from outsize.program.tree import leaves, map_leaves
@@ -88,6 +90,15 @@ class Decider:
                 raise LookupError("values of an input as a NumPy array, with which other code computes")
             self._guards.append(Guard(fn, args, kwargs, signature_of(out), where))
         return map_leaves(lambda x: fake_like(x, fakes.mode) if isinstance(x, Tensor) else x, out)
+
+    def insist_on_fixed_numbers(self, numbers: PlantedNumbers, call: Any) -> None:
+        """Checks that no number on which a decision depends is an input of the program. Raises Unfollowed."""
+        reads = [leaf.slot for leaf in leaves(call) if isinstance(leaf, Ref)]
+        needs = [self._instructions[i] for i in backward_slice(self._instructions, self._slots.metas, reads)]
+        arguments = [leaf for i in needs for leaf in leaves((i.args, i.kwargs))]
+        inputs = [leaf for leaf in (*arguments, *leaves(call)) if isinstance(leaf, NumberInput)]
+        if inputs:
+            numbers.refuse(place for number in inputs for place in number.places())
 
     def numbers_of(self, fn: Callable[..., Any], call: Any, where: str, fakes: FakeModel) -> Any:
         """Returns the arguments with numbers in place of the tensors that give the shape of the result; None

@@ -8,10 +8,17 @@ recorded through as well, because its function shows on the tape what its mean i
 
 from __future__ import annotations
 
-from typing import final
+import itertools
+from collections.abc import Iterable
+from types import CodeType
+from typing import Any, Final, final
 
 from torch import nn
 from torch.nn.modules.loss import _Loss
+
+from outsize.capture.guards.consumed import Consumed
+from outsize.capture.guards.symbolic_numbers import PlantedNumbers
+from outsize.program.python_reads import LOSS
 
 _CONTAINERS = (
     nn.Sequential,
@@ -24,6 +31,9 @@ _CONTAINERS = (
     nn.TransformerDecoderLayer,
 )
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# A call of any module reads these; a class that uses one of the others may read every attribute.
+_OF_ALL_MODULES: Final = frozenset(vars(nn.Module())) - {"training"}
+_LOOK_UPS: Final = frozenset(("getattr", "vars", "attrgetter", "__dict__", "__getattribute__", "__getattr__"))
 # Hooks of these modules fill lists of the running forward (router logits, hidden states) and do nothing else,
 # so they are recorded with that forward.
 _COLLECTORS = frozenset({"transformers.utils.output_capturing"})
@@ -37,8 +47,10 @@ class LeafRule:
     tensors leak (rule 10), which are recorded through instead; `traced` asks the recorder to remember which
     tensor was made inside which leaf; `saved` says whether it may ask what autograd saves. `live_loss`: the
     loss function is one instruction. `guards_reads`: somebody will compare what Python code has read.
-    `keepers` are leaves whose calls depend on the calls before, because they write outside of modules or draw
-    from a generator of their own: all calls of one stay in one stage.
+    `numbers` are in their places while the forward is recorded. `keepers` are leaves whose calls depend on
+    the calls before, because they write outside of modules or draw from a generator of their own: all calls
+    of one stay in one stage. `used` has the objects that change with each use (capture.guards.consumed), by
+    their ids, with what uses them.
     """
 
     def __init__(self) -> None:
@@ -48,7 +60,9 @@ class LeafRule:
         self.walked: set[str] = set()
         self.traced, self.saved, self.live_loss = False, True, False
         self.guards_reads = False
+        self.numbers: PlantedNumbers | None = None
         self.keepers: set[str] = set()
+        self.used: dict[int, list[Consumed]] = {}
 
     def is_leaf(self, fqn: str, module: nn.Module) -> bool:
         """Returns whether the call of this module is one instruction."""
@@ -65,6 +79,48 @@ class LeafRule:
     def may_open(self, module: nn.Module) -> bool:
         """Returns whether a module may be recorded through: it is the user's and has no hooks."""
         return not is_hooked(module) and not type(module).__module__.startswith("torch.nn.")
+
+
+def common_module(names: Iterable[str]) -> str:
+    """Returns the FQN of the smallest module that has all of these as parts, or is one of them."""
+    parts = [name.split(".") if name and name != LOSS else [] for name in names]
+    common = itertools.takewhile(lambda level: len({*level}) == 1, zip(*parts, strict=False))
+    return ".".join(level[0] for level in common)
+
+
+def may_read(leaf: nn.Module, name: str) -> bool:
+    """Returns whether the classes of a leaf's modules name an attribute, or look up computed names.
+
+    What functions outside of these classes read is seen while they run (capture.guards).
+    """
+    kinds = {type(module) for module in leaf.modules()}
+    return name in _OF_ALL_MODULES or any(
+        name in names or names & _LOOK_UPS for names in map(_names_in, kinds)
+    )
+
+
+def _names_in(kind: type) -> frozenset[str]:
+    """Returns the names and texts in the code of a class and its bases, other than nn.Module."""
+    bases = (base for base in kind.__mro__ if base not in (nn.Module, object))
+    return frozenset(name for base in bases for name in _own_names_in(base))
+
+
+def _own_names_in(kind: type) -> set[str]:
+    codes = [code for value in vars(kind).values() for code in _codes_in(value)]
+    names = set[str]()
+    while codes:
+        code = codes.pop()
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+        names |= {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}
+    # Layers of torch compute the names of weights alone.
+    return names - _LOOK_UPS if kind.__module__.startswith("torch.nn.") else names
+
+
+def _codes_in(value: Any) -> list[CodeType]:
+    """Returns the code of a method, or of a property."""
+    functions = (value, *(getattr(value, name, None) for name in ("fget", "func", "__func__", "__wrapped__")))
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return [code for code in codes if isinstance(code, CodeType)]
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -10,14 +10,15 @@ same proof. What matters and cannot be kept is refused with the attribute's name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, final
 
 from torch import nn
 
 from outsize.capture.fakes.fake_model import FakeModel
+from outsize.capture.guards.consumed import Consumed, is_random_generator
 from outsize.capture.guards.notes import Notes, Write
-from outsize.capture.recording.leaf_rule import HOOKS, LeafRule
+from outsize.capture.recording.leaf_rule import HOOKS, LeafRule, common_module
 from outsize.errors import NotCapturable
 from outsize.program.python_reads import LOSS
 from outsize.program.tape import Tape
@@ -53,9 +54,12 @@ def unsettled(
 
 
 def _inside_leaf(fqn: str, modules: dict[str, nn.Module], rule: LeafRule) -> bool:
+    return _head_of(fqn, modules, rule) is not None
+
+
+def _heads(fqn: str) -> Iterator[str]:
     parts = fqn.split(".") if fqn else []
-    heads = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    return any(rule.is_leaf(head, modules[head]) for head in heads)
+    return (".".join(parts[: i + 1]) for i in range(len(parts)))
 
 
 def insist_on_harmless(
@@ -96,9 +100,11 @@ def insist_on_harmless_writes(
     records a second forward: what is written once alone, such as a cache, is no state.
     """
     modules = dict(model.named_modules())
-    first = [
-        (w, w.times) for w in reads.writes_elsewhere() if not _runs_as_it_is(w.site.frame, modules, rule)
-    ]
+    writes = reads.writes_elsewhere()
+    enclosed = [write for write in writes if _is_enclosed(model, write, modules, rule)]
+    if enclosed:
+        return ()
+    first = [(w, w.times) for w in writes if not _runs_as_it_is(w.site.frame, modules, rule)]
     if not first:
         return ()
     again()
@@ -123,6 +129,85 @@ def insist_on_harmless_writes(
         f"{write.site.label}: written by the forward at {write.site.where}, and not by a split run"
         for write in lasting
     )
+
+
+def _is_enclosed(model: nn.Module, write: Write, modules: dict[str, nn.Module], rule: LeafRule) -> bool:
+    """Makes the smallest module that has both a write and a leaf that reads what is written a leaf itself.
+
+    Returns whether there was such a write. Raises NotCapturable where that module is the model.
+    """
+    writer = write.site.frame
+    heads = {_head_of(reader, modules, rule) for reader in write.readers} - {None}
+    outside = [head for head in heads if head and not f"{writer}.".startswith(f"{head}.")]
+    for head in outside:
+        around = common_module((writer, head))
+        if not around or around in rule.opened:
+            raise NotCapturable(
+                f"the forward of {type(model).__name__} writes {write.site.label}, which {head} reads",
+                numbers=f"at {write.site.where}",
+                next_step=f"pass the value to {head} as an argument, or move both into one submodule",
+            )
+        rule.forced[around] = f"it writes {write.site.label}, which {head} reads ({write.site.where})"
+    return bool(outside)
+
+
+def _head_of(frame: str, modules: dict[str, nn.Module], rule: LeafRule) -> str | None:
+    """Returns the outermost module that runs as it is and has this code, if any."""
+    return next(
+        (head for head in _heads(frame) if head in modules and rule.is_leaf(head, modules[head])), None
+    )
+
+
+def leave_alone(model: nn.Module, rule: LeafRule, use: Consumed) -> None:
+    """Makes the module (or the loss) that uses an object which changes with each use run as it is.
+
+    Raises NotCapturable where that is the model itself, where two modules use one object, and where a
+    recording would take values of it.
+    """
+    earlier = rule.used.setdefault(id(use.value), [])
+    frame, known = use.frame, [other.frame for other in earlier]
+    if not use.can_be_kept() or frame in known:
+        raise NotCapturable(
+            f"the forward of {type(model).__name__} uses {use.label}, a {type(use.value).__name__} that "
+            "lives between calls and cannot be copied where it is: a recording would take values of it",
+            numbers=f"at {use.where}",
+            next_step="hold one that can be copied (itertools.count) in an attribute, or a number",
+        )
+    if frame == "" or frame in rule.opened or any(not _is_one(frame, other) for other in known):
+        raise NotCapturable(
+            f"the forward of {type(model).__name__} uses {use.label}, which changes with each use: a later "
+            "call computes something else",
+            numbers=f"at {use.where}",
+            next_step="move that code into one submodule, which then runs as one instruction",
+        )
+    earlier.append(use)
+    if frame == LOSS:
+        rule.live_loss = True
+    else:
+        rule.forced[frame] = f"it uses {use.label}, which changes with each use ({use.where})"
+        rule.keepers.add(frame)
+
+
+def _is_one(frame: str, other: str) -> bool:
+    """Returns whether one of two modules is part of the other."""
+    return f"{frame}.".startswith(f"{other}.") or f"{other}.".startswith(f"{frame}.")
+
+
+@final
+class LiveCode:
+    """Knows which code may use objects that change with each use: what runs as it is, on their copies."""
+
+    def __init__(self, model: nn.Module, rule: LeafRule, copies: Collection[int]) -> None:
+        self._modules, self._rule, self._copies = dict(model.named_modules()), rule, copies
+
+    def may_use(self, value: Any, frame: str) -> bool:
+        """Answers for one object and the code of one module, or the loss."""
+        is_known = is_random_generator(value) and id(value) in self._rule.used
+        if not is_known and id(value) not in self._copies:
+            return False
+        if frame == LOSS:
+            return self._rule.live_loss
+        return _runs_as_it_is(frame, self._modules, self._rule)
 
 
 def _runs_as_it_is(frame: str, modules: dict[str, nn.Module], rule: LeafRule) -> bool:

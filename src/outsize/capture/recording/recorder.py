@@ -22,14 +22,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from outsize.capture.costs.meter import CostMeter
-from outsize.capture.fakes.fake_model import FakeModel, is_fake
+from outsize.capture.fakes.fake_model import FakeModel, differing, is_fake
 from outsize.capture.fakes.object_tensors import hides_tensor, objects
 from outsize.capture.guards.notes import Notes
+from outsize.capture.guards.symbolic_numbers import has_symbolic, input_of, is_symbolic, with_numbers
 from outsize.capture.guards.trace import ReadTrace
 from outsize.capture.recording.assertions import surviving_answer
 from outsize.capture.recording.guards import Decider, is_data_dependent
 from outsize.capture.recording.intercept import Watcher, inside_transform, on_real_tensors
-from outsize.capture.recording.leaf_rule import LeafRule
+from outsize.capture.recording.leaf_rule import LeafRule, common_module, is_hooked, may_read
+from outsize.capture.recording.number_arguments import insist_on_one_kind
 from outsize.capture.recording.opaque_leaf import probe
 from outsize.capture.recording.python_random import PythonGenerators, is_seeded, mark_seed
 from outsize.capture.recording.repeated_blocks import RepeatedBlocks
@@ -57,13 +59,13 @@ class FrameFailed(Exception):
 
 @final
 class Leaked(Exception):
-    """Says that a tensor from inside the leaf `fqn` is used outside without being returned: it must be
-    opened.
+    """Says that a tensor from inside the leaf `fqn` is used outside without being returned, or another value
+    inside without being an argument: it must be opened.
     """
 
-    def __init__(self, fqn: str, failure: FrameFailed) -> None:
+    def __init__(self, fqn: str, failure: FrameFailed, why: str = "it hands out a tensor by the way") -> None:
         super().__init__(f"{fqn}: {failure}")
-        self.fqn, self.failure = fqn, failure
+        self.fqn, self.failure, self.why = fqn, failure, why
 
 
 @final
@@ -86,7 +88,9 @@ class Recorder(Watcher):
     def __init__(self, fakes: FakeModel, rule: LeafRule, real: dict[int, Tensor], notes: Notes) -> None:
         """`notes` collects the Python values that the recorded code reads."""
         frame = weakref.WeakMethod(self._running_frame)  # A cycle would keep the model alive.
-        self.reads = ReadTrace(notes, lambda: (frame() or str)())
+        # The numbers that are followed, if any.
+        self._numbers = rule.numbers if rule.numbers is not None and rule.numbers.follows else None
+        self.reads = ReadTrace(notes, lambda: (frame() or str)(), self._numbers)
         self.slots = Slots(fakes.weights, fakes.strays)
         self.instructions: list[Instruction] = []
         self.guards: list[Guard] = []
@@ -99,6 +103,7 @@ class Recorder(Watcher):
         self._chance = PythonGenerators()
         mark_seed()
         self._inside: str | None = None  # This is the leaf that runs.
+        self._probed: set[str] = set()  # Leaves whose calls were not traced to their end.
         self._unnamed: dict[Weight, None] = {}  # The running call has used these weights.
         self._loose: dict[int, FrameFailed] = {}  # Other calls may not use these tensors of leaves.
         # The running call writes these storages, whatever their version counters say.
@@ -114,7 +119,12 @@ class Recorder(Watcher):
         # These objects were arguments of leaves; the error is raised if one gets a tensor.
         self._leaf_objects: list[tuple[Any, Exception]] = []
         self._weight_of_storage: dict[int, Weight] = {}
-        self._repeats = RepeatedBlocks(fakes, rule, self.slots, self.meter, self.instructions, notes)
+        # A copy of a block would have the numbers of the block that was run.
+        self._repeats = (
+            RepeatedBlocks(fakes, rule, self.slots, self.meter, self.instructions, notes)
+            if self._numbers is None
+            else None
+        )
         self.runs_loss = False  # The model has returned, and the loss function runs.
         self._runs_live = False  # The loss function runs as one instruction.
         self.has_live_loss = False  # One instruction calls the loss function.
@@ -143,11 +153,13 @@ class Recorder(Watcher):
             if reads_cache(module):
                 reason = "it computes weights once, in parametrize.cached()"
                 raise FrameFailed(self._frames[-1], reason, calling_line())
-            with self._keeping(fqn):
-                return self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
+            return self._call_leaf(fqn, module, fn, args, kwargs)
         with self._frame(self._frames[-1] if fqn is None else fqn):
             run = partial(self._run_users, fn, module, args, kwargs)
-            out = run() if fqn is None else self._repeats.run(fqn, run, args, kwargs, self._footprint)
+            if fqn is None or self._repeats is None:
+                out = run()
+            else:
+                out = self._repeats.run(fqn, run, args, kwargs, self._footprint)
             self._insist_on_no_chance()
         return out
 
@@ -166,18 +178,43 @@ class Recorder(Watcher):
         writes = self.reads.notes.write_count()
         return *counts, writes, dict(self._decided), dict(self._fakes.left), self._chance.state
 
-    @contextmanager
-    def _keeping(self, fqn: str) -> Iterator[None]:
-        """Checks that only the call of a leaf sets its state from call to call, because only that is
-        replayed.
+    def _call_leaf(self, fqn: str, module: nn.Module, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Records the call of a leaf. Raises FrameFailed or Leaked where other code has set the state that it
+        reads, because only the call is replayed.
         """
-        before, left = self._fakes.state_of(fqn), self._fakes.left
-        if left.get(fqn, before) != before:
-            raise FrameFailed(self._frames[-1], f"it sets the state that {fqn} keeps", calling_line())
-        yield
+        left, before = self._fakes.left, self._fakes.state_of(fqn)
+        expected = left[fqn] if fqn in left else self._fakes.state_at_rest(fqn)
+        out = self._record(fqn, partial(self._run_leaf, fqn, module, fn), args, kwargs)
+        if before != expected:
+            changed = [
+                (p, n) for p, values in before.items() for n in differing(expected.get(p, values), values)
+            ]
+            self._insist_on_own_state(fqn, module, [(module.get_submodule(p), p, n) for p, n in changed])
         after = self._fakes.state_of(fqn)
         if after != before:
             left[fqn] = after
+        return out
+
+    def _insist_on_own_state(
+        self, fqn: str, leaf: nn.Module, changed: list[tuple[nn.Module, str, str]]
+    ) -> None:
+        """Checks that a leaf does not read these attributes (of a part of it), which other code has set."""
+        notes = self.reads.notes
+        for module, part, name in changed:
+            if "_hooks" in name and not is_hooked(module):  # Collectors, which are recorded with the forward.
+                continue
+            if not (fqn in self._probed or notes.has_read(module, name, fqn) or may_read(leaf, name)):
+                continue
+            writes = notes.writes_of(module, name)
+            frame = common_module([self._frames[-1], *(write.site.frame for write in writes)])
+            where = writes[0].site.where if writes else calling_line()
+            label = ".".join(filter(None, (fqn, part, name)))
+            if fqn in self._fakes.left:
+                raise FrameFailed(frame, f"it sets the state that {fqn} keeps", where)
+            failure = FrameFailed(frame, f"it sets {label}, which the call of {fqn} reads", where)
+            if frame or fqn in self._rule.forced:
+                raise failure
+            raise Leaked(fqn, failure, f"the forward sets {label}")
 
     def _is_leaf(self, fqn: str, module: nn.Module) -> bool:
         return self._rule.is_leaf(fqn, module) and self._fakes.is_intact(fqn) and not inside_transform()
@@ -185,6 +222,7 @@ class Recorder(Watcher):
     def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.reads.paused():
             if self._muted:
+                args, kwargs = (args, kwargs) if self._numbers is None else with_numbers((args, kwargs))
                 return fn(*args, **kwargs)
             return self._record(fn, partial(self._run_glue, fn), args, kwargs)
 
@@ -239,7 +277,9 @@ class Recorder(Watcher):
         self.meter.saved(tensor, self.slots.storage(tensor))
 
     def refer(self, tree: Any) -> Any:
-        """Returns the model's output or loss as references. Raises FrameFailed and Leaked."""
+        """Returns the model's output or loss as references. Raises FrameFailed, Leaked and Unfollowed."""
+        if self._numbers is not None:
+            self._numbers.refuse_in(tree)
         return self._refs(tree, {}, "the output of the model")[0]
 
     def insist_on_lasting_decisions(self) -> None:
@@ -302,11 +342,13 @@ class Recorder(Watcher):
         self, target: str | Callable[..., Any], run: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         with self._mute():
+            given = args, kwargs
+            args, kwargs = self._with_numbers(target, args, kwargs)
             touched = self._touched(target, args, kwargs)
             self._remember_real(target, kwargs, touched)
             before = [version(t) for _, t in touched]
             modes, where = current_modes(), calling_line()
-            call = _Call(args, kwargs, self._refs(args, kwargs, where), where, modes)
+            call = _Call(args, kwargs, self._refs(*given, where), where, modes)
             self.meter.start()
             self._unnamed.clear()
             self._silent.clear()
@@ -322,7 +364,21 @@ class Recorder(Watcher):
             if isinstance(target, str) or written or _has_tensor(out):
                 tree = map_leaves(self._define, out)
                 self._append(target, call, tree, [w for w, _ in touched], written)
+            if self._numbers is not None and not (written or _is_of_tensors(out)):
+                self._numbers.refuse_in(given)  # Python computes with the result.
             return out
+
+    def _with_numbers(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the arguments with numbers for symbolic ones. Raises Unfollowed where the instruction could
+        not take others.
+        """
+        if self._numbers is None or not has_symbolic((args, kwargs)):
+            return args, kwargs
+        if isinstance(target, str) or self._runs_live:
+            self._numbers.refuse_in((args, kwargs))
+        else:
+            insist_on_one_kind(self._numbers, self.meter, target, args, kwargs)
+        return with_numbers((args, kwargs))
 
     def _append(self, target: Any, call: _Call, tree: Any, touched: Any, written: Any) -> None:
         weights = tuple(dict.fromkeys([*(w for w in touched if w is not None), *self._unnamed]))
@@ -352,6 +408,7 @@ class Recorder(Watcher):
                 return fn(module, *call.args, **call.kwargs)
         except Exception as error:
             frame, where = self._frames[-1], call.where
+            self._probed.add(fqn)
             try:
                 probed = probe(module, call.args, call.kwargs, self._fakes, saved=self._rule.saved)
             except Exception:
@@ -379,6 +436,8 @@ class Recorder(Watcher):
         except Exception as error:
             if not is_data_dependent(error):
                 raise FrameFailed(self._frames[-1], str(error), where, error) from error
+        if self._numbers is not None:
+            self._decider.insist_on_fixed_numbers(self._numbers, (args, kwargs))
         try:
             with on_real_tensors():
                 self._decided[where] = self._frames[-1]
@@ -466,6 +525,8 @@ class Recorder(Watcher):
     def _refer(self, leaf: Any) -> Any:
         if id(leaf) in self._loose:
             raise self._loose[id(leaf)]
+        if is_symbolic(leaf):
+            return input_of(leaf)
         return self.slots.refer(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _define(self, leaf: Any) -> Any:
@@ -516,11 +577,16 @@ class Recorder(Watcher):
 
     @contextmanager
     def _mute(self) -> Iterator[None]:
-        self._muted = True
+        self._set_muted(True)
         try:
             yield
         finally:
-            self._muted = False
+            self._set_muted(False)
+
+    def _set_muted(self, muted: bool) -> None:
+        self._muted = muted
+        if self._numbers is not None:
+            self._numbers.is_live = muted
 
     @contextmanager
     def _within(self, fqn: str) -> Iterator[None]:
@@ -571,6 +637,10 @@ def _insist_on_one_dtype(op: Any, args: Any) -> None:
         dtypes = dict.fromkeys(leaf.dtype for leaf in leaves(args) if isinstance(leaf, Tensor))
         if len(dtypes) > 1:
             raise RuntimeError(f"the factors of a product have dtypes {', '.join(map(str, dtypes))}")
+
+
+def _is_of_tensors(tree: Any) -> bool:
+    return _has_tensor(tree) and all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves(tree))
 
 
 def _has_tensor(tree: Any) -> bool:

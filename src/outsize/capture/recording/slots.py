@@ -8,8 +8,10 @@ reference.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -42,6 +44,7 @@ class Slots:
         self._slot_of: dict[int, int] = {}
         self._by_layout: dict[Any, int] = {}
         self._storages: dict[int, int] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
 
     def define(self, tensor: Tensor) -> Ref:
         """Defines a new slot for a tensor, also when the tensor has one already."""
@@ -87,7 +90,7 @@ class Slots:
             return -id(tensor)
         key = tensor.untyped_storage()._cdata
         if key not in self._storages:
-            self._storages[key] = self.storages
+            self._number(tensor, self.storages)
             self.storages += 1
         return self._storages[key]
 
@@ -98,7 +101,14 @@ class Slots:
     def know(self, tensor: Tensor, number: int | None) -> None:
         """Assigns a number to a tensor's storage."""
         if number is not None and tensor.layout is torch.strided:
-            self._storages[tensor.untyped_storage()._cdata] = number
+            self._number(tensor, number)
+
+    def _number(self, tensor: Tensor, number: int) -> None:
+        """Assigns a number to a storage for as long as it lives; another one may get its address then."""
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        self._storages[key] = number
+        self._alive[key] = weakref.ref(memory, partial(_drop, key, self._storages, self._alive))
 
     def will_require_grad(self, slot: int) -> None:
         """Corrects the meta of a floating tensor that autograd has not seen yet."""
@@ -119,6 +129,11 @@ class Slots:
             requires_grad=tensor.requires_grad,
             storage=self.storage(tensor),
         )
+
+
+def _drop(key: int, numbers: dict[int, int], alive: dict[int, weakref.ref[Any]], _: Any) -> None:
+    """Forgets the number of a storage that has died."""
+    del numbers[key], alive[key]
 
 
 def _layout(tensor: Tensor) -> Any:

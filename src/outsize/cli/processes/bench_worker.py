@@ -28,6 +28,7 @@ from outsize.cli.processes.job import JobFolder
 from outsize.cli.processes.run_worker import serve
 from outsize.cli.processes.tune_worker import cluster, device_type, pin, quieten
 from outsize.cli.screen import Screen
+from outsize.device.accelerators import current_device, synchronize
 from outsize.ir.plan import Axes, Plan, ScheduleName, stages_from_bounds
 from outsize.program.tree import map_leaves
 from outsize.schedules.families import GPIPE, SEQUENTIAL
@@ -39,7 +40,7 @@ Step = Callable[[], None]
 def main(folder: JobFolder) -> None:
     """Runs the folder's job as this rank."""
     job = TutorialJob.model_validate_json(folder.job.read_text(encoding="utf-8"))
-    serve(folder, lambda world: tutorial(job, world), as_json=job.as_json, device_type=device_type())
+    serve(folder, lambda world: tutorial(job, world), as_json=job.as_json, device_type=device_type)
 
 
 def tutorial(job: TutorialJob, world: World) -> TutorialOutcome:
@@ -135,12 +136,11 @@ def _in_turns(
     laps: dict[str, list[float]] = {name: [] for name in steps}
     for number in range((repeats + 1) * len(steps)):
         name = list(steps)[number % len(steps)]
-        dist.barrier(group=world.group)
+        dist.barrier(group=world.host)
         start = time.perf_counter()
         steps[name]()
-        if device_type() == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier(group=world.group)
+        synchronize(current_device())
+        dist.barrier(group=world.host)
         laps[name].append(time.perf_counter() - start)
         progress(number + 1, (repeats + 1) * len(steps))
     return {name: tuple(seconds[1:]) for name, seconds in laps.items()}

@@ -44,13 +44,14 @@ def main(folder: Path, repeats: int) -> None:
     import torch
 
     from outsize.capture.measure.links import measure_links
+    from outsize.device.accelerators import CPU, current_device, device_count, device_type
     from outsize.train.launch.launch import join, leave
     from outsize.train.measure.round_trip import make_wire
 
-    kind = "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
-    world = join(kind)
+    has_devices = device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    world = join(device_type() if has_devices else CPU)
     assert world.group is not None
-    device = torch.device(kind, world.local_rank) if kind == "cuda" else torch.device(kind)
+    device = current_device() if has_devices else torch.device(CPU)
     measured = measure_links(world.group, make_wire(world.group, device), device, repeats=4 * repeats)
     if world.rank == 0:
         (folder / "links.json").write_text(measured.to_json(), encoding="utf-8")

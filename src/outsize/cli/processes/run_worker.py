@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 import warnings
@@ -26,11 +27,13 @@ from outsize import api
 from outsize.api.options import CaseOptions
 from outsize.api.planning import plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.cli.model_input import ModelInput, make_model_input
 from outsize.cli.processes.job import JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document, warn_on_one_line
 from outsize.errors import OutsizeError
 from outsize.ir.base import Record
+from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice.overview import Outlook
@@ -38,6 +41,7 @@ from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
 from outsize.train.launch.launch import World, join, leave
+from outsize.train.launch.world import device_type_for, visible_accelerators
 from outsize.train.measure.memory import MemoryWatch, with_memory
 
 # The timeline that is reported is the median of this many last steps.
@@ -48,15 +52,23 @@ Timed = tuple[float, Timeline]  # the start of this rank's first action, and the
 def main(folder: JobFolder) -> None:
     """Runs the folder's job as this rank."""
     job = RunJob.model_validate_json(folder.job.read_text(encoding="utf-8"))
-    serve(folder, lambda world: train(job, world), as_json=job.as_json)
+    serve(folder, lambda world: train(job, world), as_json=job.as_json, device_type=lambda: _device_type(job))
+
+
+def _device_type(job: RunJob) -> str:
+    """Returns the type of this process's device; where one process uses several, it has none of its own."""
+    plan = job.plan
+    if job.devices or (plan is not None and places_in(plan.cluster)):
+        return "cpu"
+    return device_type_for(plan, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_accelerators)
 
 
 def serve(
-    folder: JobFolder, work: Callable[[World], Record], *, as_json: bool, device_type: str = "cpu"
+    folder: JobFolder, work: Callable[[World], Record], *, as_json: bool, device_type: Callable[[], str]
 ) -> None:
     """Writes rank 0's outcome to the folder; an error of outsize goes there as well as to the launcher."""
-    world = join(device_type)
     try:
+        world = join(device_type())
         with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
             outcome = work(world)
     except OutsizeError as error:
@@ -99,16 +111,16 @@ def train(job: RunJob, world: World) -> RunOutcome:
 def _of_all(world: World, watch: MemoryWatch) -> Sequence[list[tuple[float, int]]]:
     """Returns the readings of each rank."""
     readings: list[Any] = [watch.readings] * world.world_size
-    if world.group is not None:
-        dist.all_gather_object(readings, watch.readings, group=world.group)
+    if world.host is not None:
+        dist.all_gather_object(readings, watch.readings, group=world.host)
     return readings
 
 
 def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Outlook:
     """Returns rank 0's decision on all ranks: measured costs differ from process to process."""
     box: list[Any] = [_decide(world, job, inputs, screen) if world.rank == 0 else None]
-    if world.group is not None:
-        dist.broadcast_object_list(box, group=world.group, group_src=0)
+    if world.host is not None:
+        dist.broadcast_object_list(box, group=world.host, group_src=0)
     return box[0]
 
 
@@ -128,8 +140,11 @@ def is_measured(plan: Plan) -> bool:
 def _make_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Plan:
     from_places = places_of(job.devices) if job.devices else ()
     stages = max(job.request.stages or world.world_size, len(from_places))
-    name = cluster_of_places(from_places, stages) if from_places else f"{max(stages, world.world_size)}xcpu"
-    request, cluster = job.request.model_copy(update={"stages": stages}), cluster_of(name)
+    if from_places:
+        cluster = cluster_of(cluster_of_places(from_places, stages))
+    else:
+        cluster = cluster_of_run(world.device_type, world.machines or (max(stages, world.world_size),))
+    request = job.request.model_copy(update={"stages": stages})
     with screen.bar("planning") as progress:
         source = CostSource(job.measure, progress)
         options: CaseOptions = {**inputs.loss}

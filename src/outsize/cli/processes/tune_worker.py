@@ -15,6 +15,8 @@ from outsize.cli.model_input import make_model_input
 from outsize.cli.processes.job import JobFolder, TuneJob
 from outsize.cli.processes.run_worker import serve
 from outsize.cli.screen import Screen, warn_on_one_line
+from outsize.device import accelerators
+from outsize.device.accelerators import CPU, device_count
 from outsize.ir.answers.tuned import Tuned
 from outsize.train.launch.launch import World
 
@@ -22,7 +24,7 @@ from outsize.train.launch.launch import World
 def main(folder: JobFolder) -> None:
     """Runs the folder's job as this rank."""
     job = TuneJob.model_validate_json(folder.job.read_text(encoding="utf-8"))
-    serve(folder, lambda world: tune(job, world), as_json=job.as_json, device_type=device_type())
+    serve(folder, lambda world: tune(job, world), as_json=job.as_json, device_type=device_type)
 
 
 def tune(job: TuneJob, world: World) -> Tuned:
@@ -48,13 +50,13 @@ def tune(job: TuneJob, world: World) -> Tuned:
 
 
 def device_type() -> str:
-    """Returns cuda where each process of this machine has a GPU, else cpu."""
-    return "cuda" if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else "cpu"
+    """Returns the accelerator's type where each process of this machine has a device of it, else cpu."""
+    return accelerators.device_type() if device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) else CPU
 
 
 def cluster(world: World) -> str:
     """Returns the name of the run's devices."""
-    return "local" if device_type() == "cuda" else f"{world.world_size}xcpu"
+    return "local" if device_type() != CPU else f"{world.world_size}xcpu"
 
 
 def quieten(world: World) -> None:
@@ -66,7 +68,7 @@ def quieten(world: World) -> None:
 
 def pin(world: World) -> None:
     """Pins the process to a core, where each process of one thread can have its own."""
-    if not hasattr(os, "sched_setaffinity") or device_type() == "cuda" or torch.get_num_threads() > 1:
+    if not hasattr(os, "sched_setaffinity") or device_type() != CPU or torch.get_num_threads() > 1:
         return
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= world.world_size:

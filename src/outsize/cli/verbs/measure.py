@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from outsize.capture.measure.links import LinkMeasurements
-    from outsize.capture.measure.units import How
+    from outsize.capture.measure.units import UnitTimingOptions
     from outsize.ir.profile import ProfileSet
     from outsize.train.measure.training_case import TrainingCase
 
@@ -103,7 +103,7 @@ def measure(
     _deliver(screen, profiles, out)
 
 
-def _how(cluster: str, threads: int | None) -> How:
+def _how(cluster: str, threads: int | None) -> UnitTimingOptions:
     from outsize.capture.measure.local_cluster import find_cluster
     from outsize.train.measure.units import how_on
 
@@ -115,12 +115,12 @@ def _how(cluster: str, threads: int | None) -> How:
 
 
 def _insist_on_gpu(cluster: str) -> None:
-    import torch
+    from outsize.device.accelerators import accelerator_type, spoken
 
-    if not torch.cuda.is_available():
+    if accelerator_type() is None:
         raise BadOption(
             f"this machine has no device of {cluster} to be measured",
-            numbers="torch sees no CUDA device",
+            numbers=f"torch sees no {spoken()} device",
             next_step="--cluster 2xcpu, or outsize plan MODEL, which estimates the times",
         )
 

@@ -118,7 +118,7 @@ def _tera(
     return {dtype: value * 1e12 for dtype, value in columns.items() if value is not None}
 
 
-_PLACE: Final = re.compile(r"cpu|cuda:\d+")
+_PLACE: Final = re.compile(r"cpu|[a-z]+:\d+")
 _CPU = {"float64": 120e9, "float32": 240e9, "bfloat16": 480e9}
 _P100, _P100_PCIE = _tera(5.3, 10.6, None, 21.2, bf16=False), _tera(4.7, 9.3, None, 18.7, bf16=False)
 _P40 = _tera(0.37, 11.8, None, None)

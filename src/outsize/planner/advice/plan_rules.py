@@ -49,7 +49,7 @@ from outsize.planner.dag.balance_gain import branches
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.feasibility import ChainFeasibility
-from outsize.planner.partition.stage_prices import Case
+from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.search.branch_and_bound import BranchAndBound
 from outsize.planner.search.evaluate_plan import in_plans_order
 from outsize.schedules.families import DEFAULT, SEQUENTIAL
@@ -151,12 +151,12 @@ def _faster(view: _View, step_s: float, least: float, *, sharded: bool) -> Itera
         )
 
 
-def _case(view: _View) -> Case:
+def _case(view: _View) -> PricedModel:
     plan = view.plan
-    return Case.of(view.graph, view.profile, plan.microbatches, plan.optimizer, plan.recompute)
+    return PricedModel.of(view.graph, view.profile, plan.microbatches, plan.optimizer, plan.recompute)
 
 
-def _replicated_s(view: _View, case: Case) -> float:
+def _replicated_s(view: _View, case: PricedModel) -> float:
     """Returns the seconds of a step with the batch divided over all devices."""
     devices = len(view.cluster.devices)
     rounds = -(-view.plan.microbatches // devices)

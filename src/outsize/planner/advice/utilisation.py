@@ -47,7 +47,7 @@ def utilisation(timeline: Timeline, plan: Plan, devices: Sequence[str]) -> Utili
     devices; a note says that.
     """
     result = _utilisation(timeline, plan, devices).model_copy(update={"roofline": _roofline(plan)})
-    if plan.form == "modules" and any(name.startswith("cuda") for name in result.devices):
+    if plan.form == "modules" and any(not name.startswith("cpu") for name in result.devices):
         return result.model_copy(update={"idle": None, "note": LAUNCHES})
     return result
 

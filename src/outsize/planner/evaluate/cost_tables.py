@@ -38,7 +38,7 @@ from outsize.planner.memory.range_tables import owned_gradients
 from outsize.planner.memory.recomputed_blocks import block_ranges
 from outsize.planner.memory.sharded import UnshardedBytes, device_tables
 from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hosted
-from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.partition.stage_weights import Demand, demands
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
@@ -78,7 +78,7 @@ class CostTables:
         self._made: dict[int, NDArray[np.int64]] = {}
         self._shares: dict[tuple[int, bool], Sharing] = {}
         self._works: dict[Key, PrefixTimes] = {}
-        self._cases: dict[Key, Case] = {}
+        self._cases: dict[Key, PricedModel] = {}
         self._alike: dict[Key, Cluster] = {}
         self._fleets: dict[Key, Fleet | None] = {}
         self._crossing: dict[int, Crossing] = {}
@@ -321,7 +321,7 @@ class CostTables:
         size = int(self._least.bytes_of(layout)[1]) // layout.stages
         return min(sync_s((0, size), (0.0, 0.0), layout, like) for like in self._groups_like(layout))
 
-    def case(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
+    def case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns tables of the layout's units on such a device; `selective`: all of them, block by block."""
         key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
         key = (*key, self._cuts.get(layout))
@@ -335,7 +335,7 @@ class CostTables:
                 self._cases[key] = self._built(layout, device, recompute)
         return self._cases[key]
 
-    def _built(self, layout: Layout, device: Device, recompute: Recompute) -> Case:
+    def _built(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         base = (*_spread_key(layout), layout.axes.dp_shard, device.kind, recompute, self._cuts.get(layout))
         if base not in self._cases:
             whole, seconds = self._whole(layout, device), self._seconds(layout, device)
@@ -355,7 +355,7 @@ class CostTables:
         left = layout.axes.tp if graph.tensor is None else 1
         return UnshardedBytes.of(graph, optimizer_bytes(self._optimizer), self.ends(layout), left)
 
-    def _whole(self, layout: Layout, device: Device) -> Case:
+    def _whole(self, layout: Layout, device: Device) -> PricedModel:
         """Returns the case of the model as one tensor-parallel rank runs it: bytes are divided from here."""
         key = "whole", layout.captured, layout.axes.tp, layout.sequence, style_of(device.kind)
         key = (*key, self._cuts.get(layout))
@@ -364,11 +364,11 @@ class CostTables:
             graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
             on_device = profile.model_copy(update={"device": device.kind})
             costs = coarse_profile(on_device, ends)
-            case = Case.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
+            case = PricedModel.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
             self._cases[key] = case
         return self._cases[key]
 
-    def _in_blocks(self, layout: Layout, device: Device) -> Case:
+    def _in_blocks(self, layout: Layout, device: Device) -> PricedModel:
         """Returns the same when all units are recomputed block by block."""
         key = "blocks", layout.captured, layout.axes.tp, layout.sequence, device.kind, self._cuts.get(layout)
         if key not in self._cases:

@@ -30,7 +30,7 @@ from outsize.ir.timeline import Timeline
 from outsize.planner.costs.parallel_times import sync_s
 from outsize.planner.costs.stage_edges import Edge, Edges, edges_of
 from outsize.planner.evaluate.plan_findings import fullest_device, slowest_stage, untrained_stages
-from outsize.planner.layout.layout import How, Layout
+from outsize.planner.layout.layout import Layout, ScheduleKey
 from outsize.planner.memory.account import (
     InFlightState,
     StageMemory,
@@ -40,7 +40,7 @@ from outsize.planner.memory.account import (
 )
 from outsize.planner.memory.headroom import p50_bytes, p95_bytes, peak_margin
 from outsize.planner.memory.in_flight_states import states_along_edges, states_by_rank, states_by_stage
-from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.critical_path import Cost, Network
 from outsize.planner.simulation.simulate import StageCost, simulate
 from outsize.schedules.lower import lower
@@ -66,7 +66,7 @@ class Estimate:
 
     pipeline: Pipeline
     bounds: tuple[int, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[PricedModel, ...]
     costs: tuple[StageCost, ...]
     pipeline_s: float
     sync_s: float
@@ -208,14 +208,14 @@ Along = frozenset[Edge]
 
 
 @lru_cache(maxsize=64)
-def _network(how: How, forward: Along, backward: Along, step: Along) -> Network:
+def _network(schedule_key: ScheduleKey, forward: Along, backward: Along, step: Along) -> Network:
     """Returns the events of one step; the same for all cuts that send along the same edges."""
-    return Network.of(planned(*how), forward, backward, step)
+    return Network.of(planned(*schedule_key), forward, backward, step)
 
 
 def _network_of(layout: Layout, microbatches: int, edges: Edges) -> Network:
-    how = layout.how(microbatches)
-    return _network(how, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
+    schedule_key = layout.schedule_key(microbatches)
+    return _network(schedule_key, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
 
 
 def _seconds(
@@ -235,7 +235,7 @@ def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) 
     """Returns the predicted Timeline of the simulated microbatches."""
     layout, edges = pipeline.layout, edges_of(pipeline.case.flows, bounds)
     simulated = simulated_microbatches(layout)
-    lowered = lower_along(edges, planned(*layout.how(simulated)))
+    lowered = lower_along(edges, planned(*layout.schedule_key(simulated)))
     first_of = {rank: stage for stage, rank in reversed(tuple(enumerate(layout.ranks)))}
     return simulate(
         lowered,
@@ -254,10 +254,12 @@ def _shares(sizes: Mapping[Edge, int], cp: int) -> Mapping[Edge, int]:
 Run = tuple[int, int]
 
 
-def _memories(pipeline: Pipeline, bounds: Sequence[int], cases: Sequence[Case]) -> tuple[StageMemory, ...]:
+def _memories(
+    pipeline: Pipeline, bounds: Sequence[int], cases: Sequence[PricedModel]
+) -> tuple[StageMemory, ...]:
     """Returns the memory of each stage in its case, at the worst moment of its device."""
     layout, runs = pipeline.layout, tuple(pairwise(bounds))
-    key = layout.how()
+    key = layout.schedule_key()
     if layout.chunks == 1 and not layout.actions:
         states = states_by_stage(*key[:4])
         return tuple(_account(*of) for of in zip(cases, runs, states, strict=True))
@@ -276,36 +278,44 @@ def _memories(pipeline: Pipeline, bounds: Sequence[int], cases: Sequence[Case]) 
 # Cuts that are compared differ in a stage or two: the memory of the others is cached. The last tables stay
 # alive.
 @lru_cache(maxsize=128)
-def _account(case: Case, run: Run, moments: tuple[InFlightState, ...]) -> StageMemory:
+def _account(case: PricedModel, run: Run, moments: tuple[InFlightState, ...]) -> StageMemory:
     return account_stage(case.ranges, case.graph, run, moments)
 
 
 @lru_cache(maxsize=128)
 def _worst_states(
-    cases: tuple[Case, ...], runs: tuple[Run, ...], how: How, along: tuple[Along, Along], rank: int
+    cases: tuple[PricedModel, ...],
+    runs: tuple[Run, ...],
+    schedule_key: ScheduleKey,
+    along: tuple[Along, Along],
+    rank: int,
 ) -> tuple[InFlightState, ...]:
     """Returns the joint state in which the stages of a device hold most together."""
     here = (case.ranges.of_run(*run) for case, run in zip(cases, runs, strict=True))
-    parts = np.concatenate([component_table(ranges, how[2]) for ranges in here])
-    return _moments(how, along)[rank][int(np.argmax(_counts(how, along, rank) @ parts))]
+    parts = np.concatenate([component_table(ranges, schedule_key[2]) for ranges in here])
+    return _moments(schedule_key, along)[rank][int(np.argmax(_counts(schedule_key, along, rank) @ parts))]
 
 
 @lru_cache(maxsize=64)
-def _counts(how: How, along: tuple[Along, Along], rank: int) -> NDArray[np.float64]:
+def _counts(schedule_key: ScheduleKey, along: tuple[Along, Along], rank: int) -> NDArray[np.float64]:
     """Returns, for each joint state of a rank, the component counts of its stages, one after the other."""
     return np.array(
         [
             np.concatenate([component_counts(alive) for alive in moment])
-            for moment in _moments(how, along)[rank]
+            for moment in _moments(schedule_key, along)[rank]
         ]
     )
 
 
-def _moments(how: How, along: tuple[Along, Along]) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
-    return states_along_edges(how, along) if how[-1] else states_by_rank(*how[:4])
+def _moments(
+    schedule_key: ScheduleKey, along: tuple[Along, Along]
+) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
+    return states_along_edges(schedule_key, along) if schedule_key[-1] else states_by_rank(*schedule_key[:4])
 
 
-def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCost, alike: Cluster) -> float:
+def _sync_s(
+    pipeline: Pipeline, case: PricedModel, run: tuple[int, int], cost: StageCost, alike: Cluster
+) -> float:
     layout = pipeline.layout
     if case.after_s is not None:
         return float(case.after_s[run])
@@ -318,11 +328,11 @@ def _sync_s(pipeline: Pipeline, case: Case, run: tuple[int, int], cost: StageCos
 
 def in_flight(layout: Layout) -> tuple[int, ...]:
     """Returns the largest number of microbatches that each stage holds, as a chain."""
-    states_of = states_by_stage(*layout.how()[:4])
+    states_of = states_by_stage(*layout.schedule_key()[:4])
     return tuple(max(alive.in_flight for alive in states) for states in states_of)
 
 
-def stage_cost(case: Case, first: int, end: int, in_flight_count: int = 1) -> StageCost:
+def stage_cost(case: PricedModel, first: int, end: int, in_flight_count: int = 1) -> StageCost:
     """Returns the costs of the units first..end-1; the microbatch being computed never goes to the host."""
     seconds = case.seconds
     passes = seconds.forward, seconds.backward, seconds.backward_weight

@@ -61,7 +61,7 @@ from outsize.planner.memory.headroom import p50_bytes, p95_bytes, with_usable_me
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import rows_without_crossing
 from outsize.planner.partition.feasibility import ChainFeasibility, refuted
-from outsize.planner.partition.stage_prices import Case
+from outsize.planner.partition.stage_prices import PricedModel
 from outsize.schedules.builders import build
 from outsize.schedules.families import DEFAULT, SEQUENTIAL, family_of
 
@@ -145,8 +145,8 @@ class _Judge:
 
     def __init__(self, at: At, cluster: Cluster) -> None:
         self.at, self.cluster, self.room = at, cluster, with_usable_memory(cluster)
-        self._cases: dict[tuple[object, ...], Case] = {}
-        self._bases: dict[tuple[int, Precision, Recompute], Case] = {}
+        self._cases: dict[tuple[object, ...], PricedModel] = {}
+        self._bases: dict[tuple[int, Precision, Recompute], PricedModel] = {}
 
     def most_microbatches(self, batch: int, precision: Precision, most: int | None = None) -> int:
         """Returns the largest divisor of a batch, at most `most`, whose microbatches the model accepts; 1 if
@@ -159,14 +159,14 @@ class _Judge:
         """Returns the model at `samples` samples, which it accepts."""
         return self._model(samples, precision)[0]
 
-    def case(self, setting: Setting) -> Case:
+    def case(self, setting: Setting) -> PricedModel:
         """Returns the tables of a setting."""
         key = setting.samples, setting.optimizer, setting.precision, setting.recompute
         if key not in self._cases:
             self._cases[key] = self._built(setting)
         return replace(self._cases[key], microbatches=setting.microbatches)
 
-    def _built(self, setting: Setting) -> Case:
+    def _built(self, setting: Setting) -> PricedModel:
         """Builds tables from those that differ only in the optimizer, or otherwise in recompute, where these
         exist.
         """
@@ -176,7 +176,7 @@ class _Judge:
             return replace(base, ranges=base.ranges.with_optimizer(base.graph, base.base, optimizer))
         if setting.recompute == "none":
             model = self._model(setting.samples, setting.precision)
-            made = Case.of(*model, setting.microbatches, setting.optimizer)
+            made = PricedModel.of(*model, setting.microbatches, setting.optimizer)
         else:
             made = self.case(replace(setting, recompute="none")).fully_recomputed()
         self._bases[key] = made
@@ -199,7 +199,7 @@ class _Judge:
             return False
         return self._extents(setting, where).fits()
 
-    def least_full(self, setting: Setting) -> tuple[Case, tuple[int, ...], tuple[StageMemory, ...]]:
+    def least_full(self, setting: Setting) -> tuple[PricedModel, tuple[int, ...], tuple[StageMemory, ...]]:
         """Returns a cut that is nearly least full, with its account."""
         case = self.case(setting)
         bounds = self._extents(setting, self.room).least_full_cut()
@@ -357,7 +357,7 @@ def _device(
 
 
 def _largest(
-    case: Case, cluster: Cluster, bounds: Sequence[int], memories: Sequence[StageMemory]
+    case: PricedModel, cluster: Cluster, bounds: Sequence[int], memories: Sequence[StageMemory]
 ) -> tuple[Contributor, ...]:
     ranges, contributors = case.ranges, list[Contributor]()
     for (first, end), memory, device in zip(pairwise(bounds), memories, cluster.devices, strict=False):
@@ -393,7 +393,7 @@ def _change(asked: Setting, setting: Setting, judge: _Judge) -> Change:
 _OPTIONS = {"batch_size": "batch"}
 
 
-def _effect(name: str, asked: Setting, setting: Setting, case: Case) -> Effect:
+def _effect(name: str, asked: Setting, setting: Setting, case: PricedModel) -> Effect:
     """Returns what the change of one field means, and what it costs."""
     if name == "recompute":
         forward_s = float(case.seconds.forward.sum())

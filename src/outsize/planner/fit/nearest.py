@@ -20,7 +20,7 @@ from outsize.planner.evaluate.estimate import lower_along
 from outsize.planner.evaluate.plan_findings import shortage
 from outsize.planner.memory.account import InFlightState, StageMemory, account_stages, peak_table
 from outsize.planner.partition.least_full import fits, least_full_cut
-from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.schedules.builders import build
 from outsize.schedules.families import SEQUENTIAL, family_of
 
@@ -41,7 +41,7 @@ RECOMPUTED_TEXT: Final[dict[Recompute, str]] = {
 class LeastFull:
     """Describes the cut of one attempt that fills its fullest device least."""
 
-    case: Case
+    case: PricedModel
     schedule: ScheduleName
     stages: int
     stage: int
@@ -81,8 +81,8 @@ def _rejection(tried: Pipeline) -> DoesNotFit:
 
 
 def no_feasible_plan(
-    asked: Sequence[Case],
-    spare: Sequence[Case],
+    asked: Sequence[PricedModel],
+    spare: Sequence[PricedModel],
     schedules: Sequence[ScheduleName],
     stages: int,
     cluster: Cluster,
@@ -104,7 +104,7 @@ def no_feasible_plan(
 
 
 def _fitting(
-    cases: Sequence[Case], schedules: Sequence[ScheduleName], stages: int, cluster: Cluster
+    cases: Sequence[PricedModel], schedules: Sequence[ScheduleName], stages: int, cluster: Cluster
 ) -> Iterator[LeastFull]:
     """Yields what fits, nearest first: fewer stages, then schedules, then cases; naive, being slow, last of
     all.
@@ -133,13 +133,13 @@ def _worth_trying(schedules: Sequence[ScheduleName]) -> tuple[tuple[ScheduleName
     return (*((tuple(names),) if names else ()), (SEQUENTIAL.name,))
 
 
-def _unit_bytes(case: Case) -> int:
+def _unit_bytes(case: PricedModel) -> int:
     """Returns the minimum that the largest unit needs, alone on a device with one microbatch in flight."""
     table = peak_table(case.ranges, (InFlightState(1, 0, 0, 0),))
     return max(int(table[unit, unit + 1]) for unit in range(case.units))
 
 
-def _stage_counts(cases: Sequence[Case], stages: int, memory_bytes: int) -> list[int]:
+def _stage_counts(cases: Sequence[PricedModel], stages: int, memory_bytes: int) -> list[int]:
     """Returns counts from the minimum that holds weights and states: one by one, then doubled twice."""
     if not cases:
         return []
@@ -149,12 +149,12 @@ def _stage_counts(cases: Sequence[Case], stages: int, memory_bytes: int) -> list
     return [count for count in counts if count <= min(units, MOST_STAGES)]
 
 
-def _state_bytes(case: Case) -> int:
+def _state_bytes(case: PricedModel) -> int:
     ranges = case.ranges
     return sum(int(table[0, -1]) for table in (ranges.weights, ranges.gradients, ranges.optimizer))
 
 
-def _least_full(case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> LeastFull:
+def _least_full(case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> LeastFull:
     bounds = least_full_cut(case, schedule, stages, cluster)
     lowered = lower_along(edges_between(case.graph, bounds), build(schedule, stages, case.microbatches))
     memories = account_stages(case.ranges, case.graph, bounds, lowered)
@@ -210,7 +210,7 @@ def _near_text(near: LeastFull | None, closest: LeastFull) -> str:
 
 def _steps(
     near: LeastFull,
-    asked: Sequence[Case],
+    asked: Sequence[PricedModel],
     schedules: Sequence[ScheduleName],
     closest: LeastFull,
     cluster: Cluster,

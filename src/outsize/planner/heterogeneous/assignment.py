@@ -29,7 +29,7 @@ from outsize.planner.memory.account import bytes_in_state, peak_table
 from outsize.planner.memory.headroom import room_bytes
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import Bytes, Seconds
-from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 
 # With at most this many states of neighbour_dp.py (numbers of used devices, kinds squared) links are
 # considered.
@@ -53,7 +53,7 @@ def numbers(cluster: Cluster) -> list[int]:
 
 
 def orders(
-    layout: Layout, cluster: Cluster, cases: Sequence[Case], idle: bool = False
+    layout: Layout, cluster: Cluster, cases: Sequence[PricedModel], idle: bool = False
 ) -> Iterator[tuple[int, ...]]:
     """Yields maps stage -> rank: every order of kinds where there are few, otherwise the best balanced one.
 
@@ -90,7 +90,7 @@ def _sequences(counts: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
 
 
 def _by_links(
-    layout: Layout, cluster: Cluster, cases: Sequence[Case], counts: Sequence[int], idle: bool
+    layout: Layout, cluster: Cluster, cases: Sequence[PricedModel], counts: Sequence[int], idle: bool
 ) -> tuple[int, ...] | None:
     devices = first_of(cluster)
     states = states_by_stage(layout.schedule, layout.stages, layout.microbatches, layout.axes.pp)
@@ -113,7 +113,7 @@ def _by_links(
 
 
 def _by_kind(
-    layout: Layout, cluster: Cluster, cases: Sequence[Case], counts: Sequence[int], idle: bool
+    layout: Layout, cluster: Cluster, cases: Sequence[PricedModel], counts: Sequence[int], idle: bool
 ) -> tuple[int, ...] | None:
     devices = first_of(cluster)
     seconds = np.stack([np.diagonal(case.ranges.compute_s, offset=1) for case in cases])
@@ -132,7 +132,7 @@ def _by_kind(
     )
 
 
-def _bytes(case: Case) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _bytes(case: PricedModel) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns bytes per unit: permanent ones with one microbatch's temporaries, and those per microbatch in
     flight.
     """

@@ -39,7 +39,7 @@ from outsize.ir.plan import Axes, Plan, ScheduleName, beyond
 from outsize.ir.schedule import placed
 from outsize.schedules.families import family_of, preferred
 
-How = tuple[ScheduleName, int, int, int, tuple[str, ...]]
+ScheduleKey = tuple[ScheduleName, int, int, int, tuple[str, ...]]
 """Holds the arguments of `schedules.planned`: name, stages, microbatches, ranks, actions."""
 # Layouts with several stages on a rank have at most this many stages: with more, messages dominate.
 MOST_STAGES: Final = 64
@@ -77,7 +77,7 @@ class Layout:
         """Returns the stages of a rank in ascending order."""
         return tuple(stage for stage, at in enumerate(self.ranks) if at == rank)
 
-    def how(self, microbatches: int | None = None) -> How:
+    def schedule_key(self, microbatches: int | None = None) -> ScheduleKey:
         """Returns the key of the schedule of `microbatches`, by default of all."""
         count = self.microbatches if microbatches is None else microbatches
         return self.schedule, self.stages, count, self.axes.pp, self.actions

@@ -15,7 +15,7 @@ the stage that computes, a microbatch is
 
     posted         from its RECV_F (the buffer exists) until its F begins
     in flight      from its F                          until its B (or W) has run
-    waiting        from its I                          until its W has run
+    between_halves from its I                          until its W has run
     gradient_in    from its RECV_B                     until its B (or W) has run
     gradient_out   from the end of its B               until the next compute action has run
 
@@ -81,7 +81,7 @@ class InFlightState:
     phase: Phase = Phase.BACKWARD
     graded: bool = True
     batch: int = 1
-    waiting: int = 0
+    between_halves: int = 0
 
     def covers(self, other: InFlightState) -> bool:
         """Returns whether this state needs at least as many bytes as the other, whatever the sizes are."""
@@ -92,7 +92,7 @@ class InFlightState:
             and self.posted >= other.posted
             and self.gradient_in >= other.gradient_in
             and self.gradient_out >= other.gradient_out
-            and self.waiting >= other.waiting
+            and self.between_halves >= other.between_halves
         )
 
 
@@ -222,7 +222,7 @@ class _Held:
     posted: set[int] = field(default_factory=set[int])
     gradient_in: set[int] = field(default_factory=set[int])
     gradient_out: set[int] = field(default_factory=set[int])
-    waiting: set[int] = field(default_factory=set[int])
+    between_halves: set[int] = field(default_factory=set[int])
     graded: bool = False
 
     def state_during(self, action: Action | None, batch: int) -> InFlightState:
@@ -236,7 +236,7 @@ class _Held:
     def state_in(self, phase: Phase, batch: int) -> InFlightState:
         """Returns the present counts as a state."""
         counts = len(self.in_flight), len(self.posted), len(self.gradient_in), len(self.gradient_out)
-        return InFlightState(*counts, phase, self.graded, batch, len(self.waiting))
+        return InFlightState(*counts, phase, self.graded, batch, len(self.between_halves))
 
     def begin(self, action: Action) -> None:
         if action.kind is Kind.RECV_F:
@@ -247,7 +247,7 @@ class _Held:
             self.posted.discard(action.microbatch)
             self.in_flight.add(action.microbatch)
         elif action.kind is Kind.I:
-            self.waiting.add(action.microbatch)
+            self.between_halves.add(action.microbatch)
 
     def end(self, action: Action) -> None:
         if action.kind in COMPUTE:
@@ -258,7 +258,7 @@ class _Held:
             self.graded = True
             self.in_flight.discard(action.microbatch)
             self.gradient_in.discard(action.microbatch)
-            self.waiting.discard(action.microbatch)
+            self.between_halves.discard(action.microbatch)
 
 
 def _lasting_bytes(ranges: RangeTables, batch: int) -> Bytes:
@@ -279,14 +279,14 @@ Amount = TypeVar("Amount", int, Bytes)
 class Components(NamedTuple, Generic[Amount]):
     """Holds, for each component of the variable bytes, its size for every run or how many a stage holds.
 
-    `waiting`: what a microbatch that waits for its backward saved and sent. `received`, `sent`,
+    `awaiting_backward`: what a microbatch that waits for its backward saved and sent. `received`, `sent`,
     `gradient_in`, `gradient_out`: boundary buffers. `forward`, `backward`, `first_backward`: what the
     microbatch being computed holds. `gradients` are those of weights, `update` are the optimizer's
     temporaries. `between_halves`: gradients that wait for the second half of a backward. `split_backward`:
     what one half holds. `copied`: activations being copied to or from the host.
     """
 
-    waiting: Amount
+    awaiting_backward: Amount
     received: Amount
     sent: Amount
     gradient_in: Amount
@@ -304,7 +304,7 @@ class Components(NamedTuple, Generic[Amount]):
 def _sizes(ranges: RangeTables) -> Components[Bytes]:
     """Returns the bytes of one of each component, for every run."""
     return Components(
-        waiting=_waiting_bytes(ranges) + ranges.sent,
+        awaiting_backward=_waiting_bytes(ranges) + ranges.sent,
         received=ranges.received,
         sent=ranges.sent,
         gradient_in=ranges.gradient_in,
@@ -314,7 +314,7 @@ def _sizes(ranges: RangeTables) -> Components[Bytes]:
         first_backward=ranges.first_backward,
         gradients=ranges.gradients,
         update=ranges.update,
-        between_halves=ranges.waiting,
+        between_halves=ranges.between_halves,
         split_backward=ranges.split_backward,
         copied=ranges.on_host,
     )
@@ -325,7 +325,7 @@ def _counts(state: InFlightState) -> Components[int]:
     forward, backward = state.phase is Phase.FORWARD, state.phase is Phase.BACKWARD
     computing, half = forward or backward, state.phase is Phase.HALF
     return Components(
-        waiting=state.in_flight - computing,
+        awaiting_backward=state.in_flight - computing,
         received=state.posted + computing,
         sent=int(backward),
         gradient_in=state.gradient_in,
@@ -335,7 +335,7 @@ def _counts(state: InFlightState) -> Components[int]:
         first_backward=int(backward and not state.graded),
         gradients=int(state.graded and not backward),
         update=int(state.phase is Phase.UPDATE),
-        between_halves=state.waiting,
+        between_halves=state.between_halves,
         split_backward=int(half),
         copied=min(1, max(0, state.in_flight - (computing or half))),
     )
@@ -362,7 +362,9 @@ def _stage_memory(
     boundary = int(peak.in_flight * here.sent + peak.posted * here.received + _gradients(here, peak))
     activations = total - weights - gradients - optimizer - boundary
     waiting = int(
-        peak.in_flight * _waiting_bytes(here) + peak.waiting * here.waiting + peak.batch * here.inputs
+        peak.in_flight * _waiting_bytes(here)
+        + peak.between_halves * here.between_halves
+        + peak.batch * here.inputs
     )
     waiting += int(min(peak.in_flight, 2) * here.on_host)
     return StageMemory(

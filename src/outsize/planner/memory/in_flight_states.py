@@ -13,7 +13,7 @@ from typing import Final
 
 from outsize.ir.plan import ScheduleName
 from outsize.ir.schedule import Schedule
-from outsize.planner.layout.layout import How
+from outsize.planner.layout.layout import ScheduleKey
 from outsize.planner.memory.account import InFlightState, joint_states, peak_states
 from outsize.schedules.builders import build, row_of
 from outsize.schedules.families import family_of
@@ -89,10 +89,10 @@ def _with_more_in_flight(states: tuple[InFlightState, ...], microbatches: int) -
 
 @lru_cache(maxsize=64)
 def states_along_edges(
-    how: How, edges: tuple[Edges, Edges]
+    schedule_key: ScheduleKey, edges: tuple[Edges, Edges]
 ) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
     """Returns the joint states where the plan has the actions, over its own edges (forward, backward)."""
-    lowered = lower(planned(*how), *edges)
+    lowered = lower(planned(*schedule_key), *edges)
     return tuple(joint_states(lowered, rank) for rank in range(lowered.ranks))
 
 

@@ -10,7 +10,7 @@ law of costs/stage_edges.py this is true of all that a stage *receives*, and of 
     gradient_in    flows with a gradient, touched inside and used     one message each: the sum of all
                    at `end` or later                                  later users arrives threaded
 
-    waiting        gradients kept until their weights' half           between the halves of a backward
+    between_halves gradients kept until their weights' half           between the halves of a backward
 
 What the microbatch being computed holds at its worst moment (forward, backward, first_backward) comes from
 activations.py. One half of a split backward frees nothing and holds `split_backward` in addition.
@@ -42,7 +42,7 @@ from outsize.planner.memory.optimizer_states import OptimizerBytes, Style, style
 
 Bytes = NDArray[np.int64]
 # These tables are nonzero only where a backward is split in two halves.
-_HALVES: Final = ("waiting", "split_backward")
+_HALVES: Final = ("between_halves", "split_backward")
 Seconds = NDArray[np.float64]
 Number = TypeVar("Number", np.int64, np.float64)
 
@@ -74,7 +74,7 @@ class RangeTables:
     forward: Bytes
     backward: Bytes
     first_backward: Bytes
-    waiting: Bytes
+    between_halves: Bytes
     split_backward: Bytes
     received: Bytes
     sent: Bytes
@@ -112,7 +112,7 @@ class RangeTables:
             forward=activations.forward,
             backward=activations.backward,
             first_backward=activations.first_backward,
-            waiting=_spans(np.array([u.waiting_bytes for u in graph.units], np.int64)),
+            between_halves=_spans(np.array([u.waiting_bytes for u in graph.units], np.int64)),
             split_backward=largest(units.backward_workspace),
             received=_arriving(n, values),
             sent=_leaving(n, values),
@@ -155,7 +155,7 @@ class RangeTables:
     def backward_in_one_piece(self) -> Self:
         """Returns the tables of stages whose backward is in one piece even where the schedule splits it."""
         backward = np.maximum(self.backward, self.first_backward)
-        return replace(self, waiting=np.zeros_like(self.saved), split_backward=backward)
+        return replace(self, between_halves=np.zeros_like(self.saved), split_backward=backward)
 
     def without_crossing(self) -> Self:
         """Returns a lower bound that never falls when units are added: nothing that crosses the ends of a run

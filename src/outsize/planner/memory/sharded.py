@@ -138,7 +138,7 @@ def context_parallel(ranges: RangeTables, shards: int, block_bytes: int) -> Rang
     """
     if shards == 1:
         return ranges
-    shared = "saved", "saved_small", "saved_boundary", "saved_sent", "received", "sent", "waiting"
+    shared = "saved", "saved_small", "saved_boundary", "saved_sent", "received", "sent", "between_halves"
     divided = {name: _share(getattr(ranges, name), shards) for name in shared}
     # Gradients of tied weights are whole: those that cross the end of a run are what the rest receives.
     tied = {"gradient_in": ranges.replicas[:, -1], "gradient_out": ranges.replicas}
@@ -167,7 +167,7 @@ _DIVIDED = (
         "forward",
         "backward",
         "first_backward",
-        "waiting",
+        "between_halves",
         "split_backward",
     ),
     *("received", "sent", "gradient_in", "gradient_out"),

@@ -62,7 +62,7 @@ from outsize.planner.memory.optimizer_states import OptimizerBytes, ParameterByt
 from outsize.planner.memory.range_tables import Bytes, Number, RangeTables
 from outsize.planner.memory.sharded import largest_adjacent_blocks, single_units
 from outsize.planner.offload.boundary_traffic import BoundaryTraffic
-from outsize.planner.partition.stage_prices import Case
+from outsize.planner.partition.stage_prices import PricedModel
 from outsize.schedules.families import family_of
 
 BLOCKS: Final = 64
@@ -147,13 +147,13 @@ def block_ends(graph: ModelGraph, alone: UnitSeconds, most: int) -> tuple[int, .
 
 
 def hosted(
-    whole: Case,
+    whole: PricedModel,
     blocks: StreamedBlocks,
     ends: Sequence[int],
     layout: Layout,
     cluster: Cluster,
     recompute: Recompute,
-) -> Case:
+) -> PricedModel:
     """Returns the case of a layout with weights on the host.
 
     `whole` is the model on one device, in pieces that begin at `ends`. Everything but "none" recomputes

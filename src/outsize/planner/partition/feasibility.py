@@ -32,7 +32,7 @@ from outsize.planner.memory.account import InFlightState, peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import RangeTables
 from outsize.planner.partition.least_full import least_full_cut
-from outsize.planner.partition.stage_prices import Case
+from outsize.planner.partition.stage_prices import PricedModel
 
 # Bisection stops at this share of the device's memory.
 PRECISE = 1e-3
@@ -43,14 +43,14 @@ PRECISE = 1e-3
 class ChainFeasibility:
     """Decides feasibility for one case under one schedule on the first `stages` devices of a cluster."""
 
-    case: Case
+    case: PricedModel
     schedule: ScheduleName
     stages: int
     cluster: Cluster
     states: tuple[tuple[InFlightState, ...], ...]
 
     @classmethod
-    def of(cls, case: Case, schedule: ScheduleName, stages: int, cluster: Cluster) -> ChainFeasibility:
+    def of(cls, case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> ChainFeasibility:
         """Builds the problem with the in-flight states of each stage in a chain."""
         states = states_by_stage(schedule, stages, case.microbatches, stages)
         return cls(case, schedule, stages, cluster, states)

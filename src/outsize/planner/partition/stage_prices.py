@@ -59,7 +59,7 @@ FAR: Final = 2.0
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Case:
+class PricedModel:
     """Holds a model at one microbatch size, with its tables; `microbatches` of them make a batch.
 
     `base` names the units and says what they save; `seconds` are those of a layout. `after_s`: seconds that a
@@ -138,7 +138,7 @@ class Pipeline:
     groups: Cluster
     room: Cluster
     ranks: tuple[int, ...]
-    options: tuple[tuple[Case, ...], ...]
+    options: tuple[tuple[PricedModel, ...], ...]
     alike: tuple[Cluster, ...]
     even: bool = True
     first_option: int = 0
@@ -150,7 +150,7 @@ class Pipeline:
         return len(self.ranks)
 
     @property
-    def case(self) -> Case:
+    def case(self) -> PricedModel:
         """Returns the first option of the first stage."""
         return self.options[0][0]
 
@@ -196,11 +196,11 @@ class ChainPartition:
 
 def split(pipeline: Pipeline) -> ChainPartition | None:
     """Returns the cut with the least maximum price that fits; None when none fits."""
-    return Tables(pipeline).split()
+    return StagePrices(pipeline).split()
 
 
 @final
-class Tables:
+class StagePrices:
     """Computes the prices of runs for each stage of a pipeline; `least_s` is a known lower bound of
     the step.
     """
@@ -304,7 +304,7 @@ class _Listing:
     computed once.
     """
 
-    def __init__(self, tables: Tables, limit_s: float, runs: Runs) -> None:
+    def __init__(self, tables: StagePrices, limit_s: float, runs: Runs) -> None:
         self._tables, self._pipeline = tables, tables.pipeline
         self.limit_s, self.runs = limit_s, runs
         layout, self._m = self._pipeline.layout, self._pipeline.case.microbatches
@@ -351,7 +351,7 @@ class _Listing:
         received, gradient_in = self._of(ranges.received), self._of(ranges.gradient_in)
         return self._m * (received + gradient_in) + self._of(ranges.replicas)
 
-    def _by_option(self, stage: int, seconds: Callable[[Case, int, slice], Seconds]) -> Seconds:
+    def _by_option(self, stage: int, seconds: Callable[[PricedModel, int, slice], Seconds]) -> Seconds:
         window, first_options = self._window(stage), self._first_options(stage)
         seconds_of = np.full(len(self.runs.first), np.inf)
         for option, case in enumerate(self._cases(stage)):
@@ -366,7 +366,7 @@ class _Listing:
         """
         return self.runs.beginning(*self._tables.reach(stage, self.limit_s))
 
-    def _cases(self, stage: int) -> Sequence[Case]:
+    def _cases(self, stage: int) -> Sequence[PricedModel]:
         return self._pipeline.options[stage][self._pipeline.first_option :]
 
     def _first_options(self, stage: int) -> NDArray[np.int8]:
@@ -382,7 +382,7 @@ class _Listing:
             self._first_option_of[stage] = np.where(allowed, first_options, -1)
         return self._first_option_of[stage]
 
-    def _parts(self, case: Case) -> Seconds:
+    def _parts(self, case: PricedModel) -> Seconds:
         if id(case) not in self._columns:
             tables = {f.name: self._of(getattr(case.ranges, f.name)) for f in fields(case.ranges)}
             self._columns[id(case)] = component_table(replace(case.ranges, **tables), self._m)
@@ -394,18 +394,18 @@ class _Listing:
             self._taken[id(table)] = table.ravel()[self._places]
         return self._taken[id(table)]
 
-    def _with_links(self, case: Case, stage: int, window: slice) -> Seconds:
+    def _with_links(self, case: PricedModel, stage: int, window: slice) -> Seconds:
         waits = self._m * self._waits(case, stage, window)
         if family_of(self._pipeline.layout.schedule).even_cut_is_best:
             return self._m * self._of(case.ranges.compute_s)[window] + waits
         return self._compute(case, stage, window) + waits
 
-    def _compute(self, case: Case, stage: int, window: slice) -> Seconds:
+    def _compute(self, case: PricedModel, stage: int, window: slice) -> Seconds:
         place, schedule = (stage, self._pipeline.stages - 1 - stage), self._pipeline.layout.schedule
         first, end = self.runs.first[window], self.runs.end[window]
         return self._tables.works[id(case)].stage_s(schedule, first, end, place, self._m)
 
-    def _waits(self, case: Case, stage: int, window: slice) -> Seconds:
+    def _waits(self, case: PricedModel, stage: int, window: slice) -> Seconds:
         """Returns the seconds a run waits for the messages of one microbatch."""
         before, after = self._wire(stage - 1, stage), self._wire(stage + 1, stage)
         ranges, seconds = case.ranges, np.zeros(window.stop - window.start)

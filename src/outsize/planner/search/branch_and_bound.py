@@ -22,7 +22,7 @@ from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout
-from outsize.planner.partition.stage_prices import Pipeline, Tables
+from outsize.planner.partition.stage_prices import Pipeline, StagePrices
 from outsize.planner.partition.stage_weights import Demand
 
 # One search prices at most this many layouts; the gap accounts for the others.
@@ -141,7 +141,7 @@ class BranchAndBound:
             self._rejected.append(pipeline)
 
     def _best_of(
-        self, tables: Sequence[Tables], floor_s: float, most_s: float
+        self, tables: Sequence[StagePrices], floor_s: float, most_s: float
     ) -> tuple[Estimate | None, float]:
         """Returns the best cut of a layout, and a lower bound of all its cuts: infinite where none fits."""
         layout = tables[0].pipeline.layout
@@ -161,7 +161,9 @@ class BranchAndBound:
         least_s = min(slow_s, inf if best is None else best.step_s)
         return best, least_s if single_cut else known_s
 
-    def _tables(self, layout: Layout, floor_s: float, most_s: float, demand: Demand | None) -> list[Tables]:
+    def _tables(
+        self, layout: Layout, floor_s: float, most_s: float, demand: Demand | None
+    ) -> list[StagePrices]:
         """Returns the tables; block by block recompute is tried where only it may help."""
         unselective: list[Recompute] = [option for option in self._recompute if option != "selective"]
         tables = self._asking(layout, unselective, floor_s, demand)
@@ -172,11 +174,11 @@ class BranchAndBound:
 
     def _asking(
         self, layout: Layout, recompute: Sequence[Recompute], floor_s: float, demand: Demand | None
-    ) -> list[Tables]:
+    ) -> list[StagePrices]:
         pipelines = self._cost_tables.pipelines(layout, recompute)
-        return [Tables(replace(pipeline, demand=demand), floor_s) for pipeline in pipelines]
+        return [StagePrices(replace(pipeline, demand=demand), floor_s) for pipeline in pipelines]
 
-    def _priced(self, tables: Tables, most_s: float) -> Estimate | float:
+    def _priced(self, tables: StagePrices, most_s: float) -> Estimate | float:
         """Prices the best cut, or returns a lower bound of its seconds beyond `most_s`: infinite where none
         fits.
         """

@@ -30,7 +30,7 @@ from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.ranking import CLOSE, choose
 from outsize.planner.layout.layout import Layout
-from outsize.planner.partition.stage_prices import Tables
+from outsize.planner.partition.stage_prices import StagePrices
 
 TRIED: Final = 8
 
@@ -96,7 +96,7 @@ def _offload_options(layout: Layout, tables: CostTables) -> Iterator[Estimate]:
     if layout.hosted:
         return
     for pipeline in tables.pipelines(layout, ("none", "offload")):
-        cut = Tables(pipeline).split()
+        cut = StagePrices(pipeline).split()
         candidate = None if cut is None else estimate_cut(pipeline, cut.bounds, cut.choices)
         if candidate is not None and candidate.may_be_chosen:
             yield candidate

@@ -63,7 +63,7 @@ from outsize.planner.offload.host_traffic import (
     two_places,
     updated,
 )
-from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.schedules.families import LAYER_BY_LAYER
 
 # These numbers of stages of all devices are tried.
@@ -79,7 +79,7 @@ class HostedStages(NamedTuple):
     moves.
     """
 
-    whole: Case
+    whole: PricedModel
     held: WeightAndGradientBytes
     updated: Seconds
 
@@ -87,7 +87,7 @@ class HostedStages(NamedTuple):
     def of(cls, graph: ModelGraph, profile: Profile, bounds: Sequence[int], optimizer: str) -> Self:
         """Builds the stages; `bounds` are the first unit of each stage, then their number."""
         coarse = coarse_graph(graph, bounds)
-        whole = Case.of(coarse, coarse_profile(profile, bounds), 1, optimizer)
+        whole = PricedModel.of(coarse, coarse_profile(profile, bounds), 1, optimizer)
         held = (
             single_units(whole.ranges.weights - whole.ranges.buffers),
             single_units(whole.ranges.gradients),
@@ -279,7 +279,7 @@ def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> t
     return candidate, _bound(layout, case, blocks.held, cluster)
 
 
-def _case(plan: Plan, layout: Layout, blocks: HostedStages, cluster: Cluster) -> Case:
+def _case(plan: Plan, layout: Layout, blocks: HostedStages, cluster: Cluster) -> PricedModel:
     whole = replace(blocks.whole, microbatches=plan.microbatches)
     if any(plan.recompute_of(stage) != "none" for stage in range(layout.stages)):
         whole = whole.fully_recomputed()
@@ -311,7 +311,7 @@ def _waiting(compute: UnitSeconds, held: WeightAndGradientBytes, layout: Layout,
     return UnitSeconds(forward, backward_input, compute.backward_weight)
 
 
-def _on_device(whole: Case, held: WeightAndGradientBytes, layout: Layout) -> RangeTables:
+def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout) -> RangeTables:
     """Returns the bytes of each stage; what a device holds for all of them in turn is divided evenly.
 
     Gradients take the place of the optimizer's bytes, which exist all the time.
@@ -343,7 +343,7 @@ def _shares(total: int, count: int) -> list[int]:
     return [total * (at + 1) // count - total * at // count for at in range(count)]
 
 
-def _bound(layout: Layout, case: Case, held: WeightAndGradientBytes, cluster: Cluster) -> Bound:
+def _bound(layout: Layout, case: PricedModel, held: WeightAndGradientBytes, cluster: Cluster) -> Bound:
     """Returns the bound of the device that takes longest with each of the four."""
     link, forwards = Host.of(cluster, layout.axes.pp).link, 1 if case.recompute == "none" else 2
     costs = np.array([forwards * c.forward_s + c.backward_s for c in case.base.units])

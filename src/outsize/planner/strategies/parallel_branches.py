@@ -327,7 +327,7 @@ class _Composer:
         messages = self._messages(ranks, edges, pipeline.room)
         stage_tables = [case.ranges.of_run(*run) for case, run in zip(cases, runs, strict=True)]
         in_flight_bytes = [bytes_in_state(r, TWO) - bytes_in_state(r, ONE) for r in stage_tables]
-        waiting = tuple(int(r.waiting) for r in stage_tables)
+        waiting = tuple(int(r.between_halves) for r in stage_tables)
         room = self._room(pipeline, stage_tables, in_flight_bytes)
         return Job(ranks, self._count, tuple(costs), *messages, tuple(in_flight_bytes), room, waiting)
 

@@ -37,7 +37,7 @@ from outsize.planner.memory.account import peak_table
 from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.memory.range_tables import Bytes, Seconds
 from outsize.planner.partition.chain_dp import bottleneck, partition
-from outsize.planner.partition.stage_prices import Case
+from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.strategies.selective_recompute import (
     UnitLevelModel,
     Units,
@@ -217,7 +217,7 @@ class _JointSearch:
             for s, case in enumerate(self._saving_cases)
         ]
 
-    def _peak(self, stage: int, case: Case) -> Bytes:
+    def _peak(self, stage: int, case: PricedModel) -> Bytes:
         return peak_table(case.ranges, self._states[stage])
 
     def _excess(self, stage: int) -> Bytes:

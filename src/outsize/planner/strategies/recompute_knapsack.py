@@ -1,7 +1,7 @@
 """Problem: which units of a stage should be recomputed, so that it fits and loses least time?
 
     minimise    sum of forward_s over the chosen units
-    subject to  fixed + waiting x saved + acting <= room      at every moment of the stage (Limit)
+    subject to  fixed + awaiting x saved + acting <= room      at every moment of the stage (Limit)
 
 `saved` and `acting` are bytes of memory/recomputed_stage.py: what a choice keeps of a microbatch, and what
 the one being computed holds at its worst moment. Units are taken in order, one without recompute or a segment
@@ -45,14 +45,14 @@ FORWARD, BACKWARD, FIRST_BACKWARD, NOTHING = range(4)
 @final
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Describes a moment: `fixed_bytes`, `waiting` microbatches with what they keep, and one being computed
-    in `phase`.
+    """Describes a moment: `fixed_bytes`, `awaiting_backward` microbatches with what they keep, and one being
+    computed in `phase`.
 
     `phase` is FORWARD, BACKWARD, FIRST_BACKWARD, or NOTHING.
     """
 
     fixed_bytes: int
-    waiting: int
+    awaiting_backward: int
     phase: int
 
 
@@ -208,7 +208,7 @@ class _KnapsackSearch:
 
     def __init__(self, stage: StageBytes, paths: _Paths, limits: Sequence[Limit], room: int) -> None:
         self._stage, self._paths, self._n = stage, paths, stage.units
-        self._limits = [(room - at.fixed_bytes, at.waiting, at.phase) for at in limits]
+        self._limits = [(room - at.fixed_bytes, at.awaiting_backward, at.phase) for at in limits]
         self._most_saved_bytes = min((self._saved_at_most(*limit) for limit in self._limits), default=1 << 62)
         never = self._never_matters
         self._first = _Partial(0.0, 0, (never(FORWARD), never(BACKWARD), never(FIRST_BACKWARD)))

@@ -23,7 +23,7 @@ from outsize.planner.memory.in_flight_states import states_by_rank, states_by_st
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import Bytes, RangeTables, owned_gradients
 from outsize.planner.memory.recomputed_stage import StageBytes
-from outsize.planner.partition.stage_prices import Case, Pipeline
+from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.strategies.recompute_knapsack import (
     BACKWARD,
     FIRST_BACKWARD,
@@ -45,7 +45,7 @@ OWN = (
     "forward",
     "backward",
     "first_backward",
-    "waiting",
+    "between_halves",
     "split_backward",
 )
 
@@ -129,7 +129,7 @@ def counted(figures: Expected, chosen: Mapping[int, Units]) -> Expected:
 
 def written(
     stages: Sequence[Stage],
-    cases: Sequence[Case],
+    cases: Sequence[PricedModel],
     overall: Recompute,
     chosen: Mapping[int, Units],
     graph: ModelGraph,
@@ -161,7 +161,7 @@ def recomputing(
     return estimate_cut(replace(pipeline, options=tuple(options)), bounds, places)
 
 
-def saving_case(pipeline: Pipeline, stage: int) -> Case:
+def saving_case(pipeline: Pipeline, stage: int) -> PricedModel:
     """Returns the stage's tables without recompute."""
     return next(case for case in pipeline.options[stage] if case.recompute == "none")
 
@@ -185,9 +185,9 @@ def shared_choice(estimate: Estimate, stage: int, fine: UnitLevelModel) -> Choic
     tables, at = [estimate.cases[s].ranges.of_run(*runs[s]) for s in own], own.index(stage)
     tables[at] = empty = replace(tables[at], **dict.fromkeys(OWN, np.zeros_like(tables[0].saved)))
     largest_fixed = dict[tuple[int, int], int]()
-    for states in states_by_rank(*layout.how()[:4])[rank]:
+    for states in states_by_rank(*layout.schedule_key()[:4])[rank]:
         limit = _limit(empty, states[at])
-        key, fixed = (limit.waiting, limit.phase), sum(map(bytes_in_state, tables, states))
+        key, fixed = (limit.awaiting_backward, limit.phase), sum(map(bytes_in_state, tables, states))
         largest_fixed[key] = max(fixed, largest_fixed.get(key, fixed))
     limits = [Limit(fixed, *key) for key, fixed in largest_fixed.items()]
     return _best(fine, runs[stage], limits, pipeline.room.devices[pipeline.ranks[stage]].memory_bytes)
@@ -207,7 +207,7 @@ def _limit(empty: RangeTables, state: InFlightState) -> Limit:
     return Limit(bytes_in_state(empty, state), state.in_flight - (phase != NOTHING), phase)
 
 
-def _case(saving: Case, run: Run, chosen: Units, fine: UnitLevelModel) -> Case:
+def _case(saving: PricedModel, run: Run, chosen: Units, fine: UnitLevelModel) -> PricedModel:
     """Returns the tables with this run's own bytes, and the seconds of units that are recomputed."""
     first, end = fine.ends[run[0]], fine.ends[run[1]]
     held = fine.stage(run).held({unit - first for unit in chosen if first <= unit < end})
@@ -218,7 +218,7 @@ def _case(saving: Case, run: Run, chosen: Units, fine: UnitLevelModel) -> Case:
     for piece in np.flatnonzero(pieces >= saving.seconds.forward * (1 - 1e-12)):
         tables["saved"][piece, piece + 1] = 0
     sizes = {"saved": held.saved_bytes, "saved_boundary": 0, "saved_sent": 0, "forward": held.forward}
-    sizes |= {"backward": held.backward, "first_backward": held.first_backward, "waiting": 0}
+    sizes |= {"backward": held.backward, "first_backward": held.first_backward, "between_halves": 0}
     sizes |= {"split_backward": max(held.backward, held.first_backward)}
     for name, size in sizes.items():
         tables[name][run] = size

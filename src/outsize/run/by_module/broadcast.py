@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outsize.errors import BoundaryMismatch
+from outsize.run.transport.groups import RankGroup
 from outsize.run.transport.wire_layout import WireLayout, pack
 
 # Most headers are smaller and are sent in one message with their size.
@@ -51,7 +52,7 @@ class Common:
 class Exchange:
     """Broadcasts over one group. Every rank calls `send` or `receive` in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
         self._group, self.device = group, device
         self.rank, self.world_size = group.rank(), group.size()
         self._headers: dict[Any, bytes] = {}
@@ -90,7 +91,7 @@ class Exchange:
     def all_agree(self, here: bool) -> bool:
         """Returns True on every rank if it holds on every rank."""
         flag = torch.tensor([here], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._group.host)
         return bool(flag)
 
     def _send(self, site: Any, header: bytes, tensors: Sequence[Tensor]) -> None:
@@ -99,23 +100,25 @@ class Exchange:
         message = bytearray((len(new).to_bytes(_SIZE, "little") + new).ljust(_FIRST, b"\0"))
         for part in (message[:_FIRST], message[_FIRST:]):
             if part:
-                self._broadcast(torch.frombuffer(part, dtype=torch.uint8), self.rank)
+                _broadcast(torch.frombuffer(part, dtype=torch.uint8), self.rank, self._group.host)
         for tensor in tensors:
-            self._broadcast(pack(tensor), self.rank)
+            _broadcast(pack(tensor), self.rank, self._group.device)
 
     def _bytes(self, count: int, source: int) -> bytes:
-        return self._broadcast(torch.empty(count, dtype=torch.uint8), source).numpy().tobytes()
+        received = _broadcast(torch.empty(count, dtype=torch.uint8), source, self._group.host)
+        return received.numpy().tobytes()
 
     def _tensor(self, layout: WireLayout, source: int) -> Tensor:
         tensor = layout.empty(self.device)
-        self._broadcast(layout.memory(tensor), source)
+        _broadcast(layout.memory(tensor), source, self._group.device)
         return tensor
 
-    def _broadcast(self, flat: Tensor, source: int) -> Tensor:
-        if flat.numel():
-            # Sent as bytes, since not every backend knows every dtype.
-            dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=source)
-        return flat
+
+def _broadcast(flat: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+    if flat.numel():
+        # Sent as bytes, since not every backend knows every dtype.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+    return flat
 
 
 def _unsendable(site: Any, error: Exception) -> BoundaryMismatch:

@@ -23,8 +23,8 @@ from typing import Final, NamedTuple, Self, final
 import torch
 from torch import Tensor
 
+from outsize.device.streams import StreamEvent, Streams
 from outsize.ir.graph import SMALL_BYTES
-from outsize.run.device.streams import StreamEvent, Streams
 from outsize.run.host.flat_buffer import ALIGN
 
 _HOST: Final = "cpu"

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from outsize.device.streams import StreamEvent
 from outsize.program.modes import outside_autocast
-from outsize.run.device.streams import StreamEvent
 from outsize.run.host.flat_buffer import (
     Allocate,
     Destination,

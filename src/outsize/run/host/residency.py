@@ -33,9 +33,9 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from outsize.device.streams import StreamEvent, Streams
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.program.tree import map_leaves
-from outsize.run.device.streams import StreamEvent, Streams
 from outsize.run.host.flat_buffer import (
     Allocate,
     Destination,

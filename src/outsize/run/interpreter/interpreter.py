@@ -24,9 +24,9 @@ from typing import Any, final
 
 from torch import Tensor
 
+from outsize.device.clock import HOST, Clock
 from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane
-from outsize.run.device.clock import HOST, Clock
 from outsize.run.interpreter.trace import Marks
 from outsize.run.moves.base import Moves, Resident
 from outsize.run.moves.boundary_values import BoundaryValues

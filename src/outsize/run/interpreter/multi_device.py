@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from outsize.run.device.streams import Streams
+from outsize.device.streams import Streams
 from outsize.run.interpreter.in_process import InProcessRanks, Used, deadlock
 from outsize.run.interpreter.interpreter import Interpreter, StepOutputs
 from outsize.run.transport.base import Pending, Transport
@@ -101,13 +101,16 @@ class MultiDevice(InProcessRanks):
         return self._boxes.pop(key)
 
     def _wait_for_one(self) -> bool:
-        """Blocks the host until the oldest copy to it is done; returns False when none is under way."""
-        while self._to_host:
-            device_copy = self._to_host.popleft()
-            if not device_copy.is_ready():
-                device_copy.copied.wait()
-                return True
-        return False
+        """Blocks the host until the oldest copy to it is done; returns False when there is none.
+
+        A copy may have ended since its receiver last looked, so its receiver looks again in any case.
+        """
+        if not self._to_host:
+            return False
+        device_copy = self._to_host.popleft()
+        if not device_copy.is_ready():
+            device_copy.copied.wait()
+        return True
 
     def flush(self) -> None:
         """Ends a step: the sources of its copies may be freed."""

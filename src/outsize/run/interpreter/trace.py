@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
+from outsize.device.clock import HOST, Clock
 from outsize.ir.timeline import Lane
-from outsize.run.device.clock import HOST, Clock
 
 
 @final

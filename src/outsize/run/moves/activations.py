@@ -29,9 +29,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from outsize.device.streams import TorchStreams
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import Action, Kind
-from outsize.run.device.streams import TorchStreams
 from outsize.run.host.copy_lane import Bundle, CopyLane, Handle, OffloadedStorage
 from outsize.run.moves.base import Moves
 from outsize.run.moves.implicit import ImplicitMoves

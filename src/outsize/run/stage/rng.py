@@ -17,6 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outsize.device.accelerators import (
+    forked_generators,
+    generator_state,
+    is_accelerator,
+    seed_generators,
+    set_generator_state,
+)
+
 Seed = Callable[[int], None]
 _MASK = (1 << 63) - 1
 
@@ -40,8 +48,7 @@ def seeder(seed: int, step: int, microbatch: int) -> Seed:
         # torch.manual_seed is avoided: it formats a stack trace for every kind of accelerator that is not in
         # use.
         torch.default_generator.manual_seed(state)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(state)
+        seed_generators(state)
         random.seed(state)
         np.random.seed(state & 0xFFFFFFFF)
 
@@ -50,11 +57,10 @@ def seeder(seed: int, step: int, microbatch: int) -> Seed:
 
 @contextmanager
 def borrowed_generators() -> Iterator[None]:
-    """Restores the user's generators (CPU, CUDA, Python, NumPy) after the context."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    """Restores the user's generators (CPU, accelerator, Python, NumPy) after the context."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=devices):
+        with forked_generators():
             yield
     finally:
         random.setstate(python)
@@ -69,8 +75,8 @@ def generator_states(device: torch.device) -> GeneratorStates:
     Python, NumPy.
     """
     states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
+    if is_accelerator(device):
+        states.append(generator_state(device))
     drawn = pickle.dumps((random.getstate(), np.random.get_state()))
     return [*states, torch.frombuffer(bytearray(drawn), dtype=torch.uint8)]
 
@@ -78,8 +84,8 @@ def generator_states(device: torch.device) -> GeneratorStates:
 def set_generator_states(states: GeneratorStates, device: torch.device) -> None:
     """Sets generators to the states that `generator_states` returned."""
     torch.set_rng_state(states[0].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1].cpu(), device)
+    if is_accelerator(device):
+        set_generator_state(states[1], device)
     python, numpy = pickle.loads(states[-1].cpu().numpy().tobytes())
     random.setstate(python)
     np.random.set_state(numpy)

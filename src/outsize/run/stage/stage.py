@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from outsize.device.storage import shares_storage
 from outsize.errors import BoundaryMismatch
 from outsize.program.modes import casting_devices, outside_autocast
-from outsize.run.device.storage import shares_storage
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.no_share import zero_gradients, zeroed
 from outsize.run.stage.rng import Seed

@@ -25,8 +25,8 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from outsize.device.streams import Stream, StreamEvent, Streams
 from outsize.errors import BoundaryMismatch
-from outsize.run.device.streams import Stream, StreamEvent, Streams
 from outsize.run.transport.wire_layout import WireLayout, packed_bytes
 
 # So many copies may be under way before the oldest source is freed; so many page-locked staging buffers

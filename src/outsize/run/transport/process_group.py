@@ -11,8 +11,9 @@ on, or that a user's hook stores, is never overwritten.
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, Self, final
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,13 @@ from torch import Tensor
 
 from outsize.errors import BoundaryMismatch
 from outsize.run.transport.base import CHANNELS, Pending, Transport
+from outsize.run.transport.groups import HOST_BACKENDS, RankGroup, device_backend, unbound_group
 from outsize.run.transport.wire_layout import HEADER, NOTHING, WireLayout, pack
+
+# So many sends of a channel, its layout among them, may be under way; unless a schedule needs more to end.
+SENDS_AHEAD: Final = 16
+Wire = tuple[int, int, bool]
+"""The rank that sends, the rank that receives, and whether it carries gradients."""
 
 
 @final
@@ -28,14 +35,28 @@ from outsize.run.transport.wire_layout import HEADER, NOTHING, WireLayout, pack
 class TransportGroups:
     """Holds the process groups of a transport.
 
-    NCCL has one queue per group and pair, in which a receive blocks those posted behind it; so values and
-    gradients, to higher and to lower ranks, have a group each: `queues`. NCCL makes its communicators at the
-    first message of a pair. Layouts are numbers on the host and travel over gloo; gloo has tags, so there one
-    group serves all.
+    An ordered backend has one queue per group and pair of ranks, in which a message holds up those behind it;
+    so values and gradients, to higher and to lower ranks, have a group each: `queues`. Layouts are numbers on
+    the host and travel over `layouts`, gloo; gloo has tags, so where it moves the elements, too, one group
+    serves all.
     """
 
     queues: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]
     layouts: dist.ProcessGroup
+
+    @classmethod
+    def make(cls, ranks: RankGroup, device: torch.device) -> Self:
+        """Makes the groups for tensors of a device; a collective over the ranks."""
+        backend = device_backend(ranks.device, device)
+        if ranks.size() == 1 or backend in HOST_BACKENDS:
+            return cls((ranks.host, ranks.host, ranks.host, ranks.host), ranks.host)
+        first, second, third, fourth = (unbound_group(ranks.device, backend) for _ in range(4))
+        return cls((first, second, third, fourth), ranks.host)
+
+    @property
+    def has_tags(self) -> bool:
+        """Returns whether one group serves all channels."""
+        return len(set(map(id, self.queues))) == 1
 
     def of(self, channel: int, source: int, destination: int) -> dist.ProcessGroup:
         """Returns the group that moves a channel's elements; odd channels carry gradients."""
@@ -45,8 +66,7 @@ class TransportGroups:
         """Returns the number of a channel's queue; messages of one queue are received in the order of their
         sends.
         """
-        has_tags = len(set(map(id, self.queues))) == 1
-        return channel if has_tags else channel % 2
+        return channel if self.has_tags else channel % 2
 
 
 @final
@@ -55,11 +75,13 @@ class ProcessTransport(Transport):
     tags.
     """
 
-    def __init__(self, groups: TransportGroups, device: torch.device, depth: int = 16) -> None:
-        self._groups, self._device, self._depth = groups, device, depth
+    def __init__(self, groups: TransportGroups, device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        self._ahead: int | None = SENDS_AHEAD
         self._outlets: dict[int, _Outlet] = {}
         self._inlets: dict[int, _Inlet] = {}
         self._lines = defaultdict[tuple[int, int], _Line](_Line)  # The key is (peer, number from `line_of`).
+        self._open: set[Wire] = set()
 
     @property
     def buffers_made(self) -> int:
@@ -69,8 +91,8 @@ class ProcessTransport(Transport):
     def send(self, peer: int, channel: int, microbatch: int, tensor: Tensor | None) -> None:
         outlet = self._outlets.get(channel)
         if outlet is None:
-            outlet = self._outlets[channel] = _Outlet(self._groups, peer, channel, self._depth)
-        outlet.send(microbatch, tensor)
+            outlet = self._outlets[channel] = _Outlet(self._groups, peer, channel)
+        outlet.send(microbatch, tensor, self._ahead)
 
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
         inlet = self._inlets.get(channel)
@@ -82,6 +104,26 @@ class ProcessTransport(Transport):
     def flush(self) -> None:
         for outlet in self._outlets.values():
             outlet.flush()
+
+    def lift_bound(self) -> None:
+        """Lets any number of sends be under way, for a schedule that would not end otherwise."""
+        self._ahead = None
+
+    def open(self, wires: Iterable[Wire]) -> None:
+        """Makes the communicators of wires that have none yet; all ranks call this alike, before messages.
+
+        An ordered backend makes a communicator at the first message of a pair, in which both ranks wait for
+        each other. All ranks take the wires in one order, so none of them waits in a circle.
+        """
+        rank, message = self._groups.layouts.rank(), torch.zeros(1, device=self._device)
+        for wire in sorted({*wires} - self._open):
+            self._open.add(wire)
+            source, destination, is_gradient = wire
+            if self._groups.has_tags or rank not in (source, destination):
+                continue
+            group = self._groups.of(int(is_gradient), source, destination)
+            call, peer = (group.send, destination) if rank == source else (group.recv, source)
+            call([message], peer, 0).wait()
 
     def share(self, value: Tensor | None, source: int) -> Tensor:
         """Broadcasts a 0-dim fp64 tensor from rank `source` and returns it on every rank."""
@@ -121,8 +163,8 @@ class ProcessTransport(Transport):
 class _Outlet:
     """Sends the tensors of one channel."""
 
-    def __init__(self, groups: TransportGroups, peer: int, channel: int, depth: int) -> None:
-        self._groups, self._peer, self._channel, self._depth = groups, peer, channel, depth
+    def __init__(self, groups: TransportGroups, peer: int, channel: int) -> None:
+        self._groups, self._peer, self._channel = groups, peer, channel
         self._group, self._tag = groups.of(channel, groups.layouts.rank(), peer), _tag(channel, 0)
         self._layout: WireLayout | None = None
         self._met = False
@@ -130,13 +172,13 @@ class _Outlet:
         self._plain: tuple[Any, ...] = ()
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def send(self, microbatch: int, tensor: Tensor | None) -> None:
+    def send(self, microbatch: int, tensor: Tensor | None, ahead: int | None) -> None:
         if tensor is None or (tensor.shape, tensor.stride(), tensor.dtype) != self._plain:
             tensor = self._packed(tensor)
         if tensor is None:
             return
         # A bounded number of sends is under way, so a slow peer cannot make this rank keep every tensor.
-        if len(self._leaving) >= self._depth:
+        if ahead is not None and len(self._leaving) >= ahead:
             self._leaving.popleft()[0].wait()
         # dist.isend is avoided: checking its arguments takes longer than gloo takes to send 2 KiB.
         work = self._group.send([tensor], self._peer, self._tag + microbatch)

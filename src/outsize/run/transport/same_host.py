@@ -11,7 +11,7 @@ every rank of its machine has a core to itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self, final
@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from outsize.run.device import futex
+from outsize.device import futex
 from outsize.run.transport.base import CHANNELS, Pending, Transport
-from outsize.run.transport.process_group import ProcessTransport, TransportGroups
+from outsize.run.transport.process_group import ProcessTransport, TransportGroups, Wire
 from outsize.run.transport.shared_memory import SPIN_S, Arrival, Inbox, Outbox, SharedMemory, cookie_in
 
 _SHARED: Final = -1  # The channel belongs to `share` and to no program.
@@ -68,6 +68,14 @@ class SameHostTransport(Transport):
             box.flush()
         self._far.flush()
 
+    def lift_bound(self) -> None:
+        """Lets any number of sends over the process group be under way."""
+        self._far.lift_bound()
+
+    def open(self, wires: Iterable[Wire]) -> None:
+        """Makes the communicators of wires that have none yet."""
+        self._far.open(wires)
+
     def share(self, value: Tensor | None, source: int) -> Tensor:
         """Broadcasts a 0-dim tensor from rank `source`; a message waits in memory for a rank that comes
         later.
@@ -102,13 +110,13 @@ class SameHostTransport(Transport):
 def connect(
     groups: TransportGroups, device: torch.device, replicas: int = 1
 ) -> SameHostTransport | ProcessTransport:
-    """Connects the ranks of a group; on CPUs, memory is shared with every rank that can.
+    """Connects the ranks of a group; where gloo moves values, memory is shared with every rank that can.
 
     The call is a collective over `groups.layouts`. `replicas` counts the pipelines whose ranks live on the
     same machines, this one included.
     """
     far = ProcessTransport(groups, device)
-    if device.type != "cpu" or groups.layouts.size() == 1:
+    if not groups.has_tags or groups.layouts.size() == 1:
         return far
     rank, inboxes = groups.layouts.rank(), dict[int, Inbox]()
     outboxes = _outboxes(groups, lambda: any(box.has_unread() for box in inboxes.values()))

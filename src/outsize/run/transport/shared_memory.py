@@ -36,7 +36,7 @@ from typing import Final, Self, final
 import torch
 from torch import Tensor
 
-from outsize.run.device.futex import Futex
+from outsize.device.futex import Futex
 from outsize.run.transport.base import Pending
 from outsize.run.transport.wire_layout import HEADER, WireLayout, pack
 

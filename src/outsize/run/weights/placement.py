@@ -54,12 +54,13 @@ class Placement:
         return Placement(home, holders, self.unused & now.unused, self.written | now.written)
 
 
-def placement_of_cut(cut: Cut, model: nn.Module) -> Placement:
-    """Returns where a cut puts the weights."""
+def placement_of_cut(cut: Cut, model: nn.Module, everywhere: frozenset[str] = frozenset[str]()) -> Placement:
+    """Returns where a cut puts the weights; every stage holds the buffers `everywhere`."""
     home = first_stages(cut, model)
     used = {name for program in cut.programs for name in program.weights}
     written = frozenset().union(*(program.written for program in cut.programs))
-    return Placement(home, holders_of_cut(cut), frozenset(home.keys() - used), written)
+    holders = {name: stages for name, stages in holders_of_cut(cut).items() if name not in everywhere}
+    return Placement(home, holders, frozenset(home.keys() - used), written)
 
 
 def placement_of_modules(graph: ModelGraph, stage: Sequence[int], model: nn.Module) -> Placement:

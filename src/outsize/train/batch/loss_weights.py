@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.program.python_reads import LOSS
-from outsize.program.reader import slot_reader
+from outsize.program.reader import buffers_behind, slot_reader
 from outsize.program.tape import Ref, Tape, Weight
 from outsize.program.tree import map_leaves
 from outsize.program.weight_lookup import CopiedWeights
@@ -80,7 +80,8 @@ class LossTrial:
 class LossShares:
     """Computes the weights of microbatches for one tape; what follows from the tape alone is computed once.
 
-    `doubt` is the instruction after which no weights follow from the tape; None where they all do.
+    `doubt` is the instruction after which no weights follow from the tape; None where they all do. `buffers`
+    are those that `counted` reads.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class LossShares:
         class_weights = [m.class_weights for m in measures if isinstance(m, Targets)]
         buffers = {weight.name for weight in class_weights if isinstance(weight, Weight)}
         self._buffers = CopiedWeights(model, buffers, home)
+        self.buffers = buffers_behind(tape, _slots(measures)) | buffers
 
     def of(self, parts: Sequence[Batch], each: Sequence[LossShares] | None = None) -> list[float]:
         """Returns weights that add up to 1, equal for equal microbatches; 1 for each when the loss is a sum.

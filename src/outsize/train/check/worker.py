@@ -21,6 +21,7 @@ from outsize.train.check.compare import adamw, engine_snapshot
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import join, leave
+from outsize.train.launch.world import visible_accelerators
 
 # Model, batch, loss function, plan, steps, seed and threads.
 Payload = tuple[nn.Module, Batch, LossFn | None, Plan, int, int, int]
@@ -38,8 +39,8 @@ def main(folder: Path) -> None:
 
 def run_rank(payload: Payload, folder: Path) -> None:
     """Runs the stage of this process and writes its tensors to a file of the folder. `model` is changed."""
-    world = join()
     model, batch, loss_fn, plan, steps, seed, threads = payload
+    world = join(_device_type(plan))
     torch.set_num_threads(threads)  # as in the reference, so that kernels sum in the same parts
     engine = make_engine(model, plan, world.group, EngineOptions(loss_fn=loss_fn, optimizer=adamw, seed=seed))
     with warnings.catch_warnings():
@@ -47,6 +48,12 @@ def run_rank(payload: Payload, folder: Path) -> None:
         snapshot = engine_snapshot(engine, batch, steps=steps)
     torch.save(snapshot, folder / f"rank{world.rank}.pt")
     leave(world)
+
+
+def _device_type(plan: Plan) -> str:
+    """Returns the accelerator's type where the plan's are here; a plan for others is checked on CPUs."""
+    kind, count = visible_accelerators()
+    return kind if count and plan.stages[0].device.startswith(kind) else "cpu"
 
 
 def _loaded(file: Path) -> Payload:

@@ -13,15 +13,18 @@ tensor, however many names it has; a weight that several ranks keep unchanged is
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from outsize.errors import BadOption
+from outsize.errors import BadOption, OutsizeError, RankFailed
+from outsize.program.source_line import raising_line
 from outsize.run.weights.ownership import places
 from outsize.run.weights.placement import Placement
 from outsize.train.crew.crew import Crew
@@ -72,17 +75,53 @@ class NamedCalls:
         self._first_names = {id(table[key]): name for table, key, name in places(model)}
 
     def run(self, call: NamedCall) -> None:
-        """Calls the function for each tensor that the first pattern matches. Every rank calls this."""
+        """Calls the function for each tensor that the first pattern matches. Every rank calls this.
+
+        Raises RankFailed on every rank where the function raised on one, and BadOption.
+        """
         rows = call.rows(self._model)
         for row in rows:
             self._insist_on_whole(row)
-        for row in rows:
+        applied, stop = 0, None
+        for number, row in enumerate(rows):
             (_, first), *others = row
             home = self._home(first)
             arguments = [self._argument(tensor, home, call.gradients) for _, tensor in others]
-            if home in self._crew.stages:
-                _applied(call.function, row, [a.to(first.device) for a in arguments if a is not None])
+            # A rank on which the function has raised still sends what the others wait for.
+            if home in self._crew.stages and stop is None:
+                try:
+                    _applied(call.function, row, [a.to(first.device) for a in arguments if a is not None])
+                    applied += 1
+                except Exception as error:
+                    stop = _Stop(number, row[0][0], error)
             self._spread(first, home)
+        self._insist_on_all(applied, stop, len(rows))
+
+    def _insist_on_all(self, applied: int, stop: _Stop | None, tensors: int) -> None:
+        """Raises on every rank what the function raised on one, with how many tensors are changed by then."""
+        own = (applied, None if stop is None else (stop.number, stop.sent()))
+        everyones: list[Any] = [own]
+        if self._crew.mesh is not None:
+            group = self._crew.mesh.group.host
+            everyones = [None] * group.size()
+            dist.all_gather_object(everyones, own, group=group)
+        stops = [(said[0], rank, said[1]) for rank, (_, said) in enumerate(everyones) if said is not None]
+        if not stops:
+            return
+        _, rank, (name, error, trace) = min(stops, key=lambda found: found[:2])
+        changed = sum(count for count, _ in everyones)
+        is_here = stop is not None and rank == self._crew.global_rank
+        cause = stop.error if stop is not None and is_here else RuntimeError(f"on rank {rank}:\n{trace}")
+        if isinstance(error, OutsizeError):
+            error.shared = self._crew.mesh is not None
+            raise error from (None if is_here else cause)
+        failed = RankFailed(
+            f"the function of apply_named raised {error} for {name} on rank {rank}",
+            numbers=f"{changed} of {tensors * len(everyones) // self._crew.world_size} tensors were changed",
+            next_step="let the function raise nothing, and load saved weights if half an update does harm",
+        )
+        failed.shared = self._crew.mesh is not None
+        raise failed from cause
 
     def _home(self, tensor: Tensor) -> int:
         return self._placement.home[self._first_names[id(tensor)]]
@@ -132,6 +171,24 @@ class NamedCalls:
                     numbers=f"axis {axis}; {', '.join(name for name, _ in row)} in stages {stages}",
                     next_step=f"a plan without {axis}, or engine.whole(name, tensor) and a loop of your own",
                 )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """The tensor for which the function raised on this rank, and its number in the walk."""
+
+    number: int
+    name: str
+    error: Exception
+
+    def sent(self) -> tuple[str, OutsizeError | str, str]:
+        """Returns the name, the error or its words with the line that raised, and its traceback as text."""
+        trace = "".join(traceback.format_exception(self.error))
+        if isinstance(self.error, OutsizeError):
+            return self.name, self.error, trace
+        words = f"{type(self.error).__name__}: {self.error} ({raising_line(self.error)})"
+        return self.name, words, trace
 
 
 def _applied(function: Function, row: Sequence[tuple[str, Tensor]], arguments: Sequence[Tensor]) -> None:

@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from outsize.device.accelerators import CPU, current_device, is_accelerator
+from outsize.device.clock import Clock, clock_of
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
-from outsize.run.device.clock import Clock, clock_of
 from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice
 from outsize.run.interpreter.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.interpreter.trace import Marks
@@ -44,11 +45,13 @@ from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.stage import StageExecutor
 from outsize.run.transport.base import CHANNELS, Transport
-from outsize.run.transport.process_group import TransportGroups
+from outsize.run.transport.process_group import SENDS_AHEAD, TransportGroups
 from outsize.run.transport.same_host import connect
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
+from outsize.schedules.message import wires
 from outsize.schedules.planned import planned
+from outsize.schedules.queues import circle_of
 from outsize.train.ranks.gradient_allreduce import OverlappedAllReduce
 from outsize.train.ranks.mesh import Mesh
 from outsize.train.ranks.replicas import ReplicaGroup, Replicas, SingleReplica
@@ -56,6 +59,8 @@ from outsize.train.variants.lru import LruCache
 from outsize.train.variants.microbatch_group import GroupOutputs, MakeStage, PipelineInputs
 from outsize.train.variants.variant import Variant
 
+_Combination = tuple[tuple[int, ...], tuple[int, ...], bool, int]
+"""Variants and channels by microbatch, whether gradients are computed, and the replica."""
 RawSpan = tuple[int, str, Lane, float, float]
 
 
@@ -110,7 +115,7 @@ class Crew(ABC):
         self._moves = options.moves or Resident()
         self.activations = options.activations or ActivationOffload.of(plan)
         self._marks: list[tuple[int, Marks]] = []
-        self._built = LruCache[tuple[tuple[int, ...], bool, int], list[Interpreter]](_BUILT)
+        self._built = LruCache[_Combination, list[Interpreter]](_BUILT)
         self._schedules = LruCache[Any, Schedule](_SCHEDULES)
         self._executors: dict[tuple[int, int, int], StageExecutor] = {}  # by variant, stage, replica
 
@@ -146,8 +151,11 @@ class Crew(ABC):
         whole step; it may step as gradients land on the host.
         """
 
-    def forget(self, variant: int) -> None:
-        """Drops what was built for the variant of this number, which no longer exists."""
+    def forget(self, variant: int, channel: int | None) -> None:
+        """Drops what was built for the variant of this number, which no longer exists.
+
+        `channel` is the number of its channels, where no other variant uses them.
+        """
         self._built.drop(lambda key: variant in key[0])
         self._executors = {key: stage for key, stage in self._executors.items() if key[0] != variant}
 
@@ -159,10 +167,11 @@ class Crew(ABC):
 
         def build() -> list[Interpreter]:
             schedule = self._schedule(variants)
+            self._connect(schedule)
             actions = chain.from_iterable(schedule.actions[rank] for rank in transports)
             places = {(a.stage, a.microbatch) for a in actions if a.kind not in NO_MICROBATCH}
             stages = {(s, mb): self._stage(variants[mb], s, replica, make_stage) for s, mb in sorted(places)}
-            channels = [CHANNELS * variant.number for variant in variants]
+            channels = [CHANNELS * channel for channel in load.channels]
             cuts = [variant.cut for variant in variants]
             moves = self.activations.combined_with(self.values.combined_with(self.moves.of(cuts), cuts))
             programs = Programs(
@@ -174,7 +183,8 @@ class Crew(ABC):
             ]
 
         numbers = tuple(variant.number for variant in variants)
-        return self._built.get((numbers, torch.is_grad_enabled(), replica), build)
+        key = (numbers, tuple(load.channels), torch.is_grad_enabled(), replica)
+        return self._built.get(key, build)
 
     def _stage(self, variant: Variant, number: int, replica: int, make: MakeStage) -> StageExecutor:
         key = (variant.number, number, replica)
@@ -199,13 +209,18 @@ class Crew(ABC):
         return self._schedules.get(key, make)
 
     @abstractmethod
+    def _connect(self, schedule: Schedule) -> None:
+        """Makes the connections of a schedule's messages before it runs for the first time."""
+
+    @abstractmethod
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         """Returns the 0-dim tensor of `dtype` that rank `source` passes, on every rank."""
 
     @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
-        """Returns the elementwise sum over ranks; each element is non-zero on one rank only, so it is
-        exact.
+        """Returns the elementwise sum over ranks of a tensor on the host.
+
+        Each element is non-zero on one rank only, so it is exact.
         """
 
     @abstractmethod
@@ -393,6 +408,9 @@ class LocalCrew(Crew):
     def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
         return self._together.device(self._plan.ranks[stage] * self.local_replicas + replica)
 
+    def _connect(self, schedule: Schedule) -> None:
+        """Does nothing: ranks of one process are connected."""
+
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         assert value is not None
         return value
@@ -414,25 +432,10 @@ class LocalCrew(Crew):
 
 
 def device_of(plan: Plan) -> torch.device:
-    """Returns this process's device: its current CUDA device when the plan is for CUDA devices, else the
-    CPU.
+    """Returns this process's device: the accelerator's current one when the plan is for accelerators, else
+    the CPU.
     """
-    if plan.stages[0].device.startswith("cuda") and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def make_groups(group: dist.ProcessGroup, device: torch.device) -> TransportGroups:
-    """Returns one gloo group for everything on CPU; on CUDA an NCCL group per queue, and gloo for layouts."""
-    if device.type == "cpu":
-        return TransportGroups((group, group, group, group), group)
-    ranks, is_subgroup = dist.get_process_group_ranks(group), group.size() < dist.get_world_size()
-    groups = [
-        dist.new_group(ranks, backend=b, use_local_synchronization=is_subgroup)
-        for b in ("nccl", "nccl", "nccl", "gloo")
-    ]
-    second, third, fourth, layouts = (g for g in groups if isinstance(g, dist.ProcessGroup))
-    return TransportGroups((group, second, third, fourth), layouts)
+    return current_device() if is_accelerator(plan.stages[0].device) else torch.device(CPU)
 
 
 @final
@@ -450,7 +453,7 @@ class ProcessCrew(Crew):
             replicas = ReplicaGroup(mesh.replicas, own_batches=options.own_batches)
             options = replace(options, moves=options.moves or OverlappedAllReduce(replicas.gradients))
         super().__init__(plan, place, replicas, options)
-        self._transport = connect(make_groups(group, device), device, plan.axes.group_size)
+        self._transport = connect(TransportGroups.make(group, device), device, plan.axes.group_size)
 
     def run(
         self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
@@ -463,17 +466,23 @@ class ProcessCrew(Crew):
         self.keep(self.rank, result.marks)
         return [_outputs(load.variants, interpreter.schedule, [result])]
 
-    def forget(self, variant: int) -> None:
-        super().forget(variant)
-        self._transport.forget(CHANNELS * variant)
+    def forget(self, variant: int, channel: int | None) -> None:
+        super().forget(variant, channel)
+        if channel is not None:
+            self._transport.forget(CHANNELS * channel)
 
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         # fp64 holds every loss dtype exactly.
         wire = None if value is None else value.to("cpu", torch.float64)
         return self._transport.share(wire, source).to(dtype)
 
+    def _connect(self, schedule: Schedule) -> None:
+        self._transport.open((source, to, kind is Kind.B) for source, to, kind in wires(schedule))
+        if circle_of(schedule, ahead=SENDS_AHEAD - 1):
+            self._transport.lift_bound()
+
     def sum(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value, group=self._group)
+        dist.all_reduce(value, group=self._group.host)
         return value
 
     def rank_of(self, stage: int) -> int:
@@ -491,5 +500,5 @@ class ProcessCrew(Crew):
     def gather_spans(self) -> list[RawSpan]:
         assert self.mesh is not None
         gathered: list[Any] = [None] * self.mesh.group.size()
-        dist.all_gather_object(gathered, self.own_spans(), group=self.mesh.group)
+        dist.all_gather_object(gathered, self.own_spans(), group=self.mesh.group.host)
         return [(rank, *span[1:]) for rank, spans in enumerate(gathered) for span in spans]

@@ -14,10 +14,18 @@ from itertools import chain
 
 import torch
 
+from outsize.device.accelerators import (
+    CPU,
+    accelerator_type,
+    current_device,
+    device_count,
+    is_accelerator,
+    spoken,
+)
+from outsize.device.streams import TorchStreams
 from outsize.errors import BadOption, UnknownDevice, WorldMismatch
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
-from outsize.run.device.streams import TorchStreams
 from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice
 from outsize.run.interpreter.multi_device import MultiDevice
 from outsize.run.moves.fsdp import ShardedWeights
@@ -146,20 +154,22 @@ def _place(device: str | torch.device) -> str:
         raise UnknownDevice(
             f"devices names {device!r}, which is no device", next_step='devices=["cuda:0", "cpu"]'
         ) from None
-    if parsed.type == "cpu":
-        return "cpu"
-    count = torch.cuda.device_count() if parsed.type == "cuda" else 0
-    if parsed.type != "cuda":
+    if parsed.type == CPU:
+        return CPU
+    kind = accelerator_type()
+    if not is_accelerator(parsed) or (kind is not None and parsed.type != kind):
+        here = CPU if kind is None else f"{kind} and {CPU}"
         raise UnknownDevice(
-            f"devices names {device}, and stages run on cuda and cpu", next_step='devices=["cuda:0", "cpu"]'
+            f"devices names {device}, and stages run on {here}", next_step='devices=["cuda:0", "cpu"]'
         )
-    index = torch.cuda.current_device() if parsed.index is None and count else parsed.index or 0
+    count = device_count()
+    index = current_device().index if parsed.index is None and count else parsed.index or 0
     if index >= count:
         raise UnknownDevice(
             f"devices names {device}, which is not here",
-            numbers=f"torch sees {count} CUDA device{'' if count == 1 else 's'}",
-            next_step=f'devices=["cuda:{count - 1}"] * 2 puts two ranks on one'
+            numbers=f"torch sees {count} {spoken(parsed.type)} device{'' if count == 1 else 's'}",
+            next_step=f'devices=["{parsed.type}:{count - 1}"] * 2 puts two ranks on one'
             if count
             else "outsize doctor",
         )
-    return f"cuda:{index}"
+    return f"{parsed.type}:{index}"

@@ -49,7 +49,7 @@ class Scaling:
             p.grad for group in scaled_optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
         overflowed = self._overflow(grads)
-        flag = torch.full((1,), float(overflowed), device=self._device)
+        flag = torch.full((1,), float(overflowed))  # on the host, where ranks tell each other numbers
         flag = flag if self._tensor is None else self._tensor.any(flag)
         flag = self._crew.replicas.total(self._crew.sum(flag)[0])
         if bool(flag > 0) and not overflowed and grads:

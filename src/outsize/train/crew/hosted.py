@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from outsize.device.accelerators import CPU, current_device, is_accelerator
+from outsize.device.streams import TorchStreams
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Plan
-from outsize.run.device.streams import TorchStreams
 from outsize.run.host.copy_lane import CopyLane
 from outsize.run.host.mmap import FileBackedMemory
 from outsize.run.host.residency import Residency
@@ -72,7 +72,5 @@ def _one_place(plan: Plan, places: tuple[str, ...] | None) -> str:
 
 
 def _current_place(plan: Plan) -> str:
-    """Returns the GPU of this process, unless there is none or the plan is for a CPU."""
-    if torch.cuda.is_available() and not plan.stages[0].device.startswith("cpu"):
-        return f"cuda:{torch.cuda.current_device()}"
-    return "cpu"
+    """Returns the accelerator's device of this process, unless there is none or the plan is for a CPU."""
+    return str(current_device()) if is_accelerator(plan.stages[0].device) else CPU

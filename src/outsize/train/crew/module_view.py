@@ -5,6 +5,10 @@
 Each module of the view shares the attributes of the user's module and is an instance of its class; its tables
 of parameters and buffers hold the same tensors, or None where another rank owns them. `train()` and `eval()`
 reach the user's modules. Asked for by name, a weight of another rank is the stand-in of run/weights/freed.py.
+
+The whole view iterates over this rank's weights alone, which is what an optimizer wants. A submodule iterates
+over all of its weights, stand-ins among them, so that `zip(view.a.parameters(), view.b.parameters())` pairs
+the same weights as in one process, wherever they are, and raises where the values of a stand-in are used.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ def own_module(model: nn.Module, names: set[str]) -> nn.Module:
     for module in model.modules():
         children = {n: None if child is None else views[id(child)] for n, child in module._modules.items()}
         views[id(module)].__dict__["_modules"] = children
+        views[id(module)].__dict__["_is_part"] = module is not model
     return views[id(model)]
 
 
@@ -67,8 +72,18 @@ def _getattr(self: nn.Module, name: str) -> Any:
     return weight if isinstance(weight, FreedWeight) else None
 
 
+def _named_members(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Yields what `parameters`, `buffers` and their like iterate over."""
+    if self.__dict__.get("_is_part", False):
+        yield from self.__dict__["_whole"]._named_members(*args, **kwargs)
+    else:
+        of_class: Any = super(type(self), self)
+        yield from of_class._named_members(*args, **kwargs)
+
+
 _METHODS = {
     "training": property(_training, _set_training),
     "forward": _forward,
     "__getattr__": _getattr,
+    "_named_members": _named_members,
 }

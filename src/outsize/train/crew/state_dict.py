@@ -75,7 +75,7 @@ def save(
         if writer is not None:
             writer.discard()
     if crew.mesh is not None:
-        dist.barrier(group=crew.mesh.group)  # every rank waits until rank 0 has written the files
+        dist.barrier(group=crew.mesh.group.host)  # every rank waits until rank 0 has written the files
 
 
 def _once(model: nn.Module) -> dict[str, Tensor]:

@@ -14,12 +14,12 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.program.shared_storage import overlapping
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
-from outsize.run.device.malloc import keep_freed_memory
 from outsize.run.moves.fsdp import may_be_sharded
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.ownership import free_foreign, move_weights, places

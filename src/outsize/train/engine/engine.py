@@ -379,7 +379,7 @@ class Engine:
         if self.crew.mesh is not None and is_checked(self.steps):
             replicas = self.crew.replicas
             replica = replicas.index if replicas.own_batches else 0
-            insist_on_one_batch(self.crew.mesh.group, parts, self.steps, replica)
+            insist_on_one_batch(self.crew.mesh.group.host, parts, self.steps, replica)
 
     def _microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[Batch]:
         """Returns the user's microbatches when they are passed as a list, else the plan's."""

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, groupby, zip_longest
 from typing import Any, final
 
@@ -27,13 +28,14 @@ from outsize.run.stage.batchnorm import Calls, DeferredStatistics
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.rng import seeder
 from outsize.run.stage.stage import StageExecutor
-from outsize.run.weights.placement import placement_of_cut
+from outsize.run.weights.placement import Placement, placement_of_cut
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.checks import insist_on_loss, insist_on_model, insist_on_values
 from outsize.train.batch.loss_weights import Counted, UnknownShares, doubt_of
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.replica_copies import ReplicaCopies
 from outsize.train.crew.weight_ownership import Ownership
+from outsize.train.engine.agreed_programs import AgreedPrograms
 from outsize.train.engine.executor import Executor
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.stage_factory import StageFactory
@@ -75,6 +77,8 @@ class Pipelined(Executor):
         copies = crew.local_replicas > 1
         self.variants.changes.is_silent = crew.global_rank > 0
         self.variants.changes.may_run_live = not copies
+        # Dynamo would make constants of them.
+        self.variants.changes.may_follow = not copies and options.compiled is None
         # Copies of the model in this process hold the values of when they were made, so all of them count.
         self._settings = StructureVersions(model, plain=True) if copies else StructureVersions(model)
         self._looks_checked = 0
@@ -84,36 +88,42 @@ class Pipelined(Executor):
         self._factory = StageFactory(
             plan, crew.values, crew.activations, self._statistics, recording.home, options.compiled
         )
+        self._programs = AgreedPrograms(crew, plan)
         self._warned = False  # of shares that cannot be derived
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
 
     def prepare(self, parts: Sequence[Batch]) -> None:
-        variants = self._find(parts, outputs=False)
-        insist_on_model(self._plan, variants[0].captured.graph)
-        self._settle(variants)
+        with self._programs.running():
+            variants = self._find(parts, outputs=False, waits=False)
+            insist_on_model(self._plan, variants[0].captured.graph)
+            self._settle(variants)
 
     def train(
         self, parts: Sequence[Batch], scale: float, step: int, optimizer: Optimizer | None = None
     ) -> Tensor:
-        variants = self._find(parts, outputs=False)
-        insist_on_loss(variants[0].tape)
-        self._ready(variants, parts)
-        with self._collecting():
-            loss = self._total(self._run(_Step(variants, parts, step, scale, optimizer)))
+        with self._programs.running():
+            variants = self._find(parts, outputs=False)
+            insist_on_loss(variants[0].tape)
+            self._ready(variants, parts)
+            with self._collecting():
+                loss = self._total(self._run(_Step(variants, parts, step, scale, optimizer)))
         assert loss is not None
         return loss
 
     def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
-        variants = self._find(parts, outputs=True)
-        self._ready(variants, parts)
-        results = self._run(_Step(variants, parts, step))
-        loss, outputs = self._total(results), self._outputs(variants, results)
+        with self._programs.running():
+            variants = self._find(parts, outputs=True)
+            self._ready(variants, parts)
+            results = self._run(_Step(variants, parts, step))
+            loss, outputs = self._total(results), self._outputs(variants, results)
         return EvalResult(loss, outputs)
 
-    def _find(self, parts: Sequence[Batch], *, outputs: bool) -> list[Variant]:
+    def _find(self, parts: Sequence[Batch], *, outputs: bool, waits: bool = True) -> list[Variant]:
         """Returns the variant of each microbatch."""
         self._state = self._settings.number()
-        return self.variants.find_each(parts, outputs=outputs, state=self._state)
+        variants = self.variants.find_each(parts, outputs=outputs, state=self._state)
+        self._programs.agree(variants, parts, self.variants.change, waits=waits)
+        return variants
 
     def _run(self, step: _Step) -> list[GroupOutputs]:
         """Runs the microbatches of this replica, in groups of one wiring."""
@@ -136,7 +146,7 @@ class Pipelined(Executor):
             replicas.spread(self._ownership.own(written) if written else ())
         self._settings.ran()
         for number in self.variants.trim():
-            self._crew.forget(number)
+            self._crew.forget(number, self._programs.drop(number))
         return results
 
     def _warn_of_shares(self, variants: Sequence[Variant], counted: Sequence[Counted]) -> None:
@@ -170,6 +180,7 @@ class Pipelined(Executor):
             [[self._crew.here(t) for t in step.parts[piece.part].tensors()] for piece in pieces],
             [piece.share * step.scale for piece in pieces],
             [seeder(self._seed, step.number, piece.number) for piece in pieces],
+            self._programs.channels(step.variants[piece.part] for piece in pieces),
             replica,
         )
 
@@ -209,7 +220,7 @@ class Pipelined(Executor):
 
     def _adopt(self, variants: Sequence[Variant]) -> None:
         for variant in {v.number: v for v in variants}.values():
-            self._ownership.adopt(lambda cut=variant.cut: placement_of_cut(cut, self._model))
+            self._ownership.adopt(partial(self._placement, variant))
 
     def _ready(self, variants: Sequence[Variant], parts: Sequence[Batch]) -> None:
         self._settle(variants)
@@ -218,7 +229,11 @@ class Pipelined(Executor):
         self._looks_checked = self._settings.looks
 
     def _settle(self, variants: Sequence[Variant]) -> None:
-        self._ownership.settle(lambda: placement_of_cut(variants[0].cut, self._model))
+        self._ownership.settle(partial(self._placement, variants[0]))
+
+    def _placement(self, variant: Variant) -> Placement:
+        """Returns where a variant puts the weights; all ranks have the buffers that a step reads first."""
+        return placement_of_cut(variant.cut, self._model, variant.buffers_read_first)
 
     def _stage(
         self, variant: Variant, program: StageProgram, replica: int, device: torch.device | None

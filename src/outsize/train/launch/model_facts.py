@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+from zlib import crc32
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from outsize.program.objects import MODULE_TABLES, is_filled
 
 DEPTH = 4
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, np.generic)
 
 
 def facts_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, str]:
@@ -31,7 +34,7 @@ def facts_of(model: nn.Module, loss_fn: Callable[..., Any] | None) -> dict[str, 
     if isinstance(loss_fn, nn.Module):
         facts.update((f"loss_fn.{key}", text) for key, text in _facts_of_module(loss_fn))
     elif loss_fn is not None:
-        facts["loss_fn"] = _text(loss_fn, DEPTH)
+        facts["loss_fn"] = text_of(loss_fn, DEPTH)
     return facts
 
 
@@ -42,35 +45,42 @@ def digest_of(facts: Mapping[str, str]) -> str:
 
 def _facts_of_module(module: nn.Module) -> Iterator[tuple[str, str]]:
     yield "class", _name(type(module))
-    yield "forward", _text(getattr(type(module).forward, "__func__", type(module).forward), DEPTH)
+    yield "forward", text_of(getattr(type(module).forward, "__func__", type(module).forward), DEPTH)
     for name, value in sorted(vars(module).items()):
         if name not in MODULE_TABLES and not isinstance(value, nn.Module):
-            yield name, _text(value, DEPTH)
-            yield from ((f"{name}.{part}", _text(held, DEPTH)) for part, held in _public(value).items())
+            yield name, text_of(value, DEPTH)
+            yield from ((f"{name}.{part}", text_of(held, DEPTH)) for part, held in _public(value).items())
 
 
-def _text(value: Any, depth: int) -> str:
+def text_of(value: Any, depth: int = DEPTH) -> str:
+    """Returns a text of a value that is equal for equal values in every process."""
     if isinstance(value, _PLAIN):
         return repr(value)
-    if isinstance(value, Tensor):
-        return f"tensor {tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Tensor | np.ndarray):
+        return _text_of_numbers(value)
     if isinstance(value, type | nn.Module):
         return _name(value if isinstance(value, type) else type(value))
     if isinstance(value, dict | list | tuple | set | frozenset):
         return _text_of_container(value, depth)
     if isinstance(value, functools.partial):
-        return f"partial({_text(value.func, depth)}, {_text((value.args, value.keywords), depth)})"
+        return f"partial({text_of(value.func, depth)}, {text_of((value.args, value.keywords), depth)})"
     if isinstance(value, MethodType):
-        return f"{_text(value.__func__, depth)} of {_name(type(value.__self__))}"
+        return f"{text_of(value.__func__, depth)} of {_name(type(value.__self__))}"
     if isinstance(value, FunctionType):
         held = (
             value.__defaults__,
             [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)],
         )
-        return f"{_name(value)} {_digest_of_code(value.__code__)} {_text(held, depth - 1)}"
+        return f"{_name(value)} {_digest_of_code(value.__code__)} {text_of(held, depth - 1)}"
     if hasattr(value, "__qualname__"):
         return _name(value)
     return _name(type(value))
+
+
+def _text_of_numbers(value: Tensor | np.ndarray[Any, Any]) -> str:
+    """Returns shape and dtype; of an array, which a program holds as constants, a checksum as well."""
+    kind = f"{tuple(value.shape)} {value.dtype}"
+    return f"tensor {kind}" if isinstance(value, Tensor) else f"array {kind} {crc32(value.tobytes()):08x}"
 
 
 def _public(value: Any) -> dict[str, Any]:
@@ -85,9 +95,9 @@ def _text_of_container(value: Any, depth: int) -> str:
     if depth <= 0:
         return type(value).__name__
     if isinstance(value, dict):
-        parts = [f"{_text(key, depth - 1)}: {_text(part, depth - 1)}" for key, part in value.items()]
+        parts = [f"{text_of(key, depth - 1)}: {text_of(part, depth - 1)}" for key, part in value.items()]
     else:
-        parts = [_text(part, depth - 1) for part in value]
+        parts = [text_of(part, depth - 1) for part in value]
     # Lists of names are often made of sets, whose order differs between processes.
     unordered = isinstance(value, dict | set | frozenset) or all(isinstance(part, str) for part in value)
     ordered = sorted(parts) if unordered else parts
@@ -101,7 +111,7 @@ def _name(value: Any) -> str:
 def _digest_of_code(code: CodeType) -> str:
     """Covers instructions, names and constants; not the file, which may lie elsewhere on another machine."""
     constants = [
-        _digest_of_code(constant) if isinstance(constant, CodeType) else _text(constant, DEPTH)
+        _digest_of_code(constant) if isinstance(constant, CodeType) else text_of(constant, DEPTH)
         for constant in code.co_consts
     ]
     parts = [code.co_code.hex(), *code.co_names, *code.co_varnames, *constants]

@@ -6,17 +6,21 @@ in as a mapping: only launch.py reads the real one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
-from outsize.errors import BadOption
+from outsize.errors import BadOption, UnknownDevice
 from outsize.train.launch.rendezvous import LOOPBACK_NAMES, meet
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+
+    from outsize.ir.plan import Plan
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -26,7 +30,10 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class World:
     """The global `rank` of `world_size`, `local_rank` on this machine, and the default process group.
 
-    `owned` says that `join` has made the group, so `leave` destroys it.
+    `owned` says that `join` has made the group, so `leave` destroys it. `host` are the same ranks, which tell
+    each other numbers and objects: the group itself, or one over gloo where that is for a device alone.
+    Each process has a device of `device_type`; `machines` counts the processes of each machine, where that is
+    no CPU.
     """
 
     rank: int
@@ -34,6 +41,9 @@ class World:
     local_rank: int
     group: ProcessGroup | None
     owned: bool = False
+    host: ProcessGroup | None = None
+    device_type: str = "cpu"
+    machines: tuple[int, ...] = ()
 
 
 def join_world(
@@ -45,8 +55,7 @@ def join_world(
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        local_rank = int(env.get("LOCAL_RANK", dist.get_rank()))
-        return World(dist.get_rank(), dist.get_world_size(), local_rank, dist.group.WORLD)
+        return _world(int(env.get("LOCAL_RANK", dist.get_rank())), device_type)
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return World(0, 1, 0, None)
     _check(env)
@@ -60,7 +69,29 @@ def join_world(
         timeout=timedelta(seconds=timeout_s),
         device_id=_bound_device(device_type, local_rank),
     )
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, dist.group.WORLD, owned=True)
+    return _world(local_rank, device_type, owned=True)
+
+
+def _world(local_rank: int, device_type: str, *, owned: bool = False) -> World:
+    """Returns this process's place in the default group; a collective over it."""
+    import torch.distributed as dist
+
+    from outsize.run.transport.groups import host_group
+
+    group = dist.group.WORLD
+    assert group is not None
+    host = host_group(group)
+    machines = () if device_type == "cpu" else _machines(host)
+    return World(group.rank(), group.size(), local_rank, group, owned, host, device_type, machines)
+
+
+def _machines(host: ProcessGroup) -> tuple[int, ...]:
+    """Returns how many processes each machine has, in the order of their ranks; a collective."""
+    import torch.distributed as dist
+
+    names: list[str | None] = [None] * host.size()
+    dist.all_gather_object(names, socket.gethostname(), group=host)
+    return tuple(Counter(names).values())
 
 
 def leave(world: World) -> None:
@@ -102,7 +133,8 @@ def _insist_on_backends(asked: str) -> None:
     """Raises BadOption unless torch was built with each backend of `nccl` or `cpu:gloo,cuda:nccl`."""
     import torch.distributed as dist
 
-    known = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
+    real = (name for name in dist.Backend.backend_list if name not in ("undefined", "fake"))
+    known = [name for name in real if dist.is_backend_available(name)]
     for name in (one.split(":")[-1].lower() for one in asked.split(",")):
         if not dist.is_backend_available(name):
             built = "; MPI needs a torch built from source with MPI's compiler" if name == "mpi" else ""
@@ -120,12 +152,50 @@ def _bound_device(device_type: str, local_rank: int) -> torch.device | None:
     if device_type == "cpu":
         return None
     count = torch.get_device_module(device_type).device_count()
-    if local_rank >= count:
-        raise BadOption(
-            f"no {device_type} device for local rank {local_rank}",
-            numbers=f"{count} on this machine",
-            next_step=f"--nproc-per-node {max(1, count)}",
-        )
-    device = torch.device(device_type, local_rank)
+    device = torch.device(device_type, device_index(device_type, local_rank, count))
     torch.get_device_module(device_type).set_device(device)
     return device
+
+
+def device_index(device_type: str, local_rank: int, visible: int) -> int:
+    """Returns the number of this process's device among those that it sees.
+
+    A process that sees a single one has it to itself, as `srun --gpus-per-task=1` gives each its own. Raises
+    BadOption where it sees several, but none for its local rank.
+    """
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise BadOption(
+            f"no {device_type} device for local rank {local_rank}",
+            numbers=f"{visible} on this machine",
+            next_step=f"--nproc-per-node {max(1, visible)}",
+        )
+    return local_rank
+
+
+def device_type_for(plan: Plan | None, processes: int, visible: Callable[[], tuple[str, int]]) -> str:
+    """Returns the type of device on which a worker of a plan computes, one of `processes` on this machine.
+
+    `visible` returns the type and the number of the accelerators that this process sees. A plan decides the
+    type; without one each process takes an accelerator where there are enough. Raises UnknownDevice for a
+    plan of accelerators that this process does not have.
+    """
+    kind, count = visible()
+    if plan is None:
+        return kind if count >= processes else "cpu"
+    wanted = plan.stages[0].device.partition(":")[0]
+    if wanted != "cpu" and (wanted != kind or not count):
+        raise UnknownDevice(
+            f"the plan is for {wanted} devices, and this process has none",
+            numbers=f"cluster {plan.cluster}; torch sees {f'{count} {kind}' if count else 'no accelerator'}",
+            next_step="outsize plan MODEL --cluster 2xcpu for this machine, or run it where they are",
+        )
+    return wanted
+
+
+def visible_accelerators() -> tuple[str, int]:
+    """Returns the type and the number of the accelerators that this process sees; none: `cpu` and 0."""
+    from outsize.device.accelerators import device_count, device_type
+
+    return device_type(), device_count()

@@ -17,6 +17,7 @@ from typing import Final, Self, final
 import psutil
 import torch
 
+from outsize.device.accelerators import allocated_bytes, is_accelerator
 from outsize.ir.timeline import Sample, Timeline
 
 EVERY_S: Final = 0.002
@@ -60,8 +61,8 @@ class MemoryWatch:
 
 def reader(device: torch.device | None) -> Callable[[], int]:
     """Returns the function that counts the bytes in use on this device."""
-    if device is not None and device.type == "cuda":
-        return lambda: torch.cuda.memory_allocated(device)
+    if device is not None and is_accelerator(device):
+        return lambda: allocated_bytes(device)
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):  # no glibc, or one before 2.33

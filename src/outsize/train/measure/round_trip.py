@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.process_group import TransportGroups
 from outsize.run.transport.same_host import connect
-from outsize.train.crew.crew import make_groups
 
 
 def make_wire(group: dist.ProcessGroup, device: torch.device) -> Callable[[Tensor], Callable[[], None]]:
@@ -19,7 +20,9 @@ def make_wire(group: dist.ProcessGroup, device: torch.device) -> Callable[[Tenso
     Every rank calls this, and then the results on equal tensors in equal order. The ranks in between have
     nothing to do: their round trip returns at once.
     """
-    transport, rank, last = connect(make_groups(group, device), device), group.rank(), group.size() - 1
+    transport = connect(TransportGroups.make(RankGroup.of(group, device), device), device)
+    rank, last = group.rank(), group.size() - 1
+    transport.open({(0, last, False), (last, 0, False)})
     channels = count(step=2)
 
     def exchange_of(tensor: Tensor) -> Callable[[], None]:

@@ -12,7 +12,7 @@ import torch
 
 from outsize.capture.fakes.precision import casting, check_precision, inputs_in_precision
 from outsize.capture.graph.build import Captured
-from outsize.capture.measure.units import How, Progress, measure_units
+from outsize.capture.measure.units import Progress, UnitTimingOptions, measure_units
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.profile import Profile, ProfileSet
@@ -23,7 +23,7 @@ from outsize.train.measure.training_case import TrainingCase
 def measure_sizes(
     case: TrainingCase,
     sizes: Iterable[int],
-    how: How | None = None,
+    how: UnitTimingOptions | None = None,
     progress: Progress | None = None,
     *,
     needed: int = 1,
@@ -45,7 +45,10 @@ def measure_sizes(
 
 
 def measure_captured(
-    case: TrainingCase, captured: Captured, how: How | None = None, progress: Progress | None = None
+    case: TrainingCase,
+    captured: Captured,
+    how: UnitTimingOptions | None = None,
+    progress: Progress | None = None,
 ) -> Profile:
     """Returns the profile of the case captured at one size."""
     if captured.graph.form == "modules":
@@ -55,7 +58,7 @@ def measure_captured(
             next_step="outsize plan MODEL, which estimates them",
         )
     batch = case.batch.resized(captured.graph.batch_size)
-    how = dataclasses.replace(how or How(), seed=seeder(0, 0, 0))
+    how = dataclasses.replace(how or UnitTimingOptions(), seed=seeder(0, 0, 0))
     with casting(case.precision):
         profile = measure_units(captured, case.module, batch.tensors(), how, progress)
     return profile.model_copy(update={"precision": case.precision})
@@ -71,9 +74,9 @@ def with_values_in(case: TrainingCase, precision: str) -> TrainingCase:
     return TrainingCase(case.module.bfloat16(), batch, case.loss_fn, precision)
 
 
-def how_on(cluster: Cluster) -> How:
+def how_on(cluster: Cluster) -> UnitTimingOptions:
     """Returns how to measure for this cluster: with the threads of a process when all share this machine's
     cores.
     """
     cores = psutil.cpu_count(logical=True) or 1
-    return How(threads=max(1, min(torch.get_num_threads(), cores // cluster.devices_per_node)))
+    return UnitTimingOptions(threads=max(1, min(torch.get_num_threads(), cores // cluster.devices_per_node)))

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
+from outsize.run.transport.groups import RankGroup
 
 BUCKET_BYTES: Final = 25_000_000  # as DDP's
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
@@ -44,7 +45,7 @@ class GradientSum:
     `begin` is called before the first backward, `start(stage)` after a stage's last one, `finish` at the end.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group, self._first = group, group.rank() == 0
         self._weights: ByStage = {}
         self._left: list[int] = []  # stages that have not started, the next one last
@@ -202,7 +203,7 @@ class _Bucket:
         all_arrived = len(self.arrived) == len(self.parameters)
         return all_arrived and all(arrival_counts.get(id(parameter)) == 1 for parameter in self.parameters)
 
-    def send(self, group: dist.ProcessGroup) -> None:
+    def send(self, group: RankGroup) -> None:
         """Begins the all-reduce."""
         first = self.parameters[0]
         sizes = [p.numel() for p in self.parameters]
@@ -213,7 +214,7 @@ class _Bucket:
                 grad = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
                 place.view(parameter.shape).copy_(grad)
                 there[number] = 1
-        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+        self._work = dist.all_reduce(self._flat, group=group.device, async_op=True)
 
     def receive(self) -> None:
         """Waits, and puts the sums where the optimizer looks for them."""
@@ -240,10 +241,10 @@ class _Sparse:
         """Returns False: sparse gradients are sent at the end."""
         return False
 
-    def send(self, group: dist.ProcessGroup) -> None:
+    def send(self, group: RankGroup) -> None:
         """Gathers the gradients as objects, at once, since nobody knows their numbers of rows before."""
         grad, self._parts = self._parameter.grad, [None] * group.size()
-        dist.all_gather_object(self._parts, None if grad is None else grad.cpu(), group=group)
+        dist.all_gather_object(self._parts, None if grad is None else grad.cpu(), group=group.host)
 
     def receive(self) -> None:
         """Puts the sum where the optimizer looks for it."""

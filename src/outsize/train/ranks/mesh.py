@@ -12,7 +12,7 @@ A run of pp alone has one pipeline, the group of the run, and makes no other.
 from __future__ import annotations
 
 from math import prod
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Axes
+from outsize.run.transport.groups import RankGroup, backend_of, device_backend
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -39,13 +40,15 @@ class Mesh:
         Raises WorldMismatch before it.
         """
         insist_on_size(axes, group.size())
-        self.axes, self.group, self.rank = axes, group, group.rank()
+        self.axes, self.group, self.rank = axes, RankGroup.of(group, device), group.rank()
         self.coordinate = coordinate(axes, self.rank)
-        self.device_mesh = None if axes.group_size == 1 else _device_mesh(axes, device)
+        self.device_mesh = None if axes.group_size == 1 else _device_mesh(axes, group, device)
         mesh, axis = self.device_mesh, self.coordinate
-        self.pipeline = group if mesh is None else mesh.get_group("pp")
+        self.pipeline = self.group if mesh is None else RankGroup.of(mesh.get_group("pp"), device)
         self.replica = axis["dp_replicate"] * axes.dp_shard + axis["dp_shard"]
-        self.replicas = None if mesh is None or axes.replicas == 1 else _replicas(mesh)
+        self.replicas = None
+        if mesh is not None and axes.replicas > 1:
+            self.replicas = RankGroup.of(_replicas(mesh), device)
 
 
 def coordinate(axes: Axes, rank: int) -> dict[str, int]:
@@ -64,9 +67,10 @@ def insist_on_size(axes: Axes, processes: int) -> None:
         )
 
 
-def _device_mesh(axes: Axes, device: torch.device) -> DeviceMesh:
-    shape = tuple(getattr(axes, name) for name in AXES)
-    return init_device_mesh(device.type, shape, mesh_dim_names=AXES)
+def _device_mesh(axes: Axes, group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    shape, takes_device = tuple(getattr(axes, name) for name in AXES), backend_of(group, device.type)
+    override: Any = None if takes_device else dict.fromkeys(AXES, device_backend(group, device))
+    return init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=override)
 
 
 def _replicas(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.loss_weights import Counted, shares_of
 from outsize.train.ranks.gradient_allreduce import BUCKET_BYTES, ByStage, GradientSum
 
@@ -116,7 +117,7 @@ class SingleReplica(Replicas):
 class ReplicaGroup(Replicas):
     """The replicas of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup, *, own_batches: bool = False) -> None:
+    def __init__(self, group: RankGroup, *, own_batches: bool = False) -> None:
         self.group, self.index, self.count = group, group.rank(), group.size()
         self.own_batches, self.gradients = own_batches, GradientSum(group)
 
@@ -130,28 +131,28 @@ class ReplicaGroup(Replicas):
         return own_pieces(self.index, all_counted), frozenset().union(*(names for _, names in gathered))
 
     def total(self, value: Tensor) -> Tensor:
-        wire = value.detach().to(torch.float64, copy=True).reshape(1)
-        dist.all_reduce(wire, group=self.group)
-        return wire[0].to(value.dtype)
+        wire = value.detach().to("cpu", torch.float64, copy=True).reshape(1)
+        dist.all_reduce(wire, group=self.group.host)
+        return wire[0].to(value.device, value.dtype)
 
     def on_first(self, values: Sequence[Any]) -> list[Any] | None:
         if self.own_batches:
             return list(values)
         gathered: list[Any] | None = [None] * self.count if self.index == 0 else None
-        dist.gather_object(list(values), gathered, group=self.group, group_dst=0)
+        dist.gather_object(list(values), gathered, group=self.group.host, group_dst=0)
         return (
             None if gathered is None else [value for replica_values in gathered for value in replica_values]
         )
 
     def of_all(self, values: Any) -> list[Any]:
         gathered: list[Any] = [None] * self.count
-        dist.all_gather_object(gathered, values, group=self.group)
+        dist.all_gather_object(gathered, values, group=self.group.host)
         return gathered
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         written_tensors = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]
         if written_tensors:
-            dist._broadcast_coalesced(self.group, written_tensors, BUCKET_BYTES, 0)  # pyright: ignore[reportPrivateImportUsage]
+            dist._broadcast_coalesced(self.group.device, written_tensors, BUCKET_BYTES, 0)  # pyright: ignore[reportPrivateImportUsage]
 
     def begin_round(self, *, last: bool) -> None:
         self.gradients.begin_round(last=last)

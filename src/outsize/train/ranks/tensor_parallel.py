@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from outsize.device.accelerators import current_device, is_accelerator
 from outsize.errors import BadOption, WorldMismatch
 from outsize.ir.plan import Plan
 from outsize.program.tape import Tape
@@ -122,7 +123,7 @@ class TensorRanks:
 
     def any(self, flag: Tensor) -> Tensor:
         """Returns a value above 0 where the flag is above 0 on some rank."""
-        return self.group.total(flag)
+        return self.group.total(flag.to(self._device)).to(flag.device)
 
     def gathered(self, name: str, value: Tensor) -> Tensor:
         """Returns the whole of a weight of which each rank gives its part (on the CPU); every rank must
@@ -141,7 +142,7 @@ class TensorRanks:
     @property
     def _device(self) -> torch.device:
         kind = self.group.mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return current_device() if is_accelerator(kind) else torch.device(kind)
 
 
 def insist_on_bits(plan: Plan) -> None:

@@ -33,12 +33,16 @@ class GroupOutputs:
 
 @final
 class PipelineInputs(NamedTuple):
-    """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed."""
+    """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed.
+
+    `channels` are the numbers of the variants' channels, which are the same on all ranks.
+    """
 
     variants: Sequence[Variant]
     inputs: Sequence[Any]
     weights: Sequence[float]
     seeds: Sequence[Seed]
+    channels: Sequence[int]
     replica: int = 0  # its number among the replicas in this process
 
 

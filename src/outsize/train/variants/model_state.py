@@ -14,12 +14,14 @@ looked at more closely: walks over all modules are what steps of small stages no
 
 from __future__ import annotations
 
-from operator import attrgetter, is_
-from typing import Any, Final, final
+from operator import attrgetter
+from typing import Any, Final, NoReturn, final
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from outsize.capture.guards.opcodes import IS_SUPPORTED
+from outsize.capture.recording.intercept import around_functions
 from outsize.capture.recording.leaf_rule import HOOKS
 from outsize.program.objects import NUMBERS_AND_TEXT
 
@@ -27,6 +29,7 @@ StateValues = dict[tuple[int, str], Any]
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 _DTYPE: Final = attrgetter("dtype")
 _WATCHED: Final = 2  # steps, after a new state
+_HOOKS_EVERY: Final = 64
 
 
 @final
@@ -75,24 +78,38 @@ class StructureVersions:
 
 
 @final
+class _Differs(Exception):
+    """Says that two parameters are not the same object."""
+
+
+def _differ(_function: Any, _args: Any, _kwargs: Any) -> NoReturn:
+    """Is called for `==` of two parameters, which Python asks for only where they are not one object."""
+    raise _Differs
+
+
+@final
 class Look:
-    """Compares what `snapshot` reads in a few passes at C speed; tensors are compared by identity."""
+    """Compares what `snapshot` reads in a few passes at C speed; tensors are compared by identity.
+
+    Whether hooks have come is told by the number of handles that torch has given out; all tables of hooks
+    are looked at where it has changed, and at each _HOOKS_EVERY-th look, for hooks that were put there by
+    hand.
+    """
 
     def __init__(self, model: nn.Module, *, plain: bool) -> None:
         self._every = modules = list(model.modules())
         self._classes = list(map(type, modules))
         self._children = [module._modules for module in modules if module._modules]
         self._modules = [dict(table) for table in self._children]
-        hooks = [vars(module)[kind] for module in modules for kind in HOOKS if kind in vars(module)]
-        self._hooks = [(table, len(table)) for table in hooks if table]
-        tables = [module._parameters for module in modules]
-        self._sized = [table for table in tables if table]
-        self._sizes = list(map(len, self._sized))
-        self._empty = [table for table in (*hooks, *tables) if not table]
+        self._tables = [module._parameters for module in modules if module._parameters]
+        self._held = [dict(table) for table in self._tables]
+        self._empty = [module._parameters for module in modules if not module._parameters]
         self._empty += [module._modules for module in modules if not module._modules]
-        entries: list[Any] = [(table, name, value) for table in tables for name, value in table.items()]
-        self._tables, self._names, self._held = ([entry[n] for entry in entries] for n in range(3))
-        self._parameters = [parameter for parameter in self._held if parameter is not None]
+        hooks = [vars(module)[kind] for module in modules for kind in HOOKS if kind in vars(module)]
+        self._hooked = [(table, len(table)) for table in hooks if table]
+        self._unhooked = [table for table in hooks if not table]
+        self._handles, self._looks = RemovableHandle.next_id, 0
+        self._parameters = [p for table in self._tables for p in table.values() if p is not None]
         self._gradients = list(map(_REQUIRES_GRAD, self._parameters))
         self._dtypes = list(map(_DTYPE, self._parameters))
         self._model, self._plain = model, plain
@@ -100,19 +117,31 @@ class Look:
 
     def is_same(self) -> bool:
         """Returns whether the model has the same modules, parameters and hooks as when this was made."""
-        if any(self._empty) or any(len(table) != size for table, size in self._hooks):
+        if any(self._empty) or not self._has_same_hooks():
             return False
-        if self._children != self._modules or list(map(len, self._sized)) != self._sizes:
+        if self._children != self._modules or list(map(type, self._every)) != self._classes:
             return False
-        if not all(map(is_, map(type, self._every), self._classes)):
-            return False
-        if not all(map(is_, map(dict.get, self._tables, self._names), self._held)):
+        try:
+            with around_functions(_differ):
+                if self._tables != self._held:
+                    return False
+        except _Differs:
             return False
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._gradients:
             return False
         if list(map(_DTYPE, self._parameters)) != self._dtypes:
             return False
         return not self._plain or self._values == _plain_values(self._model)
+
+    def _has_same_hooks(self) -> bool:
+        if any(len(table) != size for table, size in self._hooked):
+            return False
+        self._looks += 1
+        handles = RemovableHandle.next_id
+        if handles != self._handles or self._looks % _HOOKS_EVERY == 0:
+            self._handles = handles
+            return not any(self._unhooked)
+        return True
 
 
 def _plain_values(model: nn.Module) -> list[Any]:

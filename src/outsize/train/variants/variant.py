@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
 from outsize.capture.graph.build import Captured, build_graph
-from outsize.capture.guards.check import ReadGuards
+from outsize.capture.guards.check import ChangedRead, ReadGuards
+from outsize.capture.guards.symbolic_numbers import PlantedNumbers, is_number
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.capture.recording.guards import signature_of
 from outsize.errors import BadPlan
@@ -28,7 +29,8 @@ from outsize.ir.plan import Plan
 from outsize.ir.stage_graph import check_quotient
 from outsize.ir.units.names import prefixes, unroll
 from outsize.program.modes import current_modes
-from outsize.program.reader import slot_reader
+from outsize.program.python_reads import LOSS, PythonRead
+from outsize.program.reader import buffers_behind, slot_reader
 from outsize.program.replay import resolve
 from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
@@ -40,6 +42,7 @@ from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares, LossTrial
 from outsize.train.ranks.tensor_parallel import TensorRanks
 from outsize.train.variants.changed_values import ChangedValues
+from outsize.train.variants.number_inputs import another_number, with_number_inputs
 
 KEPT = 32
 
@@ -66,6 +69,11 @@ class Variant:
         """None when there is no loss."""
         loss = self.tape.loss
         return self.tape.metas[loss.slot].dtype if loss is not None else None
+
+    @property
+    def buffers_read_first(self) -> frozenset[str]:
+        """The buffers that guards and the shares of microbatches read before a step, on every rank."""
+        return self.guards.buffers | self.shares.buffers
 
     @cached_property
     def wiring(self) -> Hashable:
@@ -96,6 +104,20 @@ _DEFAULTS: Final = RecordingOptions()
 
 
 @final
+@dataclass(slots=True)
+class ProgramChange:
+    """Whether a call runs other programs than the one before.
+
+    Programs that are new, or those of other Python values, count, and so does another number of microbatches;
+    shapes that were met before do not. `values` are the reads that have changed, each with the stages whose
+    programs follow from it.
+    """
+
+    happened: bool = False
+    values: list[tuple[ChangedRead, frozenset[int]]] = field(default_factory=list)
+
+
+@final
 class Variants:
     """Holds the variants of a model that were used last; the oldest are dropped."""
 
@@ -110,6 +132,9 @@ class Variants:
         self._known: OrderedDict[str, list[Variant]] = OrderedDict()
         self._made = 0
         self.changes = ChangedValues()
+        self.change = ProgramChange()  # of the last call of `find_each`
+        self._last: Variant | None = None
+        self._counts: dict[bool, int] = {}  # microbatches of the last step, and of the last evaluation
 
     def find(self, part: Batch, *, outputs: bool, state: int = 0) -> Variant:
         """The variant under which this microbatch runs; recorded if it is new.
@@ -121,7 +146,11 @@ class Variants:
     def find_each(self, parts: Sequence[Batch], *, outputs: bool, state: int = 0) -> list[Variant]:
         """The variants of a step's microbatches; what Python read is compared once for all of them."""
         checked: dict[int, bool] = {}
-        return [self._find(part, f"{state}{outputs}", checked, outputs=outputs) for part in parts]
+        self.change = ProgramChange(happened=len(parts) != self._counts.get(outputs))
+        self._counts[outputs] = len(parts)
+        found = [self._find(part, f"{state}{outputs}", checked, outputs=outputs) for part in parts]
+        self._last = found[-1] if found else self._last
+        return found
 
     def _find(self, part: Batch, state: str, checked: dict[int, bool], *, outputs: bool) -> Variant:
         key = f"{part.signature()}{self._model.training}{state}{current_modes()}"
@@ -136,13 +165,31 @@ class Variants:
             if checked[variant.number]:
                 # The last one used comes first: its values are most likely still the same.
                 same.insert(0, same.pop(place))
+                if stale is not None:
+                    self._note_change(stale)
                 return variant
             stale = stale or variant
+        self._note_change(stale or self._last)
         if stale is not None:
             self.changes.note(stale.reads.changed(), partial(self._stages_of, stale.captured))
         variant = self._make(part, outputs)
         same.insert(0, variant)
         return variant
+
+    def _note_change(self, before: Variant | None) -> None:
+        """Notes that a call runs another program than `before`."""
+        self.change.happened = True
+        changed = before.reads.changed() if before is not None else ()
+        self.change.values += [(each, self._stages_reading(each.read, before)) for each in changed if before]
+
+    def _stages_reading(self, read: PythonRead, variant: Variant) -> frozenset[int]:
+        """The stages that follow from a value: those of the modules that read it, or all."""
+        stages = {LOSS: {p.stage for p in variant.cut.programs if p.has_loss}, "": set[int]()}
+        for frame in read.frames - stages.keys():
+            stages[frame] = self._stages_of(variant.captured, frame)
+        everywhere = not all(stages[frame] for frame in read.frames) or not read.frames
+        found = range(len(self._plan.stages)) if everywhere else chain(*(stages[f] for f in read.frames))
+        return frozenset(found)
 
     def __len__(self) -> int:
         return sum(len(same) for same in self._known.values())
@@ -160,8 +207,8 @@ class Variants:
                 del self._known[key]
         return dropped
 
-    def _record(self, part: Batch, loss_fn: LossFn | None) -> Tape:
-        options = TapeOptions(self._options.home, self.changes.live)
+    def _record(self, part: Batch, loss_fn: LossFn | None, numbers: PlantedNumbers | None = None) -> Tape:
+        options = TapeOptions(self._options.home, self.changes.live, numbers)
         return record(self._model, part.args, part.kwargs, loss_fn, part.target, options)
 
     def _stages_of(self, captured: Captured, fqn: str) -> set[int]:
@@ -175,6 +222,8 @@ class Variants:
         with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
             tape = self._record(part, loss_fn)
             captured = build_graph(tape, self._model)
+            tape = self._with_inputs(tape, part, loss_fn)
+            captured = replace(captured, tape=tape)
             own = tape if tensor is None else tensor.local(tape)
         owners = instruction_owners(self._plan, captured)
         owners = [owners[instruction.origin] for instruction in own.instructions]
@@ -191,8 +240,20 @@ class Variants:
                 LossTrial(loss_fn, part, lambda other: self._record(other, loss_fn)),
                 home,
             ),
-            ReadGuards(tape.reads),
+            ReadGuards(tape.reads, tape.decisions),
         )
+
+    def _with_inputs(self, tape: Tape, part: Batch, loss_fn: LossFn | None) -> Tape:
+        """Returns the tape with the numbers that keep changing as inputs, as far as they can be followed."""
+        read = {(r.kind, id(r.holder), r.key) for r in tape.reads if is_number(r.value)}
+        moving = [number for number in self.changes.moving.values() if number.place.identity() in read]
+        if not moving:
+            return tape
+        now = {number.place: number.place.value() for number in moving}
+        others = {number.place: another_number(now[number.place], number.former) for number in moving}
+        followed = with_number_inputs(tape, now, others, lambda numbers: self._record(part, loss_fn, numbers))
+        self.changes.settle(followed.places, now)
+        return followed.tape
 
 
 @final
@@ -209,6 +270,7 @@ class InputGuards:
             leaf.name for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Weight)
         }
         self._buffers = CopiedWeights(model, names, home)
+        self.buffers = buffers_behind(tape, slots) | names
 
     def hold(self, part: Batch) -> bool:
         """Do all decisions fall as they did when the tape was recorded?"""

@@ -57,6 +57,15 @@ def test_what_is_not_read_is_no_guard() -> None:
     assert [(c.read.label, c.value) for c in guards.changed()] == [("m.scale", 2.0)]
 
 
+def test_what_changed_in_place_is_shown_as_it_was() -> None:
+    model: Any = two(lambda m, x: m.b(m.a(x)) * sum(sum(row) for row in m.rates), rates=[[0.5], [1.0]])
+    guards = ReadGuards(recorded(model).reads)
+    model.rates[0].append(2.0)
+    assert not guards.hold()
+    (change,) = guards.changed()
+    assert (change.read.value, change.value) == ([[0.5], [1.0]], [[0.5, 2.0], [1.0]])
+
+
 def test_equal_new_objects_are_adopted() -> None:
     model: Any = two(lambda m, x: m.b(m.a(x)) * m.rates[0] * sum(m.shape), rates=[0.5, 1.0], shape=[1, 2])
     guards = ReadGuards(recorded(model).reads)

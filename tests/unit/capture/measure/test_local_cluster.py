@@ -6,8 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from played_devices import play_gpus
 
-from outsize.capture.measure.local_cluster import device_kind, find_cluster
+from outsize.capture.measure.local_cluster import cluster_of_run, device_kind, find_cluster
 from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.cluster_file import save_cluster
@@ -46,6 +47,25 @@ def test_a_cluster_without_devices_is_refused() -> None:
         find_cluster("0xcpu")
 
 
+@pytest.mark.parametrize(
+    ("machines", "name", "nodes"),
+    [((8,), "local", 1), ((2,), "2xh200-141gb", 1), ((8, 8), "2x8xh200-141gb", 2), ((4, 2), None, 2)],
+)
+def test_a_run_has_a_device_for_each_process(
+    monkeypatch: pytest.MonkeyPatch, machines: tuple[int, ...], name: str | None, nodes: int
+) -> None:
+    """Eight GPUs on each machine, of which a run may use some."""
+    play_gpus(monkeypatch, 8, 100 * GIB)
+    found = cluster_of_run("cuda", machines)
+    assert len(found.devices) == sum(machines)
+    assert {device.memory_bytes for device in found.devices} == {
+        find_cluster("local").devices[0].memory_bytes
+    }
+    assert found.nodes == nodes
+    assert found.name == (name or "4xh200-141gb+2xh200-141gb")
+    assert len(cluster_of_run("cpu", machines).devices) == sum(machines)
+
+
 def test_a_cluster_in_a_file_is_called_like_the_file(tmp_path: Path) -> None:
     path = tmp_path / "lab.json"
     save_cluster(parse_cluster("2xv100+2xa100"), path)
@@ -71,3 +91,10 @@ def test_a_cluster_in_a_file_is_called_like_the_file(tmp_path: Path) -> None:
 )
 def test_a_gpu_is_found_by_what_its_driver_calls_it(name: str, gib: float, kind: str) -> None:
     assert device_kind(name, int(gib * GIB)) == kind
+
+
+def test_devices_of_another_vendor_have_torchs_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_gpus(monkeypatch, 4, kind="xpu")
+    assert [device.name for device in find_cluster("local").devices] == [f"xpu:{rank}" for rank in range(4)]
+    assert [device.name for device in cluster_of_run("xpu", (2, 2)).devices][-1] == "xpu:3"
+    assert [device.name for device in find_cluster("xpu:0,cpu").devices] == ["xpu:0", "cpu"]

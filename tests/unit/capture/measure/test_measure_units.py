@@ -14,11 +14,11 @@ from splits import captured
 from torch import Tensor, nn
 
 from outsize.capture.measure.cache import Timing
-from outsize.capture.measure.units import How, device_name, measure_units, wanted_units
+from outsize.capture.measure.units import UnitTimingOptions, device_name, measure_units, wanted_units
 from outsize.errors import BadOption
 from outsize.ir.profile import Profile
 
-QUICK = How(repeats=2)
+QUICK = UnitTimingOptions(repeats=2)
 
 
 @final
@@ -108,7 +108,7 @@ def test_every_unit_is_timed_and_named_as_in_the_graph() -> None:
 def test_forward_and_both_gradients_are_told_apart() -> None:
     clock = FakeClock()
     model = nn.Sequential(Worker(clock, 1, 10, 100), Worker(clock, 2, 20, 200), Worker(clock, 3, 30, 300))
-    profile = measure_units(captured(model, batch()), model, [batch()], How(clock=clock))
+    profile = measure_units(captured(model, batch()), model, [batch()], UnitTimingOptions(clock=clock))
     # nobody asks for the gradient of the batch; the last unit is the loss, which the clock does not see
     assert seconds(profile) == [(1, 0, 100), (2, 20, 200), (3, 30, 300), (0, 0, 0)]
 
@@ -117,7 +117,7 @@ def test_frozen_weights_have_no_gradient() -> None:
     clock = FakeClock()
     model = nn.Sequential(Worker(clock, 1, 10, 100), Worker(clock, 2, 20, 200)).requires_grad_(False)
     model[0].weight.requires_grad_()
-    profile = measure_units(captured(model, batch()), model, [batch()], How(clock=clock))
+    profile = measure_units(captured(model, batch()), model, [batch()], UnitTimingOptions(clock=clock))
     assert seconds(profile)[:2] == [(1, 0, 100), (2, 20, 0)]
 
 
@@ -127,7 +127,7 @@ def test_branches_each_get_their_own_time() -> None:
     model = two(lambda m, x: m.d(m.b(y := m.part_a(x)) + m.c(y)), part_a=parts.pop("a"))
     for name, part in parts.items():
         setattr(model, name, part)
-    profile = measure_units(captured(model, batch()), model, [batch()], How(clock=clock))
+    profile = measure_units(captured(model, batch()), model, [batch()], UnitTimingOptions(clock=clock))
     assert seconds(profile)[:4] == [(1, 0, 100), (2, 20, 200), (3, 30, 300), (4, 40, 400)]
 
 
@@ -136,7 +136,7 @@ def test_the_model_is_afterwards_as_it_was() -> None:
     model[0].weight.grad = torch.full((4, 4), 7.0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generators = torch.get_rng_state(), random.getstate(), torch.get_num_threads()
-    how = How(repeats=2, threads=2, seed=lambda n: (random.seed(n), torch.manual_seed(n)))
+    how = UnitTimingOptions(repeats=2, threads=2, seed=lambda n: (random.seed(n), torch.manual_seed(n)))
     measure_units(captured(model, batch()), model, [batch()], how)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(model[0].weight.grad, torch.full((4, 4), 7.0))
@@ -215,7 +215,7 @@ def test_copies_share_the_pooled_time_and_run_once() -> None:
     model = blocks(5)
     found = captured(model, batch())
     calls = counting(model, nn.LayerNorm)
-    profile = measure_units(found, model, [batch()], How(repeats=3))
+    profile = measure_units(found, model, [batch()], UnitTimingOptions(repeats=3))
     norms = [u for u in profile.units if u.name.endswith(".0")][:5]
     assert len({u.model_copy(update={"name": ""}) for u in norms}) == 1
     assert calls() == 5 + 2 * 2 * (2 + 3)  # all once for the values, then two copies in laps of two kinds
@@ -227,9 +227,9 @@ def test_every_times_each_copy() -> None:
     for number in (1, 2, 3):
         model[number][0].forward = _late(model[number][0].forward, clock, number)
     found = captured(model, batch())
-    alone = measure_units(found, model, [batch()], How(clock=clock, every=True))
+    alone = measure_units(found, model, [batch()], UnitTimingOptions(clock=clock, every=True))
     assert [u.forward_s for u in alone.units if u.name.endswith(".0")] == [1, 2, 3]
-    shared = measure_units(found, model, [batch()], How(clock=clock))
+    shared = measure_units(found, model, [batch()], UnitTimingOptions(clock=clock))
     assert [u.forward_s for u in shared.units if u.name.endswith(".0")] == [1.5, 1.5, 1.5]
 
 
@@ -245,17 +245,19 @@ def test_kept_times_are_used_again_and_fresh_ones_replace_them(tmp_path: Path) -
     clock = FakeClock()
     model = nn.Sequential(Worker(clock, 1, 10, 100), nn.Linear(4, 4))
     found = captured(model, batch())
-    how = How(repeats=2, clock=clock, cache=tmp_path)
+    how = UnitTimingOptions(repeats=2, clock=clock, cache=tmp_path)
     first = measure_units(found, model, [batch()], how)
     model[0].clock = FakeClock()  # from here on its work takes no time, if anybody looks
     assert measure_units(found, model, [batch()], how) == first
-    fresh = measure_units(found, model, [batch()], How(repeats=2, clock=clock, cache=tmp_path, fresh=True))
+    fresh = measure_units(
+        found, model, [batch()], UnitTimingOptions(repeats=2, clock=clock, cache=tmp_path, fresh=True)
+    )
     assert fresh.units[0].forward_s == 0
     assert measure_units(found, model, [batch()], how) == fresh
 
 
 def test_an_edited_model_is_timed_where_it_changed(tmp_path: Path) -> None:
-    how = How(repeats=1, cache=tmp_path)
+    how = UnitTimingOptions(repeats=1, cache=tmp_path)
     plain = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     measure_units(captured(plain, batch()), plain, [batch()], how)
     longer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))

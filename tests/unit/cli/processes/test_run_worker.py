@@ -16,6 +16,7 @@ from outsize.cli.model_input import ModelInput
 from outsize.cli.processes import run_worker
 from outsize.cli.processes.job import RunJob
 from outsize.cli.screen import Screen
+from outsize.errors import UnknownDevice
 from outsize.ir.answers.request import PlanRequest
 from outsize.train.launch.world import World
 
@@ -30,6 +31,23 @@ def test_a_plan_is_priced_again_as_it_was_priced(measured: bool) -> None:
     priced = run_worker._decide(World(0, 1, 0, None), job, inputs, Screen(False)).plan
     assert priced.expected is not None
     assert priced.expected.source == ("measured" if measured else "roofline")
+
+
+def test_a_worker_takes_the_device_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for GPUs is not run, and not traced, on CPUs without a word."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(4, 4)
+    made = [outsize.plan(model, (x,), cluster=cluster, stages=2) for cluster in ("2xcpu", "2xh100-80gb")]
+    on_cpus, on_gpus = (
+        RunJob(model="toy", input=None, request=PlanRequest(batch_size=4), steps=1, plan=plan)
+        for plan in made
+    )
+    monkeypatch.setattr(run_worker, "visible_accelerators", lambda: ("cpu", 0))
+    assert run_worker._device_type(on_cpus) == "cpu"
+    with pytest.raises(UnknownDevice, match="the plan is for cuda devices, and this process has none"):
+        run_worker._device_type(on_gpus)
+    monkeypatch.setattr(run_worker, "visible_accelerators", lambda: ("cuda", 2))
+    assert run_worker._device_type(on_gpus) == "cuda"
+    assert run_worker._device_type(on_gpus.model_copy(update={"devices": ("cuda:0", "cuda:1")})) == "cpu"
 
 
 def test_a_job_with_weights_begins_with_them(folder: Path) -> None:

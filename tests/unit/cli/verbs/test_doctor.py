@@ -12,7 +12,7 @@ import torch
 from outsize import __version__
 from outsize.api import health
 from outsize.cli.app import run
-from outsize.run.device import futex
+from outsize.device import futex
 from outsize.train.variants.variant import KEPT
 
 

@@ -33,7 +33,7 @@ from outsize.planner.offload.host_traffic import (
     staying,
     streamed,
 )
-from outsize.planner.partition.stage_prices import Case
+from outsize.planner.partition.stage_prices import PricedModel
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 
@@ -153,22 +153,24 @@ def test_gpipe_goes_layer_by_layer() -> None:
 # -- bytes -----------------------------------------------------------------------------------------------
 
 
-def case_of(where: Layout, recompute: Recompute = "none", n: int = 4, name: str = "1xh100-80gb") -> Case:
+def case_of(
+    where: Layout, recompute: Recompute = "none", n: int = 4, name: str = "1xh100-80gb"
+) -> PricedModel:
     """A chain: 100 bytes of weights a unit, 10 saved, 8 handed on; a block is a unit."""
     graph, profile = chain([1.0] * n)
-    whole = Case.of(graph, profile, where.captured, "adamw")
+    whole = PricedModel.of(graph, profile, where.captured, "adamw")
     alone = UnitSeconds.of(profile)
     blocks = StreamedBlocks.of(graph, profile, alone, optimizer_bytes("adamw"))
     return hosted(whole, blocks, range(n + 1), where, parse_cluster(name), recompute)
 
 
-def peak(case: Case, moment: InFlightState, n: int = 4) -> int:
+def peak(case: PricedModel, moment: InFlightState, n: int = 4) -> int:
     return int(peak_table(case.ranges, (moment,))[0, n])
 
 
 def test_a_device_has_two_blocks_and_all_that_is_saved() -> None:
     graph, profile = chain([1.0] * 4)
-    resident = Case.of(graph, profile, 1, "adamw")
+    resident = PricedModel.of(graph, profile, 1, "adamw")
     here = case_of(layout("1f1b", 2)).ranges.of_run(0, 4)
     assert (here.weights, here.gradients, here.optimizer, here.update) == (200, 200, 0, 0)
     assert here.saved == 40
@@ -191,7 +193,7 @@ def test_recomputed_blocks_keep_what_they_receive() -> None:
     here = case_of(layout("1f1b", 2), "full").ranges.of_run(0, 4)
     assert here.saved == 3 * 8
     graph, profile = chain([1.0] * 4)
-    middle = Case.of(graph, profile, 1, "adamw").ranges.of_run(1, 2)
+    middle = PricedModel.of(graph, profile, 1, "adamw").ranges.of_run(1, 2)
     ends = middle.received + middle.sent + middle.gradient_in + middle.gradient_out
     assert here.backward == 24 + (middle.backward - 100) + ends + 200
     assert case_of(layout("1f1b", 2), "full").recompute == "full"

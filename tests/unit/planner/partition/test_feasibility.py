@@ -16,7 +16,7 @@ from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.evaluate.estimate import lower_along
 from outsize.planner.memory.account import account_stages
 from outsize.planner.partition.feasibility import ChainFeasibility
-from outsize.planner.partition.stage_prices import Case
+from outsize.planner.partition.stage_prices import PricedModel
 from outsize.schedules.builders import build
 
 
@@ -24,7 +24,7 @@ def devices(count: int, memory_bytes: int) -> Cluster:
     return make_cluster(f"{count}xcpu", "cpu", 1, count, memory_bytes)
 
 
-def peak(case: Case, schedule: ScheduleName, bounds: tuple[int, ...]) -> int:
+def peak(case: PricedModel, schedule: ScheduleName, bounds: tuple[int, ...]) -> int:
     """Of the fullest stage, by the account of the real edges."""
     lowered = lower_along(
         edges_between(case.graph, bounds), build(schedule, len(bounds) - 1, case.microbatches)
@@ -32,7 +32,7 @@ def peak(case: Case, schedule: ScheduleName, bounds: tuple[int, ...]) -> int:
     return max(m.peak_bytes for m in account_stages(case.ranges, case.graph, bounds, lowered))
 
 
-def least(case: Case, schedule: ScheduleName, stages: int) -> int:
+def least(case: PricedModel, schedule: ScheduleName, stages: int) -> int:
     """By trying every cut."""
     inner = combinations(range(1, case.units), stages - 1)
     return min(peak(case, schedule, (0, *cuts, case.units)) for cuts in inner)
@@ -43,7 +43,7 @@ def least(case: Case, schedule: ScheduleName, stages: int) -> int:
 def test_the_verdict_is_that_of_every_cut(
     model: tuple[ModelGraph, Profile], schedule: ScheduleName, stages: int, microbatches: int
 ) -> None:
-    case = Case.of(*model, microbatches, "adamw")
+    case = PricedModel.of(*model, microbatches, "adamw")
     needed = least(case, schedule, stages)
     for memory_bytes, fits in ((needed, True), (needed - 1, False)):
         feasibility = ChainFeasibility.of(case, schedule, stages, devices(stages, memory_bytes))
@@ -54,5 +54,5 @@ def test_the_verdict_is_that_of_every_cut(
 
 
 def test_equal_units_are_shared_out_evenly() -> None:
-    case = Case.of(*chain([0.1] * 12), 4, "sgd")
+    case = PricedModel.of(*chain([0.1] * 12), 4, "sgd")
     assert ChainFeasibility.of(case, "naive", 3, devices(3, 10**6)).least_full_cut() == (0, 4, 8, 12)

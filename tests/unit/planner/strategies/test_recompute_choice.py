@@ -60,7 +60,9 @@ def fits(problem: Problem, units: frozenset[int]) -> bool:
     stage, _, limits, room = problem
     held = stage.held(units)
     acting = held.forward, held.backward, held.first_backward, 0
-    return all(at.fixed_bytes + at.waiting * held.saved_bytes + acting[at.phase] <= room for at in limits)
+    return all(
+        at.fixed_bytes + at.awaiting_backward * held.saved_bytes + acting[at.phase] <= room for at in limits
+    )
 
 
 def brute_force(problem: Problem) -> float:

@@ -22,6 +22,7 @@ from outsize.errors import BoundaryMismatch, NotCapturable
 from outsize.run.by_module.broadcast import Exchange
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.stage.rng import seeder
+from outsize.run.transport.groups import RankGroup
 from outsize.run.weights.placement import Holders, module_owners
 
 RANKS = 3
@@ -278,7 +279,7 @@ def freed(model: nn.Module, holders: Holders, rank: int) -> nn.Module:
 def run_on(model: nn.Module, holders: Holders, work: Callable[[nn.Module, OwnedRun], Any]) -> Any:
     def of_rank(group: dist.ProcessGroup) -> Any:
         mine = freed(model, holders, group.rank())
-        run = OwnedRun(mine, holders, Exchange(group, CPU), CPU)
+        run = OwnedRun(mine, holders, Exchange(RankGroup(group, group), CPU), CPU)
         with run.active():
             found = work(mine, run)
         return found, {n: g for n, g in gradients(mine).items() if group.rank() in holders[n]}

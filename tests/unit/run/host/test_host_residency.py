@@ -11,10 +11,10 @@ from fake_streams import Access, FakeEvent, FakeStreams, Fault
 from torch import Tensor, nn
 
 import outsize
+from outsize.device.streams import TorchStreams
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.ir.schedule import Action, Kind, Schedule
-from outsize.run.device.streams import TorchStreams
 from outsize.run.host.flat_buffer import ALIGN, WeightBlock
 from outsize.run.host.residency import AbsentWeight, Residency
 from outsize.run.interpreter.in_process import SingleDevice

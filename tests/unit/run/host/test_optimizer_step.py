@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from outsize.run.device.streams import StreamEvent
+from outsize.device.streams import StreamEvent
 from outsize.run.host.optimizer_step import HostOptimizerStep, steps_in_parts
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outsize.run.device import futex
-from outsize.run.device.futex import Futex
+from outsize.device import futex
+from outsize.device.futex import Futex
 from outsize.run.transport import same_host, shared_memory
 from outsize.run.transport.shared_memory import DEPTH, Arrival, Inbox, Outbox, SharedMemory, cookie_in
 from outsize.run.transport.wire_layout import WireLayout

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from played_devices import play_gpus
 from torch import nn
 
 import outsize
@@ -16,6 +17,7 @@ from outsize.cli.processes import launch
 from outsize.cli.processes.job import RunJob
 from outsize.errors import BadOption, UnknownDevice, WorldMismatch
 from outsize.ir.answers.request import PlanRequest
+from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.run.interpreter.in_process import SingleDevice
 from outsize.train.crew import devices
@@ -36,14 +38,6 @@ def split(**options: Any) -> outsize.Engine:
     return outsize.parallelize(mlp(), (X,), target=Y, loss_fn=F.mse_loss, microbatches=4, **options)
 
 
-def gpus(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    properties = type("Properties", (), {"name": "NVIDIA H200", "total_memory": 140 << 30})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-
-
 def test_two_cpus_train_as_ever() -> None:
     here, plain = split(devices=["cpu", "cpu"]), split(stages=2, cluster="2xcpu")
     assert torch.equal(here.step(X, target=Y).loss, plain.step(X, target=Y).loss)
@@ -55,7 +49,7 @@ def test_one_device_takes_as_many_stages_as_are_asked_for() -> None:
 
 
 def test_names_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch)
+    play_gpus(monkeypatch)
     assert places_of(["cuda", torch.device("cuda", 1), "cpu:0"]) == ("cuda:0", "cuda:1", "cpu")
     assert places_of(["cuda:1"] * 3) == ("cuda:1",) * 3
 
@@ -75,13 +69,13 @@ def test_names_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_list_of_devices(
     monkeypatch: pytest.MonkeyPatch, given: Any, error: type[Exception], text: str
 ) -> None:
-    gpus(monkeypatch)
+    play_gpus(monkeypatch)
     with pytest.raises(error, match=text):
         places_of(given)
 
 
 def test_no_gpu_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 0)
+    play_gpus(monkeypatch, 0)
     with pytest.raises(UnknownDevice, match=r"torch sees 0 CUDA devices\. Next: outsize doctor"):
         split(devices=["cuda:0", "cpu"])
 
@@ -93,9 +87,23 @@ def test_devices_are_the_cluster() -> None:
 
 def test_devices_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = object()
-    monkeypatch.setattr(running, "join", lambda kind, backend: World(1, 2, 1, group))
+    monkeypatch.setattr(running, "join", lambda kind, backend: World(1, 2, 1, group, host=group))
     with pytest.raises(BadOption, match="rank 1 of 2; devices cpu, cpu"):
         split(devices=["cpu", "cpu"])
+
+
+def test_a_plan_that_is_made_by_itself_is_for_the_processes_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two processes on a machine of eight GPUs, or two machines with four processes each."""
+    play_gpus(monkeypatch, 8)
+    group: Any = object()
+    for machines in ((2,), (4, 4)):
+        world = World(0, sum(machines), 0, group, host=group, device_type="cuda", machines=machines)
+        here = running._here(world, "cuda")
+        assert isinstance(here, Cluster)
+        assert len(here.devices) == sum(machines)
+    assert running._here(World(0, 1, 0, None), "cuda") == "local"
 
 
 def plan_for(cluster: str, **options: Any) -> Plan:
@@ -103,7 +111,7 @@ def plan_for(cluster: str, **options: Any) -> Plan:
 
 
 def test_a_plan_is_made_for_the_devices_and_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch)
+    play_gpus(monkeypatch)
     found = find_cluster("cuda:0,cuda:1")
     assert [d.name for d in found.devices] == ["cuda:0", "cuda:1"]
     assert found.devices[0].kind.startswith("h200")
@@ -116,7 +124,7 @@ def test_a_plan_is_made_for_the_devices_and_followed(monkeypatch: pytest.MonkeyP
 
 
 def test_two_ranks_on_one_device_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch, 1)
+    play_gpus(monkeypatch, 1)
     found = find_cluster("cuda:0,cuda:0")
     assert [d.name for d in found.devices] == ["cuda:0", "cuda:0/1"]
     assert {d.memory_bytes for d in found.devices} == {70 << 30}
@@ -124,16 +132,16 @@ def test_two_ranks_on_one_device_share_its_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_gpu_and_the_cpu_are_two_unequal_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch)
+    play_gpus(monkeypatch)
     found = find_cluster("cuda:0,cpu")
     assert found.unequal
     assert found.link(0, 1).name.startswith("pcie")
 
 
 def test_a_plan_for_devices_that_are_not_here_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus(monkeypatch)
+    play_gpus(monkeypatch)
     plan = plan_for("cuda:0,cuda:1")
-    gpus(monkeypatch, 1)
+    play_gpus(monkeypatch, 1)
     with pytest.raises(UnknownDevice, match="cuda:1, which is not here; torch sees 1 CUDA device"):
         places_for(plan, None)
     with pytest.raises(UnknownDevice, match="cuda:1 is not here"):
@@ -162,7 +170,7 @@ def test_generate_wants_one_device() -> None:
 
 def test_a_launcher_of_one_process_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = object()
-    monkeypatch.setattr(running, "join", lambda kind, backend: World(0, 1, 0, group))
+    monkeypatch.setattr(running, "join", lambda kind, backend: World(0, 1, 0, group, host=group))
     assert split(devices=["cpu", "cpu"]).crew.mesh is None
 
 

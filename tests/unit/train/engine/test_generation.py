@@ -54,8 +54,8 @@ def engine_of(name: str, plan: outsize.Plan, group: dist.ProcessGroup | None) ->
     return engine
 
 
-# With --all alone: qwen3 keeps a cache as llama and gpt2 do, and bart one as t5 and whisper do.
-LIKE_OTHERS = ("qwen3", "bart")
+# With --all alone: qwen3 and mixtral keep a cache as llama and gpt2 do, bart and whisper one as t5 does.
+LIKE_OTHERS = ("qwen3", "mixtral", "bart", "whisper")
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from signal import SIGKILL
 import pytest
 import torch
 
-from outsize.errors import BadOption, RankFailed
+from outsize.errors import BadOption, RankFailed, UnknownDevice
+from outsize.ir.plan import Axes, Plan, Stage
 from outsize.train.launch.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.launch.launch import launch, processes_for
 from outsize.train.launch.rendezvous import ENDED, loopback_store, meet
 from outsize.train.launch.spec import LaunchSpec, worker_environment
-from outsize.train.launch.world import World, join_world
+from outsize.train.launch.world import World, device_index, device_type_for, join_world
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8119"
 
@@ -153,6 +154,46 @@ def test_torchrun_is_told_that_a_consequence_came_later(tmp_path: Path) -> None:
 
 def test_without_the_environment_a_script_is_alone() -> None:
     assert join_world({}, "cpu", 10.0) == World(0, 1, 0, None)
+
+
+def test_a_process_that_sees_one_device_has_it_to_itself() -> None:
+    """`srun --gpus-per-task=1` gives each process its own, which all of them call number 0."""
+    assert [device_index("cuda", rank, 1) for rank in range(3)] == [0, 0, 0]
+    assert [device_index("cuda", rank, 4) for rank in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(BadOption, match="no cuda device for local rank 2; 2 on this machine"):
+        device_index("cuda", 2, 2)
+
+
+def planned_for(device: str) -> Plan:
+    return Plan(
+        model="toy", fingerprint="0" * 12, cluster="2xh100-80gb", axes=Axes(pp=2), batch_size=4,
+        microbatches=2, schedule="1f1b", stages=(Stage(units=("a",), device=device),) * 2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes", "visible", "kind"),
+    [
+        (None, 2, ("cpu", 0), "cpu"),
+        (None, 2, ("cuda", 2), "cuda"),
+        (None, 4, ("cuda", 2), "cpu"),
+        (planned_for("cpu:0"), 2, ("cuda", 8), "cpu"),
+        (planned_for("cuda:0"), 2, ("cuda", 2), "cuda"),
+        (planned_for("xpu:0"), 2, ("xpu", 1), "xpu"),
+    ],
+)
+def test_a_worker_has_a_device_of_its_plan(
+    plan: Plan | None, processes: int, visible: tuple[str, int], kind: str
+) -> None:
+    assert device_type_for(plan, processes, lambda: visible) == kind
+
+
+@pytest.mark.parametrize(
+    ("visible", "text"), [(("cpu", 0), "torch sees no accelerator"), (("xpu", 4), "torch sees 4 xpu")]
+)
+def test_a_worker_without_the_devices_of_its_plan_refuses_it(visible: tuple[str, int], text: str) -> None:
+    with pytest.raises(UnknownDevice, match=f"for cuda devices, and this process has none; .*{text}"):
+        device_type_for(planned_for("cuda:1"), 2, lambda: visible)
 
 
 def test_half_an_environment_is_refused() -> None:

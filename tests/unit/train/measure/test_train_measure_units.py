@@ -9,14 +9,14 @@ from small_models import batch, linear, two
 from torch import Tensor, nn
 
 import outsize
-from outsize.capture.measure.units import How
+from outsize.capture.measure.units import UnitTimingOptions
 from outsize.errors import BadOption, ExampleRejected
 from outsize.ir.cluster import parse_cluster
 from outsize.train.batch.batch import Batch
 from outsize.train.measure.training_case import TrainingCase
 from outsize.train.measure.units import how_on, measure_sizes, with_values_in
 
-QUICK = How(repeats=1)
+QUICK = UnitTimingOptions(repeats=1)
 
 
 def subject(model: nn.Module) -> TrainingCase:

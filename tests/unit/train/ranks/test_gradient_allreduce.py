@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from outsize.ir.schedule import Kind, parse_row
+from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.loss_weights import Counted
 from outsize.train.ranks.gradient_allreduce import GradientSum, with_reductions
 from outsize.train.ranks.replicas import ReplicaGroup, own_pieces, pieces_of
@@ -36,7 +37,7 @@ def test_what_no_replica_has_stays_none_and_the_rest_keeps_its_layout(group: dis
     weights[0].grad = torch.randn(4, 3).t()
     weights[1].grad = torch.randn(5)
     expected = [None if p.grad is None else p.grad.clone() for p in weights]
-    sums = GradientSum(group)
+    sums = GradientSum(RankGroup(group, group))
     sums.begin({0: [(p, False) for p in weights[:2]], 2: [(weights[2], False)]})
     sums.start(0)
     assert sums._left == [0, 2], "stage 2 goes first on every rank"
@@ -55,7 +56,7 @@ def test_buckets_leave_within_the_last_backward(
     """From the second step on, and what came twice in the first waits for the end."""
     monkeypatch.setattr("outsize.train.ranks.gradient_allreduce.BUCKET_BYTES", 1)
     twice, first, last = (nn.Parameter(torch.randn(3)) for _ in range(3))
-    sums, once = GradientSum(group), dict[int, int]()
+    sums, once = GradientSum(RankGroup(group, group)), dict[int, int]()
 
     def again(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda v: v * twice, x, use_reentrant=True)
@@ -76,7 +77,7 @@ def test_buckets_leave_within_the_last_backward(
 
 
 def test_a_step_that_fails_leaves_gradients_as_they_were(group: dist.ProcessGroup) -> None:
-    replicas, weight = ReplicaGroup(group), nn.Parameter(torch.ones(2))
+    replicas, weight = ReplicaGroup(RankGroup(group, group)), nn.Parameter(torch.ones(2))
     replicas.gradients._first = False
     weight.grad = torch.tensor([1.0, 2.0])
 

@@ -120,6 +120,30 @@ def test_a_model_that_stays_as_it_is_is_not_looked_at_closely(monkeypatch: pytes
     assert len(closely) == 4  # before and after two steps
 
 
+def test_a_hook_that_was_put_there_by_hand_is_seen_at_last() -> None:
+    model: Any = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    look = Look(model, plain=False)
+    model[0]._forward_hooks[0] = print
+    assert not all(look.is_same() for _ in range(model_state._HOOKS_EVERY))
+
+
+def test_hooks_that_come_and_go_are_no_change() -> None:
+    model: Any = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    look = Look(model, plain=False)
+    handle = model[0].register_forward_hook(print)
+    assert not look.is_same()
+    handle.remove()
+    assert look.is_same()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_equal_parameter_is_another_one(size: int) -> None:
+    model = nn.Sequential(nn.Linear(size, 1))
+    look = Look(model, plain=False)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    assert not look.is_same()
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -1,0 +1,196 @@
+"""Answers which accelerator this process has, and asks it for devices, memory, names and random states.
+
+torch calls a device by its type and number, `cuda:0`. The type comes from torch itself
+(`torch.accelerator.current_accelerator`), so the plug-in of another vendor, registered as torch's
+documentation describes, needs no line here. `KNOWN` only says what torch's interfaces do not tell: how users
+call such devices, and what they lack.
+
+    type   devices                             collectives   lacks
+    cuda   NVIDIA, and AMD by ROCm             nccl, rccl
+    xpu    Intel                               xccl
+    npu    Huawei Ascend, by torch_npu         hccl
+    hpu    Intel Gaudi, by habana_frameworks   hccl          streams
+    mps    Apple                               none          streams, several devices, float64
+
+Every function takes or returns plain torch devices. On a machine without an accelerator all of them work, and
+answer for the CPU. Source: https://docs.pytorch.org/docs/stable/accelerator.html
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CPU: Final = "cpu"
+USUAL: Final = "cuda"
+Lack = Literal["streams", "several devices", "float64"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AcceleratorType:
+    """Describes a type of devices: what users call it, and what it lacks that others have."""
+
+    name: str
+    devices: str
+    lacks: frozenset[Lack] = frozenset()
+
+
+KNOWN: Final = {
+    row.name: row
+    for row in (
+        AcceleratorType("cuda", "CUDA"),
+        AcceleratorType("xpu", "Intel XPU"),
+        AcceleratorType("npu", "Ascend"),
+        AcceleratorType("hpu", "Gaudi", frozenset({"streams"})),
+        AcceleratorType("mps", "Apple", frozenset({"streams", "several devices", "float64"})),
+    )
+}
+"""The rows of the table by torch's name of the type; a type without a row is assumed to lack nothing."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DeviceProperties:
+    """Holds the driver's name of a device (`NVIDIA H200`) and all of its memory."""
+
+    name: str
+    memory_bytes: int
+
+
+def accelerator_type() -> str | None:
+    """Returns torch's name of the type of this process's accelerator (`cuda`); None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def built_type() -> str | None:
+    """Returns the type that this torch is built or extended for, whether or not such a device is here; None
+    for CPUs alone. It costs next to nothing.
+    """
+    found = torch.accelerator.current_accelerator(check_available=False)
+    return None if found is None else found.type
+
+
+def device_type() -> str:
+    """Returns the type of the accelerator, and `cpu` where there is none."""
+    return accelerator_type() or CPU
+
+
+def type_of(place: str | torch.device) -> str:
+    """Returns the type in a device's name: `cuda` of `cuda:0`."""
+    return place.type if isinstance(place, torch.device) else place.partition(":")[0]
+
+
+def is_accelerator(place: str | torch.device) -> bool:
+    """Tells whether the device computes on its own while Python goes on; the CPU and `meta` do not."""
+    return type_of(place) not in (CPU, "meta")
+
+
+def lacks(place: str | torch.device, what: Lack) -> bool:
+    """Tells whether devices of this type are known to lack something."""
+    row = KNOWN.get(type_of(place))
+    return row is not None and what in row.lacks
+
+
+def spoken(kind: str | None = None) -> str:
+    """Returns what users call devices of this type: `CUDA`; of this torch's own by default."""
+    kind = kind or built_type() or USUAL
+    return KNOWN[kind].devices if kind in KNOWN else kind
+
+
+def device_count() -> int:
+    """Returns the number of devices of the accelerator that this process sees; 0 where there is none."""
+    return torch.accelerator.device_count() if accelerator_type() else 0
+
+
+def current_device() -> torch.device:
+    """Returns the device that new work goes to: the accelerator's current one, else the CPU."""
+    kind = accelerator_type()
+    return torch.device(CPU) if kind is None else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def all_devices() -> list[torch.device]:
+    """Returns the devices of the accelerator that this process sees, in order."""
+    kind = accelerator_type()
+    return [] if kind is None else [torch.device(kind, index) for index in range(device_count())]
+
+
+def set_current(device: torch.device) -> None:
+    """Makes an accelerator's device the one that new work goes to; of the CPU there is only one."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done everything that was launched on it; the CPU has always."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def properties(device: torch.device) -> DeviceProperties:
+    """Returns name and memory of an accelerator's device."""
+    module = torch.get_device_module(device)
+    ask = getattr(module, "get_device_properties", None)
+    known: Any = ask(device) if ask is not None else None
+    name = getattr(known, "name", None) or spoken(device.type)
+    memory = getattr(known, "total_memory", None)
+    if memory is None:
+        memory = torch.accelerator.get_memory_info(device)[1]
+    return DeviceProperties(str(name), int(memory))
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Returns the bytes that tensors of this process hold on an accelerator's device."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def collective_backend(kind: str) -> str | None:
+    """Returns torch's backend for tensors on devices of this type; None where this torch has none."""
+    if not dist.is_available():
+        return None
+    try:
+        backend = dist.get_default_backend_for_device(kind)
+    except (RuntimeError, ValueError):  # torch does not know the type, or no backend for it
+        return None
+    return backend if dist.is_backend_available(backend) else None
+
+
+# -- random numbers ------------------------------------------------------------------------------------------
+
+
+def is_used(kind: str) -> bool:
+    """Tells whether this process has begun to work with the accelerator, which creates its generators."""
+    module = torch.get_device_module(kind)
+    known = getattr(module, "is_initialized", None)
+    return known is None or bool(known())
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the generators of all devices of the accelerator, once it is in use."""
+    kind = built_type()
+    if kind is not None and is_used(kind):
+        torch.get_device_module(kind).manual_seed_all(seed)
+
+
+def forked_generators() -> AbstractContextManager[None]:
+    """Returns a context that restores torch's generators: the CPU's, and all devices' in use."""
+    kind = built_type()
+    if kind is None or not is_used(kind):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=range(device_count()), device_type=kind)
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """Returns the state of the generator of an accelerator's device: a tensor of bytes on the CPU."""
+    return torch.get_device_module(device).get_rng_state(device).cpu()
+
+
+def set_generator_state(state: Tensor, device: torch.device) -> None:
+    """Sets the generator of an accelerator's device to a state that `generator_state` returned."""
+    torch.get_device_module(device).set_rng_state(state.cpu(), device)

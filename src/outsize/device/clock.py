@@ -1,0 +1,93 @@
+"""Measures when something happened on a device, on the host's time axis.
+
+    times[at] = clock.mark()        cheap, and the host goes on
+        clock.seconds(times)            waits for the device, then returns when it passed each mark
+
+The CPU works within the call, so its mark is the time itself. A GPU passes a mark when everything launched
+before it is done: its mark is an event on the compute stream. `seconds` idles the device, records one more
+event together with a reading of the host's clock, and computes how long before it each mark was passed. CUDA
+gives milliseconds as a 32-bit float: after a minute marks are still precise to some microseconds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, Final, Protocol, final
+
+import torch
+
+from outsize.device.accelerators import is_accelerator, lacks, synchronize
+
+
+class TimedEvent(Protocol):
+    """Describes the part of `torch.Event(enable_timing=True)` that is used."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Returns the milliseconds from this event to `end_event`, both of which have passed."""
+        ...
+
+
+class Clock(ABC):
+    """Marks points in the work of one device."""
+
+    @property
+    @abstractmethod
+    def mark(self) -> Callable[[], Any]:
+        """Returns the function that marks; it is fetched once and called often."""
+
+    @abstractmethod
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        """Returns when each mark was passed, by the host's `perf_counter`; 0 stands for no mark and
+        stays 0.
+        """
+
+
+@final
+class HostClock(Clock):
+    """Marks work that computes within the call."""
+
+    @property
+    def mark(self) -> Callable[[], float]:
+        return perf_counter
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        return list(marks)
+
+
+@final
+class EventClock(Clock):
+    """Marks work of a device that runs asynchronously.
+
+    `record` returns an event recorded there; `idle` waits for all work of the device.
+    """
+
+    def __init__(self, record: Callable[[], TimedEvent], idle: Callable[[], None]) -> None:
+        self._record, self._idle = record, idle
+
+    @property
+    def mark(self) -> Callable[[], TimedEvent]:
+        return self._record
+
+    def seconds(self, marks: Sequence[Any]) -> list[float]:
+        self._idle()
+        now_s, now = perf_counter(), self._record()
+        self._idle()
+        return [now_s - mark.elapsed_time(now) / 1000 if mark else 0.0 for mark in marks]
+
+
+HOST: Final = HostClock()
+
+
+def clock_of(device: torch.device) -> Clock:
+    """Returns the clock of what is launched on the device's current stream."""
+    if not is_accelerator(device) or lacks(device, "streams"):
+        return HOST
+
+    def record() -> torch.Event:
+        event = torch.Event(device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(device))
+        return event
+
+    return EventClock(record, lambda: synchronize(device))

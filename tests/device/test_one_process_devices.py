@@ -1,0 +1,160 @@
+"""One process, several devices: bit-equal to a plain loop with every layer where the plan has it.
+
+    pytest tests/device                   # on the simulated device, and on CUDA where torch sees it
+
+One GPU is enough: two ranks on it, and the GPU with the CPU as two unequal devices. With two GPUs they are
+taken as well. The simulated device has all of these, and the helpers are tried on the CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerators import CUDA, TWO, everywhere
+from torch import Tensor, nn
+from zoo import case
+
+import outsize
+from outsize.device.streams import TorchStreams
+from outsize.program.tree import map_leaves
+from outsize.run.transport.device_copies import checked_link
+
+SIM = pytest.mark.sim
+PLACES = [
+    pytest.param(("cpu", "cpu"), id="cpu-cpu"),
+    pytest.param(("cuda:0", "cuda:0"), marks=CUDA, id="gpu-gpu"),
+    pytest.param(("cuda:0", "cpu"), marks=CUDA, id="gpu-cpu"),
+    pytest.param(("cpu", "cuda:0"), marks=CUDA, id="cpu-gpu"),
+    pytest.param(("cuda:0", "cuda:1"), marks=TWO, id="gpu0-gpu1"),
+    pytest.param(("sim:0", "sim:0"), marks=SIM, id="sim-sim-seed2"),
+    pytest.param(("sim:0", "cpu"), marks=SIM, id="sim-cpu-lazy"),
+    pytest.param(("cpu", "sim:0"), marks=SIM, id="cpu-sim-seed3"),
+    pytest.param(("sim:0", "sim:1"), marks=SIM, id="sim0-sim1-lazy"),
+    pytest.param(("sim:0", "sim:1"), marks=SIM, id="sim0-sim1-seed1"),
+]
+WIDTH, LAYERS, SAMPLES, MICROBATCHES = 64, 8, 32, 8
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Any:
+    """The same kernels with the same order of sums in both runs."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(LAYERS) for m in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))))
+
+
+def plain_step(model: nn.Sequential, places: list[torch.device], x: Tensor, y: Tensor) -> Tensor:
+    """Gradient accumulation, each layer where it is."""
+    total: Any = None
+    for part, wanted in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        h = part
+        for layer, place in zip(model, places, strict=True):
+            h = layer(h.to(place))
+        loss = F.mse_loss(h, wanted.to(h.device))
+        (loss / MICROBATCHES).backward()
+        share = loss.detach() / MICROBATCHES
+        total = share if total is None else total + share
+    return total
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("places", PLACES)
+def test_every_schedule_is_bit_equal_to_the_layers_where_they_are(
+    places: tuple[str, str], schedule: Any
+) -> None:
+    model, plain = layers(), layers()
+    x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+    how = {"cluster": "2xcpu", "stages": 2, "schedule": schedule, "microbatches": MICROBATCHES}
+    plan = outsize.plan(model, (x,), target=y, loss_fn=F.mse_loss, **how)  # halves, whatever the devices
+    engine = outsize.parallelize(model, (x,), target=y, loss_fn=F.mse_loss, plan=plan, devices=list(places))
+    home = [next(layer.parameters()).device for layer in model]
+    assert {str(d) for d in home} == set(places)
+    for layer, device in zip(plain, home, strict=True):
+        layer.to(device)
+    for _ in range(3):
+        assert torch.equal(engine.step(x, target=y, update=False).loss, plain_step(plain, home, x, y))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("name", ["gpt2", "unet", pytest.param("resnet18", marks=pytest.mark.full)])
+def test_models_train_over_places(name: str, places: tuple[str, str]) -> None:
+    """Tied weights, skips, buffers and masks find their devices; batches come from the CPU or the GPU."""
+    found, (args, kwargs), target = case(name), case(name).batch(8), case(name).target(8)
+    model, loss = found.build(dropout=False), {"loss_fn": found.loss, "target": target}
+    plan = outsize.plan(model, args, kwargs, cluster="2xcpu", stages=2, microbatches=4, **loss)
+    engine = outsize.parallelize(
+        model,
+        args,
+        kwargs,
+        **loss,
+        plan=plan,
+        devices=list(places),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        clip_norm=1.0,
+    )
+    there = map_leaves(
+        lambda leaf: leaf.to(places[0]) if isinstance(leaf, Tensor) else leaf, (args, kwargs, target)
+    )
+    losses = []
+    for step in range(6):
+        a, k, t = there if step % 2 else (args, kwargs, target)
+        losses.append(float(engine.step(*a, target=t, **k).loss))
+    assert losses[-1] < losses[0]
+    assert {str(p.device) for _, p in engine.named_parameters()} == set(places)
+    assert engine.evaluate(*args, target=target, **kwargs).loss is not None
+    assert {str(t.device) for t in engine.full_state_dict().values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("places", [p for p in PLACES if p.id not in ("cpu-cpu", "gpu-gpu", "sim-sim-seed2")])
+def test_many_tensors_in_flight_arrive_whole(places: tuple[str, str]) -> None:
+    """Random sizes, kernels that overwrite freed memory between, buffers used again and again."""
+    streams, draw = TorchStreams(places), torch.Generator().manual_seed(0)
+    near, far = places
+    link, expected, parcels = checked_link(streams, near, far), [], []
+    for n in range(200):
+        size = int(torch.randint(1, 1 << 18, (), generator=draw))
+        value = torch.full((size,), float(n), device=near)
+        parcels.append(link.carry(value.mul_(2)))
+        expected.append((size, 2.0 * n))
+        del value
+        torch.zeros(size, device=near)
+        if len(parcels) == 4:
+            device_copy, (count, wanted) = parcels.pop(0), expected.pop(0)
+            found = device_copy.open()
+            assert found.shape == (count,)
+            assert bool((found == wanted).all())
+            del found
+            device_copy.release()
+    link.flush()
+    assert link.pool.made < 60
+
+
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+def test_copies_overlap_with_kernels(device: str) -> None:
+    """The host has launched everything long before the device is through, and no copy waits for a kernel."""
+    streams = TorchStreams((device, "cpu"))
+    link = checked_link(streams, device, "cpu")
+    value = torch.ones(1 << 20, device=device)
+    device_copy = link.carry(value)
+    busy = (
+        torch.randn(8192, 8192, device=device) if device == "cuda:0" else torch.randn(64, 64, device=device)
+    )
+    for _ in range(50):
+        busy = torch.tanh(busy @ busy)
+    behind = torch.accelerator.current_stream().record_event()
+    device_copy.copied.wait()
+    assert not behind.query(), "the copy was over before the kernels that were launched behind it"
+    assert bool((device_copy.open() == 1).all())

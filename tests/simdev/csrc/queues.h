@@ -1,0 +1,119 @@
+// The queues of work of the simulated devices.
+//
+// A stream is a queue of jobs. A job runs only when somebody waits for it: the host (a copy to the host, an
+// event, a synchronize), or a job of another stream that was told to wait for an event. So a wait that is
+// missing in the program under test is missing here, too: the job that should have run first has not run, and
+// its memory still holds what it held before. With a seed, streams also run ahead by chance, at launches and at
+// polls, which finds what goes wrong when a stream is early.
+//
+// All jobs run one at a time on one thread, the kernels' thread, whose torch state (modes, autograd, threads) is
+// a fresh one, whoever waits.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace simdev {
+
+using Job = std::function<void()>;
+
+struct Queue;
+
+// A point in a queue: it is passed when the first `count` entries have run.
+struct Point {
+  Queue* queue = nullptr;
+  uint64_t count = 0;
+};
+
+struct Entry {
+  Job job;      // May be empty, for an entry that only waits.
+  Point after;  // The entry runs behind this point of another queue; no queue means no condition.
+};
+
+struct Queue {
+  c10::Stream stream;
+  std::deque<Entry> entries;
+  uint64_t launched = 0;
+  uint64_t done = 0;
+  double eagerness = 0;  // The chance that the queue runs ahead at a launch; a seed chooses it.
+  explicit Queue(c10::Stream s) : stream(s) {}
+};
+
+class Machine {
+ public:
+  static Machine& get();
+
+  // Adds a job at the end of a stream. The streams may then run ahead, as the mode says.
+  Point launch(c10::Stream stream, Job job);
+  // Adds a job without letting any stream run: for callers that must not wait, such as the end of a tensor.
+  Point append(c10::Stream stream, Job job);
+  // Orders what comes next on the stream behind the point.
+  void wait(c10::Stream stream, Point point);
+  // Returns the present end of a stream.
+  Point end(c10::Stream stream);
+  // Returns whether a point is passed; running ahead is not tried.
+  bool passed(Point point);
+  // The host asks without waiting. By chance, or in the lazy mode after many polls, some work runs first.
+  bool poll(Point point);
+  // The host waits. Raises what a kernel has raised since the last wait. `what` counts the wait under a name.
+  void finish(Point point, const std::string& what);
+  void finish_device(c10::DeviceIndex device, const std::string& what);
+  // Adds a job, waits for it, and raises what the job itself raised.
+  void run_now(c10::Stream stream, Job job, const std::string& what);
+
+  // "lazy", "eager" (every job runs at its launch), or "random" with a seed.
+  void set_mode(const std::string& kind, uint64_t seed);
+
+  int64_t host_waits();
+  int64_t launches();
+  std::vector<std::string> waits_by_name();  // "name count", the most frequent first.
+  void reset_counters();
+  int64_t pending(c10::DeviceIndex device);
+
+ private:
+  Machine();
+  using Lock = std::unique_lock<std::mutex>;
+
+  Queue& queue_of(c10::Stream stream);
+  double eagerness_of(const Queue& queue) const;
+  Point add(c10::Stream stream, Job job, Point after);
+  void run_ahead(Lock& lock, Queue& launched);
+  void run_to(Lock& lock, Point point);  // Called by any thread; the kernels' thread does the work.
+  void work(Lock& lock, Point point);    // On the kernels' thread.
+  void serve();
+  void start_thread();
+  void count_wait(const std::string& what);
+  void raise_failure(Lock& lock);
+
+  std::mutex mutex_;
+  std::condition_variable asked_, advanced_;
+  std::map<std::pair<int, int64_t>, std::unique_ptr<Queue>> queues_;
+  std::deque<Point> requests_;
+  std::string failure_;
+  std::map<std::string, int64_t> waits_;
+  std::mt19937_64 chance_;
+  std::string kind_ = "lazy";
+  uint64_t seed_ = 0;
+  int64_t launches_ = 0, polls_ = 0;
+  int process_ = 0;  // The process whose kernels' thread runs; a fork has none until it asks.
+};
+
+// The current device and the current stream of each device, for this thread.
+c10::DeviceIndex device_count();
+c10::DeviceIndex current_device();
+void set_current_device(c10::DeviceIndex device);
+c10::Stream current_stream(c10::DeviceIndex device);
+c10::Stream exchange_stream(c10::Stream stream);
+c10::Stream new_stream(c10::DeviceIndex device);
+
+}  // namespace simdev

@@ -1,0 +1,64 @@
+"""Marks on a device that works behind its host, played: each costs the device a second, the host nothing."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from outsize.device.clock import HOST, EventClock, clock_of
+from outsize.run.interpreter.trace import Marks
+
+
+class Played:
+    """A device that comes past its n-th event n seconds after it was begun, however long the host takes."""
+
+    def __init__(self) -> None:
+        self.past_s, self.idled = 0.0, 0
+
+    def record(self) -> PlayedEvent:
+        self.past_s += 1.0
+        return PlayedEvent(self.past_s)
+
+    def idle(self) -> None:
+        self.idled += 1
+
+
+class PlayedEvent:
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        return (end_event.at_s - self.at_s) * 1000
+
+
+def test_spans_are_the_devices_not_the_launches() -> None:
+    device = Played()
+    clock = EventClock(device.record, device.idle)
+    marks = Marks([("0F0", "compute"), ("0B0", "compute")], clock=clock)
+    marks.times[:] = [clock.mark(), clock.mark(), clock.mark(), clock.mark(), 0.0, clock.mark()]
+    assert device.idled == 0, "marking must not make the host wait"
+    before_s = perf_counter()
+    found = list(marks.spans())
+    assert [(action, lane) for action, lane, _, _ in found] == [
+        ("0F0", "wait"),
+        ("0F0", "compute"),
+        ("0B0", "compute"),
+    ]
+    assert [end - start for _, _, start, end in found] == pytest.approx([1.0, 1.0, 1.0])
+    last_s = found[-1][3]  # the reading of the clocks is one event later
+    assert before_s - 1.0 <= last_s <= perf_counter() - 1.0
+    assert device.idled == 2, "idle before the clocks are read, and until the last event is past"
+
+
+def test_the_cpu_is_its_own_clock() -> None:
+    clock = clock_of(torch.device("cpu"))
+    assert clock is HOST
+    start_s, mark, end_s = perf_counter(), clock.mark(), perf_counter()
+    assert start_s <= clock.seconds([mark])[0] <= end_s
+
+
+def test_a_gpu_has_events() -> None:
+    assert isinstance(clock_of(torch.device("cuda", 0)), EventClock)
