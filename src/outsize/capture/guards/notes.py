@@ -15,7 +15,7 @@ import array
 import copy
 import functools
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -131,7 +131,7 @@ class Notes:
         self._tables: set[int] = set()  # Dicts of the attributes of old objects.
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # With their versions and copies.
         self._writes: dict[tuple[Key | int, str], Write] = {}
-        self._readers: dict[Key | int, set[str]] = {}  # Who has read what was written.
+        self._readers: dict[Key | int, Counter[str]] = {}  # Who has read what was written, and how often.
         for name, module in reversed(list(modules.items())):
             self._adopt(module, None)
             self._base[id(module)] = name, ()
@@ -190,9 +190,9 @@ class Notes:
             noted.frames.add(site.frame)
             self._adopt(value, key)
         elif not _is_same(value, self._before[key][1]):
-            self._readers.setdefault(key, set()).add(site.frame)
+            self._count_reader(key, site.frame)
         if id(place.holder) in self._contents:
-            self._readers.setdefault(id(place.holder), set()).add(site.frame)
+            self._count_reader(id(place.holder), site.frame)
         if noted is not None:
             noted.times += 1
             self._last_read[site.label] = key
@@ -203,7 +203,7 @@ class Notes:
         if not is_container(container) or id(container) not in self._old:
             return
         if id(container) in self._contents:
-            self._readers.setdefault(id(container), set()).add(site.frame)
+            self._count_reader(id(container), site.frame)
         key = self._origin.get(id(container))
         if key is None:
             if id(container) in self._tables:
@@ -240,6 +240,9 @@ class Notes:
         self._adopt(value, None)
         return value
 
+    def _count_reader(self, key: Key | int, frame: str, by: int = 1) -> None:
+        self._readers.setdefault(key, Counter())[frame] += by
+
     def _extend(self, owner: Any, step: Step, value: Any) -> None:
         base = self._base.get(id(owner))
         if base is not None and id(value) in self._old:
@@ -269,6 +272,8 @@ class Notes:
         key = place.kind, id(place.holder), place.key
         before = LOOK_UP[place.kind](place.holder, place.key)
         if before is not value:
+            if key in made_of and key in self._before and not _is_same(before, self._before[key][1]):
+                self._count_reader(key, site.frame, -1)  # It has read what others wrote for `+=` alone.
             self._before.setdefault(key, (place, before))
             self._note_write(key, place, site, is_update=key in made_of)
         elif key not in self._noted:
@@ -349,7 +354,8 @@ class Notes:
         """Returns whether the code of one module has read `module.name`."""
         keys: list[Key] = [("item", id(table), name) for table in self._tables_of(module)]
         noted = (self._noted[key].frames for key in keys if key in self._noted)
-        return any(frame in frames for frames in (*noted, *(self._readers.get(key, ()) for key in keys)))
+        read = (+self._readers.get(key, Counter()) for key in keys)
+        return any(frame in frames for frames in (*noted, *read))
 
     def _tables_of(self, module: nn.Module) -> list[Any]:
         return [instance_dict(module), *(vars(module)[key] for key in _WEIGHT_TABLES)]
@@ -382,7 +388,7 @@ class Notes:
         """Says whether the value is used: read more often, or elsewhere, than by `+= 1` and the like; and by
         whom.
         """
-        write.readers = frozenset(self._readers.get(key, ()))
+        write.readers = frozenset(+self._readers.get(key, Counter()))
         if isinstance(key, int):
             origin = self._origin.get(key)
             looked_into = origin is not None and origin in self._noted and self._noted[origin].content

@@ -137,8 +137,8 @@ def _is_enclosed(model: nn.Module, write: Write, modules: dict[str, nn.Module], 
     Returns whether there was such a write. Raises NotCapturable where that module is the model.
     """
     writer = write.site.frame
-    heads = {_head_of(reader, modules, rule) for reader in write.readers} - {None}
-    outside = [head for head in heads if head and not f"{writer}.".startswith(f"{head}.")]
+    heads = {_head_of(reader, modules, rule) for reader in write.readers}
+    outside = [name for name in modules if name in heads and not f"{writer}.".startswith(f"{name}.")]
     for head in outside:
         around = common_module((writer, head))
         if not around or around in rule.opened:

@@ -102,6 +102,34 @@ def test_rule_9_a_generator_of_its_own_makes_a_leaf() -> None:
 # -- 10: what leaves hand out by the way -------------------------------------------------------------
 
 
+class Tally:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Counted(nn.LayerNorm):
+    """Counts its calls in an object that other leaves count in as well; `uses` makes the count a number."""
+
+    def __init__(self, tally: Tally, uses: bool) -> None:
+        super().__init__(4)
+        self.tally, self.uses = tally, uses
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.tally.calls += 1
+        float(np.random.default_rng(0).random())  # Code that is called as it is: this module is a leaf.
+        return super().forward(input) * (self.tally.calls if self.uses else 1)
+
+
+def test_rule_9_leaves_may_count_together_but_not_compute_with_the_count() -> None:
+    tally = Tally()
+    model = nn.Sequential(linear(), *[Counted(tally, uses=False) for _ in range(3)])
+    check_every_cut(model, batch())
+    tally = Tally()
+    model = nn.Sequential(linear(), *[Counted(tally, uses=True) for _ in range(3)])
+    with pytest.raises(NotCapturable, match=r"writes self.tally.calls, which 2 reads"):
+        captured(model, batch())
+
+
 class Cache:
     """Keys of earlier layers, as in transformers."""
 
