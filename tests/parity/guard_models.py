@@ -88,6 +88,7 @@ class Switch:
         self.zipped = zip(itertools.count(1.0), iter(range(99)), strict=False)
         self.python_random, self.numpy_random = random.Random(3), np.random.default_rng(3)
         self.closure, self.set_closure = _closure()
+        self.twin, self.set_twin = _closure()
         self.default = _default()
 
     @property
@@ -232,6 +233,10 @@ KINDS: dict[str, tuple[Use, Change]] = {
         lambda s: setattr(Slotless, "later", 0.5),
     ),
     "closure": (lambda s, x: s.closure(x), lambda s: s.set_closure(0.5)),
+    "closure with a twin, called out of sight": (
+        lambda s, x: list(map(s.twin, [x]))[0],  # noqa: RUF015
+        lambda s: s.set_twin(0.5),
+    ),
     "default": (lambda s, x: s.default(x), lambda s: setattr(s.default, "__defaults__", (0.5,))),
 }
 

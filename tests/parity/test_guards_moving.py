@@ -100,6 +100,30 @@ def test_a_value_that_goes_back_finds_its_program() -> None:
     assert len([w for w in said if "captured again" in str(w.message)]) == 1
 
 
+class Sloped(nn.Module):
+    """Reads an attribute of its class."""
+
+    slope = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.slope + getattr(self, "shift", 0.0))
+
+
+def test_a_change_names_the_value_of_the_class_and_a_value_that_was_not_there() -> None:
+    model = Sloped()
+    engine = engine_of(model, squared)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        split(engine, lambda n: setattr(model, "slope", 0.5) if n == 1 else None, 2)
+        split(engine, lambda n: setattr(model, "shift", 2.0) if n == 1 else None, 2)
+    texts = [str(w.message).partition(", test")[0] for w in said if "captured again" in str(w.message)]
+    assert texts == ["self.slope 0.1 -> 0.5", "self.shift no value -> 2.0"]
+
+
 class TokensAnnealed(Annealed):
     """A loss that counts tokens and runs live: microbatches still weigh by their tokens."""
 

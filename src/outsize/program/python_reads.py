@@ -42,6 +42,7 @@ class PythonRead:
     into the value, a container, so that what is in it counts as well. `is_live`: it is a tensor that the
     program itself reads again at each call. `frames` are the modules whose code read it: FQNs, or LOSS.
     `is_input`: it is a number that the program reads again at each call, so that only its type counts.
+    `instead` is what the look-up went on to find where there was nothing: the value of a class attribute.
     """
 
     kind: ReadKind
@@ -55,6 +56,7 @@ class PythonRead:
     where: str  # file:line
     frames: frozenset[str]
     is_input: bool = False
+    instead: Any = ABSENT
 
 
 LOSS: Final = "loss_fn"  # The frame of a read by the loss function.

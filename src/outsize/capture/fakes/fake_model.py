@@ -191,8 +191,8 @@ def _identities(module: nn.Module) -> dict[str, Any]:
 
 
 def differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns the names that are bound to something else."""
-    return [name for name in before.keys() | now.keys() if before.get(name) != now.get(name)]
+    """Returns the names that are bound to something else, in an order that is the same in every process."""
+    return [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
 
 
 @contextmanager

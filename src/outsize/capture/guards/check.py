@@ -36,7 +36,7 @@ from outsize.program.python_reads import LOOK_UP, NumberDecision, PythonRead, Va
 @final
 class ChangedRead(NamedTuple):
     """A read whose value is another one now, or on whose value another decision falls; `read.value` has the
-    content that a container had.
+    content that a container had, or the value of a class attribute that an object had none of its own for.
     """
 
     read: PythonRead
@@ -53,7 +53,7 @@ class ReadGuards:
         self._holders = [read.holder for read in reads]
         self._values = [read.value for read in reads]
         self._frozen = [_frozen(read, read.value) for read in reads]
-        self._shown = [snapshot_of(read.value) if read.content else read.value for read in reads]
+        self._shown = [_shown(read) for read in reads]
         self._compile()
 
     def hold(self) -> bool:
@@ -150,6 +150,13 @@ def places_of(reads: Sequence[PythonRead]) -> list[ValuePlace]:
         parent = None if read.parent is None else places[read.parent]
         places.append(ValuePlace(read.kind, read.holder, read.key, parent, read.label))
     return places
+
+
+def _shown(read: PythonRead) -> Any:
+    """Returns what the user takes for the value that was read."""
+    if read.value is ABSENT:
+        return read.instead
+    return snapshot_of(read.value) if read.content else read.value
 
 
 def _frozen(read: PythonRead, value: Any) -> Any:

@@ -67,6 +67,7 @@ class _Noted:
     content: bool = False
     frames: set[str] = field(default_factory=set[str])
     times: int = 0
+    instead: Any = ABSENT  # What the look-up has found behind a place that has nothing: of the class.
 
 
 @final
@@ -156,8 +157,10 @@ class Notes:
                 self._tables.add(id(found.value))
             return found.value
         self._accesses.append(_Access(owner, (_ATTRIBUTE, name), site))
-        for place in found.places:
-            self.read(place, site)
+        values = [self.read(place, site) for place in found.places]
+        first = self._noted.get(_key(found.places[0]))
+        if first is not None and values[0] is UNKNOWN and values[-1] is not UNKNOWN:
+            first.instead = values[-1]
         self._extend(owner, (_ATTRIBUTE, name), found.value)
         return found.value
 
@@ -181,7 +184,7 @@ class Notes:
 
     def read(self, place: Place, site: Site) -> Any:
         """Notes that a place was read, and returns its value, or UNKNOWN where there is none."""
-        key = place.kind, id(place.holder), place.key
+        key = _key(place)
         value = LOOK_UP[place.kind](place.holder, place.key)
         noted = self._noted.get(key)
         if key not in self._before:
@@ -269,7 +272,7 @@ class Notes:
         """
         if place is None:
             return
-        key = place.kind, id(place.holder), place.key
+        key = _key(place)
         before = LOOK_UP[place.kind](place.holder, place.key)
         if before is not value:
             if key in made_of and key in self._before and not _is_same(before, self._before[key][1]):
@@ -487,6 +490,7 @@ class Notes:
                     holder=place.holder,
                     key=place.key,
                     value=value,
+                    instead=noted.instead,
                     parent=None if parent is None else numbers.get(parent),
                     content=noted.content and id(value) not in self._contents,
                     is_live=id(place.holder) in own and isinstance(value, Tensor),
@@ -523,6 +527,10 @@ def roots_of(function: Any) -> list[Any]:
         roots.append(function)
     roots.append(getattr(function, "__self__", None))
     return roots
+
+
+def _key(place: Place) -> Key:
+    return place.kind, id(place.holder), place.key
 
 
 def _is_users(kind: type) -> bool:

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import get_ident
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -159,10 +160,11 @@ _TRANSPARENT_FILES: Final = tuple(
 class _Frame:
     """The shadow stack of one frame."""
 
-    __slots__ = ("callee", "code", "entries", "function", "locals", "operations", "pending", "returned")
+    __slots__ = ("callee", "code", "entries", "functions", "locals", "operations", "pending", "returned")
 
-    def __init__(self, code: CodeType, function: FunctionType | None) -> None:
-        self.code, self.function = code, function
+    def __init__(self, code: CodeType, functions: list[FunctionType]) -> None:
+        """`functions` are those that may run in the frame: several where one cannot tell them apart."""
+        self.code, self.functions = code, functions
         self.operations = operations_of(code)
         self.entries: list[_Entry] = []
         # What is to be done once the last instruction has run, with the offset of the next one.
@@ -199,10 +201,10 @@ class ReadTrace:
         self.failure: Exception | None = None
         self._frame_of, self._numbers = frame_of, numbers
         self._frames: dict[FrameType, _Frame] = {}
-        # Python calls these when it collects garbage, wherever the user's code is at that moment.
-        of_collector = (getattr(callback, "__code__", None) for callback in gc.callbacks)
-        self._is_users: dict[CodeType, bool] = {code: False for code in of_collector if code is not None}
+        self._is_users: dict[CodeType, bool] = {}
         self._is_active = self._is_on = False
+        self._is_collecting = False  # Python collects garbage, and calls finalizers and callbacks meanwhile.
+        self._thread = get_ident()  # From Python 3.12 on there are events of all threads.
         self._born: set[CodeType] = set()  # Code of functions that the recording itself has made.
         self._functions: dict[CodeType, list[FunctionType]] = {}
         self._events: Events | None = None
@@ -215,7 +217,7 @@ class ReadTrace:
             yield
             return
         self._events = events_for(self)
-        with self._events.active():
+        with self._events.active(), self._knowing_collections():
             self._is_active = self._is_on = True
             try:
                 yield
@@ -225,6 +227,27 @@ class ReadTrace:
                 self._events = None  # They refer to the trace: a cycle would keep the model alive.
         if self._interruption is not None:  # The user's code has caught it.
             raise self._interruption
+
+    @contextmanager
+    def _knowing_collections(self) -> Iterator[None]:
+        """Knows when garbage is collected, before all other callbacks of the collector begin and after they
+        end: what runs then is no code of the forward, in whose middle it may come.
+        """
+
+        def begin(phase: str, _facts: Any) -> None:
+            self._is_collecting = self._is_collecting or phase == "start"
+
+        def end(phase: str, _facts: Any) -> None:
+            self._is_collecting = self._is_collecting and phase != "stop"
+
+        gc.callbacks.insert(0, begin)
+        gc.callbacks.append(end)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(begin)
+            gc.callbacks.remove(end)
+            self._is_collecting = False
 
     def paused(self) -> Switched:
         """Traces nothing within the context."""
@@ -254,15 +277,18 @@ class ReadTrace:
     def follows(self, frame: FrameType) -> bool:
         """Begins to follow a frame of user code that the user's code has called, or that outsize calls."""
         code = frame.f_code
-        if not self.may_follow(code) or not _is_users_frame(frame) or self.failure is not None:
+        if self._is_collecting or self.failure is not None:
+            return False
+        if not self.may_follow(code) or not _is_users_frame(frame):
             return False
         if frame not in self._frames:
             caller = self._frames.get(frame.f_back) if frame.f_back is not None else None
-            if caller is None and not _calls_users(frame.f_back):
+            if caller is None and (get_ident() != self._thread or not _calls_users(frame.f_back)):
                 return False
-            function = self._function_of(frame, UNKNOWN if caller is None else caller.callee)
-            self._frames[frame] = _Frame(code, function)
-            self._note_defaults(function, frame)
+            functions = self._functions_of(frame, UNKNOWN if caller is None else caller.callee)
+            self._frames[frame] = _Frame(code, functions)
+            for function in functions:
+                self._note_defaults(function, frame)
         return True
 
     def on_instruction(self, frame: FrameType, offset: int) -> None:
@@ -359,39 +385,30 @@ class ReadTrace:
 
     # -- functions ---------------------------------------------------------------------------------
 
-    def _function_of(self, frame: FrameType, callee: Any) -> FunctionType | None:
-        """Returns the function that runs in the frame, if it lived before the recording."""
+    def _functions_of(self, frame: FrameType, callee: Any) -> list[FunctionType]:
+        """Returns the function that runs in the frame, if it lived before the recording; all that it may be
+        where it was called out of sight.
+        """
         code = frame.f_code
         candidates = [callee.function if isinstance(callee, Method) else callee]
         candidates.append(getattr(candidates[0], "__func__", None))
         if code in self._born:
             old = (f for f in candidates if isinstance(f, FunctionType) and self.notes.is_old(f))
-            return next((f for f in old if f.__code__ is code), None)
+            return [f for f in old if f.__code__ is code][:1]
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             names = (code.co_name, "forward", "__call__")
             candidates += [kind.__dict__.get(name) for kind in type(owner).__mro__ for name in names]
         candidates.append(frame.f_globals.get(code.co_name))
-        unwrapped = (f for candidate in candidates for f in _unwrapped(candidate))
-        found = next((f for f in unwrapped if isinstance(f, FunctionType) and f.__code__ is code), None)
-        if found is not None or not code.co_freevars:
-            return found
-        return self._by_referrers(frame)
-
-    def _by_referrers(self, frame: FrameType) -> FunctionType | None:
-        """Returns the function of this code whose closure holds what the frame's free variables are."""
-        code, values = frame.f_code, frame.f_locals
+        unwrapped = [f for candidate in candidates for f in _unwrapped(candidate)]
+        found = [f for f in unwrapped if isinstance(f, FunctionType) and _may_run_in(frame, f)]
+        if found or not code.co_freevars:
+            return found[:1]
         if code not in self._functions:
             self._functions[code] = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
-        for function in self._functions[code]:
-            held = zip(code.co_freevars, function.__closure__ or (), strict=True)
-            if all(_content(cell) is values.get(name, _NULL) for name, cell in held):
-                return function
-        return None
+        return [function for function in self._functions[code] if _may_run_in(frame, function)]
 
-    def _note_defaults(self, function: FunctionType | None, frame: FrameType) -> None:
-        if function is None:
-            return
+    def _note_defaults(self, function: FunctionType, frame: FrameType) -> None:
         for name in ("__defaults__", "__kwdefaults__"):
             defaults = getattr(function, name)
             if defaults:
@@ -636,8 +653,7 @@ class ReadTrace:
 
     def _load_deref(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         name, value = operation.value, frame.f_locals.get(operation.value, UNKNOWN)
-        cell = _cell_of(state, name)
-        if cell is not None and state.function is not None:
+        for cell in _cells_of(state, name):
             value = self.notes.read(Place("cell", cell, None), self._site(frame, name))
         state.entries.append(_Entry(value, name))
 
@@ -773,9 +789,8 @@ class ReadTrace:
 
     def _store_deref(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
         (entry,) = state.pop(1)
-        cell = _cell_of(state, operation.value)
-        if cell is not None:
-            site = self._site(frame, operation.value)
+        site = self._site(frame, operation.value)
+        for cell in _cells_of(state, operation.value):
             self.notes.write(Place("cell", cell, None), entry.value, site, _keys_in(entry.value))
 
     def _unpack(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
@@ -996,12 +1011,20 @@ def _is_users_frame(frame: FrameType) -> bool:
     return not str(frame.f_globals.get("__name__", "")).startswith("outsize.")
 
 
-def _cell_of(state: _Frame, name: str) -> CellType | None:
-    """Returns the cell of a free variable of the function that runs."""
+def _may_run_in(frame: FrameType, function: FunctionType) -> bool:
+    """Returns whether a function has the frame's code, and holds what the frame's free variables are."""
+    code, values = frame.f_code, frame.f_locals
+    if function.__code__ is not code:
+        return False
+    held = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    return all(_content(cell) is values.get(name, _NULL) for name, cell in held)
+
+
+def _cells_of(state: _Frame, name: str) -> list[CellType]:
+    """Returns the cell of a free variable, in each function that may run."""
     names = state.code.co_freevars
-    if state.function is None or name not in names:
-        return None
-    return (state.function.__closure__ or ())[names.index(name)]
+    closures = [function.__closure__ or () for function in state.functions] if name in names else []
+    return [closure[names.index(name)] for closure in closures]
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:

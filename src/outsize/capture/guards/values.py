@@ -16,6 +16,8 @@ from typing import Any, Final, final
 import numpy as np
 from torch import Tensor
 
+from outsize.program.objects import ABSENT
+
 DEPTH: Final = 6
 ARRAY_BYTES: Final = 65536
 PLAIN: Final = (bool, int, float, complex, str, bytes, NoneType, EllipsisType)
@@ -106,7 +108,9 @@ def is_same_tensor_kind(old: Any, new: Any) -> bool:
 
 
 def short(value: Any) -> str:
-    """Returns a short text of a value, for messages."""
+    """Returns a short text of a value, or of its absence, for messages."""
+    if value is ABSENT:
+        return "no value"
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)}"
     name = getattr(value, "__qualname__", None)

@@ -10,6 +10,7 @@ A `Watcher` decides what to do; this file owns the fragile hooks into torch.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -114,6 +115,8 @@ def watching(watcher: Watcher, *, dispatch: bool = True, saved: bool = True) -> 
         return tensor
 
     with ExitStack() as stack:
+        if dispatch:
+            stack.enter_context(_without_collections())
         stack.enter_context(_patched_module_call(watcher))
         stack.enter_context(_patched_apply(watcher))
         stack.enter_context(_idle_conversions())
@@ -124,6 +127,20 @@ def watching(watcher: Watcher, *, dispatch: bool = True, saved: bool = True) -> 
             stack.enter_context(_DispatchMode(watcher))
         stack.enter_context(_FunctionMode(watcher))
         yield
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Lets Python's collector wait: it calls finalizers at moments of its own choice, so that two recordings
+    of one model would not see the same calls.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
