@@ -404,6 +404,11 @@ class ReadTrace:
         found = [f for f in unwrapped if isinstance(f, FunctionType) and _may_run_in(frame, f)]
         if found or not code.co_freevars:
             return found[:1]
+        return self._by_referrers(frame)
+
+    def _by_referrers(self, frame: FrameType) -> list[FunctionType]:
+        """Returns all functions that may run in the frame, in a search of all objects."""
+        code = frame.f_code
         if code not in self._functions:
             self._functions[code] = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
         return [function for function in self._functions[code] if _may_run_in(frame, function)]
