@@ -20,12 +20,12 @@ from dataclasses import replace
 from itertools import islice, product
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption
 from outsize.program.tree import leaves
+from outsize.run.stage.to_device import TapeHome
 from outsize.train.batch.batch import Batch, Dims
 from outsize.train.batch.packed import CountRows, PackedBy, PackedRows, insist_on_rows, packed_by_one_of
 
@@ -245,15 +245,16 @@ def _grown(batch: Batch) -> Batch:
 
 
 def acceptance(
-    model: nn.Module, loss_fn: LossFn | None, home: torch.device | None = None
+    model: nn.Module, loss_fn: LossFn | None, home: TapeHome | None = None
 ) -> Callable[[Batch], bool]:
-    """Returns a function that tells whether the model, with its loss, accepts a batch; `home` as in
-    `record`.
+    """Returns a function that tells whether the model, with its loss, accepts a batch; `home` says which
+    device it is recorded for, where stages have others than the model's.
     """
 
     def accepts(batch: Batch) -> bool:
         try:
-            record(model, batch.args, batch.kwargs, loss_fn, batch.target, TapeOptions(home))
+            options = TapeOptions(None if home is None else home.now())
+            record(model, batch.args, batch.kwargs, loss_fn, batch.target, options)
         except Exception:
             return False
         return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
+from outsize.device.accelerators import is_accelerator
+from outsize.device.readback import host_numbers
 from outsize.program.python_reads import LOSS
-from outsize.program.reader import buffers_behind, slot_reader
+from outsize.program.reader import SlotReader, SlotValues, buffers_behind
 from outsize.program.tape import Ref, Tape, Weight
 from outsize.program.tree import map_leaves
-from outsize.program.weight_lookup import CopiedWeights
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_denominators import (
     Denominators,
@@ -68,12 +70,15 @@ class Counted(NamedTuple):
 class LossTrial:
     """How to find out what a tape does not say: whether the loss adds up over samples.
 
-    `example` is a microbatch of the tape; `record_again` records the tape of another number of samples.
+    `example` is a microbatch of the tape; `record_again` records the tape of another number of samples. The
+    loss function is tried on the devices that it computes on, where its own tensors are: those of the tape,
+    with the target at `home` where there is one.
     """
 
     loss_fn: LossFn | None
     example: Batch
     record_again: Tapes
+    home: torch.device | None = None
 
 
 @final
@@ -102,10 +107,9 @@ class LossShares:
             self.summed = _is_sum(tape, terms, self.doubt, trial)
         self._terms = [] if self.summed else [term for term in terms if term.measures]
         measures = [measure for term in self._terms for measure in term.measures]
-        self._read = slot_reader(tape, model, _slots(measures), home)
         class_weights = [m.class_weights for m in measures if isinstance(m, Targets)]
         buffers = {weight.name for weight in class_weights if isinstance(weight, Weight)}
-        self._buffers = CopiedWeights(model, buffers, home)
+        self._reader = SlotReader(tape, model, _slots(measures), buffers, home)
         self.buffers = buffers_behind(tape, _slots(measures)) | buffers
 
     def of(self, parts: Sequence[Batch], each: Sequence[LossShares] | None = None) -> list[float]:
@@ -113,35 +117,52 @@ class LossShares:
 
         `each` holds the LossShares of the microbatches, where they have tapes of their own.
         """
-        counters = each or [self] * len(parts)
-        return shares_of([own.counted(part) for own, part in zip(counters, parts, strict=True)])
+        return shares_of(counted_each(each or [self] * len(parts), parts))
 
-    def counted(self, part: Batch) -> Counted:
-        """Returns the counts of one microbatch."""
+    def measured(self, part: Batch) -> list[list[float | Tensor]]:
+        """Returns the measures of each term in one microbatch, without limits; tensors are 0-dim."""
         if not self._terms:
-            return Counted(part.size, summed=self.summed)
-        values = self._read(part.tensors())
-        counts = tuple(self._count(term, part, values) for term in self._terms)
-        return Counted(part.size, counts, tuple(term.limits for term in self._terms))
+            return []
+        values = self._reader.read(part.tensors())
+        return [[_measured(m, part, values) for m in term.measures] for term in self._terms]
 
-    def _count(self, term: Term, part: Batch, values: dict[int, Tensor]) -> float:
-        """Returns the product of a term's measures, without its limits; an int where it counts."""
-        # Each divisor was divided by the measures before it, so the numerator of the last is the product.
-        return math.prod(self._measured(measure, part, values) for measure in term.measures)
+    @property
+    def limits(self) -> tuple[tuple[Limit, ...], ...]:
+        """Returns the lower limits and constants of each term."""
+        return tuple(term.limits for term in self._terms)
 
-    def _measured(self, measure: Measure, part: Batch, values: dict[int, Tensor]) -> float:
-        if isinstance(measure, Samples):
-            return part.size
-        if isinstance(measure, Number):
-            return measure.value
-        if isinstance(measure, SlotValue):
-            return float(values[measure.slot])
-        targets, weights = values[measure.target], measure.class_weights
-        counts = targets != measure.ignore_index
-        if weights is None:
-            return int(torch.count_nonzero(counts))
-        table = values[weights.slot] if isinstance(weights, Ref) else self._buffers[weights.name]
-        return float(table.double()[targets[counts]].sum())
+
+def counted_each(each: Sequence[LossShares], parts: Sequence[Batch]) -> list[Counted]:
+    """Returns the counts of microbatches, each by its own LossShares.
+
+    All numbers are read from a device at once, so the host waits for it once.
+    """
+    measured = [shares.measured(part) for shares, part in zip(each, parts, strict=True)]
+    numbers = iter(host_numbers([m for terms in measured for m in chain.from_iterable(terms)]))
+    # Each divisor was divided by the measures before it, so the numerator of the last is the product.
+    counts = [tuple(math.prod(next(numbers) for _ in term) for term in terms) for terms in measured]
+    return [
+        Counted(part.size, count, shares.limits, shares.summed)
+        for shares, part, count in zip(each, parts, counts, strict=True)
+    ]
+
+
+def _measured(measure: Measure, part: Batch, values: SlotValues) -> float | Tensor:
+    """Returns one measure; an integer, or a tensor of integers, where it counts."""
+    if isinstance(measure, Samples):
+        return part.size
+    if isinstance(measure, Number):
+        return measure.value
+    if isinstance(measure, SlotValue):
+        return values.slots[measure.slot]
+    targets, weights = values.slots[measure.target], measure.class_weights
+    counts = targets != measure.ignore_index
+    if weights is None:
+        return torch.count_nonzero(counts)
+    table = values.slots[weights.slot] if isinstance(weights, Ref) else values.buffers[weights.name]
+    if is_accelerator(targets.device):  # The length of a selection is a number for which the host waits.
+        return (table.double()[targets.masked_fill(~counts, 0)] * counts).sum()
+    return table.double()[targets[counts]].sum()
 
 
 def _slots(measures: Sequence[Measure]) -> list[int]:
@@ -228,7 +249,7 @@ def _doubled_tape(trial: LossTrial) -> Tape:
 
 def _is_sum(tape: Tape, terms: Sequence[Term], doubt: Underivable | None, trial: LossTrial) -> bool:
     """Whether every summand adds up over samples; where the tape does not say, the loss function is tried."""
-    tried = _adds_up(trial.loss_fn, tape, trial.example) if trial.loss_fn is not None else None
+    tried = _adds_up(trial.loss_fn, tape, trial) if trial.loss_fn is not None else None
     if tried is not None and (tried or doubt is not None):
         return tried
     if doubt is not None or not terms or any(t.measures or t.constant for t in terms):
@@ -247,16 +268,16 @@ def _scale(numbers: Sequence[tuple[int, float]], tape: Tape, trial: LossTrial) -
     return any(number not in other.instructions[index].args for index, number in numbers)
 
 
-def _adds_up(loss_fn: LossFn, tape: Tape, part: Batch) -> bool | None:
+def _adds_up(loss_fn: LossFn, tape: Tape, trial: LossTrial) -> bool | None:
     """Whether the loss of two samples is twice that of one. Tried on random outputs of the model's shapes.
 
     None for a loss function that takes no such outputs.
     """
     if LOSS in tape.live:
         return None  # It draws from a generator of its own, which a trial would move.
-    draw, one = torch.Generator().manual_seed(0), part.take(slice(0, 1))
+    draw, part = torch.Generator().manual_seed(0), trial.example
     output = map_leaves(lambda leaf: _drawn(leaf, tape, part.size, draw), tape.output)
-    target = map_leaves(_on_cpu, one.target)
+    target = map_leaves(lambda leaf: _moved(leaf, trial.home), part.take(slice(0, 1)).target)
     try:
         once = _tried(loss_fn, output, target)
         twice = _tried(loss_fn, *(map_leaves(_doubled, x) for x in (output, target)))
@@ -278,7 +299,7 @@ def _drawn(leaf: Any, tape: Tape, samples: int, draw: torch.Generator) -> Any:
     meta, shape = tape.metas[leaf.slot], list(tape.metas[leaf.slot].shape)
     if samples in shape:
         shape[shape.index(samples)] = 1
-    return torch.rand(shape, generator=draw).to(meta.dtype)
+    return torch.rand(shape, generator=draw).to(meta.device, meta.dtype)
 
 
 def _doubled(leaf: Any) -> Any:
@@ -286,5 +307,5 @@ def _doubled(leaf: Any) -> Any:
     return torch.cat([leaf, leaf], list(leaf.shape).index(1)) if alone else leaf
 
 
-def _on_cpu(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+def _moved(leaf: Any, device: torch.device | None) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) and device is not None else leaf

@@ -30,7 +30,7 @@ from outsize.program.modes import outside_autocast
 from outsize.program.tree import map_leaves
 from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
-from outsize.run.stage.to_device import device_of_model
+from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, acceptance
@@ -413,11 +413,11 @@ def _offset_device(device: str, offset: int) -> str:
     return f"{kind}:{int(number) + offset}" if number.isdigit() else f"{device}+{offset}"
 
 
-def _home(model: nn.Module, crew: Crew, stages: int) -> torch.device | None:
-    """Returns the model's device if some stage runs on another one, else None; tapes are made for that
-    device.
+def _home(model: nn.Module, crew: Crew, stages: int) -> TapeHome | None:
+    """Returns what says for which device tapes are made, if some stage runs on another one than the model's;
+    else None.
     """
     home = device_of_model(model)
     places = product(range(stages), range(crew.local_replicas))
-    devices = {crew.device_of(stage, replica) for stage, replica in places}
-    return home if devices - {None, home} else None
+    devices = [device for place in places if (device := crew.device_of(*place)) is not None]
+    return TapeHome(home, tuple(devices)) if {*devices} - {home} else None

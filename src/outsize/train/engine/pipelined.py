@@ -31,7 +31,7 @@ from outsize.run.stage.stage import StageExecutor
 from outsize.run.weights.placement import Placement, placement_of_cut
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.checks import insist_on_loss, insist_on_model, insist_on_values
-from outsize.train.batch.loss_weights import Counted, UnknownShares, doubt_of
+from outsize.train.batch.loss_weights import Counted, UnknownShares, counted_each, doubt_of
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.replica_copies import ReplicaCopies
 from outsize.train.crew.weight_ownership import Ownership
@@ -85,9 +85,7 @@ class Pipelined(Executor):
         self._state = 0  # number of the model's state, by its settings
         self._replica_copies = ReplicaCopies(model, crew.local_replicas, ownership.device_of)
         self._statistics = DeferredStatistics(model) if plan.bn == "deferred" else None
-        self._factory = StageFactory(
-            plan, crew.values, crew.activations, self._statistics, recording.home, options.compiled
-        )
+        self._factory = StageFactory(plan, crew.values, crew.activations, self._statistics, options.compiled)
         self._programs = AgreedPrograms(crew, plan)
         self._warned = False  # of shares that cannot be derived
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
@@ -127,8 +125,7 @@ class Pipelined(Executor):
 
     def _run(self, step: _Step) -> list[GroupOutputs]:
         """Runs the microbatches of this replica, in groups of one wiring."""
-        pairs = zip(step.variants, step.parts, strict=True)
-        counted = [variant.shares.counted(part) for variant, part in pairs]
+        counted = counted_each([variant.shares for variant in step.variants], step.parts)
         replicas, grad = self._crew.replicas, torch.is_grad_enabled()
         written = _written(step.variants) if replicas.count > 1 else frozenset[str]()
         pieces, written = replicas.pieces(counted, written)

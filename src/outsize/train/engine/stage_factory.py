@@ -32,15 +32,13 @@ class StageFactory:
     """Makes stages of one plan.
 
     `values` and `activations` are the crew's: what stages of one device pass to each other, and what goes to
-    the host between forward and backward. `home` is the device that tapes are made for where stages have
-    others. `backend` is torch.compile's.
+    the host between forward and backward. `backend` is torch.compile's.
     """
 
     plan: Plan
     values: BoundaryValues
     activations: ActivationOffload
     statistics: DeferredStatistics | None
-    home: torch.device | None
     backend: str | None
 
     def make(
@@ -58,8 +56,8 @@ class StageFactory:
         """
         if is_copy:
             program = replace(program, function=compile_slice(program.spec, model, variant.tape.modes))
-        if device is not None and self.home is not None:
-            program = program_on_device(program, variant.cut.tape, model, self.home, device)
+        if device is not None and variant.home is not None:
+            program = program_on_device(program, variant.cut.tape, model, variant.home, device)
         program = replace(program, function=self._compiled(program.function))
         policy, recompute = self.plan.recompute_of(program.stage), None
         save_context = self.values.begin if self.values.offloads else None

@@ -16,7 +16,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Final, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from outsize.capture.graph.build import Captured, build_graph
 from outsize.capture.guards.check import ChangedRead, ReadGuards
@@ -30,13 +30,13 @@ from outsize.ir.stage_graph import check_quotient
 from outsize.ir.units.names import prefixes, unroll
 from outsize.program.modes import current_modes
 from outsize.program.python_reads import LOSS, PythonRead
-from outsize.program.reader import buffers_behind, slot_reader
+from outsize.program.reader import SlotReader, SlotValues, buffers_behind
 from outsize.program.replay import resolve
 from outsize.program.tape import Guard, Ref, Tape, Weight
 from outsize.program.tree import leaves
-from outsize.program.weight_lookup import CopiedWeights
 from outsize.run.stage.boundary import backward_edges, forward_edges
 from outsize.run.stage.cut import Cut, cut
+from outsize.run.stage.to_device import TapeHome
 from outsize.run.tensor_parallel.collectives import whole_shapes
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares, LossTrial
@@ -50,7 +50,9 @@ KEPT = 32
 @final
 @dataclass(frozen=True)
 class Variant:
-    """A captured signature, cut by the plan. `number` counts variants in the order of their making."""
+    """A captured signature, cut by the plan. `number` counts variants in the order of their making; `home`
+    is the device that the tape was made for, where stages have others.
+    """
 
     number: int
     captured: Captured
@@ -58,6 +60,7 @@ class Variant:
     guards: InputGuards
     shares: LossShares
     reads: ReadGuards
+    home: torch.device | None = None
 
     @property
     def tape(self) -> Tape:
@@ -89,13 +92,13 @@ class Variant:
 class RecordingOptions:
     """How the variants of a model are recorded, besides what its plan says.
 
-    `counting` says whether a microbatch weighs by its samples or its tokens. `home` is the device that tapes
-    are made for, where stages have others. `tensor` has this rank's part of the weights under tensor
+    `counting` says whether a microbatch weighs by its samples or its tokens. `home` says which device
+    tapes are made for, where stages have others. `tensor` has this rank's part of the weights under tensor
     parallelism. `most` variants stay.
     """
 
     counting: Counting = FROM_LOSS
-    home: torch.device | None = None
+    home: TapeHome | None = None
     tensor: TensorRanks | None = None
     most: int = KEPT
 
@@ -208,8 +211,11 @@ class Variants:
         return dropped
 
     def _record(self, part: Batch, loss_fn: LossFn | None, numbers: PlantedNumbers | None = None) -> Tape:
-        options = TapeOptions(self._options.home, self.changes.live, numbers)
+        options = TapeOptions(self._home(), self.changes.live, numbers)
         return record(self._model, part.args, part.kwargs, loss_fn, part.target, options)
+
+    def _home(self) -> torch.device | None:
+        return None if self._options.home is None else self._options.home.now()
 
     def _stages_of(self, captured: Captured, fqn: str) -> set[int]:
         """The stages that have instructions of this module."""
@@ -218,7 +224,7 @@ class Variants:
 
     def _make(self, part: Batch, outputs: bool) -> Variant:
         loss_fn = evaluating_loss(self._loss_fn, part) if outputs else self._loss_fn
-        tensor, home = self._options.tensor, self._options.home
+        tensor, home = self._options.tensor, self._home()
         with whole_shapes(self._model), nullcontext() if tensor is None else tensor.whole():
             tape = self._record(part, loss_fn)
             captured = build_graph(tape, self._model)
@@ -237,10 +243,11 @@ class Variants:
                 tape,
                 self._model,
                 self._options.counting,
-                LossTrial(loss_fn, part, lambda other: self._record(other, loss_fn)),
+                LossTrial(loss_fn, part, lambda other: self._record(other, loss_fn), home),
                 home,
             ),
             ReadGuards(tape.reads, tape.decisions),
+            home,
         )
 
     def _with_inputs(self, tape: Tape, part: Batch, loss_fn: LossFn | None) -> Tape:
@@ -265,22 +272,21 @@ class InputGuards:
         slots = [
             leaf.slot for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Ref)
         ]
-        self._read = slot_reader(tape, model, slots, home)
         names = {
             leaf.name for g in tape.guards for leaf in leaves((g.args, g.kwargs)) if isinstance(leaf, Weight)
         }
-        self._buffers = CopiedWeights(model, names, home)
+        self._reader = SlotReader(tape, model, slots, names, home)
         self.buffers = buffers_behind(tape, slots) | names
 
     def hold(self, part: Batch) -> bool:
         """Do all decisions fall as they did when the tape was recorded?"""
         if not self._guards:
             return True
-        values = self._read(part.tensors())
+        values = self._reader.read(part.tensors())
         return all(self._holds(guard, values) for guard in self._guards)
 
-    def _holds(self, guard: Guard, values: dict[int, Tensor]) -> bool:
-        args, kwargs = (resolve(tree, values, self._buffers) for tree in (guard.args, guard.kwargs))
+    def _holds(self, guard: Guard, values: SlotValues) -> bool:
+        args, kwargs = (resolve(tree, *values) for tree in (guard.args, guard.kwargs))
         with torch.no_grad():
             return bool(signature_of(guard.target(*args, **kwargs)) == guard.value)
 

@@ -91,6 +91,23 @@ def test_another_device_that_the_code_names_stays() -> None:
     assert "device('cpu')" not in source
 
 
+class Windowed(nn.Module):
+    """Creates tensors in ways that name no device."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        window = torch.hann_window(4) + torch.fft.fftfreq(4) + torch.asarray([1.0, 2.0, 3.0, 4.0])
+        drawn = torch.normal(0.0, 1.0, (4,)) + torch.normal(x[0], 1.0)
+        return x * window + drawn + torch.kaiser_window(4)
+
+
+def test_tensors_that_are_made_without_a_device_are_made_on_the_stages() -> None:
+    model, x = Windowed(), torch.randn(2, 4)
+    tape = record(model, (x,), {}, None, ())
+    (program,) = cut(tape, model, [0] * len(tape.instructions), outputs=True).programs
+    there = program_on_device(program, tape, model, CPU, META)
+    assert there.function(x.to(META), lambda _: None)[0].device == META
+
+
 def test_a_program_at_home_is_left_as_it_is() -> None:
     model = Named()
     tape, split = programs(model, torch.randn(2, 4))

@@ -1,0 +1,81 @@
+"""Autocast and gradient scaling on devices: bit-equal to the plain loop, wherever the model was built."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerators import everywhere
+from torch import Tensor, nn
+
+import outsize
+
+MICROBATCHES = 4
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(8, 8, generator=draw), torch.randn(8, 8, generator=draw)
+
+
+def engine_for(model: nn.Module, device: str, x: Tensor, y: Tensor, **how: Any) -> outsize.Engine:
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y}
+    plan = outsize.plan(model, (x,), cluster="2xcpu", stages=2, microbatches=MICROBATCHES, **given)
+    return outsize.parallelize(model, (x,), plan=plan, devices=[device, device], **given, **how)
+
+
+def plain_loss(model: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient accumulation as a user writes it."""
+    total = torch.zeros((), device=x.device)
+    for a, b in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        with torch.autocast(x.device.type, dtype):
+            loss = F.mse_loss(model(a), b)
+        (loss / MICROBATCHES).backward()
+        total += loss.detach() / MICROBATCHES
+    return total
+
+
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+def test_a_model_that_was_built_on_the_cpu_is_cast_on_the_device(device: str) -> None:
+    kind, (x, y) = torch.device(device).type, batch()
+    model, plain = network(), network().to(device)
+    engine = engine_for(model, device, x, y)
+    with torch.autocast(kind, torch.bfloat16):
+        loss = engine.step(x, target=y, update=False).loss
+    assert torch.equal(loss, plain_loss(plain, x.to(device), y.to(device), torch.bfloat16))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+class Masked(nn.Module):
+    """Decides on its input, and makes tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) * torch.hann_window(8, device=x.device)
+        return self.second(h) if bool((x > 100).any()) else self.second(h * 2)
+
+
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+def test_decisions_on_inputs_hold_under_autocast(device: str) -> None:
+    kind, (x, y) = torch.device(device).type, batch()
+    model = Masked()
+    plain = copy.deepcopy(model).to(device)
+    engine = engine_for(model, device, x, y)
+    for inputs in (x, x + 200, x.to(device)):
+        with torch.autocast(kind, torch.bfloat16):
+            loss = engine.step(inputs, target=y, update=False).loss
+        assert torch.equal(loss, plain_loss(plain, inputs.to(device), y.to(device), torch.bfloat16))
