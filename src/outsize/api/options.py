@@ -101,7 +101,7 @@ class CheckOptions(CaseOptions, total=False):
     recompute: Recompute | None
     bn: BatchNormMode | None
     processes: bool
-    steps: int
+    steps: int | None
     seed: int
     weights: str | Path | None
 

@@ -39,7 +39,7 @@ from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.families import DEFAULT
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch_dims import SplitTable
-from outsize.train.check.check import Question, verify
+from outsize.train.check.check import Question, enough_steps, verify
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_for, places_of
 from outsize.train.engine.engine import Engine
@@ -140,7 +140,8 @@ def check(
     - `stages` (2), `microbatches` (4, or 1 with `bn="sync"`), `schedule` ("1f1b"), `recompute` ("none") and
       `bn` ("micro").
     - `processes`: True runs one process per rank; by default all ranks take turns in this one.
-    - `steps` (1): the AdamW steps that are compared; `seed` (0): of random numbers in the model.
+    - `steps` (1, or 3 where the model or loss keeps state from call to call): the AdamW steps that are
+      compared; `seed` (0): of random numbers in the model.
     - `weights`: as in `parallelize`; a copy of the model gets all of them.
     - `loss_fn`, `target`, `batch_dims`: as for `plan`.
 
@@ -170,7 +171,7 @@ def check(
         plan=plan,
         captured=captured,
         capture_s=capture_s,
-        steps=options.get("steps", 1),
+        steps=options.get("steps") or enough_steps(captured),
         seed=options.get("seed", 0),
     )
     return verify(question, processes=processes)

@@ -107,7 +107,7 @@ class Monitoring:
 
     def __init__(self, follower: Follower) -> None:
         self._follower, self._is_on = follower, False
-        self._codes: set[CodeType] = set()
+        self._codes: dict[CodeType, int] = {}  # With the events that they had before.
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -122,8 +122,8 @@ class Monitoring:
             yield
         finally:
             self._is_on = False
-            for code in self._codes:
-                _MONITORING.set_local_events(self._tool, code, 0)
+            for code, events_before in self._codes.items():
+                _MONITORING.set_local_events(self._tool, code, events_before)
             self._codes.clear()
             _MONITORING.set_events(self._tool, global_before)
             for (event, _), callback in zip(self._callbacks(), before, strict=True):
@@ -149,7 +149,7 @@ class Monitoring:
         if not self._follower.may_follow(code):
             return _MONITORING.DISABLE
         if self._is_on and self._follower.follows(sys._getframe(1)) and code not in self._codes:
-            self._codes.add(code)
+            self._codes[code] = _MONITORING.get_local_events(self._tool, code)
             events = _MONITORING.events
             local = events.INSTRUCTION | events.PY_RETURN | events.PY_YIELD | events.PY_RESUME
             _MONITORING.set_local_events(self._tool, code, local)

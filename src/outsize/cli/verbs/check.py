@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 
-Steps = Annotated[int, typer.Option("--steps", min=1, help="AdamW steps that are compared.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        "--steps",
+        min=1,
+        help="AdamW steps that are compared: 1, or 3 where the model keeps state from call to call.",
+    ),
+]
 Processes = Annotated[
     bool, typer.Option("--processes", help="One real process per stage instead of all stages in this one.")
 ]
@@ -37,7 +44,7 @@ def check(
     bn: options.BatchNorm = None,
     plan: options.PlanFile = None,
     weights: options.WeightFiles = None,
-    steps: Steps = 1,
+    steps: Steps = None,
     processes: Processes = False,
     seed: options.Seed = 0,
     json: options.Json = False,

@@ -12,6 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -20,11 +21,13 @@ import torch
 from torch import nn
 
 from outsize.capture.graph.build import Captured
+from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected, OutsizeError, RankFailed
 from outsize.ir.answers.verdict import WITHIN, WITHIN_DOUBLE, Verdict
 from outsize.ir.plan import Plan
 from outsize.program.objects import model_copy
+from outsize.program.python_reads import LOSS
 from outsize.program.source_line import raising_line
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import seeder
@@ -55,6 +58,8 @@ from outsize.train.launch.forks import can_fork, run_in_forks
 from outsize.train.launch.launch import run_script
 from outsize.train.variants.variant import Variants
 
+# So many steps are compared where a model or loss keeps state from call to call.
+STATEFUL_STEPS = 3
 # The relative difference of gradients above which microbatches have another loss than the undivided batch.
 # Sums in another order differ by 1e-6 to 1e-4 in float32.
 UNDIVIDED = 1e-3
@@ -75,6 +80,27 @@ class Question:
     capture_s: float
     steps: int = 1
     seed: int = 0
+
+
+def enough_steps(captured: Captured) -> int:
+    """Returns how many steps show what the calls of later steps do.
+
+    A module or loss that counts its calls, draws from a generator of its own or reads values that move may
+    compute something else later; so may anything in a model that runs by modules.
+    """
+    return STATEFUL_STEPS if _is_stateful(captured) else 1
+
+
+def _is_stateful(captured: Captured) -> bool:
+    tape = captured.tape
+    return bool(tape.keepers) or LOSS in tape.live or captured.graph.form == "modules"
+
+
+def _from_now(question: Question) -> AbstractContextManager[None]:
+    """Returns a context that gives the loss function, and what copies of the model share, the state back
+    that they have now: each run begins with it.
+    """
+    return without_writes(question.loss_fn) if _is_stateful(question.captured) else nullcontext()
 
 
 def verify(question: Question, *, processes: bool) -> Verdict:
@@ -152,7 +178,8 @@ def _against_undivided(question: Question, reference: TrainingSnapshot) -> Itera
     if question.steps > 1:
         reference = _reference(replace(question, steps=1))
     model = _copied(question.model)
-    loss = undivided_loss(model, question.batch.copied(), question.loss_fn)
+    with _from_now(question):
+        loss = undivided_loss(model, question.batch.copied(), question.loss_fn)
     whole = TrainingSnapshot(loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     # By gradients alone, since a loss can be close to zero.
     distance = relative_difference(whole, replace(reference, loss=whole.loss))
@@ -187,7 +214,8 @@ def _reference(question: Question, microbatches: int | None = None) -> TrainingS
             seed=question.seed,
             bn="micro" if microbatches == 1 else question.plan.bn,
         )
-        return reference_snapshot(model, _tapes(question), question.batch.copied(), loop)
+        with _from_now(question):
+            return reference_snapshot(model, _tapes(question), question.batch.copied(), loop)
     except OutsizeError:
         raise
     except Exception as error:
@@ -209,7 +237,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _in_one_process(question: Question) -> TrainingSnapshot:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _from_now(question):
         warnings.simplefilter("ignore", UnknownShares)  # the verdict notes it, with numbers
         return engine_snapshot(_engine(question), question.batch.copied(), steps=question.steps)
 
@@ -279,11 +307,13 @@ def _forward_divergence(question: Question) -> str | None:
     """Returns the first unit that differs in a replay of one microbatch, or else in a step of an engine."""
     parts = question.batch.copied().split(question.plan.microbatches_of(question.batch.size))
     model, seed = _copied(question.model), seeder(question.seed, 0, 0)
-    unit = first_forward_divergence(question.captured, model, parts[0], seed, question.loss_fn)
+    with _from_now(question):
+        unit = first_forward_divergence(question.captured, model, parts[0], seed, question.loss_fn)
     if unit is not None:
         return unit
     seeds = [seeder(question.seed, 0, mb) for mb in range(len(parts))]
-    expected = eager_calls(_copied(question.model), _tapes(question), parts, seeds, question.loss_fn)
+    with _from_now(question):
+        expected = eager_calls(_copied(question.model), _tapes(question), parts, seeds, question.loss_fn)
     engine = _engine(question)
     batch = question.batch.copied()
     engine.prepare(batch)  # recorded outside of the watched step

@@ -95,7 +95,12 @@ def eager(
         if not tape.instructions:
             seed(0)  # a model that runs by modules is seeded once
         output = model(*part.args, **part.kwargs)
-        loss = loss_fn(output, *part.target) if loss_fn is not None else find_loss(output)
+        if loss_fn is None:
+            loss = find_loss(output)
+        elif follower is None:
+            loss = loss_fn(output, *part.target)
+        else:
+            loss = follower.on_loss(loss_fn, (output, *part.target))
     if follower is not None:
         follower.insist_on_end()
     return output, loss
@@ -117,6 +122,10 @@ class _Follower(Watcher):
 
     def on_function(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._step(fn, lambda: fn(*args, **kwargs))
+
+    def on_loss(self, loss_fn: LossFn, arguments: tuple[Any, ...]) -> Any:
+        """Calls the loss function, which is one instruction where it runs live."""
+        return self._step(loss_fn, lambda: loss_fn(*arguments))
 
     def on_aten(self, op: Any, args: Any, kwargs: Any) -> Any:
         return op(*args, **kwargs)
