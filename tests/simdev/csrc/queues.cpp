@@ -114,6 +114,7 @@ double Machine::eagerness_of(const Queue& queue) const {
 Point Machine::add(c10::Stream stream, Job job, Point after) {
   Queue& queue = queue_of(stream);
   queue.entries.push_back({std::move(job), after});
+  if (queue.by_itself) queue.added.notify_one();
   return {&queue, ++queue.launched};
 }
 
@@ -147,22 +148,25 @@ bool Machine::passed(Point point) {
   return !point.queue || point.queue->done >= point.count;
 }
 
-void Machine::run_ahead(Lock& lock, Queue& launched) {
-  if (kind_ == "lazy") return;
-  if (launched.eagerness == 1) {
-    run_to(lock, {&launched, launched.launched});
-  }
-  if (kind_ != "random") return;
-  std::vector<Queue*> waiting;
+std::vector<Queue*> Machine::waiting() {
+  std::vector<Queue*> found;
   for (auto& [key, queue] : queues_) {
-    if (!queue->entries.empty()) waiting.push_back(queue.get());
+    if (!queue->entries.empty() && !queue->by_itself) found.push_back(queue.get());
   }
+  return found;
+}
+
+void Machine::run_ahead(Lock& lock, Queue& launched) {
+  if (kind_ == "lazy" || launched.by_itself) return;
+  if (launched.eagerness == 1) run_to(lock, {&launched, launched.launched}, false);
+  if (kind_ != "random") return;
+  const auto waiting = this->waiting();
   if (waiting.empty()) return;
   Queue& chosen = *waiting[chance_() % waiting.size()];
   const double draw = double(chance_() % 1000) / 1000;
   const uint64_t steps = 1 + chance_() % 8;
   if (draw < chosen.eagerness) {
-    run_to(lock, {&chosen, std::min(chosen.launched, chosen.done + steps)});
+    run_to(lock, {&chosen, std::min(chosen.launched, chosen.done + steps)}, false);
   }
 }
 
@@ -173,16 +177,16 @@ bool Machine::poll(Point point) {
   const bool was = queue.done >= point.count;
   if (kind_ == "random" && chance_() % 2) {
     // The answer may be from before or from after the progress, as on a device that works meanwhile.
-    for (auto& [key, other] : queues_) {
-      if (!other->entries.empty() && chance_() % 3 == 0) {
-        run_to(lock, {other.get(), std::min(other->launched, other->done + 1 + chance_() % 8)});
+    for (auto* other : waiting()) {
+      if (chance_() % 3 == 0) {
+        run_to(lock, {other, std::min(other->launched, other->done + 1 + chance_() % 8)}, false);
       }
     }
     return chance_() % 2 ? was : queue.done >= point.count;
   }
   // Whoever only polls must come to an end in each mode.
-  if (!was && ++polls_ % kPollsPerStep == 0) {
-    run_to(lock, {&queue, queue.done + 1});
+  if (!was && !queue.by_itself && ++polls_ % kPollsPerStep == 0) {
+    run_to(lock, {&queue, queue.done + 1}, false);
   }
   return queue.done >= point.count;
 }
@@ -226,16 +230,20 @@ void Machine::run_now(c10::Stream stream, Job job, const std::string& what) {
   raise_failure(lock);
 }
 
-void Machine::run_to(Lock& lock, Point point) {
+void Machine::run_to(Lock& lock, Point point, bool patient) {
   if (point.queue->done >= point.count) return;
-  start_thread();
-  requests_.push_back(point);
-  asked_.notify_one();
+  std::shared_ptr<Request> request;
+  if (!point.queue->by_itself) {
+    start_thread();
+    request = std::make_shared<Request>(Request{point, patient});
+    requests_.push_back(request);
+    tell_kernels_thread();
+  }
   lock.unlock();
   {
     WithoutGil released;
     lock.lock();
-    advanced_.wait(lock, [&] { return point.queue->done >= point.count; });
+    advanced_.wait(lock, [&] { return request ? request->over : point.queue->done >= point.count; });
     lock.unlock();
   }
   lock.lock();
@@ -249,40 +257,78 @@ void Machine::start_thread() {
   std::thread([this] { serve(); }).detach();
 }
 
+void Machine::run_by_itself(c10::Stream stream) {
+  Lock lock(mutex_);
+  Queue& queue = queue_of(stream);
+  queue.by_itself = true;
+  std::thread([this, &queue] { serve_alone(queue); }).detach();
+}
+
+void Machine::tell_kernels_thread() {
+  ++news_;
+  asked_.notify_one();
+}
+
 void Machine::serve() {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   at::init_num_threads();
   Lock lock(mutex_);
   while (true) {
-    asked_.wait(lock, [&] { return !requests_.empty(); });
-    Point point = requests_.front();
-    requests_.pop_front();
-    work(lock, point);
-    advanced_.notify_all();
+    const auto seen = news_;
+    bool ended = false;
+    for (size_t i = 0; i < requests_.size(); ++i) {
+      auto request = requests_[i];
+      if (request->over || (!work(lock, request->point) && request->patient)) continue;
+      request->over = ended = true;
+    }
+    std::erase_if(requests_, [](auto& request) { return request->over; });
+    if (ended) advanced_.notify_all();
+    asked_.wait(lock, [&] { return ended || news_ != seen; });
   }
 }
 
-void Machine::work(Lock& lock, Point point) {
+void Machine::serve_alone(Queue& queue) {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  at::init_num_threads();
+  Lock lock(mutex_);
+  while (true) {
+    queue.added.wait(lock, [&] { return !queue.entries.empty(); });
+    const Point after = queue.entries.front().after;
+    if (after.queue) run_to(lock, after);
+    run_first(lock, queue);
+    advanced_.notify_all();
+    tell_kernels_thread();
+  }
+}
+
+bool Machine::work(Lock& lock, Point point) {
   Queue& queue = *point.queue;
   while (queue.done < point.count) {
     const Point after = queue.entries.front().after;
-    if (after.queue) work(lock, after);
-    Job job = std::move(queue.entries.front().job);
-    lock.unlock();
-    std::string failure;
-    try {
-      if (job) job();
-    } catch (const std::exception& error) {
-      failure = error.what();
-    } catch (...) {
-      failure = "an unknown exception";
+    if (after.queue && after.queue->done < after.count && (after.queue->by_itself || !work(lock, after))) {
+      return false;
     }
-    job = nullptr;
-    lock.lock();
-    if (!failure.empty() && failure_.empty()) failure_ = failure;
-    queue.entries.pop_front();
-    ++queue.done;
+    run_first(lock, queue);
   }
+  return true;
+}
+
+void Machine::run_first(Lock& lock, Queue& queue) {
+  Job job = std::move(queue.entries.front().job);
+  lock.unlock();
+  std::string failure;
+  try {
+    if (job) job();
+  } catch (const std::exception& error) {
+    failure = error.what();
+  } catch (...) {
+    failure = "an unknown exception";
+  }
+  job = nullptr;
+  lock.lock();
+  if (!failure.empty() && failure_.empty()) failure_ = failure;
+  queue.entries.pop_front();
+  ++queue.done;
 }
 
 void Machine::raise_failure(Lock& lock) {

@@ -7,7 +7,9 @@
 // polls, which finds what goes wrong when a stream is early.
 //
 // All jobs run one at a time on one thread, the kernels' thread, whose torch state (modes, autograd, threads) is
-// a fresh one, whoever waits.
+// a fresh one, whoever waits. Only the streams of communicators have a thread each and run by themselves, since
+// their jobs wait for other processes: they begin as soon as what they were told to wait for is done, and ask for
+// that. A stream that waits for a communicator stands still, and the kernels' thread goes on with others.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -46,7 +48,16 @@ struct Queue {
   uint64_t launched = 0;
   uint64_t done = 0;
   double eagerness = 0;  // The chance that the queue runs ahead at a launch; a seed chooses it.
+  bool by_itself = false;  // The queue of a communicator, which has a thread.
+  std::condition_variable added;
   explicit Queue(c10::Stream s) : stream(s) {}
+};
+
+// What somebody asks of the kernels' thread: to run a queue up to a point, or only as far as it can.
+struct Request {
+  Point point;
+  bool patient;  // Whoever asks waits until the point is passed.
+  bool over = false;
 };
 
 class Machine {
@@ -59,6 +70,8 @@ class Machine {
   Point append(c10::Stream stream, Job job);
   // Orders what comes next on the stream behind the point.
   void wait(c10::Stream stream, Point point);
+  // Gives a stream a thread of its own, which runs its jobs by itself.
+  void run_by_itself(c10::Stream stream);
   // Returns the present end of a stream.
   Point end(c10::Stream stream);
   // Returns whether a point is passed; running ahead is not tried.
@@ -88,9 +101,14 @@ class Machine {
   double eagerness_of(const Queue& queue) const;
   Point add(c10::Stream stream, Job job, Point after);
   void run_ahead(Lock& lock, Queue& launched);
-  void run_to(Lock& lock, Point point);  // Called by any thread; the kernels' thread does the work.
-  void work(Lock& lock, Point point);    // On the kernels' thread.
+  // Called by any thread; the kernels' thread, or that of a communicator, does the work.
+  void run_to(Lock& lock, Point point, bool patient = true);
+  bool work(Lock& lock, Point point);  // On the kernels' thread; false where a communicator is behind.
+  void run_first(Lock& lock, Queue& queue);
+  void tell_kernels_thread();
   void serve();
+  void serve_alone(Queue& queue);
+  std::vector<Queue*> waiting();
   void start_thread();
   void count_wait(const std::string& what);
   void raise_failure(Lock& lock);
@@ -98,7 +116,8 @@ class Machine {
   std::mutex mutex_;
   std::condition_variable asked_, advanced_;
   std::map<std::pair<int, int64_t>, std::unique_ptr<Queue>> queues_;
-  std::deque<Point> requests_;
+  std::deque<std::shared_ptr<Request>> requests_;
+  uint64_t news_ = 0;  // Requests, and steps of communicators, for which the kernels' thread may go on.
   std::string failure_;
   std::map<std::string, int64_t> waits_;
   std::mt19937_64 chance_;

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from simdev import build, device_module
+from simdev import build, device_module, group
 
 __all__ = [
     "capacity",
@@ -45,6 +45,7 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, device_module.make())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    group.register(NAME)
     # Kernels run on a thread of their own; with one thread each their sums have the order of the CPU's.
     torch.set_num_threads(1)
 

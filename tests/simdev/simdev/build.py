@@ -19,6 +19,7 @@ import torch
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
 _CACHE = Path(__file__).parents[3] / "build" / "simdev"
+_WITH_ALL_OPERATORS = ("autocast", "group")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-DAT_PER_OPERATOR_HEADERS")
 
 
@@ -51,11 +52,12 @@ def _build(path: Path, torch_home: Path) -> None:
     if found is None:
         raise RuntimeError("no C++ compiler: install g++ or clang++")
     headers = [f"-I{torch_home / 'include'}", f"-I{torch_home / 'include/torch/csrc/api/include'}"]
-    # torch's headers take most of the time, so the sources are two units: autocast, and all the others.
+    # torch's headers take most of the time, so the sources are two units: those that need all operators, and
+    # all the others.
     sources = sorted(_SOURCES.glob("*.cpp"))
     units = {
-        "autocast": [source for source in sources if source.stem == "autocast"],
-        "others": [source for source in sources if source.stem != "autocast"],
+        "all_operators": [source for source in sources if source.stem in _WITH_ALL_OPERATORS],
+        "others": [source for source in sources if source.stem not in _WITH_ALL_OPERATORS],
     }
     objects = [path.parent / f"{name}.o" for name in units]
     commands = list[tuple[str, ...]]()
