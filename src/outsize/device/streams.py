@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import accumulate
 from typing import Final, final
 
 import torch
@@ -24,6 +25,7 @@ from outsize.device.accelerators import synchronize
 from outsize.device.pinned_memory import page_locked
 
 _HOST: Final = "cpu"
+_ALIGNMENT: Final = 512  # That of torch's allocators, by which kernels choose.
 
 
 class StreamEvent(ABC):
@@ -172,6 +174,25 @@ class _DeviceCopies(Stream):
             into.copy_(source, non_blocking=True)
 
 
+def _copied_at_once(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Returns copies of the host's tensors on a device, launched as one copy of page-locked memory, so that
+    the host does not wait.
+    """
+    layouts = [torch.empty_like(t, device="meta") for t in tensors]
+    starts = [0, *accumulate(-(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT for layout in layouts)]
+    staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    for tensor, layout, start in zip(tensors, layouts, starts, strict=False):
+        _within(staging, layout, start).copy_(tensor)
+    there = torch.empty_like(staging, device=device).copy_(staging, non_blocking=True)
+    return [_within(there, layout, start) for layout, start in zip(layouts, starts, strict=False)]
+
+
+def _within(buffer: Tensor, layout: Tensor, start: int) -> Tensor:
+    """Returns the tensor of this layout in a buffer of bytes."""
+    flat = buffer[start : start + layout.nbytes].view(layout.dtype)
+    return flat.as_strided(layout.shape, layout.stride(), flat.storage_offset())
+
+
 @final
 class TorchStreams(Streams):
     """Gives the streams of the CPU and the accelerators of this machine."""
@@ -204,13 +225,14 @@ class TorchStreams(Streams):
         if place == _HOST or all(t.device == device for t in tensors):
             return [t.to(device) for t in tensors]
         feed, compute = self._feeds[place], torch.accelerator.current_stream(device)
-        # The host waits for this stream, which holds copies only, so it does not wait for kernels.
+        staged = [t for t in tensors if t.device.type == _HOST]
         with feed:
-            copies = [t.to(device) for t in tensors]
+            copies = iter(_copied_at_once(staged, device))
+            moved = [next(copies) if t.device.type == _HOST else t.to(device) for t in tensors]
         compute.wait_stream(feed)
-        for tensor in copies:
+        for tensor in moved:
             tensor.record_stream(compute)
-        return copies
+        return moved
 
     def synchronize(self) -> None:
         for gpu in self._gpus:

@@ -1,5 +1,8 @@
 """Clips by global norm over parameters that live on several ranks, bit-equal to one process.
 
+In one process torch's own functions are called: on devices they take the norms of all gradients at once, and
+the host waits for none of them. Over processes, numbers are added on the host:
+
 `torch.nn.utils.clip_grad_norm_` takes the norm of the vector of per-parameter norms, in the order of the
 parameters. Each rank fills in the norms of its own parameters and zeros elsewhere; the sum over ranks is
 exact, so every rank computes the same norm of that vector. A tied parameter has one owner and counts once.
@@ -21,7 +24,7 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.host.speculative_step import Speculation
 from outsize.run.tensor_parallel.collectives import local_of, norms_of_shards
-from outsize.train.crew.crew import Crew
+from outsize.train.crew.crew import Crew, LocalCrew
 from outsize.train.ranks.tensor_parallel import TensorRanks
 
 Clipping = Literal["exact", "speculative"]
@@ -40,6 +43,10 @@ def clip_by_global_norm(
     `everything` holds the model's parameters in its order, those of other ranks on meta. `speculation` holds
     steps that have been taken already: they are kept when no gradient has to be scaled, else undone.
     """
+    if isinstance(crew, LocalCrew) and speculation is None:  # all gradients are here: torch's own norm
+        total = nn.utils.get_total_norm([p.grad for p in everything.values() if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(everything.values(), max_norm, total)
+        return total
     known_norms = {} if speculation is None else speculation.norms
     position_of = {name: i for i, name in enumerate(everything)}
     # fp64 holds the norms of every dtype exactly.

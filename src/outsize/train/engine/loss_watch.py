@@ -1,7 +1,7 @@
 """Notices the first loss that is NaN or infinite, and says where to look.
 
-On a CPU the loss is looked at after its step. On a device the flag of a step is read two steps later, when
-the device has long computed it, so that the host never waits for the step that it has just launched.
+On a CPU the loss is looked at after its step. On a device the flag of a step is copied to the host and read
+by a later step, once it is there, so that the host never waits for it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from outsize.device.readback import HostCopy
 from outsize.train.batch.batch import Batch
-
-STEPS_BEHIND = 2  # how many steps the host may be ahead of the device before it reads a flag
 
 
 @final
@@ -29,18 +28,17 @@ class LossWatch:
     """Looks at the loss of each step until one is not finite."""
 
     def __init__(self) -> None:
-        self._flags: deque[tuple[int, Tensor]] = deque()
+        self._flags: deque[tuple[int, HostCopy]] = deque()
         self._warned = False
 
     def look(self, step: int, loss: Tensor) -> int | None:
         """Takes the loss of a step; returns the number of the first step whose loss is not finite, once."""
         if self._warned:
             return None
-        self._flags.append((step, torch.isfinite(loss)))
-        behind = 0 if loss.device.type == "cpu" else STEPS_BEHIND
-        while len(self._flags) > behind:
+        self._flags.append((step, HostCopy(torch.isfinite(loss))))
+        while self._flags and self._flags[0][1].is_there():
             number, is_finite = self._flags.popleft()
-            if not is_finite:
+            if not is_finite.value:
                 self._warned = True
                 return number
         return None

@@ -1,0 +1,59 @@
+"""How often the host waits for a device in a step: at most once, however many microbatches there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import outsize
+
+pytestmark = pytest.mark.sim
+PLACES = {"one device": None, "two devices": ["sim:0", "sim:1"]}
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100)
+
+
+def engine_and_batch(places: list[str] | None, microbatches: int) -> tuple[outsize.Engine, Tensor, Tensor]:
+    """An engine with clipping and AdamW, and a batch where a user has it: on one device it is there, too."""
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, 8), nn.Linear(8, 8), nn.Dropout(0.1), nn.LayerNorm(8), nn.Linear(8, 16)]
+    x, y = torch.randint(0, 16, (16, 4)), torch.randint(0, 16, (16, 4))
+    y[::3, 2:] = -100
+    model, there = nn.Sequential(*layers), torch.device("cpu" if places else "sim:0")
+    model, x, y = model.to(there), x.to(there), y.to(there)
+    given: dict[str, Any] = {"loss_fn": loss_of, "target": y}
+    plan = outsize.plan(model, (x,), cluster="2xcpu", stages=2, microbatches=microbatches, **given)
+    engine = outsize.parallelize(
+        model,
+        (x,),
+        plan=plan,
+        devices=places,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        clip_norm=1.0,
+        **given,
+    )
+    return engine, x, y
+
+
+@pytest.mark.parametrize("microbatches", [4, 16])
+@pytest.mark.parametrize("places", PLACES)
+def test_the_host_waits_at_most_once_in_a_step(places: str, microbatches: int) -> None:
+    from host_waits import host_waits
+
+    engine, x, y = engine_and_batch(PLACES[places], microbatches)
+    for _ in range(2):
+        engine.step(x, target=y)
+    waits = host_waits(lambda: engine.step(x, target=y))
+    assert waits.total() <= 1, dict(waits)
+
+
+def test_a_wait_is_found_where_it_is() -> None:
+    from host_waits import host_waits
+
+    assert host_waits(lambda: torch.ones(1, device="sim:0").item()).total() == 1
