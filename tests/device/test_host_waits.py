@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outsize
+from outsize.train.engine.loss_watch import LossWatch
 
 pytestmark = pytest.mark.sim
 PLACES = {"one device": None, "two devices": ["sim:0", "sim:1"]}
@@ -51,6 +52,15 @@ def test_the_host_waits_at_most_once_in_a_step(places: str, microbatches: int) -
         engine.step(x, target=y)
     waits = host_waits(lambda: engine.step(x, target=y))
     assert waits.total() <= 1, dict(waits)
+
+
+def test_the_flag_of_a_loss_is_read_once_it_is_there() -> None:
+    from host_waits import host_waits
+
+    watch, loss = LossWatch(), torch.full((), torch.nan, device="sim:0")
+    assert host_waits(lambda: watch.look(0, loss)).total() == 0
+    torch.accelerator.synchronize(loss.device)
+    assert watch.look(1, loss) == 0
 
 
 def test_a_wait_is_found_where_it_is() -> None:
