@@ -28,6 +28,8 @@ from torch import Tensor
 
 CPU: Final = "cpu"
 USUAL: Final = "cuda"
+REPEATABLE: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""The environment, set before the first kernel, in which matrix products have one order of sums."""
 Lack = Literal["streams", "several devices", "float64"]
 
 
@@ -148,6 +150,18 @@ def properties(device: torch.device) -> DeviceProperties:
 def allocated_bytes(device: torch.device) -> int:
     """Returns the bytes that tensors of this process hold on an accelerator's device."""
     return torch.accelerator.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the most bytes that tensors of this process have held on an accelerator's device, since
+    `reset_peak`.
+    """
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begins to look for a new peak, from what is held now."""
+    torch.accelerator.reset_peak_memory_stats(device)
 
 
 def collective_backend(kind: str) -> str | None:

@@ -47,7 +47,12 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def _filled(document: Any, path: str | Path) -> dict[str, Any]:
-    """Returns the record's JSON, with the defaults of what the file leaves out."""
+    """Returns the record's JSON, with the defaults of what the file leaves out.
+
+    A report that contains a cluster (`outsize doctor --gpu --out`, `measure --links --json`) stands for it.
+    """
+    if isinstance(document, dict) and isinstance(document.get("cluster"), dict):
+        document = document["cluster"]
     devices = document.get("devices") if isinstance(document, dict) else None
     if not isinstance(devices, list) or not devices:
         raise _no_cluster(path, "devices: a list of at least one device is missing")

@@ -1,0 +1,88 @@
+"""Measures the machine: how fast it computes, copies and sends, and what a launch costs the host."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+
+from outsize.api.device_checks.setting import Finding, Setting
+from outsize.capture.measure.links import measure_links
+from outsize.device.accelerators import all_devices, synchronize
+from outsize.train.measure.round_trip import make_wire
+
+LAUNCHES: Final = 500
+DTYPES: Final = ("float32", "bfloat16")
+
+
+def launches(setting: Setting) -> Finding:
+    """Measures the host's seconds for one launch of a kernel that does next to nothing."""
+    x = torch.zeros(1, device=setting.device)
+    synchronize(setting.device)
+    start = time.perf_counter()
+    for _ in range(LAUNCHES):
+        x.add_(1.0)
+    taken_s = time.perf_counter() - start
+    synchronize(setting.device)
+    return Finding({"launch_s": taken_s / LAUNCHES})
+
+
+def rates(setting: Setting) -> Finding:
+    """Measures FLOP/s of a square matrix product, and bytes/s of an addition of two tensors."""
+    side = 16 * setting.width
+    figures = dict[str, float]()
+    for name in DTYPES:
+        a = torch.randn(side, side, device=setting.device).to(getattr(torch, name))
+        figures[f"{name}_flops_per_s"] = 2 * side**3 / setting.seconds(lambda a=a: a @ a)
+    x = torch.zeros(side * side, device=setting.device)
+    out = torch.empty_like(x)
+    figures["memory_bytes_per_s"] = 3 * x.nbytes / setting.seconds(lambda: torch.add(x, x, out=out))
+    return Finding(figures)
+
+
+def host_copies(setting: Setting) -> Finding:
+    """Measures copies between host and device, from page-locked and from pageable memory."""
+    size = 4 * (16 * setting.width) ** 2
+    there = torch.zeros(size, dtype=torch.uint8, device=setting.device)
+    pageable = torch.zeros(size, dtype=torch.uint8)
+    pinned = pageable.pin_memory()
+    copies = {
+        "pinned_to_device": lambda: there.copy_(pinned, non_blocking=True),
+        "device_to_pinned": lambda: pinned.copy_(there, non_blocking=True),
+        "pageable_to_device": lambda: there.copy_(pageable),
+    }
+    return Finding({f"{name}_bytes_per_s": size / setting.seconds(copy) for name, copy in copies.items()})
+
+
+def peer_copies(setting: Setting) -> Finding:
+    """Measures copies from the first device to each other one, and looks whether the bytes arrive."""
+    first, *others = all_devices()
+    if not others:
+        return Finding(missing="a second device that this process sees")
+    source = torch.arange((16 * setting.width) ** 2, dtype=torch.float32, device=first)
+    figures, wrong = dict[str, float](), list[str]()
+    for other in others:
+        into = torch.empty_like(source, device=other)
+
+        def copy(into: torch.Tensor = into, other: torch.device = other) -> None:
+            into.copy_(source, non_blocking=True)
+            synchronize(other)
+
+        seconds = setting.seconds(copy)
+        figures[f"to_{other.index}_bytes_per_s"] = source.nbytes / seconds
+        if not torch.equal(into.cpu(), source.cpu()):
+            wrong.append(f"{first} to {other}")
+    return Finding(figures, tuple(wrong))
+
+
+def links(setting: Setting) -> Finding:
+    """Measures messages from the first rank to the last, and collectives of all: a line for each kind."""
+    group = setting.world.group
+    assert group is not None
+    measured = measure_links(group, make_wire(group, setting.device), setting.device)
+    figures = dict[str, float]()
+    for kind in measured.kinds():
+        link = measured.link(kind)
+        figures |= {f"{kind}_latency_s": link.latency_s, f"{kind}_bytes_per_s": link.bytes_per_s}
+    return Finding(figures)

@@ -1,0 +1,87 @@
+"""Runs the checks of `outsize doctor --gpu` one by one, each in processes of its own with a time limit.
+
+A check that crashes, hangs or takes all memory ends alone: its whole process group is killed, and the report
+has its last lines.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from outsize.cli.processes.device_check_worker import CheckFinding, CheckJob
+from outsize.cli.processes.job import JobFolder
+from outsize.ir.answers.device_report import CheckResult
+
+if TYPE_CHECKING:
+    from outsize.api.device_checks.table import DeviceCheck
+
+_LAST_CHARACTERS: Final = 600
+
+
+def run_checks(
+    checks: Sequence[DeviceCheck], processes: int, width: int, progress: Callable[[int, int], None]
+) -> tuple[CheckResult, ...]:
+    """Returns the result of each check; joint checks run over `processes` processes, a device for each."""
+    results = list[CheckResult]()
+    for number, check in enumerate(checks):
+        progress(number, len(checks))
+        results.append(_run_check(check, processes if check.is_joint else 1, width))
+    progress(len(checks), len(checks))
+    return tuple(results)
+
+
+def _run_check(check: DeviceCheck, processes: int, width: int) -> CheckResult:
+    result = CheckResult(name=check.name, question=check.question, outcome="skipped", processes=processes)
+    if check.is_joint and processes < 2:
+        return result.model_copy(update={"detail": "a second device"})
+    job = CheckJob(check=check.name, processes=processes, width=width, is_launcher=check.is_joint)
+    start = time.monotonic()
+    with JobFolder.temporary() as folder:
+        folder.job.write_text(job.to_json(), encoding="utf-8")
+        problem = _ended(folder, check.limit_s)
+        seconds = round(time.monotonic() - start, 1)
+        if problem is not None:
+            return result.model_copy(update={"outcome": "fails", "detail": problem, "seconds": seconds})
+        finding = CheckFinding.model_validate_json(folder.outcome.read_text(encoding="utf-8"))
+    return result.model_copy(update={**_judged(finding), "seconds": seconds})
+
+
+def _judged(finding: CheckFinding) -> dict[str, object]:
+    if finding.missing is not None:
+        return {"outcome": "skipped", "detail": finding.missing}
+    outcome = "measured" if finding.wrong is None else "fails" if finding.wrong else "holds"
+    return {"outcome": outcome, "figures": finding.figures, "detail": "; ".join(finding.wrong or ())}
+
+
+def _ended(folder: JobFolder, limit_s: float) -> str | None:
+    """Runs the worker to its end or to the limit; returns what went wrong, None where nothing did."""
+    command = [sys.executable, "-m", "outsize.cli.processes.device_check_worker", str(folder.path)]
+    with (folder.path / "output").open("w+", encoding="utf-8", errors="replace") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _kill_group(process)
+        output.seek(0)
+        said = output.read().strip()[-_LAST_CHARACTERS:]
+    if code is None:
+        return f"not over after {limit_s:.0f} s: {said}"
+    return f"exit code {code}: {said}" if code or not folder.outcome.exists() else None
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends the check's process and all that it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()

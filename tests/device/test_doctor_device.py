@@ -1,0 +1,59 @@
+"""The checks of `outsize doctor --gpu` on the simulated device, and the command as a user types it there.
+
+pytest tests/device                   # on the simulated device, and on CUDA where torch sees it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerators import everywhere
+
+from outsize.api.device_checks.setting import Setting
+from outsize.api.device_checks.table import CHECKS
+from outsize.ir.cluster_file import load_cluster
+from outsize.train.launch.world import World
+
+SIMDEV = Path(__file__).parents[1] / "simdev"
+LONG = {"schedules_alone", "steps"}
+NOT_HERE = {"compilation"}  # inductor has no code for the simulated device
+ALONE = [
+    pytest.param(check, id=check.name, marks=[pytest.mark.full] if check.name in LONG else [])
+    for check in CHECKS
+    if not check.is_joint and check.name not in NOT_HERE
+]
+
+
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+@pytest.mark.parametrize("check", ALONE)
+def test_a_check_of_one_process(check: object, device: str) -> None:
+    found = check.run(Setting(World(0, 1, 0, None), torch.device(device), 16))  # pyright: ignore[reportAttributeAccessIssue]
+    assert not found.wrong
+    assert found.figures or found.missing
+
+
+@pytest.mark.sim
+def test_the_command(tmp_path: Path) -> None:
+    """torch finds the device by itself in each process, as it finds a vendor's plug-in."""
+    paths = [str(SIMDEV), str(SIMDEV / "autoload"), os.environ.get("PYTHONPATH", "")]
+    chosen = ["--only", "launches,rates,links", "--width", "16", "--nproc", "1"]
+    command = str(Path(sys.executable).with_name("outsize"))
+    done = subprocess.run(
+        [command, "doctor", "--gpu", *chosen, "--json", "--out", "report.json"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["device_type"] == "sim"
+    assert [each["outcome"] for each in report["results"]] == ["measured", "measured", "skipped"]
+    assert len(load_cluster(tmp_path / "report.json").devices) == torch.accelerator.device_count()

@@ -1,0 +1,196 @@
+"""`outsize doctor --gpu`: its judge, its runner, its file. tests/device runs its checks on devices.
+
+Without an accelerator a check's processes run on the CPU, which is all that the runner's tests need.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outsize.api.device_checks import numbers, plain_loop
+from outsize.api.device_checks.measured_cluster import measured_cluster
+from outsize.api.device_checks.models import MODELS
+from outsize.api.device_checks.plain_loop import Trained, Training
+from outsize.api.device_checks.setting import Setting
+from outsize.api.device_checks.table import CHECKS, DeviceCheck
+from outsize.api.health import doctor
+from outsize.api.running import parallelize
+from outsize.cli.app import run
+from outsize.cli.processes.device_checks import run_checks
+from outsize.device import accelerators
+from outsize.ir.answers.device_report import CheckResult, DeviceReport
+from outsize.ir.cluster_file import load_cluster
+from outsize.report.tables.device_report import device_report_tables
+from outsize.train.launch.world import World
+
+WIDTH = 16
+HERE = Setting(World(0, 1, 0, None), torch.device("cpu"), WIDTH)
+RATES = {"float32_flops_per_s": 2e13, "bfloat16_flops_per_s": 1e14, "memory_bytes_per_s": 1e12}
+LINKS = {"p2p_latency_s": 1e-5, "p2p_bytes_per_s": 2e10}
+
+
+def named(name: str) -> DeviceCheck:
+    return next(check for check in CHECKS if check.name == name)
+
+
+def result(name: str, **fields: Any) -> CheckResult:
+    return CheckResult(
+        **{"name": name, "question": f"{name}?", "outcome": "measured", "processes": 1, **fields}
+    )
+
+
+# -- the judge -----------------------------------------------------------------------------------------------
+
+
+def test_the_judge_names_what_differs() -> None:
+    one = Trained((1.0, 0.5), {"a": torch.zeros(2), "b": torch.ones(2)})
+    assert one.differences(Trained((1.0, 0.5), {"b": torch.ones(2)})) == ()
+    other = Trained((1.0, 0.25), {"a": torch.tensor([0.0, 2.0]), "b": torch.ones(2)})
+    assert one.differences(other) == ("losses (1.0, 0.5) and (1.0, 0.25)", "a by 2")
+    assert one.relative_difference(Trained((), {"b": torch.tensor([1.0, 1.5])})) == 0.5
+
+
+def test_features_hold_here_and_a_wrong_step_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert numbers.features(HERE).wrong == ()
+
+    def wrong(*args: Any, **options: Any) -> Any:
+        return parallelize(*args, **{**options, "clip_norm": (options["clip_norm"] or 1.0) / 2})
+
+    monkeypatch.setattr(numbers, "parallelize", wrong)
+    found = numbers.features(HERE).wrong
+    assert found is not None
+    assert any(line.startswith("perceptron with clipping: ") for line in found)
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+def test_each_model_is_built_alike_and_trains(case: Any) -> None:
+    runs = [
+        plain_loop.train(case.build(WIDTH), case.batch(WIDTH), case.loss_fn, Training(steps=3))
+        for _ in range(2)
+    ]
+    assert runs[0].differences(runs[1]) == ()
+    assert runs[0].losses[-1] < runs[0].losses[0]
+
+
+@pytest.mark.full
+def test_every_schedule_holds_here() -> None:
+    assert numbers.schedules_alone(HERE).wrong == ()
+
+
+# -- the runner ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+def test_a_joint_check_runs_over_processes() -> None:
+    shown = list[tuple[int, int]]()
+    (found,) = run_checks([named("replicas")], 2, WIDTH, lambda done, count: shown.append((done, count)))
+    assert (found.outcome, found.processes, found.detail) == ("holds", 2, "")
+    assert found.figures["relative_difference"] < numbers.ROUNDING
+    assert shown == [(0, 1), (1, 1)]
+
+
+@pytest.mark.full
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["links", "schedules_together", "shards", "tensor_parallel"])
+def test_other_joint_checks_run_over_processes(name: str) -> None:
+    (found,) = run_checks([named(name)], 3 if name == "schedules_together" else 2, WIDTH, lambda *_: None)
+    assert found.outcome == ("measured" if name == "links" else "holds"), found.detail
+
+
+def test_one_process_skips_what_needs_two() -> None:
+    (found,) = run_checks([named("shards")], 1, WIDTH, lambda *_: None)
+    assert (found.outcome, found.detail) == ("skipped", "a second device")
+
+
+@pytest.mark.dist
+def test_a_crash_and_a_hang_end_alone() -> None:
+    """Page-locked memory needs an accelerator; no check is over in a hundredth of a second."""
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator, where the check does not fail")
+    hangs = dataclasses.replace(named("launches"), limit_s=0.01)
+    crash, hang = run_checks([named("host_copies"), hangs], 1, WIDTH, lambda *_: None)
+    assert crash.outcome == "fails"
+    assert crash.detail.startswith("exit code 1: ")
+    assert "RuntimeError" in crash.detail
+    assert (hang.outcome, hang.detail) == ("fails", "not over after 0 s: ")
+
+
+# -- the report ----------------------------------------------------------------------------------------------
+
+
+def test_its_file_is_a_cluster(tmp_path: Path) -> None:
+    results = (result("rates", figures=RATES), result("links", figures=LINKS))
+    cluster = measured_cluster("lab", results)
+    assert cluster is not None
+    assert cluster.devices[0].flops("bfloat16") == 1e14
+    assert (cluster.inner.latency_s, cluster.inner.bytes_per_s) == (1e-5, 2e10)
+    report = DeviceReport(health=doctor(), device_type="x", processes=1, results=results, cluster=cluster)
+    path = tmp_path / "report.json"
+    path.write_text(report.to_json())
+    assert load_cluster(path) == cluster
+    assert measured_cluster("lab", (result("rates", outcome="fails"),)) is None
+
+
+def test_a_person_sees_outcomes_and_figures_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    results = (
+        result("rates", figures=RATES | {"x_step_s": 2e-3, "y_peak_bytes": 3e9, "ratio": 1.234}),
+        result("shards", outcome="fails", detail="weights by 0.5"),
+        result("links", outcome="skipped", detail="a second device"),
+    )
+    report = DeviceReport(health=doctor(), device_type="x", processes=2, results=results)
+    Console(width=80).print(device_report_tables(report))
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert shown == [
+        "measured  rates?",
+        "            float32 flops per s  20 TFLOP/s",
+        "            bfloat16 flops per s  100 TFLOP/s",
+        "            memory bytes per s  1000.00 GB/s",
+        "            x step s  2 ms",
+        "            y peak bytes  2.79 GiB",
+        "            ratio  1.23",
+        "fails     shards?",
+        "            because  weights by 0.5",
+        "skipped   links?",
+        "            needs  a second device",
+        "1 fails, 1 measured, 1 skipped; x, 2 processes",
+    ]
+    assert report.failed == ("shards",)
+
+
+# -- the verb ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "accelerator_type", lambda: None)
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_without_an_accelerator_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--gpu", "--json"]) == 2
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert said["what"] == "this machine has no accelerator to check"
+
+
+def test_its_options_belong_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--nproc", "2"]) == 2
+    assert "outsize doctor --gpu" in capsys.readouterr().err
+
+
+def test_an_unknown_check_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerators, "accelerator_type", lambda: "x")
+    monkeypatch.setattr(accelerators, "device_count", lambda: 2)
+    assert run(["doctor", "--gpu", "--only", "rates,speeds"]) == 2
+    assert "--only speeds: no such check" in capsys.readouterr().err
+    assert run(["doctor", "--gpu", "--nproc", "3"]) == 2
+    assert "torch sees 2" in capsys.readouterr().err
