@@ -90,9 +90,7 @@ def tensor_parallel(setting: Setting) -> Finding:
 def _axis(setting: Setting, case: DeviceModel, *, batches: int = 0, **axis: int) -> Finding:
     ranks = setting.world.world_size
     expected = _plain(setting, case, Training(microbatches=ranks))
-    found = _split(
-        setting, case, Training(microbatches=batches * ranks or 1), stages=1, weights="resident", **axis
-    )
+    found = _split(setting, case, Training(microbatches=batches * ranks or 1), stages=1, **axis)
     if setting.world.rank:
         return Finding()
     difference = expected.relative_difference(found)
@@ -109,7 +107,7 @@ def offload(setting: Setting) -> Finding:
     wrong = expected.differences(_split(setting, case, training, plan=plans["host"]))
     x, y = _batch(setting, case)
     for kept, plan in plans.items():
-        places = {"devices": [str(setting.device)]} if kept == "resident" else {}
+        places: dict[str, Any] = {"devices": [str(setting.device)]} if kept == "resident" else {}
         engine = parallelize(case.build(setting.width), **_example(setting, case), plan=plan, **places)
         seconds[kept] = setting.seconds(lambda engine=engine: engine.step(x, target=y, update=False))
         figures[f"{kept}_step_s"] = seconds[kept]
