@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerators import everywhere
 
-from outsize.api.device_checks.setting import Setting
+from outsize.api.device_checks.check_place import CheckPlace
 from outsize.api.device_checks.table import CHECKS
 from outsize.ir.cluster_file import load_cluster
 from outsize.train.launch.world import World
@@ -33,7 +33,7 @@ ALONE = [
 @pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
 @pytest.mark.parametrize("check", ALONE)
 def test_a_check_of_one_process(check: object, device: str) -> None:
-    found = check.run(Setting(World(0, 1, 0, None), torch.device(device), 16))  # pyright: ignore[reportAttributeAccessIssue]
+    found = check.run(CheckPlace(World(0, 1, 0, None), torch.device(device), 16))  # pyright: ignore[reportAttributeAccessIssue]
     assert not found.wrong
     assert found.figures or found.missing
 

@@ -1,7 +1,7 @@
 """Checks the accelerators of a machine for `outsize doctor --gpu`: bandwidths and rates, the numbers of
 schedules and axes against a plain loop, memory and seconds against their predictions.
 
-    setting.py      where a check runs: its device, its processes, the size of its models
+    check_place.py  where a check runs: its device, its processes, the size of its models
     models.py       five small models of the usual kinds, each with a batch
     plain_loop.py   the judge: microbatches one after another in one process, without outsize
     machine.py      rates of the device, of copies and of messages

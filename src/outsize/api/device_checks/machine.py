@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from outsize.api.device_checks.setting import Finding, Setting
+from outsize.api.device_checks.check_place import CheckAnswer, CheckPlace
 from outsize.capture.measure.links import measure_links
 from outsize.device.accelerators import all_devices, synchronize
 from outsize.train.measure.round_trip import make_wire
@@ -16,35 +16,35 @@ LAUNCHES: Final = 500
 DTYPES: Final = ("float32", "bfloat16")
 
 
-def launches(setting: Setting) -> Finding:
+def launches(place: CheckPlace) -> CheckAnswer:
     """Measures the host's seconds for one launch of a kernel that does next to nothing."""
-    x = torch.zeros(1, device=setting.device)
-    synchronize(setting.device)
+    x = torch.zeros(1, device=place.device)
+    synchronize(place.device)
     start = time.perf_counter()
     for _ in range(LAUNCHES):
         x.add_(1.0)
     taken_s = time.perf_counter() - start
-    synchronize(setting.device)
-    return Finding({"launch_s": taken_s / LAUNCHES})
+    synchronize(place.device)
+    return CheckAnswer({"launch_s": taken_s / LAUNCHES})
 
 
-def rates(setting: Setting) -> Finding:
+def rates(place: CheckPlace) -> CheckAnswer:
     """Measures FLOP/s of a square matrix product, and bytes/s of an addition of two tensors."""
-    side = 16 * setting.width
+    side = 16 * place.width
     figures = dict[str, float]()
     for name in DTYPES:
-        a = torch.randn(side, side, device=setting.device).to(getattr(torch, name))
-        figures[f"{name}_flops_per_s"] = 2 * side**3 / setting.seconds(lambda a=a: a @ a)
-    x = torch.zeros(side * side, device=setting.device)
+        a = torch.randn(side, side, device=place.device).to(getattr(torch, name))
+        figures[f"{name}_flops_per_s"] = 2 * side**3 / place.seconds(lambda a=a: a @ a)
+    x = torch.zeros(side * side, device=place.device)
     out = torch.empty_like(x)
-    figures["memory_bytes_per_s"] = 3 * x.nbytes / setting.seconds(lambda: torch.add(x, x, out=out))
-    return Finding(figures)
+    figures["memory_bytes_per_s"] = 3 * x.nbytes / place.seconds(lambda: torch.add(x, x, out=out))
+    return CheckAnswer(figures)
 
 
-def host_copies(setting: Setting) -> Finding:
+def host_copies(place: CheckPlace) -> CheckAnswer:
     """Measures copies between host and device, from page-locked and from pageable memory."""
-    size = 4 * (16 * setting.width) ** 2
-    there = torch.zeros(size, dtype=torch.uint8, device=setting.device)
+    size = 4 * (16 * place.width) ** 2
+    there = torch.zeros(size, dtype=torch.uint8, device=place.device)
     pageable = torch.zeros(size, dtype=torch.uint8)
     pinned = pageable.pin_memory()
     copies = {
@@ -52,15 +52,15 @@ def host_copies(setting: Setting) -> Finding:
         "device_to_pinned": lambda: pinned.copy_(there, non_blocking=True),
         "pageable_to_device": lambda: there.copy_(pageable),
     }
-    return Finding({f"{name}_bytes_per_s": size / setting.seconds(copy) for name, copy in copies.items()})
+    return CheckAnswer({f"{name}_bytes_per_s": size / place.seconds(copy) for name, copy in copies.items()})
 
 
-def peer_copies(setting: Setting) -> Finding:
+def peer_copies(place: CheckPlace) -> CheckAnswer:
     """Measures copies from the first device to each other one, and looks whether the bytes arrive."""
     first, *others = all_devices()
     if not others:
-        return Finding(missing="a second device that this process sees")
-    source = torch.arange((16 * setting.width) ** 2, dtype=torch.float32, device=first)
+        return CheckAnswer(missing="a second device that this process sees")
+    source = torch.arange((16 * place.width) ** 2, dtype=torch.float32, device=first)
     figures, wrong = dict[str, float](), list[str]()
     for other in others:
         into = torch.empty_like(source, device=other)
@@ -69,20 +69,20 @@ def peer_copies(setting: Setting) -> Finding:
             into.copy_(source, non_blocking=True)
             synchronize(other)
 
-        seconds = setting.seconds(copy)
+        seconds = place.seconds(copy)
         figures[f"to_{other.index}_bytes_per_s"] = source.nbytes / seconds
         if not torch.equal(into.cpu(), source.cpu()):
             wrong.append(f"{first} to {other}")
-    return Finding(figures, tuple(wrong))
+    return CheckAnswer(figures, tuple(wrong))
 
 
-def links(setting: Setting) -> Finding:
+def links(place: CheckPlace) -> CheckAnswer:
     """Measures messages from the first rank to the last, and collectives of all: a line for each kind."""
-    group = setting.world.group
+    group = place.world.group
     assert group is not None
-    measured = measure_links(group, make_wire(group, setting.device), setting.device)
+    measured = measure_links(group, make_wire(group, place.device), place.device)
     figures = dict[str, float]()
     for kind in measured.kinds():
         link = measured.link(kind)
         figures |= {f"{kind}_latency_s": link.latency_s, f"{kind}_bytes_per_s": link.bytes_per_s}
-    return Finding(figures)
+    return CheckAnswer(figures)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from outsize.api.device_checks import figures, machine, numbers
-from outsize.api.device_checks.setting import Finding, Setting
+from outsize.api.device_checks.check_place import CheckAnswer, CheckPlace
 
 
 @final
@@ -20,7 +20,7 @@ class DeviceCheck:
     """
 
     question: str
-    run: Callable[[Setting], Finding]
+    run: Callable[[CheckPlace], CheckAnswer]
     is_joint: bool = False
     limit_s: float = 120.0
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import final
 
 from outsize.cli.processes.job import JobFolder
 from outsize.ir.base import Record
 
 
+@final
 class CheckJob(Record):
     """Says which check runs, over how many processes, and how wide its models are."""
 
@@ -23,8 +25,9 @@ class CheckJob(Record):
     is_launcher: bool = False
 
 
-class CheckFinding(Record):
-    """Holds what rank 0 found (api/device_checks/setting.py)."""
+@final
+class CheckOutcome(Record):
+    """Holds what rank 0 found (api/device_checks/place.py)."""
 
     figures: dict[str, float]
     wrong: tuple[str, ...] | None
@@ -48,15 +51,15 @@ def _run(job: CheckJob, folder: JobFolder) -> None:
     from outsize.device.accelerators import REPEATABLE, device_type
 
     os.environ.update(REPEATABLE)
-    from outsize.api.device_checks.setting import Setting
+    from outsize.api.device_checks.check_place import CheckPlace
     from outsize.api.device_checks.table import CHECKS
     from outsize.train.launch.launch import join, leave
 
     world = join(device_type())
     check = next(check for check in CHECKS if check.name == job.check)
-    found = check.run(Setting.here(world, job.width))
+    found = check.run(CheckPlace.here(world, job.width))
     if world.rank == 0:
-        finding = CheckFinding(figures=dict(found.figures), wrong=found.wrong, missing=found.missing)
+        finding = CheckOutcome(figures=dict(found.figures), wrong=found.wrong, missing=found.missing)
         folder.outcome.write_text(finding.to_json(), encoding="utf-8")
     leave(world)
 

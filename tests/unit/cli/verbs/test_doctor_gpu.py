@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from outsize.api.device_checks import numbers, plain_loop
+from outsize.api.device_checks.check_place import CheckPlace
 from outsize.api.device_checks.measured_cluster import measured_cluster
 from outsize.api.device_checks.models import MODELS
 from outsize.api.device_checks.plain_loop import Trained, Training
-from outsize.api.device_checks.setting import Setting
 from outsize.api.device_checks.table import CHECKS, DeviceCheck
 from outsize.api.health import doctor
 from outsize.api.running import parallelize
@@ -30,7 +30,7 @@ from outsize.report.tables.device_report import device_report_tables
 from outsize.train.launch.world import World
 
 WIDTH = 16
-HERE = Setting(World(0, 1, 0, None), torch.device("cpu"), WIDTH)
+HERE = CheckPlace(World(0, 1, 0, None), torch.device("cpu"), WIDTH)
 RATES = {"float32_flops_per_s": 2e13, "bfloat16_flops_per_s": 1e14, "memory_bytes_per_s": 1e12}
 LINKS = {"p2p_latency_s": 1e-5, "p2p_bytes_per_s": 2e10}
 

@@ -18,7 +18,7 @@ LAPS: Final = 5
 
 @final
 @dataclass(frozen=True, slots=True)
-class Setting:
+class CheckPlace:
     """Holds the place of one process of a check; `width` scales all models and tensors."""
 
     world: World
@@ -26,8 +26,8 @@ class Setting:
     width: int
 
     @classmethod
-    def here(cls, world: World, width: int) -> Setting:
-        """Returns the setting of this process on its current device."""
+    def here(cls, world: World, width: int) -> CheckPlace:
+        """Returns the place of this process on its current device."""
         return cls(world, current_device(), width)
 
     @property
@@ -49,7 +49,7 @@ class Setting:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckAnswer:
     """Holds the figures of a check, with units in their names.
 
     `wrong` names what is not as it should be; it is None where nothing is judged. `missing` says what this
