@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from outsize.cli.processes.device_check_worker import CheckFinding, CheckJob
+from outsize.cli.processes.device_check_worker import CheckJob, CheckOutcome
 from outsize.cli.processes.job import JobFolder
 from outsize.ir.answers.device_report import CheckResult
 
@@ -48,11 +48,11 @@ def _run_check(check: DeviceCheck, processes: int, width: int) -> CheckResult:
         seconds = round(time.monotonic() - start, 1)
         if problem is not None:
             return result.model_copy(update={"outcome": "fails", "detail": problem, "seconds": seconds})
-        finding = CheckFinding.model_validate_json(folder.outcome.read_text(encoding="utf-8"))
+        finding = CheckOutcome.model_validate_json(folder.outcome.read_text(encoding="utf-8"))
     return result.model_copy(update={**_judged(finding), "seconds": seconds})
 
 
-def _judged(finding: CheckFinding) -> dict[str, object]:
+def _judged(finding: CheckOutcome) -> dict[str, object]:
     if finding.missing is not None:
         return {"outcome": "skipped", "detail": finding.missing}
     outcome = "measured" if finding.wrong is None else "fails" if finding.wrong else "holds"
