@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from accelerators import CUDA, TWO, everywhere
 from torch import Tensor, nn
+from turns import in_turns
 from zoo import case
 
 import outsize
@@ -66,8 +67,9 @@ def plain_step(model: nn.Sequential, places: list[torch.device], x: Tensor, y: T
     return total
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    ("places", "schedule"), in_turns(PLACES, ["gpipe", "1f1b", "interleaved", "zero-bubble"], each=2)
+)
 def test_every_schedule_is_bit_equal_to_the_layers_where_they_are(
     places: tuple[str, str], schedule: Any
 ) -> None:
@@ -88,9 +90,8 @@ def test_every_schedule_is_bit_equal_to_the_layers_where_they_are(
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("name", ["gpt2", "unet", pytest.param("resnet18", marks=pytest.mark.full)])
-def test_models_train_over_places(name: str, places: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("places", "name"), in_turns(PLACES, ["gpt2", "unet", "resnet18"], each=1))
+def test_models_train_over_places(places: tuple[str, str], name: str) -> None:
     """Tied weights, skips, buffers and masks find their devices; batches come from the CPU or the GPU."""
     found, (args, kwargs), target = case(name), case(name).batch(8), case(name).target(8)
     model, loss = found.build(dropout=False), {"loss_fn": found.loss, "target": target}
