@@ -21,6 +21,8 @@ STEP = 16
 STAND_INS = ("deeplabv3_resnet", "diffusers_pixart", "llava", "lora_gpt2")
 # Each microbatch of another shape, recorded several times: only with --all; test_packed.py has their inputs.
 LONG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# Six to twenty seconds each, of kinds that others of the slice or test_one_process.py have; with --all.
+SLOW = ("qwen3_moe_padded", "dbrx", "vjepa2", "r3d", "mobilenet_v3_large")
 GOAL = 0.95
 
 
@@ -29,7 +31,7 @@ def cells() -> list[Any]:
     core = {c.name for c in CASES}
     found = []
     for number, known in enumerate(everything()):
-        rare = known.name in (*core, *LONG) or (number % STEP and known.name not in STAND_INS)
+        rare = known.name in (*core, *LONG, *SLOW) or (number % STEP and known.name not in STAND_INS)
         found.append(pytest.param(known, id=known.name, marks=[pytest.mark.full] if rare else []))
     return found
 
