@@ -1,19 +1,197 @@
-"""What ranks do in the tests of several processes; each function runs on every rank (device_ranks.py)."""
+"""What ranks do in the tests of several processes; each function runs on every rank (device_ranks.py).
+
+Scenarios return tensors on the CPU, so that a test can compare ranks of the simulated device, of CUDA and of
+the CPU (over gloo).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from test_schedule_matrix import BATCH, COUNT, LOSS, SEED, STEPS, built, captured, plan_of
+from torch import Tensor, nn
 
+import outsize
+from outsize.ir.plan import Plan, ScheduleName
+from outsize.program.tree import map_leaves
+from outsize.train.check.compare import (
+    PlainLoop,
+    TrainingSnapshot,
+    adamw,
+    compare,
+    engine_snapshot,
+    reference_snapshot,
+)
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import World
+
+WIDTH, SAMPLES = 16, 8
 
 
 def device_of(world: World) -> torch.device:
     """The device of this rank."""
-    return torch.device(world.device_type, world.local_rank)
+    return torch.device(world.device_type, *([] if world.device_type == "cpu" else [world.local_rank]))
+
+
+def on_cpu(tree: Any) -> Any:
+    """Tensors in it on the CPU; DTensors whole."""
+    return map_leaves(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+# -- schedules -----------------------------------------------------------------------------------------------
+
+
+def schedules(world: World, names: Sequence[str]) -> dict[str, str]:
+    """`ok`, or the differences, of each schedule from the plain loop on this rank's device.
+
+    The model has a skip over everything, dropout, running statistics, and a tied weight.
+    """
+    device, found = device_of(world), dict[str, str]()
+    batch = BATCH.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+    loop = PlainLoop(COUNT, LOSS, steps=STEPS, seed=SEED)
+    whole = reference_snapshot(built().to(device), captured().tape, batch, loop)
+    for name in names:
+        schedule, _, recompute = name.partition(" ")
+        plan = plan_of(cast("ScheduleName", schedule), cast("Any", recompute or "none"), world.world_size)
+        plan = for_devices(plan, world.device_type)
+        options = EngineOptions(loss_fn=LOSS, optimizer=adamw, seed=SEED)
+        engine = make_engine(built(), plan, world.group, options)
+        found[name] = differences(whole, engine_snapshot(engine, BATCH, steps=STEPS))
+    return found
+
+
+def for_devices(plan: Plan, device_type: str) -> Plan:
+    """The plan with each stage on a device of the type."""
+    stages = tuple(s.model_copy(update={"device": s.device.replace("cpu", device_type)}) for s in plan.stages)
+    return plan.model_copy(update={"stages": stages})
+
+
+def differences(whole: TrainingSnapshot, ours: TrainingSnapshot) -> str:
+    """`ok` where this rank's own tensors are those of the whole."""
+    tables = ((getattr(whole, field), getattr(ours, field)) for field in ("grads", "buffers", "parameters"))
+    expected = [{n: t for n, t in theirs.items() if n in own} for theirs, own in tables]
+    found = compare(TrainingSnapshot(whole.loss, *expected), ours)
+    return "ok" if found.bit_equal else str(found)
+
+
+# -- training ------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Four blocks with a skip; the first and the last layer share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        block = lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))  # noqa: E731
+        self.blocks, self.norm = nn.ModuleList(block() for _ in range(4)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, WIDTH] -> [n, WIDTH]."""
+        first = x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(self.norm(x) + first)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return Small()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randn(SAMPLES, WIDTH, generator=draw), torch.randn(SAMPLES, WIDTH, generator=draw)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def _precision(world: World, autocast: bool) -> AbstractContextManager[Any]:
+    if not autocast:
+        return nullcontext()
+    # Stages do not share the casts of a weight (docs/training.md).
+    return torch.autocast(world.device_type, torch.bfloat16, cache_enabled=False)
+
+
+def trained(
+    world: World, *, axes: dict[str, Any], steps: int = 3, autocast: bool = False, scaler: bool = False,
+    clip_norm: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """An engine of the public functions: losses, norms, evaluation, and the weights that are saved."""
+    (x, y), kind = data(), world.device_type
+    device = device_of(world)
+    scale = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=1) if scaler else None
+    with _precision(world, autocast):
+        engine = outsize.parallelize(
+            small(), (x,), loss_fn=F.mse_loss, target=y, optimizer=adam, clip_norm=clip_norm, scaler=scale,
+            cluster=f"{world.world_size}x{'cpu' if kind == 'cpu' else 'h200'}", **axes,
+        )  # fmt: skip
+        results = [engine.step(x.to(device), target=y.to(device)) for _ in range(steps)]
+        tested = engine.evaluate(x, target=y)
+    return on_cpu({
+        "devices": {p.device.type for _, p in engine.named_parameters()},
+        "losses": [result.loss for result in results],
+        "norms": [result.grad_norm for result in results if result.grad_norm is not None],
+        "tested": tested.loss,
+        "outputs": list(tested.outputs or ()),
+        "scale": None if scale is None else scale.get_scale(),
+        "state": engine.full_state_dict(),
+    })  # fmt: skip
+
+
+def plain(
+    world: World, *, microbatches: int, steps: int = 3, autocast: bool = False, scaler: bool = False,
+    clip_norm: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The same by the plain loop on this rank's device."""
+    device, kind = device_of(world), world.device_type
+    (x, y), model = (t.to(device) for t in data()), small().to(device)
+    optimizer = adam(model.parameters())
+    scale = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=1, enabled=scaler)
+    losses, norms, parts = (
+        list[Tensor](),
+        list[Tensor](),
+        list(zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)),
+    )
+    for _ in range(steps):
+        loss = torch.zeros((), device=device)
+        for part, wanted in parts:
+            with _precision(world, autocast):
+                each = F.mse_loss(model(part), wanted)
+            scale.scale(each * (1 / microbatches)).backward()
+            loss = loss + each.detach() * (1 / microbatches)
+        losses.append(loss)
+        scale.unscale_(optimizer)
+        if clip_norm is not None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
+        scale.step(optimizer)
+        scale.update()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad(), _precision(world, autocast):
+        outputs = [model(part) for part, _ in parts]
+        each = [F.mse_loss(out, wanted) for out, (_, wanted) in zip(outputs, parts, strict=True)]
+    return on_cpu({
+        "devices": {device.type},
+        "losses": losses,
+        "norms": norms,
+        "tested": sum(loss * (1 / microbatches) for loss in each),
+        "outputs": outputs,
+        "scale": scale.get_scale() if scaler else None,
+        "state": model.state_dict(),
+    })  # fmt: skip
+
+
+# -- the process group ---------------------------------------------------------------------------------------
 
 
 def group_rules(world: World) -> dict[str, Any]:

@@ -179,7 +179,7 @@ class _Outlet:
             return
         # A bounded number of sends is under way, so a slow peer cannot make this rank keep every tensor.
         if ahead is not None and len(self._leaving) >= ahead:
-            self._leaving.popleft()[0].wait()
+            self._finish_oldest()
         # dist.isend is avoided: checking its arguments takes longer than gloo takes to send 2 KiB.
         work = self._group.send([tensor], self._peer, self._tag + microbatch)
         self._leaving.append((work, tensor))
@@ -187,7 +187,14 @@ class _Outlet:
     def flush(self) -> None:
         """Waits until every tensor has left."""
         while self._leaving:
-            self._leaving.popleft()[0].wait()
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Waits until the oldest tensor has left, and frees it only then: a backend that does not hold its
+        tensors itself would send what comes next into that memory.
+        """
+        self._leaving[0][0].wait()
+        self._leaving.popleft()
 
     def _packed(self, tensor: Tensor | None) -> Tensor | None:
         """Returns the tensor as it travels, after the layout has been sent once. Raises BoundaryMismatch."""

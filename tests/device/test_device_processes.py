@@ -1,0 +1,81 @@
+"""Several processes, each with a simulated device: the numbers of the plain loop on one of them.
+
+Messages are jobs on streams that run as late as they may (`lazy`) or by a seed, so a wait that is missing
+between a kernel and a message, or memory that is freed before its message has left, gives NaN here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device_ranks import DeviceRanks
+
+from simdev import build
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(
+        build.compiler() is None, reason="the simulated device needs a C++ compiler: g++ or clang++"
+    ),
+]
+Servers = Callable[[str], DeviceRanks]
+FAMILIES = ["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "1f1b full"]
+WITHIN = 1e-5
+"""Relative to the largest element of a tensor, where ranks add up in another order."""
+
+
+@pytest.mark.parametrize(
+    ("order", "names"),
+    [
+        ("lazy", ["gpipe", "zero-bubble"]),
+        ("seed1", ["1f1b", "1f1b full"]),
+        pytest.param("lazy", FAMILIES, marks=pytest.mark.full),
+        pytest.param("eager", FAMILIES, marks=pytest.mark.full),
+        pytest.param("seed2", FAMILIES, marks=pytest.mark.full),
+        pytest.param("seed3", FAMILIES, marks=pytest.mark.full),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} schedules",
+)
+def test_schedules_are_bit_equal(ranks_of: Servers, order: str, names: list[str]) -> None:
+    """The model has a skip over everything, dropout, running statistics, and a tied weight."""
+    assert ranks_of("sim").run("schedules", 2, order=order, names=names) == [dict.fromkeys(names, "ok")] * 2
+
+
+@pytest.mark.parametrize(
+    ("order", "stages", "how"),
+    [
+        ("lazy", 2, {}),
+        ("seed1", 2, {"clip_norm": 0.05}),
+        ("lazy", 2, {"autocast": True, "scaler": True}),
+        ("lazy", 3, {"clip_norm": 0.05}),
+        pytest.param("seed2", 3, {}, marks=pytest.mark.full),
+        pytest.param("seed3", 4, {"scaler": True}, marks=pytest.mark.full),
+    ],
+    ids=lambda value: "_".join(value) or "plain" if isinstance(value, dict) else str(value),
+)
+def test_a_pipeline_is_bit_equal(ranks_of: Servers, order: str, stages: int, how: dict[str, Any]) -> None:
+    """The first and the last stage share a weight, and a skip passes over those between."""
+    whole = ranks_of("sim").run("plain", 1, order=order, microbatches=4, **how)[0]
+    axes = {"stages": stages, "microbatches": 4}
+    found = ranks_of("sim").run("trained", stages, order=order, axes=axes, **how)
+    for rank in found:
+        assert rank["devices"] <= {"sim"}
+        assert rank["losses"] == whole["losses"]
+        assert rank["norms"] == whole["norms"]
+        assert rank["scale"] == whole["scale"]
+    assert found[0]["tested"] == whole["tested"]
+    state = found[0]["state"]
+    assert [name for name, tensor in whole["state"].items() if not torch.equal(state[name], tensor)] == []
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_replicas_and_shards_have_the_numbers(ranks_of: Servers, axis: str) -> None:
+    whole = ranks_of("sim").run("plain", 1, microbatches=4)[0]
+    found = ranks_of("sim").run("trained", 2, axes={"stages": 1, axis: 2, "microbatches": 2})
+    for name, tensor in whole["state"].items():
+        assert torch.allclose(
+            found[0]["state"][name], tensor, rtol=0.0, atol=WITHIN * float(tensor.abs().max())
+        )
