@@ -15,7 +15,7 @@ import array
 import copy
 import functools
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -132,7 +132,7 @@ class Notes:
         self._tables: set[int] = set()  # Dicts of the attributes of old objects.
         self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # With their versions and copies.
         self._writes: dict[tuple[Key | int, str], Write] = {}
-        self._readers: dict[Key | int, Counter[str]] = {}  # Who has read what was written, and how often.
+        self._readers: dict[Key | int, dict[str, int]] = {}  # Who has read what was written, and how often.
         for name, module in reversed(list(modules.items())):
             self._adopt(module, None)
             self._base[id(module)] = name, ()
@@ -244,7 +244,12 @@ class Notes:
         return value
 
     def _count_reader(self, key: Key | int, frame: str, by: int = 1) -> None:
-        self._readers.setdefault(key, Counter())[frame] += by
+        readers = self._readers.setdefault(key, {})
+        readers[frame] = readers.get(frame, 0) + by
+
+    def _readers_of(self, key: Key | int) -> list[str]:
+        """Returns the modules whose code has read what was written for more than `+=`."""
+        return [frame for frame, times in self._readers.get(key, {}).items() if times > 0]
 
     def _extend(self, owner: Any, step: Step, value: Any) -> None:
         base = self._base.get(id(owner))
@@ -357,7 +362,7 @@ class Notes:
         """Returns whether the code of one module has read `module.name`."""
         keys: list[Key] = [("item", id(table), name) for table in self._tables_of(module)]
         noted = (self._noted[key].frames for key in keys if key in self._noted)
-        read = (+self._readers.get(key, Counter()) for key in keys)
+        read = (self._readers_of(key) for key in keys)
         return any(frame in frames for frames in (*noted, *read))
 
     def _tables_of(self, module: nn.Module) -> list[Any]:
@@ -391,7 +396,7 @@ class Notes:
         """Says whether the value is used: read more often, or elsewhere, than by `+= 1` and the like; and by
         whom.
         """
-        write.readers = frozenset(+self._readers.get(key, Counter()))
+        write.readers = frozenset(self._readers_of(key))
         if isinstance(key, int):
             origin = self._origin.get(key)
             looked_into = origin is not None and origin in self._noted and self._noted[origin].content

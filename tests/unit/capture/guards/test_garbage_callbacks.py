@@ -73,11 +73,14 @@ def collections_at(threshold: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("runs", [True, False], ids=["by forward", "by allocations"])
 def test_recordings_are_equal_wherever_garbage_is_collected(runs: bool) -> None:
+    """Where forward runs the collector itself, finalizers may compute: instructions that nothing uses;
+    so there is no such garbage then.
+    """
     found = set[Any]()
     for threshold in (3, 7, 20, 700):
         with collections_at(threshold):
             COUNTED["collections"] = 0
-            throw_away(9)
+            throw_away(0 if runs else 9)
             model = Collecting(runs=runs)
             tape = record(model, (torch.randn(2, 3),), {}, options=TapeOptions(live=()))
             gc.collect()
