@@ -90,8 +90,7 @@ class Small(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
         self.last.weight = self.first.weight
-        block = lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))  # noqa: E731
-        self.blocks, self.norm = nn.ModuleList(block() for _ in range(4)), nn.LayerNorm(WIDTH)
+        self.blocks, self.norm = nn.ModuleList(_block() for _ in range(4)), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, WIDTH] -> [n, WIDTH]."""
@@ -99,6 +98,10 @@ class Small(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.last(self.norm(x) + first)
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
 def small() -> nn.Module:
@@ -197,8 +200,11 @@ def plain(
 def group_rules(world: World) -> dict[str, Any]:
     """Each operation of the group, with work before and after it on the caller's stream."""
     device, rank, size = device_of(world), world.rank, world.world_size
-    value = lambda: torch.full((1000,), float(rank), device=device) * 2 + 1  # noqa: E731 - launched, and not run
     found: dict[str, Any] = {}
+
+    def value() -> Tensor:
+        """Launches kernels, which have not run when it returns."""
+        return torch.full((1000,), float(rank), device=device) * 2 + 1
 
     def keep(name: str, tensor: Tensor) -> None:
         found[name] = (tensor * 1).cpu()

@@ -252,7 +252,10 @@ class StrictGroup(dist.ProcessGroup):
         """A collective of gloo by its name, in the queue of this group."""
         tensors = list(_tensors(arguments))
         self._insist_on_device(name, tensors)
-        begin: Callable[[], list[Any]] = lambda: [getattr(self._inner, name)(*arguments)]  # noqa: E731
+
+        def begin() -> list[Any]:
+            return [getattr(self._inner, name)(*arguments)]
+
         return self._add("all", f"{name} {_size(tensors)}", begin)
 
     def _message(self, name: str, tensor: Tensor, peer: int) -> Any:
