@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from forked import in_forks
 from recorded_once import recorded_once
 
-from outsize.train.batch.batch_dims import BatchDims, acceptance
+from outsize.train.batch.batch_dims import BatchDims, rejection
 
 HERE = Path(__file__).parent
 DRIVER = "import sys; from outsize.train.launch.launch import run_script; "
@@ -68,7 +68,7 @@ def record_ahead(names: Iterable[str], microbatches: Iterable[int]) -> None:
     with recorded_once():
         for name, count in product(names, microbatches):
             captured(name, count)
-            BatchDims(acceptance(fresh(name), case(name).loss)).of(batch_of(case(name)))
+            BatchDims(rejection(fresh(name), case(name).loss)).of(batch_of(case(name)))
 
 
 def left_by(ranks: int, folder: Path) -> list[Any]:

@@ -35,7 +35,7 @@ from outsize.run.stage.rng import borrowed_generators, seeder
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.batch.batch import Batch
-from outsize.train.batch.batch_dims import BatchDims, acceptance
+from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.loss_weights import LossShares, LossTrial
 from outsize.train.check.reference import reference_step
 from outsize.train.engine.engine import Engine
@@ -110,7 +110,7 @@ def record_cases(texts: Iterable[str], ranks: int) -> None:
             with all_in(case.dtype):
                 model, batch = made(case.name, case.dtype)
                 plan_of(model, batch, case)
-                dims = BatchDims(acceptance(model, loss_of), loss(batch)["batch_dims"])
+                dims = BatchDims(rejection(model, loss_of), loss(batch)["batch_dims"])
                 styled(model, dims.of(batch).split(2))
 
 

@@ -28,7 +28,7 @@ from outsize.run.stage.rng import seeder
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch import Batch
-from outsize.train.batch.batch_dims import BatchDims, acceptance
+from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.reference import reference_step
 from outsize.train.engine.engine import Engine
@@ -65,7 +65,7 @@ def steps_of(name: str, dtype: torch.dtype) -> int:
 def plain(name: str, dtype: torch.dtype) -> Numbers:
     """Losses, norms, the first step's gradients, the parameters after the last."""
     model, batch = made(name, dtype)
-    batch = BatchDims(acceptance(model, case(name).loss)).of(batch)
+    batch = BatchDims(rejection(model, case(name).loss)).of(batch)
     optimizer = (adamw if dtype == DOUBLE else sgd)(model.parameters())
     parts = batch.split(MICROBATCHES)
     tape = record(model, parts[0].args, parts[0].kwargs, case(name).loss, parts[0].target)

@@ -40,7 +40,7 @@ from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
 from outsize.program.tape import Tape
 from outsize.train.batch.batch import Batch, as_target
-from outsize.train.batch.batch_dims import BatchDims, acceptance
+from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.check.compare import (
     PlainLoop,
     TrainingSnapshot,
@@ -130,7 +130,7 @@ def whole_batch(found: Case) -> Batch:
     batch = Batch(args, kwargs, as_target(found.target(size)))
     if all(t.shape[:1] == (size,) for t in batch.tensors()):
         return batch
-    return BatchDims(acceptance(found.build(dropout=True), found.loss)).of(batch)
+    return BatchDims(rejection(found.build(dropout=True), found.loss)).of(batch)
 
 
 def plain(found: Case, captured: Captured, batch: Batch) -> TrainingSnapshot:

@@ -483,7 +483,7 @@ def _rejected(call: _RecordedCall, error: Exception, at_fault: str) -> ExampleRe
     return ExampleRejected(
         f"the {at_fault} rejects the example batch: {type(error).__name__}: {error}",
         numbers=f"call {call}{target}, at {raising_line(error)}",
-        next_step="check the shapes of the example, or --input and --batch"
+        next_step="check the shapes and dtypes of the example, or --input and --batch"
         if at_fault == "model"
         else "check target=... and what the model returns",
     )

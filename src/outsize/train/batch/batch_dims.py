@@ -23,7 +23,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
-from outsize.errors import BadOption
+from outsize.errors import BadOption, ExampleRejected
 from outsize.program.tree import leaves
 from outsize.run.stage.to_device import TapeHome
 from outsize.train.batch.batch import Batch, Dims
@@ -32,6 +32,7 @@ from outsize.train.batch.packed import CountRows, PackedBy, PackedRows, insist_o
 Asked = Mapping[str | int, int | str | CountRows | None]
 Rule = int | PackedBy | None
 Rules = tuple[Rule, ...]  # batch dims, and how to count rows, for all batches of a kind
+Rejection = Callable[[Batch], Exception | None]
 _KNOWN, _TRIES = 4096, 32  # how many candidates are ranked, and how many are tried
 
 
@@ -39,17 +40,22 @@ _KNOWN, _TRIES = 4096, 32  # how many candidates are ranked, and how many are tr
 class BatchDims:
     """Finds the batch dims, once for all batches of equal ranks and dtypes.
 
-    `accepts(batch)` tells whether the model runs on the batch. `asked` maps an argument's name or position,
-    or "target", to the batch dim of all its tensors; for a tensor whose rows belong to samples, to the name
-    of the argument that counts them, or to a function of the model's arguments that does.
+    `rejection(batch)` gives the error with which the model rejects the batch, if it does. `asked` maps an
+    argument's name or position, or "target", to the batch dim of all its tensors; for a tensor whose rows
+    belong to samples, to the name of the argument that counts them, or to a function of the model's arguments
+    that does.
     """
 
-    def __init__(self, accepts: Callable[[Batch], bool], asked: Asked | None = None) -> None:
-        self._accepts, self._asked = accepts, dict(asked or {})
+    def __init__(self, rejection: Rejection, asked: Asked | None = None) -> None:
+        self._rejection, self._asked = rejection, dict(asked or {})
         self._found: dict[tuple[Any, ...], Rules] = {}
 
     def of(self, batch: Batch) -> Batch:
-        """Returns the batch with its dims."""
+        """Returns the batch with its dims.
+
+        Raises ExampleRejected where several candidates are possible and the model rejects all of them, and
+        the batch as it is.
+        """
         if batch.in_lists() and not self._asked:
             return replace(batch, listed=batch.in_lists())
         ranks_and_dtypes = tuple((t.ndim, t.dtype) for t in batch.tensors())
@@ -68,12 +74,21 @@ class BatchDims:
         if not candidates:
             return tuple(None if isinstance(dim, PackedRows) else dim for dim in batch.batch_dims())
         candidates = _with_samples_on_both_sides(batch, candidates, fixed)
-        if len(candidates) == 1 or _only_dim_0(batch.tensors(), candidates[0]):
+        is_given = len(candidates) == 1 and all(
+            dim == 0 or dim is None or place in fixed for place, dim in enumerate(candidates[0])
+        )
+        if is_given or _only_dim_0(batch.tensors(), candidates[0]):
             return candidates[0]
         packed = _packed(batch, candidates[0], fixed)
         candidates = [candidates[0], *packed, *candidates[1:]]
-        accepted = (d for d in candidates if self._accepts(_grown(replace(batch, dims=_counted(batch, d)))))
-        return next(accepted, (packed or candidates)[0])
+        for dims in candidates:
+            if self._rejection(_grown(replace(batch, dims=_counted(batch, dims)))) is None:
+                return dims
+        # The shapes of a microbatch would explain nothing where the batch itself is wrong.
+        error = self._rejection(batch)
+        if isinstance(error, ExampleRejected):
+            raise error
+        return (packed or candidates)[0]
 
 
 @final
@@ -81,7 +96,7 @@ class SplitTable(UserWarning):
     """Says that an argument is split by samples which the model takes whole as well."""
 
 
-def warn_of_tables(batch: Batch, accepts: Callable[[Batch], bool], asked: Asked) -> None:
+def warn_of_tables(batch: Batch, rejection: Rejection, asked: Asked) -> None:
     """Warns of a tensor that is split because it has as many rows as there are samples, and may be a table.
 
     The model takes it whole next to another number of samples, so nothing but its size speaks for samples.
@@ -95,7 +110,7 @@ def warn_of_tables(batch: Batch, accepts: Callable[[Batch], bool], asked: Asked)
         tensor, owner = batch.tensors()[place], owners[place]
         whole = (*dims[:place], None, *dims[place + 1 :])
         is_asked = owner not in asked and tensor.is_floating_point()
-        if is_asked and accepts(_grown(replace(batch, dims=whole))):
+        if is_asked and rejection(_grown(replace(batch, dims=whole))) is None:
             warnings.warn(
                 f"argument {owner!r} {tuple(tensor.shape)} is split along dim {dims[place]}, because it has "
                 "as many rows as there are samples; the model takes it whole as well. Say which: "
@@ -244,19 +259,17 @@ def _grown(batch: Batch) -> Batch:
     return batch.resized(batch.size + 1)
 
 
-def acceptance(
-    model: nn.Module, loss_fn: LossFn | None, home: TapeHome | None = None
-) -> Callable[[Batch], bool]:
-    """Returns a function that tells whether the model, with its loss, accepts a batch; `home` says which
-    device it is recorded for, where stages have others than the model's.
+def rejection(model: nn.Module, loss_fn: LossFn | None, home: TapeHome | None = None) -> Rejection:
+    """Returns a function that gives the error with which the model, with its loss, rejects a batch, or None;
+    `home` says which device it is recorded for, where stages have others than the model's.
     """
 
-    def accepts(batch: Batch) -> bool:
+    def error_of(batch: Batch) -> Exception | None:
         try:
             options = TapeOptions(None if home is None else home.now())
             record(model, batch.args, batch.kwargs, loss_fn, batch.target, options)
-        except Exception:
-            return False
-        return True
+        except Exception as error:
+            return error
+        return None
 
-    return accepts
+    return error_of

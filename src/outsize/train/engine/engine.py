@@ -33,7 +33,7 @@ from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.train.batch.batch import Batch, as_target, microbatches_in
-from outsize.train.batch.batch_dims import BatchDims, acceptance
+from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.checks import (
     insist_on_closure,
     insist_on_own_weights,
@@ -89,9 +89,9 @@ class Engine:
         home = _home(model, crew, len(plan.stages))
         self._tensor = tensor_ranks(model, plan, crew.mesh, compiled=options.compiled is not None)
         self._ownership = Ownership(model, plan, crew, options.weights, self._tensor)
-        accepts = acceptance(model, options.loss_fn, home)
-        accepts = accepts if self._tensor is None else self._tensor.whole()(accepts)
-        self._dims = BatchDims(accepts, options.batch_dims)
+        rejects = rejection(model, options.loss_fn, home)
+        rejects = rejects if self._tensor is None else self._tensor.whole()(rejects)
+        self._dims = BatchDims(rejects, options.batch_dims)
         self._scaling = Scaling(scaler, crew, self._tensor) if scaler is not None else None
         recording = RecordingOptions(options.counting, home, self._tensor, options.captures)
         self._executor: Executor = (

@@ -16,7 +16,7 @@ from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected
 from outsize.train.batch.batch import Batch, as_target
-from outsize.train.batch.batch_dims import Asked, BatchDims, acceptance, insist_on_names, warn_of_tables
+from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
 
 # These are keyword arguments of `engine.step` itself.
 _TAKEN = ("target", "update", "loss_scale")
@@ -44,12 +44,12 @@ class TrainingCase:
     ) -> TrainingCase:
         """Finds the batch dims, and warns where they only follow from a size.
 
-        Raises BadOption for a name in `batch_dims` that the batch does not have.
+        Raises BadOption for a name in `batch_dims` that the batch does not have, and ExampleRejected.
         """
         insist_on_names(batch, batch_dims or {})
-        accepts = acceptance(module, loss_fn)
-        sized_batch = BatchDims(accepts, batch_dims).of(batch)
-        warn_of_tables(sized_batch, accepts, batch_dims or {})
+        rejects = rejection(module, loss_fn)
+        sized_batch = BatchDims(rejects, batch_dims).of(batch)
+        warn_of_tables(sized_batch, rejects, batch_dims or {})
         return cls(module, sized_batch, loss_fn).under(precision)
 
     def under(self, precision: str) -> TrainingCase:

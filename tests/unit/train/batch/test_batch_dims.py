@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import outsize
-from outsize.errors import BadOption
+from outsize.errors import BadOption, ExampleRejected
 from outsize.train.batch.batch_dims import SplitTable
 
 SAMPLES, CLASSES = 8, 3
@@ -96,3 +96,17 @@ def test_nothing_is_said_where_samples_decide_or_the_user(dim: int | None, recwa
     _plan(_WithTable(), batch_dims={1: dim})
     _plan(_WithTable(per_sample=True))
     assert not [warning for warning in recwarn if warning.category is SplitTable]
+
+
+def test_a_batch_of_two_sizes_is_refused_with_its_own_shapes() -> None:
+    """The inputs' width is the number of labels, so the width might be the batch: nothing of it runs."""
+    layers = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3))
+    options: dict[str, Any] = {"cluster": "2xcpu", "loss_fn": F.cross_entropy, "stages": 2, "microbatches": 4}
+    sizes = r"Expected input batch_size \(6\) to match target batch_size \(8\)"
+    with pytest.raises(ExampleRejected, match=sizes):
+        outsize.plan(layers, (torch.randn(6, 8),), target=labels(8), **options)
+    engine = outsize.parallelize(
+        layers, (torch.randn(8, 8),), target=labels(8), optimizer=torch.optim.SGD, **options
+    )
+    with pytest.raises(ExampleRejected, match=sizes):
+        engine.step(torch.randn(6, 8), target=labels(8))
