@@ -218,14 +218,14 @@ def _judged(case: TrainingCase, request: PlanRequest, cluster: Cluster) -> Fit:
 
     @functools.cache
     def at(samples: int, precision: str) -> tuple[ModelGraph, Profile] | None:
-        captured = case.under(precision).taken(samples, least)
+        captured = case.under(precision).on(cluster).taken(samples, least)
         return (captured.graph, roofline(captured.graph, cluster.devices[0])) if captured else None
 
     return fitting.fit(request, at, cluster)
 
 
 def _fitted(case: TrainingCase, request: PlanRequest, answer: Plan | OutsizeError, cluster: Cluster) -> Fit:
-    graph = case.under(request.precision).captured(request.batch_size).graph
+    graph = case.under(request.precision).on(cluster).captured(request.batch_size).graph
     return as_asked(request, answer, graph, cluster)
 
 
@@ -247,7 +247,8 @@ def price(
 
 
 def _priced(chosen: Plan, case: TrainingCase, source: CostSource) -> Outlook:
-    case, cluster = case.under(chosen.precision), cluster_of(chosen.cluster)
+    cluster = cluster_of(chosen.cluster)
+    case = case.under(chosen.precision).on(cluster)
     captured = case.captured(chosen.microbatch_size)
     graph = styled(case, captured, chosen.axes.tp)
     profile = source.profile(case, captured, cluster)

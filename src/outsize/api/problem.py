@@ -68,7 +68,7 @@ class SearchProblem:
         cls, case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
     ) -> SearchProblem:
         """Captures the model for each number of microbatches that is worth a look."""
-        case, size = case.under(request.precision), request.batch_size
+        case, size = case.under(request.precision).on(cluster), request.batch_size
         candidates: dict[int, tuple[ModelGraph, Profile]] = {}
         for count in source.counts(_counts(request, cluster), size):
             captured = case.taken(-(-size // count), size // (request.total_microbatches or 1))

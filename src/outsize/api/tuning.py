@@ -125,7 +125,7 @@ class _Task:
         profiles = _mean([one for one in gathered if one is not None])
         source, candidates = CostSource(profiles), {}
         for count in profiles.counts(sorted([*profiled, *between]), size):
-            captured = self.case.captured(-(-size // count))
+            captured = self.case.on(self.cluster).captured(-(-size // count))
             candidates[count] = captured.graph, source.profile(self.case, captured, self.cluster)
         return Tuner(self.request, candidates, self.cluster, options.get("trials", TRIALS))
 

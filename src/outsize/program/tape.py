@@ -87,7 +87,7 @@ class Cost:
     is how much more than at its end the instruction holds at its peak; `backward_workspace_bytes` is the same
     for its backward, without what the forward has saved (below zero where the gradients are less than what is
     freed before). `waiting_bytes` are the gradients that a split backward stores for its weights. The three
-    tuples are its work by family.
+    tuples are its work by family. `on_accelerator` has the costs on an accelerator where those are others.
     """
 
     flops: int = 0
@@ -101,6 +101,7 @@ class Cost:
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()
     saved_storages: frozenset[int] = frozenset()
+    on_accelerator: Cost | None = None
 
 
 @final

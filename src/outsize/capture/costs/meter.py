@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Rule, rule_of
+from outsize.capture.costs.fused_attention import fused_cost
 from outsize.capture.costs.live_memory import Storages, storage_bytes, storage_key
 from outsize.capture.costs.op_families import ALLOCATIONS, family_of, op_name
 from outsize.ir.graph import SMALL_BYTES, OpFamily, Work
@@ -115,6 +116,7 @@ class CostMeter:
         self._worst_backward, self._last = 0, (0, set[int]())
         self._waiting = 0
         self._taken: Cost | None = None
+        self._fused: Cost | None = None
         self._storages.start()
 
     def take(self, cost: Cost, *, draws: bool) -> None:
@@ -126,6 +128,17 @@ class CostMeter:
         self._kept.clear()
         self._seen -= self._fresh.keys()
         self._fresh.clear()
+
+    def fuse(self, inputs: list[Tensor], storages: list[int], out: Tensor) -> None:
+        """Notes what the instruction, an attention over query, key and value, costs as one kernel."""
+        if any(work.family == "attention" for work in self._forward.works()):
+            return
+        keys = dict(zip(map(storage_key, inputs), zip(inputs, storages, strict=True), strict=True))
+        saved = {key: pair for key, pair in keys.items() if key not in self._weights}
+        first = (t for key, (t, _) in saved.items() if key not in self._seen or key in self._fresh)
+        self._fused = fused_cost(
+            inputs, out, sum(map(storage_bytes, first)), frozenset(storage for _, storage in saved.values())
+        )
 
     def stop(self) -> Cost:
         """Ends the instruction and returns its costs."""
@@ -155,6 +168,7 @@ class CostMeter:
             backward_input=self._input.works(),
             backward_weight=self._weight.works(),
             saved_storages=kept_storages,
+            on_accelerator=self._fused,
         )
 
     def count(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:

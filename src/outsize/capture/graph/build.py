@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import final
 
@@ -35,6 +35,15 @@ class Captured:
     tape: Tape
     graph: ModelGraph
     starts: tuple[int, ...]
+
+
+def on_accelerators(captured: Captured, model: nn.Module) -> Captured:
+    """Returns the recorded model with the costs that accelerators have, where a CPU has other kernels."""
+    tape = captured.tape
+    if all(i.cost.on_accelerator is None for i in tape.instructions):
+        return captured
+    instructions = tuple(replace(i, cost=i.cost.on_accelerator or i.cost) for i in tape.instructions)
+    return build_graph(replace(tape, instructions=instructions), model, captured.graph.batch_size)
 
 
 def required_slots(tape: Tape) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from outsize.capture.costs.fused_attention import attention_inputs
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.fakes.fake_model import FakeModel, differing, is_fake
 from outsize.capture.fakes.object_tensors import hides_tensor, objects
@@ -353,6 +354,8 @@ class Recorder(Watcher):
             self._unnamed.clear()
             self._silent.clear()
             out = run(call)
+            if (attended := attention_inputs(target, args, kwargs)) and isinstance(out, Tensor):
+                self.meter.fuse(attended, [self.slots.storage(t) for t in attended], out)
             pairs = zip(touched, before, strict=True)
             written = [p for p, v in pairs if version(p[1]) != v or self._is_silent(p[1])]
             if target in _EFFECTS:

@@ -420,10 +420,12 @@ class RenamedBlock:
         )
 
     def _cost(self, cost: Cost) -> Cost:
-        return (
-            replace(cost, saved_storages=frozenset(map(self.storage, cost.saved_storages)))
-            if cost.saved_storages
-            else cost
+        if not cost.saved_storages and cost.on_accelerator is None:
+            return cost
+        return replace(
+            cost,
+            saved_storages=frozenset(map(self.storage, cost.saved_storages)),
+            on_accelerator=None if cost.on_accelerator is None else self._cost(cost.on_accelerator),
         )
 
     def _leaf(self, leaf: Any) -> Any:

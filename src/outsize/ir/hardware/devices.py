@@ -49,6 +49,11 @@ class Device(Record):
             raise ValueError("needs float32, and speeds above zero")
         return speeds
 
+    @property
+    def is_accelerator(self) -> bool:
+        """Returns whether the device has kernels and a memory of its own beside its host's."""
+        return self.kind != "cpu"
+
     def flops(self, dtype: str) -> float:
         """Returns peak FLOP/s in `dtype` (`float8_e4m3fn` is float8); float32's where the table lacks the
         column.

@@ -10,11 +10,12 @@ from typing import Any, final
 from torch import nn
 
 from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision
-from outsize.capture.graph.build import Captured
+from outsize.capture.graph.build import Captured, on_accelerators
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected
+from outsize.ir.cluster import Cluster
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
 
@@ -25,13 +26,17 @@ _TAKEN = ("target", "update", "loss_scale")
 @final
 @dataclass(frozen=True)
 class TrainingCase:
-    """A model whose batch dims are known; it is captured under `precision`, once for each size."""
+    """A model whose batch dims are known; it is captured under `precision`, once for each size.
+
+    `accelerated` says that its costs are those of accelerators, which have kernels that a CPU lacks.
+    """
 
     module: nn.Module
     batch: Batch
     loss_fn: LossFn | None
     precision: str = "fp32"
-    known: dict[tuple[str, int], Captured] = field(default_factory=dict, repr=False, compare=False)
+    accelerated: bool = False
+    known: dict[tuple[str, bool, int], Captured] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -56,14 +61,22 @@ class TrainingCase:
         """Returns the case in another precision, its example too; weights stay where they are, or on meta."""
         args, kwargs = inputs_in_precision((self.batch.args, self.batch.kwargs), precision)
         batch = dataclasses.replace(self.batch, args=args, kwargs=kwargs)
-        return TrainingCase(in_precision(self.module, precision), batch, self.loss_fn, precision, self.known)
+        module = in_precision(self.module, precision)
+        return dataclasses.replace(self, module=module, batch=batch, precision=precision)
+
+    def on(self, cluster: Cluster) -> TrainingCase:
+        """Returns the case with the costs that this cluster's devices have; a CPU's where it has one."""
+        return dataclasses.replace(self, accelerated=all(d.is_accelerator for d in cluster.devices))
 
     def captured(self, samples: int) -> Captured:
         """Returns the model captured at `samples` samples."""
-        key = self.precision, samples
+        key = self.precision, self.accelerated, samples
         if key not in self.known:
-            self.known[key] = self._recorded(samples)
+            self.known[key] = self._accelerated(samples) if self.accelerated else self._recorded(samples)
         return self.known[key]
+
+    def _accelerated(self, samples: int) -> Captured:
+        return on_accelerators(dataclasses.replace(self, accelerated=False).captured(samples), self.module)
 
     def _recorded(self, samples: int) -> Captured:
         batch = self.batch.resized(samples)

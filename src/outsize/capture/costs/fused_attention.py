@@ -1,0 +1,73 @@
+"""Problem: what does scaled_dot_product_attention cost where it is one kernel, and the recording is not?
+
+A CPU has no fused kernel with dropout, so that a recording sees two products, a softmax and a dropout, and
+the probabilities [batch, heads, queries, keys] that autograd saves. Accelerators run one kernel, with dropout
+and masks as well. Costs of both are noted, and the planner takes those of the devices that it plans for.
+
+    forward    2 products of queries x keys x width; reads q, k, v and writes the result
+    backward   5 such products; reads q, k, v, result and gradient, and writes three gradients
+    saved      q, k, v and the logsumexp [batch, heads, queries] in float32. The result counts with the
+               projection that follows and saves the same memory
+
+Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2; torch's sdp_utils.cpp, which takes the flash
+or the memory-efficient kernel for every dtype on CUDA. Deviations: causal masks count whole products, as in
+torch's formula for the unfused ones. nn.MultiheadAttention is a leaf, whose ops are counted as they run.
+Complexity: O(1). Oracle: tests/unit/capture/costs/test_fused_attention.py compares with a recording without
+dropout, in which the CPU's kernel is fused as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from outsize.ir.graph import Work
+from outsize.program.tape import Cost
+
+LOGSUMEXP_BYTES = 4
+_NAMES = ("query", "key", "value")
+
+
+def attention_inputs(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Returns query, key and value of a call of scaled_dot_product_attention; nothing for other calls."""
+    if target is not functional.scaled_dot_product_attention:
+        return []
+    values = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
+    return [values[name] for name in _NAMES]
+
+
+def fused_cost(inputs: Sequence[Tensor], out: Tensor, saved_bytes: int, saved: frozenset[int]) -> Cost:
+    """Returns the cost of one kernel each for forward and backward.
+
+    `saved_bytes` are those of `inputs` that nothing has saved before, `saved` their storages.
+    """
+    query, key, value = inputs
+    rows = query.shape[:-1].numel()  # no op: this runs while ops are counted
+    flops = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    sizes = sum(t.numel() * t.dtype.itemsize for t in inputs)
+    statistics_bytes = rows * LOGSUMEXP_BYTES
+    result_bytes = out.numel() * out.dtype.itemsize + statistics_bytes
+    dtype = str(out.dtype).removeprefix("torch.")
+    forward = Work(family="attention", dtype=dtype, flops=flops, moved_bytes=sizes + result_bytes, launches=1)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)):
+        return Cost(flops=flops, moved_bytes=forward.moved_bytes, forward=(forward,))
+    backward = Work(
+        family="attention",
+        dtype=dtype,
+        flops=flops * 5 // 2,
+        moved_bytes=2 * result_bytes + 2 * sizes,
+        launches=1,
+    )
+    return Cost(
+        flops=flops,
+        moved_bytes=forward.moved_bytes,
+        saved_bytes=saved_bytes + statistics_bytes,
+        backward_workspace_bytes=result_bytes - statistics_bytes + sizes,
+        forward=(forward,),
+        backward_input=(backward,),
+        saved_storages=saved,
+    )

@@ -1,0 +1,93 @@
+"""Attention with dropout is one kernel on accelerators: judged by a recording without dropout, which the CPU
+runs by a fused kernel as well.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import outsize
+from outsize.capture.graph.build import Captured, build_graph, on_accelerators
+from outsize.capture.recording.fallbacks import record
+from outsize.ir.graph import ModelGraph, Work
+
+WIDTH, HEADS, LENGTH, SAMPLES = 32, 4, 24, 3
+
+
+@final
+class Attention(nn.Module):
+    """One layer of self-attention; `shared` computes query, key and value by one projection."""
+
+    def __init__(self, dropout: float, *, shared: bool) -> None:
+        super().__init__()
+        self.dropout, self.shared = dropout, shared
+        self.inputs = nn.ModuleList(
+            nn.Linear(WIDTH, 3 * WIDTH if shared else WIDTH) for _ in range(1 if shared else 3)
+        )
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attends over x (samples, length, width)."""
+        projected = [layer(x) for layer in self.inputs]
+        parts = projected[0].split(WIDTH, dim=2) if self.shared else projected
+        q, k, v = (p.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for p in parts)
+        p = self.dropout if self.training else 0.0
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return self.out(attended.transpose(1, 2).reshape(x.shape))
+
+
+def captured(
+    dropout: float, *, shared: bool, repeats: int = 1, train: bool = True
+) -> tuple[Captured, nn.Module]:
+    layers = [Attention(dropout, shared=shared) for _ in range(repeats)]
+    model = nn.Sequential(*layers).train(train)
+    return build_graph(record(model, (torch.randn(SAMPLES, LENGTH, WIDTH),), {}), model), model
+
+
+def attention(graph: ModelGraph) -> list[tuple[Work, ...]]:
+    works = [(u.forward, u.backward_input) for u in graph.units]
+    return [tuple(w for w in pass_ if w.family == "attention") for unit in works for pass_ in unit]
+
+
+def saved(graph: ModelGraph) -> int:
+    return sum(unit.saved_bytes for unit in graph.units)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_the_kernel_with_dropout_costs_what_the_one_without_does(shared: bool, repeats: int) -> None:
+    expected = captured(0.0, shared=shared, repeats=repeats)[0].graph
+    unfused, model = captured(0.1, shared=shared, repeats=repeats)
+    fused = on_accelerators(unfused, model).graph
+    assert attention(fused) == attention(expected)
+    assert saved(fused) == saved(expected)
+    assert fused.fingerprint == unfused.graph.fingerprint
+    probabilities = SAMPLES * HEADS * LENGTH * LENGTH * 4
+    assert not any(attention(unfused.graph))
+    assert saved(unfused.graph) - saved(fused) > repeats * probabilities
+
+
+def test_what_is_one_kernel_on_a_cpu_has_one_cost() -> None:
+    for dropout, train in ((0.0, True), (0.1, False)):
+        found, model = captured(dropout, shared=True, train=train)
+        assert on_accelerators(found, model) is found
+
+
+def test_a_plan_has_the_kernels_of_its_devices() -> None:
+    """On GPUs dropout costs no probabilities; on CPUs it does."""
+    x, target = torch.randn(SAMPLES, LENGTH, WIDTH), torch.randn(SAMPLES, LENGTH, WIDTH)
+
+    def activations(cluster: str, dropout: float) -> int:
+        model = nn.Sequential(*[Attention(dropout, shared=True) for _ in range(2)])
+        answer = outsize.fit(
+            model, (x,), cluster=cluster, stages=1, microbatches=1, loss_fn=F.mse_loss, target=target
+        )
+        return answer.devices[0].activations_bytes
+
+    assert activations("1xa100-80gb", 0.1) == activations("1xa100-80gb", 0.0)
+    assert activations("1xcpu", 0.1) > activations("1xcpu", 0.0) + SAMPLES * HEADS * LENGTH * LENGTH * 4
