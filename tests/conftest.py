@@ -114,6 +114,15 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
+def shared_recordings() -> Iterator[None]:
+    """Engines of equal models share what the first has recorded; for tests that are not about recording."""
+    from recorded_once import recorded_once  # with torch, which some folders do without
+
+    with recorded_once():
+        yield
+
+
+@pytest.fixture
 def forked_python(request: pytest.FixtureRequest) -> Iterator[None]:
     """Python programs that the test starts are forks of this process, unless it is marked `interpreters`."""
     if request.node.get_closest_marker("interpreters"):

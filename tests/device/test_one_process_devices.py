@@ -90,7 +90,7 @@ def test_every_schedule_is_bit_equal_to_the_layers_where_they_are(
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize(("places", "name"), in_turns(PLACES, ["gpt2", "unet", "resnet18"], each=1))
+@pytest.mark.parametrize(("places", "name"), in_turns(PLACES, ["gpt2", "unet", "narrow_resnet18"], each=1))
 def test_models_train_over_places(places: tuple[str, str], name: str) -> None:
     """Tied weights, skips, buffers and masks find their devices; batches come from the CPU or the GPU."""
     found, (args, kwargs), target = case(name), case(name).batch(8), case(name).target(8)

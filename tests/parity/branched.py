@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo import import_torchvision
+from zoo import narrow_resnet18
 from zoo_models import UNet
 
 from outsize.capture.graph.build import Captured, build_graph
@@ -25,7 +25,6 @@ from outsize.schedules.planned import written
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.check.compare import PlainLoop, TrainingSnapshot, reference_snapshot
 
-tv = import_torchvision()
 CLASSES = 5
 
 
@@ -35,7 +34,7 @@ class Fusion(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = (tv.models.resnet18(weights=None, num_classes=16) for _ in range(2))
+        self.left, self.right = (narrow_resnet18(classes=16) for _ in range(2))
         self.head = nn.Linear(32, CLASSES)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:

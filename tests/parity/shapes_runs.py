@@ -15,7 +15,7 @@ from outsize.train.engine.engine import Engine
 
 LENGTHS = ([8, 5, 12, 5, 8, 8], [5, 12, 5, 8])  # of each step
 SIZES = ([64, 96, 64, 64], [96, 64, 64, 64])
-NAMES = ("gpt2", "llama", "resnet18")
+NAMES = ("gpt2", "llama", "narrow_resnet18")
 
 
 def steps_of(name: str) -> list[list[tuple[Batch, int]]]:

@@ -58,8 +58,8 @@ def offloaded(plan: Plan, only: int | None = None) -> Plan:
 
 
 CASES: list[tuple[str, int, ScheduleName]] = [
-    ("resnet18", 1, "gpipe"),
-    ("resnet18", 3, "1f1b"),
+    ("narrow_resnet18", 1, "gpipe"),
+    ("narrow_resnet18", 3, "1f1b"),
     ("gpt2", 1, "gpipe"),
     ("gpt2", 3, "1f1b"),
     ("unet", 2, "gpipe"),
@@ -77,7 +77,7 @@ def test_offload_changes_no_bit(name: str, stages: int, how: ScheduleName, lanes
     assert sum(len(lane.buffers) for lane in lanes) > 0, "something was away"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet18"])
+@pytest.mark.parametrize("name", ["gpt2", "narrow_resnet18"])
 def test_interleaved_offload(name: str, lanes: list[CopyLane]) -> None:
     plan = offloaded(interleaved(Combination(name, 4, 4, "interleaved"), 2))
     found = compare(reference(name, 4, True), split_run(name, plan, dropout=True))
@@ -193,7 +193,7 @@ def peak_bytes(engine: Engine, name: str) -> int:
     return device.peak
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet18", "gpt2"])
+@pytest.mark.parametrize("name", ["unet", "narrow_resnet18", "gpt2"])
 def test_two_of_six_microbatches_are_on_the_device(name: str, lanes: list[CopyLane]) -> None:
     """One at work and one on its way; each that is away has one buffer of the host."""
     plan = at_random(Combination(name, 6, 1, "gpipe"), seed=1)

@@ -21,7 +21,7 @@ from outsize.train.check.compare import PlainLoop, adamw, compare, reference_sna
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
-MODELS = ("unet", "resnet18", pytest.param("late_fusion", marks=[pytest.mark.full]))
+MODELS = ("unet", "narrow_resnet18", pytest.param("late_fusion", marks=[pytest.mark.full]))
 
 
 def small(*layers: nn.Module) -> Callable[[], nn.Module]:
@@ -112,7 +112,7 @@ def test_every_kind_of_batchnorm_in_every_mode(kind: str, bn: Any) -> None:
     assert verdict.bit_equal, verdict
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet18"])
+@pytest.mark.parametrize("name", ["unet", "narrow_resnet18"])
 def test_sync_gives_the_numbers_of_one_whole_batch(name: str) -> None:
     known, (args, kwargs) = case(name), case(name).batch(12)
     plan = outsize.plan(

@@ -29,6 +29,7 @@ from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions, RankOptions
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
 LARGE = ("resnet50", "deeplabv3")  # 24 and 61 million parameters: with --all alone
 MODELS = ["resnet50", "deeplabv3", "gpt2", "llama", "t5", "mixtral", "unet"]
 # Where weights stay on the device, and what of all it would need it has then (see CAPS).
@@ -68,7 +69,7 @@ def slice_of(names: Iterable[str], *values: str) -> list[Any]:
     return [pytest.param(n, *values, marks=[pytest.mark.full] if n in LARGE else []) for n in names]
 
 
-BOTH = [*slice_of(["resnet18", *MODELS], "host"), *slice_of(["resnet18", *STAYING], "host-optimizer")]
+BOTH = [*slice_of(["narrow_resnet18", *MODELS], "host"), *slice_of(["narrow_resnet18", *STAYING], "host-optimizer")]
 
 
 @pytest.mark.parametrize(("name", "weights"), BOTH)

@@ -18,7 +18,7 @@ from outsize.train.check.compare import adamw, compare
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
-MODELS = ("mlp", "unet", "resnet18", "gpt2", "t5", "bert", "swin", "mixtral", "mamba", "lstm")
+MODELS = ("mlp", "unet", "narrow_resnet18", "gpt2", "t5", "bert", "swin", "mixtral", "mamba", "lstm")
 
 
 def again(plan: Plan) -> Plan:

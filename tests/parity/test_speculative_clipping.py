@@ -20,6 +20,7 @@ from outsize.run.stage.stage import StageExecutor
 from outsize.train.batch.batch import Batch
 from outsize.train.engine.engine import Engine
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
 STEPS = 4
 # Largest norm -> steps of STEPS that are taken back, with AdamW; under 1e3 none is, over 1e-4 all are.
 LIMITS: dict[str, tuple[float, range]] = {

@@ -50,7 +50,7 @@ def on_host(plan: Plan, weights: Weights = "host-activations") -> Plan:
 
 
 CASES: list[tuple[str, int, int, ScheduleName]] = [
-    ("resnet18", 4, 5, "gpipe"),
+    ("narrow_resnet18", 4, 5, "gpipe"),
     ("gpt2", 4, 6, "gpipe"),
     ("gpt2", 1, 6, "gpipe"),
     ("unet", 3, 6, "gpipe"),

@@ -67,11 +67,15 @@ class NarrowResNet(tv.models.ResNet):
         return super()._make_layer(block, planes // 8, *rest, **options)
 
 
-def narrow_resnet18() -> nn.Module:
+def narrow_resnet18(classes: int = CLASSES) -> nn.Module:
     """ResNet-18 with 0.2 million parameters instead of 11."""
     model = NarrowResNet(tv.models.resnet.BasicBlock, [2, 2, 2, 2])
-    model.fc = nn.Linear(512 // 8, CLASSES)
+    model.fc = nn.Linear(512 // 8, classes)
     return model
+
+
+def narrow_late_fusion() -> nn.Module:
+    return LateFusion(narrow_resnet18(), narrow_resnet18(), CLASSES, features=512 // 8)
 
 
 def gpt2() -> nn.Module:
@@ -244,8 +248,17 @@ CASES: tuple[Case, ...] = (
 )
 
 
-# ResNet-18 where ranks do what does not depend on the width, such as sharding or a step from the host.
-NARROW = Case("narrow_resnet18", narrow_resnet18, lambda n: ((images(n, 64),), {}), cross_entropy, classes)
+# ResNet-18, and the fusion of two, for all that does not depend on the width: schedules, sharding, the host.
+NARROW = (
+    Case("narrow_resnet18", narrow_resnet18, lambda n: ((images(n, 64),), {}), cross_entropy, classes),
+    Case(
+        "narrow_late_fusion",
+        narrow_late_fusion,
+        lambda n: ((images(n, 40), images(n, 40, seed=8)), {}),
+        cross_entropy,
+        classes,
+    ),
+)
 
 
 _SHELVES = (
@@ -271,5 +284,5 @@ def everything() -> tuple[Case, ...]:
 
 def case(name: str) -> Case:
     """The case of this name; KeyError otherwise."""
-    known = {c.name: c for c in (*CASES, NARROW)}
+    known = {c.name: c for c in (*CASES, *NARROW)}
     return known[name] if name in known else {c.name: c for c in everything()}[name]

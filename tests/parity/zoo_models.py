@@ -75,15 +75,15 @@ class UNet(nn.Module):
 class LateFusion(nn.Module):
     """Two image encoders, one per input, joined by concatenation before one classifier.
 
-    The encoders are ResNets (512 features) whose own classifier is replaced by Identity.
+    The encoders are ResNets whose own classifier is replaced by Identity.
     """
 
-    def __init__(self, left: nn.Module, right: nn.Module, classes: int) -> None:
+    def __init__(self, left: nn.Module, right: nn.Module, classes: int, features: int = 512) -> None:
         super().__init__()
         self.left, self.right = left, right
         self.left.fc = nn.Identity()
         self.right.fc = nn.Identity()
-        self.classifier = nn.Linear(2 * 512, classes)
+        self.classifier = nn.Linear(2 * features, classes)
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return self.classifier(torch.cat([self.left(a), self.right(b)], dim=1))

@@ -85,4 +85,11 @@ def _attribute(item: tuple[str, Any]) -> Hashable:
         return name, value.__func__
     if isinstance(value, FunctionType):
         return item
-    return name, repr(value) if isinstance(value, (tuple, list, torch.dtype)) else type(value)
+    return name, _value(value)
+
+
+def _value(value: Any) -> Hashable:
+    """Sizes and names as they are; of other values, such as the weights that an RNN lists, their class."""
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_value, value))
+    return repr(value) if isinstance(value, (bool, int, float, str, torch.dtype)) else type(value)

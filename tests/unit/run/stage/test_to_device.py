@@ -67,7 +67,7 @@ def test_what_a_model_says_of_its_home_it_says_of_the_stages_device() -> None:
     assert out[0].shape == (2, 4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet18", "unet"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "narrow_resnet18", "unet"])
 def test_models_follow_their_stages(name: str) -> None:
     args, kwargs = case(name).batch(2)
     model = fresh(name)

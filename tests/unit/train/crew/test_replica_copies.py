@@ -62,10 +62,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("stages", [1, 2], ids=["dp2", "pp2-dp2"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "resnet18"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "narrow_resnet18"])
 def test_the_numbers_of_the_plain_loop(name: str, stages: int) -> None:
     """With dropout, clipping and accumulation; GPT-2's weights are tied, ResNet has statistics."""
-    dtype = torch.float64 if stages == 2 and name != "resnet18" else torch.float32
+    dtype = torch.float64 if stages == 2 and name != "narrow_resnet18" else torch.float32
     batch, model = in_precision(batch_of(case(name)), dtype), fresh(name, dropout=True).to(dtype)
     alone = copy.deepcopy(model)
     how: dict[str, Any] = {"stages": stages, "dp_replicate": 2, "microbatches": PARTS // 2}
@@ -76,7 +76,7 @@ def test_the_numbers_of_the_plain_loop(name: str, stages: int) -> None:
     assert engine.crew.local_replicas == 2
     losses, norms = list[Tensor](), list[Tensor]()
     # A ResNet on images of few pixels makes of a rounding in fp32 1e-4 in its second update.
-    updates = 1 if name == "resnet18" else 2
+    updates = 1 if name == "narrow_resnet18" else 2
     for step in range(2 * updates):
         found = engine.step(
             *batch.args, target=batch.target, update=bool(step % 2), loss_scale=0.5, **batch.kwargs
