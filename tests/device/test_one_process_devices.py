@@ -68,7 +68,7 @@ def plain_step(model: nn.Sequential, places: list[torch.device], x: Tensor, y: T
 
 
 @pytest.mark.parametrize(
-    ("places", "schedule"), in_turns(PLACES, ["gpipe", "1f1b", "interleaved", "zero-bubble"], each=2)
+    ("places", "schedule"), in_turns(PLACES, ["gpipe", "1f1b", "interleaved", "zero-bubble"], each=1)
 )
 def test_every_schedule_is_bit_equal_to_the_layers_where_they_are(
     places: tuple[str, str], schedule: Any
@@ -110,7 +110,7 @@ def test_models_train_over_places(places: tuple[str, str], name: str) -> None:
         lambda leaf: leaf.to(places[0]) if isinstance(leaf, Tensor) else leaf, (args, kwargs, target)
     )
     losses = []
-    for step in range(6):
+    for step in range(4):
         a, k, t = there if step % 2 else (args, kwargs, target)
         losses.append(float(engine.step(*a, target=t, **k).loss))
     assert losses[-1] < losses[0]

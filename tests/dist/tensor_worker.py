@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from recorded_once import always_recorded
-from tensor_models import DROPOUT, MODELS, NO_DOUBLE
+from tensor_models import DROPOUT, MODELS, NO_DOUBLE, RARE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -250,19 +250,24 @@ def refusals(mesh: DeviceMesh) -> list[str]:
     return said
 
 
+EXTENTS = {"all": list(MODELS), "slice": [name for name in MODELS if name not in RARE]}
+
+
 def main(folder: Path, names: list[str]) -> None:
+    """The models of an extent and everything else, or cases alone."""
+    extent = EXTENTS.get(names[0])
     world = join("cpu")
     mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("tp",))
     found: dict[str, Any] = {}
-    for name in names or list(MODELS):
+    for name in extent or names:
         try:
             dtypes = (torch.float32,) if name in NO_DOUBLE else (torch.float32, torch.float64)
             found[name] = {str(dtype): compared(name, mesh, dtype) for dtype in dtypes}
         except Exception as error:
-            if names:
+            if extent is None:
                 raise
             found[name] = {"error": f"{type(error).__name__}: {error}"}
-    if not names:
+    if extent is not None:
         found["elsewhere"], found["divided logits"] = elsewhere(mesh), divided_logits(mesh)
         found["layers"] = layers(mesh)
         found["changed values"] = changed_values(mesh)

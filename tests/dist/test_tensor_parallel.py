@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import pytest
 from launches import said_by
-from tensor_models import MODELS, NO_DOUBLE
+from tensor_models import MODELS, NO_DOUBLE, RARE
 
 from outsize.capture.graph.build import build_graph
 from outsize.capture.graph.tensor_parallel import with_styles
@@ -23,9 +24,15 @@ Found = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each of two ranks found, by model and dtype."""
-    return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("tensor"), timeout_s=240)
+    extent = "all" if request.config.getoption("--all") else "slice"
+    return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("tensor"), extent, timeout_s=240)
+
+
+def slice_of(names: Iterable[str]) -> list[Any]:
+    """All; rare models are marked `full`."""
+    return [pytest.param(name, marks=[pytest.mark.full] if name in RARE else []) for name in names]
 
 
 def of(rank: Found, name: str, dtype: str) -> dict[str, Any]:
@@ -33,7 +40,7 @@ def of(rank: Found, name: str, dtype: str) -> dict[str, Any]:
     return rank[name][dtype]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slice_of(MODELS))
 def test_loss_and_every_gradient_are_those_of_one_process(found: list[Found], name: str) -> None:
     for rank in found:
         in_32 = of(rank, name, FLOAT32)
@@ -42,7 +49,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(found: list[Found], na
         assert in_32["gradients"] < max(2e-6, min(in_32["rounding"], 3e-6))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in NO_DOUBLE])
+@pytest.mark.parametrize("name", slice_of(name for name in MODELS if name not in NO_DOUBLE))
 def test_only_rounding_separates_three_clipped_steps_of_adamw(found: list[Found], name: str) -> None:
     for rank in found:
         in_64 = of(rank, name, FLOAT64)
@@ -102,7 +109,7 @@ def graph_of(name: str) -> ModelGraph:
 COUNTED = [name for name in MODELS if name != "energy"]
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", slice_of(COUNTED))
 def test_bytes_are_those_of_the_planners_account(found: list[Found], name: str) -> None:
     """All-reduces and all-gathers of both passes, and what the account leaves out: logits for the caller."""
     graph, kwargs = graph_of(name), MODELS[name]()[2]
@@ -117,7 +124,7 @@ def test_bytes_are_those_of_the_planners_account(found: list[Found], name: str) 
     assert collective_bytes("all_reduce", sent["all_reduce"], 2) == sent["all_reduce"]
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", slice_of(COUNTED))
 def test_the_planner_adds_up_after_the_same_products(found: list[Found], name: str) -> None:
     styles = of(found[0], name, FLOAT32)["styles"]
     ends = ("row", "experts", "heads", "vocabulary")
@@ -127,7 +134,7 @@ def test_the_planner_adds_up_after_the_same_products(found: list[Found], name: s
     assert summing - losses == adding - {"shared"}  # T5's, which is called under another name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slice_of(MODELS))
 def test_a_rank_has_half_of_what_is_divided(found: list[Found], name: str) -> None:
     numbers = of(found[0], name, FLOAT32)
     assert 0.5 < numbers["share"] < 0.63  # of tiny models norms and positions are much

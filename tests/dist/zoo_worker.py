@@ -52,12 +52,14 @@ LARGE = ("resnet50", "deeplabv3", "late_fusion")
 
 
 def models(ranks: int, everything: bool) -> list[str]:
-    """What so many ranks run: of three ranks one model of each kind, of two every second other one, too."""
+    """What so many ranks run: of two one model of each kind and every third other one, of three every second
+    kind.
+    """
     names = [known.name for known in CASES]
     if everything:
         return names
-    others = [name for name in names if name not in (*KINDS, *LARGE)][::2] if ranks == 2 else []
-    return [name for name in names if name in (*KINDS, *others)]
+    others = [name for name in names if name not in (*KINDS, *LARGE)][::3]
+    return [name for name in names if name in ((*KINDS, *others) if ranks == 2 else KINDS[1::2])]
 
 
 def combinations(name: str, stages: int, everything: bool) -> list[Combination]:

@@ -56,8 +56,12 @@ QUESTIONS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "mixtral": (MIXTRAL, TEXT, 16, {"cluster": "2xa100-40gb", "stages": 2}),
 }
 
-# Four to ten seconds each: only with --all, as before a change of the planner lands.
+# One to ten seconds each: only with --all, as before a change of the planner lands.
 SLOW = {
+    "resnet50, little memory",
+    "llama, what if",
+    "llama on one small device",
+    "gpt2, sgd, bf16",
     "deeplab on three devices",
     "gpt2 on four GPUs",
     "llama, all axes",

@@ -21,6 +21,8 @@ from outsize.train.check.compare import PlainLoop, adamw, compare, reference_sna
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 MODELS = ("unet", "narrow_resnet18", pytest.param("late_fusion", marks=[pytest.mark.full]))
 
 

@@ -26,6 +26,8 @@ from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.variants import variant
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 Patch = pytest.MonkeyPatch
 
 

@@ -26,6 +26,8 @@ from outsize.ir.plan import Plan, ScheduleName
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 WIDTH, BLOCKS, COUNT, STAGES = 4, 6, 4, 3
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 

@@ -15,6 +15,8 @@ from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Plan
 from outsize.planner.offload.host_traffic import host_bytes
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 hf = import_transformers()
 LAYERS, WIDTH, SAMPLES = 16, 64, 4
 

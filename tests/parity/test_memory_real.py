@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "memory"
 
 

@@ -14,6 +14,7 @@ import torch
 from counted import Device
 from parity_runs import STEPS, Combination, at_random, batch_of, engine_for, reference, split_run
 from torch import Tensor, nn
+from turns import in_turns
 from zoo import case
 
 import outsize
@@ -69,7 +70,10 @@ def slice_of(names: Iterable[str], *values: str) -> list[Any]:
     return [pytest.param(n, *values, marks=[pytest.mark.full] if n in LARGE else []) for n in names]
 
 
-BOTH = [*slice_of(["narrow_resnet18", *MODELS], "host"), *slice_of(["narrow_resnet18", *STAYING], "host-optimizer")]
+BOTH = [
+    *slice_of(["narrow_resnet18", *MODELS], "host"),
+    *slice_of(["narrow_resnet18", *STAYING], "host-optimizer"),
+]
 
 
 @pytest.mark.parametrize(("name", "weights"), BOTH)
@@ -258,8 +262,7 @@ LOOPS: dict[str, tuple[Callable[[Engine], None], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("hosted", HOSTED)
-@pytest.mark.parametrize("loop", list(LOOPS))
+@pytest.mark.parametrize(("loop", "hosted"), in_turns(LOOPS, HOSTED, each=2))
 def test_whatever_a_loop_does(loop: str, hosted: Weights) -> None:
     """As a pipeline in one process, which is itself the plain loop to the bit."""
     run, how = LOOPS[loop]
@@ -289,8 +292,9 @@ def test_a_view_of_a_weight_is_handed_on(weights: Weights) -> None:
     assert [n for n, t in ours.full_state_dict().items() if not torch.equal(t, state[n])] == []
 
 
-@pytest.mark.parametrize("hosted", HOSTED)
-@pytest.mark.parametrize("loop", ["plain", "clipped", "accumulated", "replaced"])
+@pytest.mark.parametrize(
+    ("loop", "hosted"), in_turns(["plain", "clipped", "accumulated", "replaced"], HOSTED, each=2)
+)
 def test_what_the_host_has_may_be_files(loop: str, hosted: Weights, tmp_path: Path) -> None:
     """The same bits; weights, gradients and states are mapped, and no file has a name."""
     run, how = LOOPS[loop]

@@ -18,6 +18,8 @@ from outsize.train.check.compare import adamw, compare
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 MODELS = ("mlp", "unet", "narrow_resnet18", "gpt2", "t5", "bert", "swin", "mixtral", "mamba", "lstm")
 
 

@@ -21,6 +21,8 @@ from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.variants.variant import Variants
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 MODELS = ("toy", "mlp", "unet", "gpt2", "llama", "vit", "bert")
 
 

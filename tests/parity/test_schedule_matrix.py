@@ -38,6 +38,8 @@ from outsize.train.check.compare import (
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 COUNT, RANKS, STEPS, SEED = 4, 2, 2, 3
 SCHEDULES = tuple(family.name for family in families())
 LOSS = nn.CrossEntropyLoss()

@@ -43,7 +43,10 @@ def some_again(plan: Plan, name: str, draw: random.Random, share: float = 0.6) -
 
 
 CASES: list[tuple[str, int, ScheduleName]] = [
-    *((name, 2, "1f1b") for name in ("mlp", "unet", "narrow_resnet18", "gpt2", "t5", "lstm", "bert", "mixtral")),
+    *(
+        (name, 2, "1f1b")
+        for name in ("mlp", "unet", "narrow_resnet18", "gpt2", "t5", "lstm", "bert", "mixtral")
+    ),
     *((name, 3, "zero-bubble") for name in ("gpt2", "unet")),
     ("gpt2", 1, "1f1b"),
     ("gpt2", 3, "gpipe"),

@@ -176,7 +176,9 @@ def _as(dtype: torch.dtype, value: Any) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@pytest.mark.parametrize("name", ["unet", "narrow_resnet18", pytest.param("late_fusion", marks=[pytest.mark.full])])
+@pytest.mark.parametrize(
+    "name", ["unet", "narrow_resnet18", pytest.param("late_fusion", marks=[pytest.mark.full])]
+)
 def test_channels_last(name: str) -> None:
     known = case(name)
 

@@ -18,6 +18,8 @@ from zoo_case import Case, classes, cross_entropy, features, squared_error, toke
 import outsize
 from outsize.train.batch.batch import Batch
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 
 def linear(a: int = 8, b: int = 8) -> nn.Linear:
     return nn.Linear(a, b)

@@ -24,7 +24,18 @@ from outsize.ir.plan import Plan
 from outsize.run.stage.split_backward import input_backward
 from outsize.train.check.compare import compare
 
-MODELS = ("mlp", "gpt2", "llama", "t5", "unet", "narrow_late_fusion", "lstm", "mixtral", "narrow_resnet18", "mamba")
+MODELS = (
+    "mlp",
+    "gpt2",
+    "llama",
+    "t5",
+    "unet",
+    "narrow_late_fusion",
+    "lstm",
+    "mixtral",
+    "narrow_resnet18",
+    "mamba",
+)
 
 SIZES = ((3, 4), (2, 3))  # stages, microbatches
 

@@ -27,6 +27,8 @@ from outsize.train.engine.engine import Engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 NAMED = {"two": ("a", "b"), "gpu-cpu": ("a", "cpu"), "cpu-gpu": ("cpu", "b"), "one": ("a", "a")}
 

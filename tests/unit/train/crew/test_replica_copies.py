@@ -25,6 +25,8 @@ from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import RankOptions
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 SEED, CLIP, PARTS = 5, 0.5, 4
 X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))

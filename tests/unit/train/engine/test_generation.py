@@ -20,7 +20,7 @@ from outsize.ir.plan import stages_from_bounds
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 
 
 def prompt_of(name: str) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def engine_of(name: str, plan: outsize.Plan, group: dist.ProcessGroup | None) ->
     return engine
 
 
-# With --all alone: qwen3 and mixtral keep a cache as llama and gpt2 do, bart and whisper one as t5 does.
-LIKE_OTHERS = ("qwen3", "mixtral", "bart", "whisper")
+# With --all alone: gpt2, qwen3 and mixtral keep a cache as llama does, bart and whisper one as t5 does.
+LIKE_OTHERS = ("gpt2", "qwen3", "mixtral", "bart", "whisper")
 
 
 @pytest.mark.parametrize(
