@@ -194,6 +194,26 @@ def plain(
     })  # fmt: skip
 
 
+def waits_of_a_step(
+    world: World, *, microbatches: int, axes: dict[str, Any], autocast: bool = False, scaler: bool = False,
+    clip_norm: float | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """Where the host waits for its device in a step, with the batch on the host."""
+    from host_waits import host_waits
+
+    (x, y), kind = data(), world.device_type
+    x, y = x.repeat(4, 1), y.repeat(4, 1)
+    scale = torch.amp.GradScaler(kind, init_scale=1024.0, growth_interval=1) if scaler else None
+    with _precision(world, autocast):
+        engine = outsize.parallelize(
+            small(), (x,), loss_fn=F.mse_loss, target=y, optimizer=adam, clip_norm=clip_norm, scaler=scale,
+            cluster=f"{world.world_size}xh200", microbatches=microbatches, **axes,
+        )  # fmt: skip
+        for _ in range(2):
+            engine.step(x, target=y)
+        return dict(host_waits(lambda: engine.step(x, target=y)))
+
+
 # -- the process group ---------------------------------------------------------------------------------------
 
 

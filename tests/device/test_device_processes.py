@@ -79,3 +79,23 @@ def test_replicas_and_shards_have_the_numbers(ranks_of: Servers, axis: str) -> N
         assert torch.allclose(
             found[0]["state"][name], tensor, rtol=0.0, atol=WITHIN * float(tensor.abs().max())
         )
+
+
+@pytest.mark.parametrize("microbatches", [4, 16])
+@pytest.mark.parametrize(
+    ("count", "axes", "how"),
+    [
+        (2, {"stages": 2}, {"clip_norm": 0.05}),
+        (2, {"stages": 2}, {"scaler": True, "autocast": True, "clip_norm": 0.05}),
+        pytest.param(3, {"stages": 3}, {"clip_norm": 0.05}, marks=pytest.mark.full),
+        pytest.param(2, {"stages": 1, "dp_replicate": 2}, {"clip_norm": 0.05}, marks=pytest.mark.full),
+        pytest.param(2, {"stages": 1, "dp_shard": 2}, {"clip_norm": 0.05}, marks=pytest.mark.full),
+    ],
+    ids=["stages", "scaler", "three stages", "replicas", "shards"],
+)
+def test_the_host_of_each_rank_waits_at_most_once_in_a_step(
+    ranks_of: Servers, count: int, axes: dict[str, Any], how: dict[str, Any], microbatches: int
+) -> None:
+    found = ranks_of("sim").run("waits_of_a_step", count, axes=axes, microbatches=microbatches, **how)
+    totals = [sum(waits.values()) for waits in found]
+    assert max(totals) <= 1, (totals, found)

@@ -20,15 +20,24 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100)
 
 
-def engine_and_batch(places: list[str] | None, microbatches: int) -> tuple[outsize.Engine, Tensor, Tensor]:
-    """An engine with clipping and AdamW, and a batch where a user has it: on one device it is there, too."""
+def mean_of(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.sum(-1), target.float())
+
+
+def engine_and_batch(
+    places: list[str] | None, microbatches: int, *, scaler: bool = False
+) -> tuple[outsize.Engine, Tensor, Tensor]:
+    """An engine with clipping and AdamW, and a batch where a user has it: on one device it is there, too.
+
+    A scaler reads a flag in each step, so its loss is one whose weights are known without the targets.
+    """
     torch.manual_seed(0)
     layers = [nn.Embedding(16, 8), nn.Linear(8, 8), nn.Dropout(0.1), nn.LayerNorm(8), nn.Linear(8, 16)]
     x, y = torch.randint(0, 16, (16, 4)), torch.randint(0, 16, (16, 4))
     y[::3, 2:] = -100
     model, there = nn.Sequential(*layers), torch.device("cpu" if places else "sim:0")
     model, x, y = model.to(there), x.to(there), y.to(there)
-    given: dict[str, Any] = {"loss_fn": loss_of, "target": y}
+    given: dict[str, Any] = {"loss_fn": mean_of if scaler else loss_of, "target": y}
     plan = outsize.plan(model, (x,), cluster="2xcpu", stages=2, microbatches=microbatches, **given)
     engine = outsize.parallelize(
         model,
@@ -37,17 +46,19 @@ def engine_and_batch(places: list[str] | None, microbatches: int) -> tuple[outsi
         devices=places,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         clip_norm=1.0,
+        scaler=torch.amp.GradScaler("sim", init_scale=1024.0) if scaler else None,
         **given,
     )
     return engine, x, y
 
 
+@pytest.mark.parametrize("scaler", [False, True], ids=["", "scaler"])
 @pytest.mark.parametrize("microbatches", [4, 16])
 @pytest.mark.parametrize("places", PLACES)
-def test_the_host_waits_at_most_once_in_a_step(places: str, microbatches: int) -> None:
+def test_the_host_waits_at_most_once_in_a_step(places: str, microbatches: int, scaler: bool) -> None:
     from host_waits import host_waits
 
-    engine, x, y = engine_and_batch(PLACES[places], microbatches)
+    engine, x, y = engine_and_batch(PLACES[places], microbatches, scaler=scaler)
     for _ in range(2):
         engine.step(x, target=y)
     waits = host_waits(lambda: engine.step(x, target=y))

@@ -1,7 +1,8 @@
-"""Reads numbers from devices, so that the host waits as rarely as it can.
+"""Moves numbers between the host and devices, so that the host waits as rarely as it can.
 
 host_numbers([3, a, b])      one wait for all tensors of a device
 flag = HostCopy(tensor)      none: the copy is launched, and `value` is there once the device was that far
+launched_to(device, host)    none: the copy is launched from page-locked memory
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ def host_numbers(values: Sequence[float | Tensor]) -> list[float]:
             is_count = not tensor.is_floating_point()
             numbers[place] = int(number) if is_count else float(number)
     return numbers
+
+
+def launched_to(device: str | torch.device, values: Tensor) -> Tensor:
+    """Returns a copy of the host's tensor on a device; an accelerator copies it while the host goes on."""
+    if not is_accelerator(device):
+        return values.to(device)
+    staging = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
+    return staging.to(device, non_blocking=True)
 
 
 @final

@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from outsize.device.streams import Streams
 from outsize.errors import InvalidSchedule
 from outsize.run.interpreter.interpreter import Interpreter, StepOutputs
 from outsize.run.transport.base import Transport
@@ -74,6 +75,20 @@ class SingleDevice(InProcessRanks):
 
     def reset(self) -> None:
         self._boxes.boxes.clear()
+
+
+def own_inputs(
+    streams: Streams, place: str | torch.device, microbatches: Sequence[Sequence[Tensor]], used: Used
+) -> list[list[Tensor]]:
+    """Returns the microbatches with the inputs that a rank reads on its place; the others are where they
+    were.
+    """
+    wanted = [(mb, p) for mb in range(len(microbatches)) for p in sorted(used(mb))]
+    brought = streams.move_inputs([microbatches[mb][p] for mb, p in wanted], str(place))
+    moved = [list(tensors) for tensors in microbatches]
+    for (mb, p), tensor in zip(wanted, brought, strict=True):
+        moved[mb][p] = tensor
+    return moved
 
 
 def run_round_robin(interpreters: Sequence[Interpreter]) -> list[StepOutputs]:

@@ -59,12 +59,13 @@ class Programs:
 @dataclass
 class StepInputs:
     """Holds the data of a step: `inputs[mb]` are all input tensors, `weights[mb]` is the share of
-    the loss.
+    the loss. `grad_scale` (0-dim) multiplies it, too, where a GradScaler keeps it on a device.
     """
 
     inputs: Sequence[Sequence[Tensor]]
     weights: Sequence[float]
     seeds: Sequence[Seed]
+    grad_scale: Tensor | None = None
 
 
 @final
@@ -193,7 +194,7 @@ class _Handlers:
         for slot in self._tied.values():
             slot.content = MISSING
         for stage in self._stages.values():
-            stage.begin()
+            stage.begin(step.grad_scale)
 
     def reset(self) -> None:
         """Drops an unfinished step."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outsize.device.streams import Streams
-from outsize.run.interpreter.in_process import InProcessRanks, Used, deadlock
+from outsize.run.interpreter.in_process import InProcessRanks, Used, deadlock, own_inputs
 from outsize.run.interpreter.interpreter import Interpreter, StepOutputs
 from outsize.run.transport.base import Pending, Transport
 from outsize.run.transport.device_copies import DeviceCopy, DeviceLink, checked_link
@@ -49,12 +49,7 @@ class MultiDevice(InProcessRanks):
     def inputs(
         self, seat: int, microbatches: Sequence[Sequence[Tensor]], used: Used
     ) -> Sequence[Sequence[Tensor]]:
-        wanted = [(mb, p) for mb in range(len(microbatches)) for p in sorted(used(mb))]
-        brought = self.streams.move_inputs([microbatches[mb][p] for mb, p in wanted], self.of_seat[seat])
-        on_device = [list(tensors) for tensors in microbatches]
-        for (mb, p), tensor in zip(wanted, brought, strict=True):
-            on_device[mb][p] = tensor
-        return on_device
+        return own_inputs(self.streams, self.of_seat[seat], microbatches, used)
 
     def run(self, interpreters: Mapping[int, Interpreter]) -> list[StepOutputs]:
         """Runs one compute action of each seat in turn until all rows are done."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from outsize.device.readback import launched_to
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
@@ -119,13 +120,14 @@ class ShardedWeights(Moves):
     def _finish(self) -> None:
         """Ends the step: gradients are ready, and those that no replica has computed become None."""
         groups = [group for groups_of_stage in self._stages.values() for group in groups_of_stage]
-        made = torch.tensor([made for group in groups for made in group.finish()], dtype=torch.uint8)
-        made = made.to(self._mesh.device_type)
+        here = [made for group in groups for made in group.finish()]
+        made = launched_to(self._mesh.device_type, torch.tensor(here, dtype=torch.uint8))
         for dim in range(self._mesh.ndim):
             dist.all_reduce(made, dist.ReduceOp.MAX, self._mesh.get_group(dim))
-        left = iter(made.tolist())
+        # What this replica has made, some replica has: the host reads the device only for what it lacks.
+        anywhere = iter(here if all(here) else made.tolist())
         for group in groups:
-            group.forget(left)
+            group.forget(anywhere)
         _release(self._root)
 
 

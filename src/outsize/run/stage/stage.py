@@ -172,8 +172,9 @@ class StageExecutor:
         self._grad = self._casts = False
         self.begin()
 
-    def begin(self) -> None:
-        """Reads the caller's modes, which hold for a whole step."""
+    def begin(self, grad_scale: Tensor | None = None) -> None:
+        """Reads the caller's modes, which hold for a whole step, as `grad_scale` does."""
+        self._grad_scale = grad_scale
         self._grad, self._casts = torch.is_grad_enabled(), bool(casting_devices())
         trained = (entry for entry in self._weights if entry.tensor.requires_grad and entry.tensor.is_leaf)
         self._without_gradient = [entry for entry in trained if entry.tensor.grad is None]
@@ -265,6 +266,8 @@ class StageExecutor:
         if saved.loss is not None and saved.loss.requires_grad:
             roots.append(saved.loss)
             grads.append(torch.full_like(saved.loss, weight))
+            if self._grad_scale is not None:
+                grads[-1] = (grads[-1] * self._grad_scale.to(saved.loss.device)).to(saved.loss.dtype)
         return roots, grads
 
     def tied_parameter(self, key: int) -> Tensor:

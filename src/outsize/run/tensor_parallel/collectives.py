@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -261,19 +261,30 @@ def whole_shapes(model: nn.Module) -> Iterator[None]:
             table[key] = p
 
 
-def norms_of_shards(norms: Tensor, gradients: Mapping[int, Tensor]) -> Tensor:
+def norms_of_shards(norms: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """Turns norms of this rank's shards into norms of the whole gradients; all ranks must make the same call.
 
     `norms[i]` belongs to `gradients[i]`.
     """
-    shards = {at: g for at, g in gradients.items() if isinstance(g, DTensor)}
-    if not shards:
-        return norms
-    at, mesh = list(shards), next(iter(shards.values())).device_mesh
-    squares = norms[at].square().to(mesh.device_type)
-    dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-    norms[at] = squares.sqrt().to(norms.device)
-    return norms
+    mesh = next((g.device_mesh for g in gradients if isinstance(g, DTensor)), None)
+    if mesh is None:
+        return list(norms)
+
+    def total(squares: Tensor) -> Tensor:
+        dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
+        return squares
+
+    return with_added_squares(norms, [isinstance(g, DTensor) for g in gradients], total)
+
+
+def with_added_squares(
+    norms: Sequence[Tensor], is_part: Sequence[bool], total: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Returns norms (0-dim) of whole values from those of parts; `total` adds up squares over ranks."""
+    parts = [norm for norm, part in zip(norms, is_part, strict=True) if part]
+    # fp64 holds the squares of every dtype exactly.
+    whole = iter(total(torch.stack(parts).double().square()).sqrt().unbind() if parts else ())
+    return [next(whole) if part else norm for norm, part in zip(norms, is_part, strict=True)]
 
 
 def _placement(share: Share | None) -> Placement:

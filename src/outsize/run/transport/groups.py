@@ -29,6 +29,8 @@ from typing import Final, Self, final
 import torch
 import torch.distributed as dist
 
+from outsize.device.accelerators import is_accelerator
+
 # Backends that match messages by their tags and take tensors of the host.
 HOST_BACKENDS: Final = frozenset({"gloo", "mpi", "ucc"})
 
@@ -49,6 +51,10 @@ class RankGroup:
             return cls(group, host)
         backend = device_backend(group, device)
         return cls(host if backend == "gloo" else unbound_group(group, backend), host)
+
+    def of_tensor(self, tensor: torch.Tensor) -> dist.ProcessGroup:
+        """Returns the group whose collectives take this tensor."""
+        return self.device if is_accelerator(tensor.device) else self.host
 
     def rank(self) -> int:
         """Returns the number of this process among the ranks."""

@@ -31,10 +31,11 @@ from torch.optim import Optimizer
 
 from outsize.device.accelerators import CPU, current_device, is_accelerator
 from outsize.device.clock import Clock, clock_of
+from outsize.device.streams import TorchStreams
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
-from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice
+from outsize.run.interpreter.in_process import InProcessRanks, SingleDevice, own_inputs
 from outsize.run.interpreter.interpreter import Interpreter, Programs, StepInputs, StepOutputs
 from outsize.run.interpreter.trace import Marks
 from outsize.run.moves.activations import ActivationOffload
@@ -137,6 +138,11 @@ class Crew(ABC):
         self._moves = ShardedWeights(model, home, self.mesh.device_mesh[axes], fill, once=gather_once)
 
     @property
+    def gradient_device(self) -> torch.device:
+        """Returns where this rank's gradients are at the end of a step, the same on every rank."""
+        return torch.device(CPU) if self._plan.streams or self.device is None else self.device
+
+    @property
     def global_rank(self) -> int:
         """Returns the rank among all processes of the run."""
         return self.mesh.rank if self.mesh is not None else 0
@@ -214,14 +220,23 @@ class Crew(ABC):
 
     @abstractmethod
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
-        """Returns the 0-dim tensor of `dtype` that rank `source` passes, on every rank."""
+        """Returns the 0-dim tensor of `dtype` that rank `source` passes, on every rank's device.
+
+        The host waits for no device.
+        """
 
     @abstractmethod
     def sum(self, value: Tensor) -> Tensor:
-        """Returns the elementwise sum over ranks of a tensor on the host.
+        """Returns the elementwise sum over ranks of a tensor on the host or on this rank's device, in place.
 
         Each element is non-zero on one rank only, so it is exact.
         """
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Returns the elementwise maximum over all processes of the run, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(value, dist.ReduceOp.MAX, self.mesh.group.of_tensor(value))
+        return value
 
     @abstractmethod
     def fetch(self, tensor: Tensor, stage: int) -> Tensor | None:
@@ -327,6 +342,12 @@ def _outputs(variants: Sequence[Variant], schedule: Schedule, results: Iterable[
     )
 
 
+def _used(interpreter: Interpreter, variants: Sequence[Variant], microbatch: int) -> set[int]:
+    """Returns the positions of the inputs that the rank's stages read."""
+    stages = {action.stage for action in interpreter.schedule.actions[interpreter.rank]}
+    return {p for s in stages for p in variants[microbatch].cut.programs[s].inputs}
+
+
 @final
 class LocalCrew(Crew):
     """Runs all ranks in this process: on one device, or each on its own device (`together`).
@@ -379,9 +400,9 @@ class LocalCrew(Crew):
         ranks = self._interpreters(load, make_stage, self._transports[load.replica])
         seats = {rank.rank * self.local_replicas + load.replica: rank for rank in ranks}
         for seat, interpreter in seats.items():
-            used = partial(self._used, interpreter, load.variants)
+            used = partial(_used, interpreter, load.variants)
             own = self._together.inputs(seat, load.inputs, used)
-            interpreter.begin(StepInputs(own, load.weights, load.seeds))
+            interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
         return seats
 
     def _run(self, interpreters: dict[int, Interpreter]) -> None:
@@ -398,12 +419,6 @@ class LocalCrew(Crew):
             raise
         for seat, result in zip(interpreters, results, strict=True):
             self.keep(seat, result.marks)
-
-    @staticmethod
-    def _used(interpreter: Interpreter, variants: Sequence[Variant], microbatch: int) -> set[int]:
-        """Returns the positions of the inputs that the rank's stages read."""
-        stages = {action.stage for action in interpreter.schedule.actions[interpreter.rank]}
-        return {p for s in stages for p in variants[microbatch].cut.programs[s].inputs}
 
     def device_of(self, stage: int, replica: int = 0) -> torch.device | None:
         return self._together.device(self._plan.ranks[stage] * self.local_replicas + replica)
@@ -454,13 +469,15 @@ class ProcessCrew(Crew):
             options = replace(options, moves=options.moves or OverlappedAllReduce(replicas.gradients))
         super().__init__(plan, place, replicas, options)
         self._transport = connect(TransportGroups.make(group, device), device, plan.axes.group_size)
+        self._place, self._streams = device, TorchStreams([str(device)])
 
     def run(
         self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
     ) -> list[GroupOutputs]:
         (load,) = loads
         (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
-        interpreter.begin(StepInputs(load.inputs, load.weights, load.seeds))
+        own = own_inputs(self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants))
+        interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
         with self.moves.step_context(optimizer):
             result = interpreter.run()
         self.keep(self.rank, result.marks)
@@ -473,8 +490,12 @@ class ProcessCrew(Crew):
 
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         # fp64 holds every loss dtype exactly.
-        wire = None if value is None else value.to("cpu", torch.float64)
-        return self._transport.share(wire, source).to(dtype)
+        wire = None if value is None else value.to(self._place, torch.float64)
+        if not is_accelerator(self._place):
+            return self._transport.share(wire, source).to(dtype)
+        wire = torch.zeros((), dtype=torch.float64, device=self._place) if wire is None else wire
+        dist.broadcast(wire, group=self._group.device, group_src=source)
+        return wire.to(dtype)
 
     def _connect(self, schedule: Schedule) -> None:
         self._transport.open((source, to, kind is Kind.B) for source, to, kind in wires(schedule))
@@ -482,7 +503,7 @@ class ProcessCrew(Crew):
             self._transport.lift_bound()
 
     def sum(self, value: Tensor) -> Tensor:
-        dist.all_reduce(value, group=self._group.host)
+        dist.all_reduce(value, group=self._group.of_tensor(value))
         return value
 
     def rank_of(self, stage: int) -> int:

@@ -1,7 +1,7 @@
 """Clips by global norm over parameters that live on several ranks, bit-equal to one process.
 
-In one process torch's own functions are called: on devices they take the norms of all gradients at once, and
-the host waits for none of them. Over processes, numbers are added on the host:
+In one process torch's own functions are called. Over processes each rank's device computes the norms of its
+gradients, and one sum over the ranks' devices makes them known to all; the host waits for no device:
 
 `torch.nn.utils.clip_grad_norm_` takes the norm of the vector of per-parameter norms, in the order of the
 parameters. Each rank fills in the norms of its own parameters and zeros elsewhere; the sum over ranks is
@@ -13,13 +13,15 @@ the optimizer has stepped already (run/host/speculative_step.py), the norm decid
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from outsize.device.accelerators import is_accelerator
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.host.speculative_step import Speculation
@@ -47,28 +49,70 @@ def clip_by_global_norm(
         total = nn.utils.get_total_norm([p.grad for p in everything.values() if p.grad is not None])
         nn.utils.clip_grads_with_norm_(everything.values(), max_norm, total)
         return total
-    known_norms = {} if speculation is None else speculation.norms
-    position_of = {name: i for i, name in enumerate(everything)}
-    # fp64 holds the norms of every dtype exactly.
-    norms, present = torch.zeros(2, len(position_of), dtype=torch.float64)
-    for name, parameter in owned.items():
-        if parameter.grad is not None:
-            norm = known_norms.get(parameter)
-            norms[position_of[name]] = (
-                torch.linalg.vector_norm(local_of(parameter.grad)) if norm is None else norm
-            )
-            present[position_of[name]] = 1.0
-    norms = norms_of_shards(norms, {position_of[n]: p.grad for n, p in owned.items() if p.grad is not None})
-    if tensor is not None:
-        norms = tensor.norms(norms, list(position_of))
-    norms, present = crew.sum(norms), crew.sum(present)
-    dtypes = [p.dtype for p, has_grad in zip(everything.values(), present, strict=True) if has_grad]
-    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
-    total = torch.linalg.vector_norm(norms[present.bool()].to(dtype))
+    names, place = list(owned), crew.gradient_device
+    gradients = [parameter.grad for parameter in owned.values()]
+    norms = _norms(list(owned.values()), {} if speculation is None else speculation.norms, place)
+    norms = norms_of_shards(norms, gradients)
+    norms = norms if tensor is None else tensor.norms(norms, names)
+    # Hosts know which gradients there are, and devices know their norms.
+    has_gradient = {name for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+    present = crew.sum(torch.tensor([float(name in has_gradient) for name in everything]))
+    every_norm = crew.sum(_in_order(everything, dict(zip(names, norms, strict=True)), place))
+    total = _norm_of_norms(every_norm, present.tolist(), [p.dtype for p in everything.values()])
     if speculation is not None:  # torch's coefficient; with NaN the step is undone
         speculation.settle(stands=bool(max_norm / (total + 1e-6) >= 1))
     torch.nn.utils.clip_grads_with_norm_(owned.values(), max_norm, total)
     return total
+
+
+def _norms(
+    parameters: Sequence[nn.Parameter], known: Mapping[nn.Parameter, Tensor], place: torch.device
+) -> list[Tensor]:
+    """Returns the norm (0-dim) of each parameter's gradient on this rank, 0 where there is none.
+
+    They are computed as torch's clipping does: on an accelerator all of a dtype at once, else one by one.
+    """
+    zero = torch.zeros((), device=place)
+    norms = [known.get(parameter, zero) for parameter in parameters]
+    by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+    for at, parameter in enumerate(parameters):
+        if parameter.grad is not None and parameter not in known:
+            by_dtype.setdefault(parameter.grad.dtype, []).append((at, local_of(parameter.grad)))
+    for members in by_dtype.values():
+        gradients = [gradient for _, gradient in members]
+        if is_accelerator(place):
+            found = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            found = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+        for (at, _), norm in zip(members, found, strict=True):
+            norms[at] = norm
+    return norms
+
+
+def _in_order(names: Iterable[str], norms: Mapping[str, Tensor], place: torch.device) -> Tensor:
+    """Returns the norms in the order of the names, in fp64, which holds those of every dtype exactly; 0 for
+    the names of other ranks.
+    """
+    parts: list[Tensor] = []
+    for is_own, run in groupby(names, key=norms.__contains__):
+        members = list(run)
+        own = (
+            torch.stack([norms[name] for name in members])
+            if is_own
+            else torch.zeros(len(members), device=place)
+        )
+        parts.append(own.to(place, torch.float64))
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=place)
+
+
+def _norm_of_norms(norms: Tensor, present: Sequence[float], dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Returns the norm of the norms of the gradients that some rank has."""
+    used = [dtype for dtype, has_gradient in zip(dtypes, present, strict=True) if has_gradient]
+    dtype = functools.reduce(torch.promote_types, used) if used else torch.get_default_dtype()
+    if len(used) < len(dtypes):
+        kept = [norm for norm, has_gradient in zip(norms.unbind(), present, strict=True) if has_gradient]
+        norms = torch.stack(kept) if kept else norms[:0]
+    return torch.linalg.vector_norm(norms.to(dtype))
 
 
 def speculation_for(

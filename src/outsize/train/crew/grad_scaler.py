@@ -1,11 +1,13 @@
 """GradScaler over stages: when the gradients of one rank overflow, every rank skips the step.
 
     step      loss * scale           backward of all microbatches, on every rank
-    update    overflow here?  ->  sum over ranks  ->  where it happened elsewhere, one own gradient is made
-              inf, so that torch's own GradScaler skips this rank's step too and backs its scale off alike
+    unscale   gradients / scale      each device notes whether any is infinite or NaN
+    combine   one flag of all        over the devices of a process, then over all ranks by one all-reduce
+    update    the step, unless the flag is set; the scale grows or backs off
 
 The scaler is the user's ordinary `torch.amp.GradScaler` (Micikevicius et al. 2018, arXiv:1710.03740), one per
-rank; all of them see the same overflows, so their scales stay equal.
+rank; all of them see one flag, so their scales stay equal. The scale and the flag stay on the devices. The
+host waits once, where the scaler reads the flag before the optimizer's step, as in a plain loop.
 """
 
 from __future__ import annotations
@@ -19,28 +21,28 @@ from torch.optim import SGD, Optimizer
 
 from outsize.run.tensor_parallel.collectives import local_of
 from outsize.train.crew.crew import Crew
-from outsize.train.ranks.tensor_parallel import TensorRanks
 
 
 @final
 class Scaling:
-    """One rank's part of a step under a GradScaler."""
+    """One rank's part of a step under a GradScaler, whose numbers are on `device`: where the loss is, or else
+    this rank's gradients.
+    """
 
-    def __init__(self, scaler: GradScaler, crew: Crew, tensor: TensorRanks | None = None) -> None:
-        self._scaler, self._crew, self._tensor = scaler, crew, tensor
-        self._device = crew.device or torch.device("cpu")
-        self._empty = torch.zeros((), device=self._device, requires_grad=True)
+    def __init__(self, scaler: GradScaler, crew: Crew, device: torch.device) -> None:
+        self._scaler, self._crew, self._device = scaler, crew, device
+        self._empty = torch.zeros((), device=device, requires_grad=True)
         # A rank without parameters takes part with an optimizer over one empty parameter.
         self._spare = SGD([self._empty], lr=0.0)
         self._shown: Optimizer = self._spare
         self._unscaled = False
 
-    def scale(self) -> float:
-        """Returns the factor by which this step's loss is multiplied."""
-        return float(self._scaler.scale(torch.ones((), device=self._device)))
+    def scale(self) -> Tensor:
+        """Returns the factor by which this step's loss is multiplied (0-dim)."""
+        return self._scaler.scale(torch.ones((), device=self._device))
 
     def unscale(self, optimizer: Optimizer | None) -> None:
-        """Divides the gradients by the scale, once per step; where any rank overflowed, one becomes inf."""
+        """Divides the gradients by the scale, once per step, and lets all ranks know of an overflow."""
         if self._unscaled:
             return
         scaled_optimizer = optimizer or self._spare
@@ -48,15 +50,14 @@ class Scaling:
         grads = [
             p.grad for group in scaled_optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
-        overflowed = self._overflow(grads)
-        flag = torch.full((1,), float(overflowed))  # on the host, where ranks tell each other numbers
-        flag = flag if self._tensor is None else self._tensor.any(flag)
-        flag = self._crew.replicas.total(self._crew.sum(flag)[0])
-        if bool(flag > 0) and not overflowed and grads:
-            max(map(local_of, grads), key=Tensor.numel).fill_(torch.inf)  # a shard may be empty
         whole = bool(grads) and all(g is local_of(g) for g in grads)
         self._shown = scaled_optimizer if whole else _Parts(scaled_optimizer, self._empty)
         self._scaler.unscale_(self._shown)
+        if self._scaler.is_enabled():
+            flags: dict[Any, Tensor] = self._scaler._found_inf_per_device(self._shown)
+            flag = torch.stack([flag.to(self._device) for flag in flags.values()]).amax(0)
+            flags.clear()
+            flags[self._device] = self._crew.largest(flag)
         self._unscaled = True
 
     def step(self) -> None:
@@ -66,10 +67,6 @@ class Scaling:
         self._scaler.step(self._shown)
         self._scaler.update()
         self._unscaled = False
-
-    @staticmethod
-    def _overflow(grads: list[Tensor]) -> bool:
-        return not all(bool(torch.isfinite(local_of(g)).all()) for g in grads)
 
 
 @final

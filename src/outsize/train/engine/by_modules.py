@@ -68,13 +68,20 @@ class ByModules(Executor):
             )
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
         self._loss_fn, self._seed = options.loss_fn, options.seed
+        self._grad_scale: Tensor | None = None
 
     def prepare(self, parts: Sequence[Batch]) -> None:
         self._ownership.settle(self._placement)
 
     def train(
-        self, parts: Sequence[Batch], scale: float, step: int, optimizer: Optimizer | None = None
+        self,
+        parts: Sequence[Batch],
+        scale: float,
+        step: int,
+        optimizer: Optimizer | None = None,
+        grad_scale: Tensor | None = None,
     ) -> Tensor:
+        self._grad_scale = grad_scale
         loss, _ = self._run(parts, scale, step)
         assert loss is not None
         return loss
@@ -154,7 +161,10 @@ class ByModules(Executor):
         assert loss is not None
         start = time.perf_counter()
         with outside_autocast():
-            (loss * weight).backward()
+            weighted = loss * weight
+            if self._grad_scale is not None:
+                weighted = weighted * self._grad_scale.to(loss.device)
+            weighted.backward()
         self._keep(f"B{number}", start, run)
 
     def _keep(self, action: str, start_s: float, run: OwnedRun | None) -> None:

@@ -43,7 +43,7 @@ from outsize.train.batch.checks import (
 )
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.crew.apply_named import NamedCall, NamedCalls
-from outsize.train.crew.crew import Crew
+from outsize.train.crew.crew import Crew, device_of
 from outsize.train.crew.devices import insist_on_one_device
 from outsize.train.crew.grad_clip import clip_by_global_norm, speculation_for
 from outsize.train.crew.grad_scaler import Scaling
@@ -92,7 +92,7 @@ class Engine:
         rejects = rejection(model, options.loss_fn, home)
         rejects = rejects if self._tensor is None else self._tensor.whole()(rejects)
         self._dims = BatchDims(rejects, options.batch_dims)
-        self._scaling = Scaling(scaler, crew, self._tensor) if scaler is not None else None
+        self._scaling = Scaling(scaler, crew, _loss_device(model, crew, plan)) if scaler is not None else None
         recording = RecordingOptions(options.counting, home, self._tensor, options.captures)
         self._executor: Executor = (
             ByModules(model, plan, crew, self._ownership, options)
@@ -128,14 +128,15 @@ class Engine:
                 next_step="call step() outside of it, or engine.evaluate(...)",
             )
         insist_on_own_weights()
-        scale = loss_scale if self._scaling is None else loss_scale * self._scaling.scale()
+        grad_scale = None if self._scaling is None else self._scaling.scale()
         parts = self._microbatches(args, kwargs, target)
         self._compare_batches(parts)
         known = self.clip_norm is None or self._speculation is not None
         by_closure = update and wants_closure(self.optimizer)
         at_once = update and known and self._scaling is None and not by_closure
         with borrowed_generators():
-            loss = self._executor.train(parts, scale, self.steps, self.optimizer if at_once else None)
+            optimizer = self.optimizer if at_once else None
+            loss = self._executor.train(parts, loss_scale, self.steps, optimizer, grad_scale)
         self._equip()
         wrong_step = self._watch.look(self.steps, loss)
         if wrong_step is not None:
@@ -143,7 +144,7 @@ class Engine:
         with outside_autocast():
             norm = self.update() if update and not by_closure else None
         if by_closure:
-            norm = self._step_by_closure(loss, partial(self._executor.train, parts, scale, self.steps))
+            norm = self._step_by_closure(loss, partial(self._executor.train, parts, loss_scale, self.steps))
         self.steps += 1
         return StepResult(loss, norm)
 
@@ -411,6 +412,15 @@ def _offset_device(device: str, offset: int) -> str:
     """Returns the name of the device `places` after `device`; a plan names the first device of each stage."""
     kind, _, number = device.rpartition(":")
     return f"{kind}:{int(number) + offset}" if number.isdigit() else f"{device}+{offset}"
+
+
+def _loss_device(model: nn.Module, crew: Crew, plan: Plan) -> torch.device:
+    """Returns the device of this process on which the last stage computes, or else its other stages."""
+    named = crew.device or crew.device_of(len(plan.stages) - 1)
+    if named is not None:
+        return named
+    is_loaded = any(not parameter.is_meta for parameter in model.parameters())
+    return device_of_model(model) if is_loaded else device_of(plan)
 
 
 def _home(model: nn.Module, crew: Crew, stages: int) -> TapeHome | None:

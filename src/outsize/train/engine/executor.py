@@ -25,11 +25,17 @@ class Executor(ABC):
 
     @abstractmethod
     def train(
-        self, parts: Sequence[Batch], scale: float, step: int, optimizer: Optimizer | None = None
+        self,
+        parts: Sequence[Batch],
+        scale: float,
+        step: int,
+        optimizer: Optimizer | None = None,
+        grad_scale: Tensor | None = None,
     ) -> Tensor:
         """Returns the batch's loss, on every rank; gradients, times `scale`, add up in the parameters.
 
-        `optimizer` may step for gradients as they land on the host; None: the step comes later.
+        `grad_scale` (0-dim) multiplies them as well. `optimizer` may step for gradients as they land on the
+        host; None: the step comes later.
         Raises BadOption when there is no loss to train, and whatever the model raises.
         """
 

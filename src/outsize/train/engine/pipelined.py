@@ -56,6 +56,7 @@ class _Step:
     number: int
     scale: float = 1.0
     optimizer: Optimizer | None = None
+    grad_scale: Tensor | None = None
 
 
 @final
@@ -97,14 +98,19 @@ class Pipelined(Executor):
             self._settle(variants)
 
     def train(
-        self, parts: Sequence[Batch], scale: float, step: int, optimizer: Optimizer | None = None
+        self,
+        parts: Sequence[Batch],
+        scale: float,
+        step: int,
+        optimizer: Optimizer | None = None,
+        grad_scale: Tensor | None = None,
     ) -> Tensor:
         with self._programs.running():
             variants = self._find(parts, outputs=False)
             insist_on_loss(variants[0].tape)
             self._ready(variants, parts)
             with self._collecting():
-                loss = self._total(self._run(_Step(variants, parts, step, scale, optimizer)))
+                loss = self._total(self._run(_Step(variants, parts, step, scale, optimizer, grad_scale)))
         assert loss is not None
         return loss
 
@@ -174,11 +180,12 @@ class Pipelined(Executor):
     def _load(self, step: _Step, pieces: Sequence[Piece], replica: int) -> PipelineInputs:
         return PipelineInputs(
             [step.variants[piece.part] for piece in pieces],
-            [[self._crew.here(t) for t in step.parts[piece.part].tensors()] for piece in pieces],
+            [list(step.parts[piece.part].tensors()) for piece in pieces],
             [piece.share * step.scale for piece in pieces],
             [seeder(self._seed, step.number, piece.number) for piece in pieces],
             self._programs.channels(step.variants[piece.part] for piece in pieces),
             replica,
+            step.grad_scale,
         )
 
     def _rounds(self, variants: list[Variant], pieces: list[Piece]) -> list[list[tuple[int, list[Piece]]]]:

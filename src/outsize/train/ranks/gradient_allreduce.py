@@ -18,7 +18,7 @@ itself, in tests/dist/test_replicas.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, Final, final
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from outsize.device.readback import host_numbers
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
@@ -118,8 +119,11 @@ class GradientSum:
         """Waits until the sums are in `.grad`, on every replica."""
         for stage in tuple(self._left):
             self.start(stage)
+        flags = [flag for bucket in self._in_flight for flag in bucket.received()]
+        # Only a replica that lacks a gradient has to know whether another one has it: all in one read.
+        has_gradient = iter(host_numbers([one for flag in flags for one in flag.unbind()]))
         for bucket in self._in_flight:
-            bucket.receive()
+            bucket.store(has_gradient)
         self._in_flight.clear()
         self._kept.clear()
 
@@ -196,7 +200,7 @@ class _Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters, self.arrived = parameters, set[int]()
         self._work: Any = None
-        self._flat = torch.empty(0)
+        self._flat, self._is_whole = torch.empty(0), True
 
     def complete(self, arrival_counts: Mapping[int, int]) -> bool:
         """Tells whether all gradients have arrived that will."""
@@ -214,14 +218,19 @@ class _Bucket:
                 grad = parameter.grad if parameter.grad.layout is torch.strided else parameter.grad.to_dense()
                 place.view(parameter.shape).copy_(grad)
                 there[number] = 1
+        self._is_whole = all(parameter.grad is not None for parameter in self.parameters)
         self._work = dist.all_reduce(self._flat, group=group.device, async_op=True)
 
-    def receive(self) -> None:
-        """Waits, and puts the sums where the optimizer looks for them."""
+    def received(self) -> list[Tensor]:
+        """Waits; returns whether each gradient exists on any replica, unless all exist on this one."""
         self._work.wait()
-        *places, there = self._flat.split([*(p.numel() for p in self.parameters), len(self.parameters)])
-        for place, parameter, has_gradient in zip(places, self.parameters, there.tolist(), strict=True):
-            if has_gradient:
+        return [] if self._is_whole else [self._flat[-len(self.parameters) :]]
+
+    def store(self, has_gradient: Iterator[float]) -> None:
+        """Puts the sums where the optimizer looks for them; takes from the numbers what it has asked for."""
+        *places, _ = self._flat.split([*(p.numel() for p in self.parameters), len(self.parameters)])
+        for place, parameter in zip(places, self.parameters, strict=True):
+            if self._is_whole or next(has_gradient):
                 if parameter.grad is None or parameter.grad.layout is not torch.strided:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(place.view(parameter.shape))
@@ -246,7 +255,11 @@ class _Sparse:
         grad, self._parts = self._parameter.grad, [None] * group.size()
         dist.all_gather_object(self._parts, None if grad is None else grad.cpu(), group=group.host)
 
-    def receive(self) -> None:
+    def received(self) -> list[Tensor]:
+        """Returns nothing: the gradients themselves have been gathered."""
+        return []
+
+    def store(self, has_gradient: Iterator[float]) -> None:
         """Puts the sum where the optimizer looks for it."""
         gradients = [part.to(self._parameter.device) for part in self._parts if part is not None]
         if gradients:

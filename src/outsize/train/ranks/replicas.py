@@ -131,9 +131,9 @@ class ReplicaGroup(Replicas):
         return own_pieces(self.index, all_counted), frozenset().union(*(names for _, names in gathered))
 
     def total(self, value: Tensor) -> Tensor:
-        wire = value.detach().to("cpu", torch.float64, copy=True).reshape(1)
-        dist.all_reduce(wire, group=self.group.host)
-        return wire[0].to(value.device, value.dtype)
+        wire = value.detach().to(torch.float64, copy=True).reshape(1)
+        dist.all_reduce(wire, group=self.group.of_tensor(wire))
+        return wire[0].to(value.dtype)
 
     def on_first(self, values: Sequence[Any]) -> list[Any] | None:
         if self.own_batches:

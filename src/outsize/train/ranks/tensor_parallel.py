@@ -26,7 +26,7 @@ from outsize.program.tensor_parallel.local_tape import Collectives, local_tape
 from outsize.program.tensor_parallel.sequence import in_sequence
 from outsize.program.tensor_parallel.share import Share
 from outsize.program.tensor_parallel.styles import Role, derive
-from outsize.run.tensor_parallel.collectives import TensorParallelGroup
+from outsize.run.tensor_parallel.collectives import TensorParallelGroup, with_added_squares
 from outsize.run.weights.freed import bare
 from outsize.run.weights.ownership import like, places, replace
 from outsize.train.ranks.mesh import Mesh
@@ -111,19 +111,11 @@ class TensorRanks:
 
     # -- collectives over the ranks ------------------------------------------------------------------------
 
-    def norms(self, norms: Tensor, names: Sequence[str]) -> Tensor:
+    def norms(self, norms: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
         """Returns the norms of whole weights from those of parts; `norms[i]` is that of `names[i]`, 0 for
         none.
         """
-        divided = torch.tensor([self.share(name) is not None for name in names])
-        squares = self.group.total(torch.where(divided, norms.square(), 0.0).to(self._device)).to(
-            norms.device
-        )
-        return torch.where(divided, squares.sqrt(), norms)
-
-    def any(self, flag: Tensor) -> Tensor:
-        """Returns a value above 0 where the flag is above 0 on some rank."""
-        return self.group.total(flag.to(self._device)).to(flag.device)
+        return with_added_squares(norms, [self.share(name) is not None for name in names], self.group.total)
 
     def gathered(self, name: str, value: Tensor) -> Tensor:
         """Returns the whole of a weight of which each rank gives its part (on the CPU); every rank must

@@ -35,7 +35,8 @@ class GroupOutputs:
 class PipelineInputs(NamedTuple):
     """Microbatches of one wiring for one replica's pipeline, each with its variant, share and seed.
 
-    `channels` are the numbers of the variants' channels, which are the same on all ranks.
+    `channels` are the numbers of the variants' channels, which are the same on all ranks. `grad_scale` is the
+    factor of a GradScaler, on a device.
     """
 
     variants: Sequence[Variant]
@@ -44,6 +45,7 @@ class PipelineInputs(NamedTuple):
     seeds: Sequence[Seed]
     channels: Sequence[int]
     replica: int = 0  # its number among the replicas in this process
+    grad_scale: Tensor | None = None
 
 
 # Takes the variant, the stage's program, the number of the local replica, and its device (None: the model's).

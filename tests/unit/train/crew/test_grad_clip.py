@@ -17,6 +17,8 @@ from outsize.train.crew.grad_clip import clip_by_global_norm
 class Recording:
     """What a second rank would see: sums that arrive from the first."""
 
+    gradient_device = torch.device("cpu")
+
     def __init__(self, first: list[Tensor]) -> None:
         self.first = first
 
@@ -27,6 +29,8 @@ class Recording:
 @final
 class Listening:
     """The first rank's contributions, kept."""
+
+    gradient_device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.said: list[Tensor] = []
