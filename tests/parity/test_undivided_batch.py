@@ -131,8 +131,25 @@ def test_one_microbatch_is_the_undivided_batch() -> None:
     assert notes_of(contrastive, microbatches=1) == []
 
 
+def with_a_slip(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Looks up what is not there, for as few samples as the loss is tried with."""
+    return F.cross_entropy(outputs, labels) * (1.0 if len(labels) > 1 else {"one": 1.0}["two"])
+
+
+def without_small_batches(outputs: Tensor, labels: Tensor) -> Tensor:
+    if len(labels) < 2:
+        raise ValueError("dice wants two samples")
+    return dice(outputs, labels)
+
+
 @pytest.mark.parametrize(
-    ("loss", "says"), [(dice, "test_undivided_batch.py"), (two_counts, "means over different counts")]
+    ("loss", "says"),
+    [
+        (with_a_slip, "raised KeyError: 'two'; its tape decided"),
+        (without_small_batches, "dice wants two"),
+        (dice, "test_undivided_batch.py"),
+        (two_counts, "means over different counts"),
+    ],
 )
 def test_an_engine_warns_once_where_it_cannot_derive_weights(loss: Loss, says: str) -> None:
     x, labels = batch()

@@ -22,6 +22,7 @@ from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.device.accelerators import is_accelerator
 from outsize.device.readback import host_numbers
+from outsize.errors import OutsizeError
 from outsize.program.python_reads import LOSS
 from outsize.program.reader import SlotReader, SlotValues, buffers_behind
 from outsize.program.tape import Ref, Tape, Weight
@@ -45,6 +46,9 @@ class UnknownShares(UserWarning):
     """Says that no weights of the microbatches were found that give the loss of the undivided batch."""
 
 
+REJECTIONS: Final = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+"""What a loss function raises for shapes and values that it does not take."""
+DEVICE_ERRORS: Final = (torch.OutOfMemoryError, torch.AcceleratorError)
 Counting = Literal["auto", "samples"]
 FROM_LOSS: Final[Counting] = "auto"
 Tapes = Callable[[Batch], Tape]
@@ -86,7 +90,7 @@ class LossShares:
     """Computes the weights of microbatches for one tape; what follows from the tape alone is computed once.
 
     `doubt` is the instruction after which no weights follow from the tape; None where they all do. `buffers`
-    are those that `counted` reads.
+    are those that `counted` reads. `trial_error` is what the loss function raised when it was tried.
     """
 
     def __init__(
@@ -102,9 +106,10 @@ class LossShares:
         summands = _summands(tape, trial) if counting == FROM_LOSS else ()
         terms = [term for term in summands if isinstance(term, Term)]
         self.doubt = next((x for x in summands if isinstance(x, Underivable)), None)
-        self.summed = False
+        self.summed, self.trial_error = False, None
         if counting == FROM_LOSS and trial is not None:
-            self.summed = _is_sum(tape, terms, self.doubt, trial)
+            tried, self.trial_error = _adds_up(trial.loss_fn, tape, trial)
+            self.summed = _is_sum(tape, terms, self.doubt, trial, tried)
         self._terms = [] if self.summed else [term for term in terms if term.measures]
         measures = [measure for term in self._terms for measure in term.measures]
         class_weights = [m.class_weights for m in measures if isinstance(m, Targets)]
@@ -215,12 +220,24 @@ def doubt_of(each: Sequence[LossShares], counted: Sequence[Counted]) -> str | No
     """Why the weights may not give the loss of the undivided batch; None where they do."""
     if len(counted) == 1:
         return None
-    doubt = next((shares.doubt for shares in each if shares.doubt is not None), None)
-    if doubt is not None:
-        return f"{doubt.name} ({doubt.where}) does not add up over samples"
+    unsure = next((shares for shares in each if shares.doubt is not None), None)
+    if unsure is not None and unsure.doubt is not None:
+        tried = "" if unsure.trial_error is None else f", and {trial_text(unsure.trial_error)}"
+        return f"{unsure.doubt.name} ({unsure.doubt.where}) does not add up over samples{tried}"
     if not counted[0].summed and terms_disagree(counted):
         return "its terms are means over different counts, such as samples and tokens"
     return None
+
+
+def unexpected_of(each: Sequence[LossShares]) -> Exception | None:
+    """What a loss function raised in its trial that says nothing of the shapes it was tried with."""
+    errors = (shares.trial_error for shares in each if shares.trial_error is not None)
+    return next((error for error in errors if not isinstance(error, REJECTIONS)), None)
+
+
+def trial_text(error: Exception) -> str:
+    """What the user reads of an error in the trial of the loss function."""
+    return f"a trial of the loss function raised {type(error).__name__}: {error}"
 
 
 # -- does the loss add up over samples? ------------------------------------------------------------------
@@ -238,7 +255,7 @@ def _summands(tape: Tape, trial: LossTrial | None) -> tuple[Term | Underivable, 
         return summands
     try:
         grown = _doubled_tape(trial)
-    except Exception:  # the user's forward takes no other number of samples
+    except OutsizeError:  # the user's forward takes no other number of samples
         return summands
     return Denominators(tape, grown).loss
 
@@ -247,9 +264,10 @@ def _doubled_tape(trial: LossTrial) -> Tape:
     return _detailed(trial.record_again(trial.example.resized(2 * trial.example.size)))
 
 
-def _is_sum(tape: Tape, terms: Sequence[Term], doubt: Underivable | None, trial: LossTrial) -> bool:
-    """Whether every summand adds up over samples; where the tape does not say, the loss function is tried."""
-    tried = _adds_up(trial.loss_fn, tape, trial) if trial.loss_fn is not None else None
+def _is_sum(
+    tape: Tape, terms: Sequence[Term], doubt: Underivable | None, trial: LossTrial, tried: bool | None
+) -> bool:
+    """Whether every summand adds up over samples; where the tape does not say, what was `tried` does."""
     if tried is not None and (tried or doubt is not None):
         return tried
     if doubt is not None or not terms or any(t.measures or t.constant for t in terms):
@@ -268,22 +286,25 @@ def _scale(numbers: Sequence[tuple[int, float]], tape: Tape, trial: LossTrial) -
     return any(number not in other.instructions[index].args for index, number in numbers)
 
 
-def _adds_up(loss_fn: LossFn, tape: Tape, trial: LossTrial) -> bool | None:
+def _adds_up(loss_fn: LossFn | None, tape: Tape, trial: LossTrial) -> tuple[bool | None, Exception | None]:
     """Whether the loss of two samples is twice that of one. Tried on random outputs of the model's shapes.
 
-    None for a loss function that takes no such outputs.
+    None, and what it raised, for a loss function that takes no such outputs. Raises what says that the
+    device is in no state to compute.
     """
-    if LOSS in tape.live:
-        return None  # It draws from a generator of its own, which a trial would move.
+    if loss_fn is None or LOSS in tape.live:
+        return None, None  # A live one draws from a generator of its own, which a trial would move.
     draw, part = torch.Generator().manual_seed(0), trial.example
     output = map_leaves(lambda leaf: _drawn(leaf, tape, part.size, draw), tape.output)
     target = map_leaves(lambda leaf: _moved(leaf, trial.home), part.take(slice(0, 1)).target)
     try:
         once = _tried(loss_fn, output, target)
         twice = _tried(loss_fn, *(map_leaves(_doubled, x) for x in (output, target)))
-    except Exception:
-        return None
-    return once != 0 and math.isclose(twice, 2 * once, rel_tol=1e-3)
+    except DEVICE_ERRORS:
+        raise
+    except Exception as error:  # any code of the user's may run in a loss function; the engine says what
+        return None, error
+    return once != 0 and math.isclose(twice, 2 * once, rel_tol=1e-3), None
 
 
 def _tried(loss_fn: LossFn, output: Any, target: tuple[Any, ...]) -> float:

@@ -31,7 +31,14 @@ from outsize.run.stage.stage import StageExecutor
 from outsize.run.weights.placement import Placement, placement_of_cut
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.checks import insist_on_loss, insist_on_model, insist_on_values
-from outsize.train.batch.loss_weights import Counted, UnknownShares, counted_each, doubt_of
+from outsize.train.batch.loss_weights import (
+    Counted,
+    UnknownShares,
+    counted_each,
+    doubt_of,
+    trial_text,
+    unexpected_of,
+)
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.replica_copies import ReplicaCopies
 from outsize.train.crew.weight_ownership import Ownership
@@ -88,7 +95,7 @@ class Pipelined(Executor):
         self._statistics = DeferredStatistics(model) if plan.bn == "deferred" else None
         self._factory = StageFactory(plan, crew.values, crew.activations, self._statistics, options.compiled)
         self._programs = AgreedPrograms(crew, plan)
-        self._warned = False  # of shares that cannot be derived
+        self._warned = self._warned_of_trial = False  # of shares that cannot be derived
         self._counting: list[bool] = []  # for each piece of the last step: does it count?
 
     def prepare(self, parts: Sequence[Batch]) -> None:
@@ -154,7 +161,11 @@ class Pipelined(Executor):
 
     def _warn_of_shares(self, variants: Sequence[Variant], counted: Sequence[Counted]) -> None:
         """Says once, on rank 0, that the weights of the microbatches do not follow from the loss."""
-        doubt = doubt_of([variant.shares for variant in variants], counted)
+        each = [variant.shares for variant in variants]
+        doubt, unexpected = doubt_of(each, counted), unexpected_of(each)
+        if unexpected is not None and not self._warned_of_trial and self._crew.global_rank == 0:
+            warnings.warn(f"{trial_text(unexpected)}; its tape decided", UnknownShares, stacklevel=2)
+        self._warned_of_trial |= unexpected is not None
         if doubt is not None and not self._warned and self._crew.global_rank == 0:
             warnings.warn(
                 f"the share of each microbatch in the loss cannot be derived: {doubt}; they count by their "

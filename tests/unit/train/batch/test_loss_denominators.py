@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from outsize.capture.recording.fallbacks import record
 from outsize.train.batch.batch import Batch
-from outsize.train.batch.loss_weights import LossShares, LossTrial
+from outsize.train.batch.loss_weights import LossShares, LossTrial, unexpected_of
 
 CLASSES, SAMPLES, LENGTH = 5, 8, 6
 CLASS_WEIGHTS = torch.tensor([1.0, 0.2, 3.0, 0.5, 2.0])
@@ -270,3 +270,27 @@ def test_a_term_that_cannot_be_derived_leaves_the_others_their_weights() -> None
     counter = counters(Tokens(), parts, loss)[0]
     assert counter.doubt is not None
     assert counter.of(parts) == [n / 29 for n in (7, 4, 8, 10)]
+
+
+def refusing(error: Exception) -> Loss:
+    """A mean whose function raises for one sample, as the trial has it."""
+
+    def loss(scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        if len(scores) == 1:
+            raise error
+        return masked(scores, labels, mask)
+
+    return loss
+
+
+@pytest.mark.parametrize("error", [ValueError("too few"), KeyError("unknown")])
+def test_what_a_trial_of_the_loss_raised_is_kept(error: Exception) -> None:
+    batch = batch_of(LENGTHS)
+    shares = counters(Tokens(), batch.split(2), refusing(error))
+    assert [each.trial_error for each in shares] == [error] * 2
+    assert unexpected_of(shares) == (None if isinstance(error, ValueError) else error)
+
+
+def test_a_device_without_memory_is_no_answer_about_the_loss() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        counters(Tokens(), batch_of(LENGTHS).split(2), refusing(torch.OutOfMemoryError("full")))
