@@ -20,7 +20,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.planner.costs.roofline import roofline
 from outsize.train.measure.training_case import TrainingCase, as_batch
-from outsize.train.measure.units import how_on, measure_captured
+from outsize.train.measure.units import how_on, measure_sizes
 
 # The microbatch counts that the search looks at when none is given, as multiples of the stages.
 _MULTIPLES = (1, 2, 4, 8)
@@ -45,7 +45,9 @@ class CostSource:
             return self.measured.of_graph(captured.graph, cluster.devices[0].kind, case.precision)
         if not self.measured or captured.graph.form == "modules":
             return roofline(captured.graph, cluster.devices[0])
-        return measure_captured(case, captured, how_on(cluster), self.progress)
+        size = captured.graph.batch_size
+        sizes = measure_sizes(case, [size], how_on(cluster), self.progress, needed=size, cluster=cluster)
+        return sizes.of_graph(captured.graph, cluster.devices[0].kind, case.precision)
 
     def counts(self, counts: Sequence[int], batch_size: int) -> Sequence[int]:
         """Returns those counts of microbatches whose costs can be had; a profile covers some sizes only."""

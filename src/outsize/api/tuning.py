@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final, Unpack, final
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,7 +16,7 @@ from outsize.api.options import TuneOptions, reads_options, request_of
 from outsize.api.planning import Args, Kwargs
 from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run
-from outsize.device.accelerators import CPU, current_device, device_type
+from outsize.device.accelerators import CPU, device_type
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest
@@ -134,21 +133,13 @@ class _Task:
         if self.world.rank and not _undisturbed(self.cluster):
             return None
         return measure_sizes(
-            _on_device(self.case, self.world, self.cluster),
+            self.case,
             sizes,
             options.get("how") or how_on(self.cluster),
             options.get("progress") if self.world.rank == 0 else None,
             needed=self.request.batch_size // (self.request.microbatches or 1),
+            cluster=self.cluster,
         )
-
-
-def _on_device(case: TrainingCase, world: World, where: Cluster) -> TrainingCase:
-    """Returns the case itself on CPUs, and a copy on this process's GPU."""
-    if where.devices[0].kind == "cpu":
-        return case
-    device = current_device()
-    batch = case.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf)
-    return replace(case, module=copy.deepcopy(case.module).to(device), batch=batch)
 
 
 def _undisturbed(where: Cluster) -> bool:

@@ -43,6 +43,7 @@ from outsize.train.engine.engine import Engine
 from outsize.train.launch.launch import World, join, leave
 from outsize.train.launch.world import device_type_for, visible_accelerators
 from outsize.train.measure.memory import MemoryWatch, with_memory
+from outsize.train.measure.units import is_timed_here
 
 # The timeline that is reported is the median of this many last steps.
 WATCHED = 5
@@ -127,7 +128,8 @@ def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Out
 def _decide(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Outlook:
     plan = job.plan or _make_plan(world, job, inputs, screen)
     with screen.working("pricing the plan"):
-        measured = job.measure or is_measured(plan)
+        # A plan with the times of other machines is tried on this one, whose times are estimated then.
+        measured = job.measure or (is_measured(plan) and is_timed_here(cluster_of(plan.cluster)))
         priced = api.outlook(*inputs.call, **inputs.loss, plan=plan, measured=measured)
     return replace(priced, plan=priced.plan.model_copy(update={"why": plan.why}))
 

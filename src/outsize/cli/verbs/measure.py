@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from outsize.capture.measure.links import LinkMeasurements
-    from outsize.capture.measure.units import UnitTimingOptions
     from outsize.ir.profile import ProfileSet
     from outsize.train.measure.training_case import TrainingCase
 
@@ -78,7 +77,8 @@ def measure(
 
     Times are stored by the structure of the units and used again, unless --fresh is given.
     """
-    from outsize.train.measure.units import measure_sizes
+    from outsize.capture.measure.local_cluster import find_cluster
+    from outsize.train.measure.units import how_on, measure_sizes, timed_device
 
     screen = Screen(json)
     if (model is None) != links:
@@ -91,38 +91,18 @@ def measure(
         return
     size = batch_size(batch, None)
     sizes = options.sizes_in(microbatch_sizes, "--microbatch-sizes") if microbatch_sizes else ()
+    where = find_cluster(cluster)
+    timed_device(where)  # Whether the device is here is said before a model is built.
     with screen.working(f"building {model}"):
         inputs = make_model_input(model, input, max(sizes or (size,)), seed=seed)
-    how = _how(cluster, threads)
-    how = dataclasses.replace(how, repeats=repeats, every=every, fresh=fresh, cache=_cache_folder())
+    how, stored = how_on(where), {"cache": _cache_folder(), "fresh": fresh}
+    how = dataclasses.replace(how, threads=threads or how.threads, repeats=repeats, every=every, **stored)
     wanted = sizes or [2**k for k in range(size.bit_length())] + [size]
     case = _training_case(inputs, precision)
     with screen.bar("measuring") as progress:
         needed = 1 if sizes else size
-        profiles = measure_sizes(case, wanted, how, progress, needed=needed)
+        profiles = measure_sizes(case, wanted, how, progress, needed=needed, cluster=where)
     _deliver(screen, profiles, out)
-
-
-def _how(cluster: str, threads: int | None) -> UnitTimingOptions:
-    from outsize.capture.measure.local_cluster import find_cluster
-    from outsize.train.measure.units import how_on
-
-    where = find_cluster(cluster)
-    if where.devices[0].kind != "cpu":
-        _insist_on_gpu(cluster)
-    how = how_on(where)
-    return dataclasses.replace(how, threads=threads or how.threads)
-
-
-def _insist_on_gpu(cluster: str) -> None:
-    from outsize.device.accelerators import accelerator_type, spoken
-
-    if accelerator_type() is None:
-        raise BadOption(
-            f"this machine has no device of {cluster} to be measured",
-            numbers=f"torch sees no {spoken()} device",
-            next_step="--cluster 2xcpu, or outsize plan MODEL, which estimates the times",
-        )
 
 
 def _training_case(inputs: ModelInput, precision: str) -> TrainingCase:

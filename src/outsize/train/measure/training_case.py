@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision
 from outsize.capture.graph.build import Captured, on_accelerators
@@ -16,6 +18,7 @@ from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected
 from outsize.ir.cluster import Cluster
+from outsize.run.stage.to_device import device_of_model
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
 
@@ -68,6 +71,18 @@ class TrainingCase:
         """Returns the case with the costs that this cluster's devices have; a CPU's where it has one."""
         return dataclasses.replace(self, accelerated=all(d.is_accelerator for d in cluster.devices))
 
+    def moved_to(self, device: torch.device) -> TrainingCase:
+        """Returns the case with copies of model, batch and loss on a device; itself where they are there.
+
+        The copies have values, so they take the memory of the model there.
+        """
+        if device_of_model(self.module) == device or any(p.is_meta for p in self.module.parameters()):
+            return self
+        batch = self.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+        loss = _copied(self.loss_fn, device) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
+        module = _copied(self.module, device)
+        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, known={})
+
     def captured(self, samples: int) -> Captured:
         """Returns the model captured at `samples` samples."""
         key = self.precision, self.accelerated, samples
@@ -110,6 +125,17 @@ class TrainingCase:
         with suppress(Exception):  # any other error is shown when the model is recorded
             return not _runs(self.module, batch)
         return False
+
+
+def _copied(module: nn.Module, device: torch.device) -> Any:
+    """Returns a copy of a module whose tensors are on a device; none is copied where it is now."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        there = nn.Parameter(parameter.detach().to(device, copy=True), parameter.requires_grad)
+        memo[id(parameter)] = there
+    memo.update((id(buffer), buffer.detach().to(device, copy=True)) for buffer in module.buffers())
+    # Tensors that are neither parameters nor buffers follow, too, where the module knows them.
+    return copy.deepcopy(module, memo).to(device)
 
 
 def _runs(module: nn.Module, batch: Batch) -> bool:

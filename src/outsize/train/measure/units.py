@@ -12,9 +12,12 @@ import torch
 
 from outsize.capture.fakes.precision import casting, check_precision, inputs_in_precision
 from outsize.capture.graph.build import Captured
+from outsize.capture.measure.local_cluster import device_kind
 from outsize.capture.measure.units import Progress, UnitTimingOptions, measure_units
+from outsize.device.accelerators import CPU, accelerator_type, current_device, properties, spoken
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
+from outsize.ir.hardware.devices import STAND_IN, TABLE
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.run.stage.rng import seeder
 from outsize.train.measure.training_case import TrainingCase
@@ -27,12 +30,15 @@ def measure_sizes(
     progress: Progress | None = None,
     *,
     needed: int = 1,
+    cluster: Cluster | None = None,
 ) -> ProfileSet:
     """Returns a profile per microbatch size; `progress(laps done, laps to do)` starts again with each size.
 
-    Sizes below `needed` are left out where the model rejects so few samples. Raises BadOption for a model
-    whose weights have no values, or one that runs by modules.
+    The units run on a device of the cluster, or where the model is. Sizes below `needed` are left out where
+    the model rejects so few samples. Raises BadOption for a model whose weights have no values, or one that
+    runs by modules, and for a cluster of other devices than are here.
     """
+    case = case if cluster is None else case.moved_to(timed_device(cluster))
     sorted_sizes = sorted(set(sizes))
     if not sorted_sizes or sorted_sizes[0] < 1:
         raise BadOption(
@@ -44,13 +50,48 @@ def measure_sizes(
     return ProfileSet.of(name, profiles)
 
 
+def is_timed_here(cluster: Cluster) -> bool:
+    """Tells whether this machine has a device whose times are those of the cluster's."""
+    try:
+        timed_device(cluster)
+    except BadOption:
+        return False
+    return True
+
+
+def timed_device(cluster: Cluster) -> torch.device:
+    """Returns the device of this process that is timed for a cluster.
+
+    Raises BadOption where this machine has none of the cluster's kind.
+    """
+    kind = cluster.devices[0].kind
+    if kind == CPU:
+        return torch.device(CPU)
+    if accelerator_type() is None:
+        raise BadOption(
+            f"this machine has no device of {cluster.name} to be measured",
+            numbers=f"torch sees no {spoken()} device",
+            next_step="--cluster 2xcpu, or outsize plan MODEL, which estimates the times",
+        )
+    device = current_device()
+    known = properties(device)
+    here = device_kind(known.name, known.memory_bytes)
+    if kind in TABLE and here not in (kind, STAND_IN):
+        raise BadOption(
+            f"the times of {kind} cannot be measured on {known.name}",
+            numbers=f"{cluster.name} has {len(cluster.devices)} of them, here are {here}",
+            next_step="--cluster local, or outsize plan MODEL, which estimates the times",
+        )
+    return device
+
+
 def measure_captured(
     case: TrainingCase,
     captured: Captured,
     how: UnitTimingOptions | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Returns the profile of the case captured at one size."""
+    """Returns the profile of the case captured at one size, where its model is."""
     if captured.graph.form == "modules":
         raise BadOption(
             f"{captured.graph.model} runs by modules, whose units are not timed",
