@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded_once import always_recorded
+from recorded_once import always_recorded, recorded_once
 from tensor_models import DROPOUT, MODELS, NO_DOUBLE, RARE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from outsize.capture.recording.fallbacks import TapeOptions, record
 from outsize.errors import BadOption
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -98,20 +99,38 @@ def compared(name: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
         return compare(name, mesh, dtype)
 
 
-def compare(case: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
-    """`llama:sequence` also divides what lies between layers."""
-    name, _, sequence = case.partition(":")
+def made(name: str, dtype: torch.dtype) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     torch.manual_seed(0)
     model, args, kwargs = MODELS[name]()
-    cast = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+    cast = tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
     kwargs = {
         k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in kwargs.items()
     }
     with torch.no_grad():
         for p in model.parameters():
             p += 0.02 * torch.randn(p.shape)  # no bias of zeros, whose rounding Adam would blow up
-    alone, divided = model.to(dtype), copy.deepcopy(model.to(dtype))
-    styles = tensor_parallel(divided, tuple(cast), kwargs, mesh, sequence_parallel=bool(sequence))
+    return model.to(dtype), cast, kwargs
+
+
+def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+    return (torch.float32,) if name in NO_DOUBLE else (torch.float32, torch.float64)
+
+
+def record_cases(cases: Iterable[str]) -> None:
+    """Records what the ranks of a launch divide, in the process that they are forks of."""
+    with recorded_once():
+        for name in (case.partition(":")[0] for case in cases):
+            for dtype in dtypes_of(name):
+                with all_in(dtype):
+                    record(*made(name, dtype), options=TapeOptions(live=()))
+
+
+def compare(case: str, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, Any]:
+    """`llama:sequence` also divides what lies between layers."""
+    name, _, sequence = case.partition(":")
+    alone, cast, kwargs = made(name, dtype)
+    divided = copy.deepcopy(alone)
+    styles = tensor_parallel(divided, cast, kwargs, mesh, sequence_parallel=bool(sequence))
     loss, grads = gradients(alone, cast, kwargs)
     loss_tp, grads_tp = gradients(divided, cast, kwargs)
     local = sum(p.to_local().numel() for p in divided.parameters())
@@ -261,8 +280,7 @@ def main(folder: Path, names: list[str]) -> None:
     found: dict[str, Any] = {}
     for name in extent or names:
         try:
-            dtypes = (torch.float32,) if name in NO_DOUBLE else (torch.float32, torch.float64)
-            found[name] = {str(dtype): compared(name, mesh, dtype) for dtype in dtypes}
+            found[name] = {str(dtype): compared(name, mesh, dtype) for dtype in dtypes_of(name)}
         except Exception as error:
             if extent is None:
                 raise

@@ -122,13 +122,26 @@ def test_the_models_own_error_keeps_its_traceback(folder: Path) -> None:
     assert json.loads(done.stdout)["error"]["exit_code"] == done.returncode
 
 
-@pytest.mark.interpreters
-def test_the_same_script_under_both_launchers(folder: Path) -> None:
+def trained(folder: Path) -> str:
+    """What both ranks of the script print under `outsize run`."""
     ours = outsize(folder, "run", "--nproc_per_node", "2", "train.py", "--steps", "7")
     assert ours.returncode == 0, ours.stderr
     lines = sorted(line.removeprefix("[1] ") for line in ours.stdout.splitlines())
     assert lines[0] == lines[1]
     assert lines[0].startswith("['--steps', '7'] ")
+    return lines[0]
+
+
+@pytest.mark.interpreters
+def test_a_script_in_new_interpreters(folder: Path) -> None:
+    trained(folder)
+
+
+@pytest.mark.full
+@pytest.mark.interpreters
+def test_the_same_script_under_both_launchers(folder: Path) -> None:
+    """With forks: test_parity_processes.py and the training script of the examples."""
+    line = trained(folder)
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "2"]
     theirs = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *meeting, "train.py", "--steps", "7"],
@@ -138,4 +151,4 @@ def test_the_same_script_under_both_launchers(folder: Path) -> None:
         timeout=200,
         check=False,
     )
-    assert lines[0].split()[-1] in theirs.stdout
+    assert line.split()[-1] in theirs.stdout

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from launches import said_by
+from tensor_worker import record_cases as record_divided
 from test_tensor_plans import UNEVEN, Found, plans_over
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
@@ -49,6 +50,7 @@ def tp2(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -
 def divided(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """By `outsize.tensor_parallel`: research code, experts of two samples, a loss of gradients."""
     cases = cases_of(pytestconfig, *rows("OTHERS", "{}:sequence"))
+    record_divided(cases)
     return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("sequence"), *cases, timeout_s=390)
 
 

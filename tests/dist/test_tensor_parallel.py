@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from launches import said_by
 from tensor_models import MODELS, NO_DOUBLE, RARE
+from tensor_worker import EXTENTS, record_cases
 
 from outsize.capture.graph.build import build_graph
 from outsize.capture.graph.tensor_parallel import with_styles
@@ -27,6 +28,7 @@ Found = dict[str, dict[str, Any]]
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     """What each of two ranks found, by model and dtype."""
     extent = "all" if request.config.getoption("--all") else "slice"
+    record_cases(EXTENTS[extent])
     return said_by("tensor_worker.py", 2, tmp_path_factory.mktemp("tensor"), extent, timeout_s=240)
 
 

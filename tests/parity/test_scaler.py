@@ -11,7 +11,7 @@ import torch
 from parity_runs import SEED, Combination, batch_of, fresh, planned
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from zoo import case
+from zoo import Case, case
 
 from outsize.run.stage.rng import seeder
 from outsize.train.batch.batch import Batch
@@ -72,6 +72,15 @@ class Plain:
 SMALL = ("toy", "mlp", "gpt2")
 
 
+def scaled_batch(found: Case) -> Batch:
+    """Of images every fourth pixel of the U-Net's: the CPU has no fast convolution in fp16."""
+    batch = batch_of(found)
+    if found.name != "unet":
+        return batch
+    (images,), (labels,) = batch.args, batch.target
+    return Batch((images[..., ::4, ::4].contiguous(),), {}, (labels[..., ::4, ::4].contiguous(),))
+
+
 def cells() -> list[Any]:
     """Each model, by turns with and without clipping; small ones with both."""
     rows = [(name, clip, number % 2 == clip) for number, name in enumerate(MODELS) for clip in (False, True)]
@@ -91,7 +100,7 @@ def test_a_scaled_loop(name: str, clip: bool) -> None:
         None,
         EngineOptions(loss_fn=known.loss, optimizer=adamw, seed=SEED, scaler=(ours := scaler())),
     )
-    batch, scales = batch_of(known), []
+    batch, scales = scaled_batch(known), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(12):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from shared_captures import each_model_captured_once
 from torch import Tensor, nn
+from turns import in_turns
 
 import outsize
 from outsize.api import price
@@ -129,7 +129,7 @@ def check_devices(plan: Plan, devices: tuple[DeviceFit, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"), [*product(MODELS, CLUSTERS), ("tagger", "1x2xh100-80gb+1x2xv100-32gb")]
+    ("name", "spec"), [*in_turns(MODELS, CLUSTERS, each=3), ("tagger", "1x2xh100-80gb+1x2xv100-32gb")]
 )
 def test_what_fits_has_a_plan_and_what_has_a_plan_fits(name: str, spec: str) -> None:
     seen, kind = set[bool](), "cpu" if "cpu" in spec else "h100-80gb"

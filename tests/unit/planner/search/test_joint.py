@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, product
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_graphs import graphs
@@ -62,11 +63,27 @@ def step_s(plan: Plan) -> float:
     return plan.expected.step_s
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(graphs(max_units=5), st.integers(2, 3), st.integers(100, 900), st.booleans())
+questions = given(graphs(max_units=5), st.integers(2, 3), st.integers(100, 900), st.booleans())
+
+
+@settings(max_examples=15, derandomize=True, deadline=None)
+@questions
 def test_nothing_beats_the_plan_by_more_than_its_gap(
     model: Model, devices: int, memory_bytes: int, free: bool
 ) -> None:
+    insist_on_the_best(model, devices, memory_bytes, free)
+
+
+@pytest.mark.full
+@settings(max_examples=60, derandomize=True, deadline=None)
+@questions
+def test_nothing_beats_more_plans_by_more_than_their_gaps(
+    model: Model, devices: int, memory_bytes: int, free: bool
+) -> None:
+    insist_on_the_best(model, devices, memory_bytes, free)
+
+
+def insist_on_the_best(model: Model, devices: int, memory_bytes: int, free: bool) -> None:
     models, cluster = {2: model, 4: model}, small(devices, memory_bytes, free)
     ways: tuple[Recompute, ...] = ("none", "full")
     fitting = [plan for plan in everything(models, cluster, ways) if fits(plan, cluster)]
