@@ -21,9 +21,12 @@ FILES = ("report.html", "timeline.png", "memory.png", "loss.png", "measured.json
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recordings", ["shared", pytest.param("of each engine", marks=pytest.mark.full)])
 def test_quick_shows_everything_and_leaves_its_files(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], recordings: str, request: pytest.FixtureRequest
 ) -> None:
+    if recordings == "shared":
+        request.getfixturevalue("shared_recordings")
     assert main(tmp_path / "out", quick=True) == 0
     shown = " ".join(capfd.readouterr().out.split())
     assert [line for line in LINES if line not in shown] == ["goal"]

@@ -24,6 +24,7 @@ from torch import nn
 from outsize.capture.recording import fallbacks
 from outsize.program.modes import current_modes
 from outsize.program.tape import Tape
+from outsize.program.tree import leaves
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.model_state import snapshot
 from outsize.train.variants.variant import InputGuards
@@ -67,8 +68,15 @@ def _record_once(call: Any, rule: Any, caches: Any, home: Any) -> Tape:
         if InputGuards(tape, model, home).hold(part):
             return tape
     tape = _RECORD(call, rule, caches.made, home)
-    _TAPES[key].append(replace(tape, reads=()))
+    if not _has_modules(tape):
+        _TAPES[key].append(replace(tape, reads=()))
     return tape
+
+
+def _has_modules(tape: Tape) -> bool:
+    """Modules that are arguments are those of one model, and not of its equals."""
+    given = (leaf for i in tape.instructions for leaf in leaves((i.args, i.kwargs)))
+    return any(isinstance(leaf, nn.Module) for leaf in given)
 
 
 def _model_key(model: nn.Module) -> Hashable:
