@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -12,6 +13,7 @@ from accelerators import everywhere
 from torch import Tensor, nn
 
 import outsize
+from outsize.errors import BadOption
 
 MICROBATCHES = 4
 
@@ -79,3 +81,27 @@ def test_decisions_on_inputs_hold_under_autocast(device: str) -> None:
         with torch.autocast(kind, torch.bfloat16):
             loss = engine.step(inputs, target=y, update=False).loss
         assert torch.equal(loss, plain_loss(plain, inputs.to(device), y.to(device), torch.bfloat16))
+
+
+@pytest.mark.parametrize("casting", [("cpu",), ("device",), ("cpu", "device")], ids="_".join)
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+def test_devices_of_two_types_are_refused_under_autocast(device: str, casting: tuple[str, ...]) -> None:
+    """Where the stages meet, one would send bfloat16 and the other expect float32."""
+    kind, (x, y) = torch.device(device).type, batch()
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y}
+    engine = outsize.parallelize(network(), (x,), devices=["cpu", device], microbatches=2, **given)
+    assert torch.isfinite(engine.step(x, target=y, update=False).loss)
+    with contextlib.ExitStack() as stack:
+        for name in casting:
+            stack.enter_context(torch.autocast(kind if name == "device" else name, torch.bfloat16))
+        with pytest.raises(BadOption, match=f"stages on cpu and {kind}.*Next: devices of one type"):
+            engine.step(x, target=y, update=False)
+
+
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+def test_a_plan_of_mixed_precision_wants_devices_of_one_type(device: str) -> None:
+    x, y = batch()
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y, "cluster": f"cpu,{device}", "stages": 2}
+    assert outsize.plan(network(), (x,), **given).precision == "fp32"
+    with pytest.raises(BadOption, match="precision bf16-mixed, cluster cpu"):
+        outsize.plan(network(), (x,), precision="bf16-mixed", **given)

@@ -21,6 +21,7 @@ from outsize.api.problem import CostSource, SearchProblem, case_of, cluster_of, 
 from outsize.capture.fakes.precision import check_precision
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.recording.fallbacks import LossFn
+from outsize.device.accelerators import type_of
 from outsize.errors import NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.answers.fit import Fit
 from outsize.ir.answers.request import PlanRequest
@@ -36,6 +37,7 @@ from outsize.planner.fit import fit as fitting
 from outsize.planner.fit.from_plan import as_asked, with_plan
 from outsize.planner.search import evaluate_plan as pricing
 from outsize.planner.search.search import instead, search
+from outsize.run.stage.to_device import no_common_casts
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import measure_sizes
 
@@ -138,6 +140,7 @@ def plan_case(
     That is the request's own; else, where no pipeline fits, one with the smallest microbatches that the
     model takes; else one of all axes that run, where the request allows these (`may_search_axes`).
     """
+    _insist_on_common_casts(request, cluster)
     problem = SearchProblem.of(case, request, cluster, source)
     try:
         return problem, search(request, problem.candidates, cluster)
@@ -148,6 +151,13 @@ def plan_case(
             raise
         wider = SearchProblem.of(case, request.model_copy(update={"axes": "all"}), cluster, source)
         return wider, instead(refused, wider.request, wider.candidates, cluster)
+
+
+def _insist_on_common_casts(request: PlanRequest, cluster: Cluster) -> None:
+    """Raises BadOption for autocast on devices of several types."""
+    kinds = list(dict.fromkeys(type_of(device.name.partition("/")[0]) for device in cluster.devices))
+    if len(kinds) > 1 and request.precision.endswith("-mixed"):
+        raise no_common_casts(kinds, f"precision {request.precision}, cluster {cluster.name}")
 
 
 def _with_most_microbatches(

@@ -13,6 +13,7 @@ tests/unit/run/stage/test_to_device.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import final
@@ -20,6 +21,7 @@ from typing import final
 import torch
 from torch import nn
 
+from outsize.errors import BadOption
 from outsize.program.generate import compile_slice
 from outsize.program.modes import casting_devices
 from outsize.program.replay import relocated, relocated_constants
@@ -35,18 +37,35 @@ class TapeHome:
 
     The user's code may name the device that the model had (`model`), or none, and means the stage's; so tapes
     are made for that one. But autocast chooses types by the device that computes: where it is on for the
-    devices of stages, tapes are made for the first of these.
+    devices of stages, tapes are made for the first of these. Stages on devices of several types would choose
+    different types for what they send each other, and are refused under autocast.
     """
 
     model: torch.device
     stages: tuple[torch.device, ...]
 
     def now(self) -> torch.device:
-        """Returns the device that a tape is made for under the caller's modes."""
+        """Returns the device that a tape is made for under the caller's modes.
+
+        Raises BadOption where autocast would choose other types on some stages than on others.
+        """
         casting = casting_devices()
+        kinds = list(dict.fromkeys(device.type for device in self.stages))
+        if len(kinds) > 1 and not set(kinds).isdisjoint(casting):
+            raise no_common_casts(kinds, f"autocast is on for {', '.join(casting)}")
         if self.model in self.stages or self.model.type in casting:
             return self.model
         return next((device for device in self.stages if device.type in casting), self.model)
+
+
+def no_common_casts(kinds: Sequence[str], where: str) -> BadOption:
+    """Returns the error that devices of these types cannot share a model under autocast."""
+    return BadOption(
+        f"autocast chooses types by the device, so stages on {' and '.join(kinds)} send what the others do "
+        "not expect",
+        numbers=where,
+        next_step="devices of one type, or model.bfloat16() and no autocast",
+    )
 
 
 def device_of_model(model: nn.Module) -> torch.device:
