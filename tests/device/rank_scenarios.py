@@ -6,6 +6,7 @@ the CPU (over gloo).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 import outsize
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.program.tree import map_leaves
+from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.process_group import ProcessTransport, TransportGroups
 from outsize.train.check.compare import (
     PlainLoop,
     TrainingSnapshot,
@@ -307,6 +310,32 @@ def without_wait(world: World) -> bool:
         wrong = wrong or bool((value * 1).cpu().ne(2 * number + 1).any())
         work.wait()
     return wrong
+
+
+def kept_by_sends(world: World) -> int:
+    """How many messages that have arrived the sender still keeps once it sends on another channel."""
+    device, layouts = device_of(world), world.host
+    assert world.group is not None
+    transport = ProcessTransport(TransportGroups.make(RankGroup.of(world.group, device), device), device)
+    transport.open({(0, 1, False), (0, 1, True)})
+    alive = list[weakref.ref[Tensor]]()
+    if world.rank == 0:
+        for microbatch in range(6):
+            message = torch.full((1000,), float(microbatch), device=device)
+            alive.append(weakref.ref(message))
+            transport.send(1, 0, microbatch, message)
+            del message
+        torch.accelerator.synchronize(device)
+        transport.send(1, 1, 0, torch.zeros(3, device=device))
+    else:
+        arrivals = [transport.post(0, 0, microbatch) for microbatch in range(6)]
+        values = [arrival.wait() for arrival in arrivals]
+        assert [float(value[0].item()) for value in values if value is not None] == [0, 1, 2, 3, 4, 5]
+        transport.post(0, 1, 0).wait()
+    found = sum(each() is not None for each in alive)
+    dist.barrier(layouts)
+    transport.flush()
+    return found
 
 
 def sent(world: World, *, kept: bool) -> bool:

@@ -58,3 +58,7 @@ def test_a_missing_wait_is_found(ranks_of: Servers) -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_message_that_is_freed_before_its_wait_arrives_damaged(ranks_of: Servers, kept: bool) -> None:
     assert ranks_of("sim").run("sent", 2, kept=kept) == [True, kept]
+
+
+def test_messages_that_have_left_are_not_kept(ranks_of: Servers) -> None:
+    assert ranks_of("sim").run("kept_by_sends", 2) == [0, 0]

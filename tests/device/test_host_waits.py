@@ -78,3 +78,28 @@ def test_a_wait_is_found_where_it_is() -> None:
     from host_waits import host_waits
 
     assert host_waits(lambda: torch.ones(1, device="sim:0").item()).total() == 1
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_step_seeds_the_devices_of_its_stages_and_makes_no_events(
+    places: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are four devices; events of the first step are recorded again in later ones."""
+    engine, x, y = engine_and_batch(PLACES[places], 4)
+    losses = [engine.step(x, target=y).loss]
+    made, event = list[Any](), torch.Event
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Event:
+        made.append(kwargs)
+        return event(*args, **kwargs)
+
+    def refused(seed: int) -> None:
+        raise AssertionError(f"all devices are seeded with {seed}")
+
+    module = torch.get_device_module("sim")
+    monkeypatch.setattr(torch, "Event", counted)
+    monkeypatch.setattr(module, "manual_seed_all", refused)
+    losses += [engine.step(x, target=y).loss for _ in range(3)]
+    assert engine.timeline().duration_s > 0
+    assert [kwargs for kwargs in made if kwargs.get("enable_timing")] == []
+    assert all(bool(torch.isfinite(loss)) for loss in losses)

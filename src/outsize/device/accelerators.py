@@ -185,11 +185,18 @@ def is_used(kind: str) -> bool:
     return known is None or bool(known())
 
 
-def seed_generators(seed: int) -> None:
-    """Seeds the generators of all devices of the accelerator, once it is in use."""
+def seed_generators(seed: int, device: torch.device | None = None) -> None:
+    """Seeds the generators of all devices of the accelerator, once it is in use, or that of one device."""
     kind = built_type()
-    if kind is not None and is_used(kind):
+    if kind is None or not is_used(kind):
+        return
+    if device is None:
         torch.get_device_module(kind).manual_seed_all(seed)
+    elif device == current_device():
+        torch.get_device_module(kind).manual_seed(seed)
+    else:
+        with torch.accelerator.device_index(device.index):
+            torch.get_device_module(kind).manual_seed(seed)
 
 
 def forked_generators() -> AbstractContextManager[None]:

@@ -6,13 +6,15 @@
 The CPU works within the call, so its mark is the time itself. A GPU passes a mark when everything launched
 before it is done: its mark is an event on the compute stream. `seconds` idles the device, records one more
 event together with a reading of the host's clock, and computes how long before it each mark was passed. CUDA
-gives milliseconds as a 32-bit float: after a minute marks are still precise to some microseconds.
+gives milliseconds as a 32-bit float: after a minute marks are still precise to some microseconds. Events that
+nobody reads any more are recorded again (`free`), so a training loop makes those of one step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Final, Protocol, final
 
@@ -43,6 +45,10 @@ class Clock(ABC):
         stays 0.
         """
 
+    @abstractmethod
+    def free(self, marks: Sequence[Any]) -> None:
+        """Takes back marks that nobody reads any more."""
+
 
 @final
 class HostClock(Clock):
@@ -55,26 +61,42 @@ class HostClock(Clock):
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         return list(marks)
 
+    def free(self, marks: Sequence[Any]) -> None:
+        """Does nothing: a mark is a number."""
+
 
 @final
 class EventClock(Clock):
     """Marks work of a device that runs asynchronously.
 
-    `record` returns an event recorded there; `idle` waits for all work of the device.
+    `make` returns a new event, `record` records it there; `idle` waits for all work of the device.
     """
 
-    def __init__(self, record: Callable[[], TimedEvent], idle: Callable[[], None]) -> None:
-        self._record, self._idle = record, idle
+    def __init__(
+        self, make: Callable[[], Any], record: Callable[[Any], None], idle: Callable[[], None]
+    ) -> None:
+        self._make, self._record, self._idle = make, record, idle
+        self._free: list[TimedEvent] = []
 
     @property
     def mark(self) -> Callable[[], TimedEvent]:
-        return self._record
+        return self._recorded
+
+    def free(self, marks: Sequence[Any]) -> None:
+        self._free += [mark for mark in marks if mark]
+
+    def _recorded(self) -> TimedEvent:
+        event = self._free.pop() if self._free else self._make()
+        self._record(event)
+        return event
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
         self._idle()
-        now_s, now = perf_counter(), self._record()
+        now_s, now = perf_counter(), self._recorded()
         self._idle()
-        return [now_s - mark.elapsed_time(now) / 1000 if mark else 0.0 for mark in marks]
+        seconds = [now_s - mark.elapsed_time(now) / 1000 if mark else 0.0 for mark in marks]
+        self.free([now])
+        return seconds
 
 
 HOST: Final = HostClock()
@@ -85,9 +107,7 @@ def clock_of(device: torch.device) -> Clock:
     if not is_accelerator(device) or lacks(device, "streams"):
         return HOST
 
-    def record() -> torch.Event:
-        event = torch.Event(device, enable_timing=True)
+    def record(event: torch.Event) -> None:
         event.record(torch.accelerator.current_stream(device))
-        return event
 
-    return EventClock(record, lambda: synchronize(device))
+    return EventClock(partial(torch.Event, device, enable_timing=True), record, lambda: synchronize(device))

@@ -18,17 +18,17 @@ class Played:
     def __init__(self) -> None:
         self.past_s, self.idled = 0.0, 0
 
-    def record(self) -> PlayedEvent:
+    def record(self, event: PlayedEvent) -> None:
         self.past_s += 1.0
-        return PlayedEvent(self.past_s)
+        event.at_s = self.past_s
 
     def idle(self) -> None:
         self.idled += 1
 
 
 class PlayedEvent:
-    def __init__(self, at_s: float) -> None:
-        self.at_s = at_s
+    def __init__(self) -> None:
+        self.at_s = 0.0
 
     def elapsed_time(self, end_event: Any, /) -> float:
         return (end_event.at_s - self.at_s) * 1000
@@ -36,7 +36,7 @@ class PlayedEvent:
 
 def test_spans_are_the_devices_not_the_launches() -> None:
     device = Played()
-    clock = EventClock(device.record, device.idle)
+    clock = EventClock(PlayedEvent, device.record, device.idle)
     marks = Marks([("0F0", "compute"), ("0B0", "compute")], clock=clock)
     marks.times[:] = [clock.mark(), clock.mark(), clock.mark(), clock.mark(), 0.0, clock.mark()]
     assert device.idled == 0, "marking must not make the host wait"
@@ -62,3 +62,21 @@ def test_the_cpu_is_its_own_clock() -> None:
 
 def test_a_gpu_has_events() -> None:
     assert isinstance(clock_of(torch.device("cuda", 0)), EventClock)
+
+
+def test_events_are_recorded_again_once_nobody_reads_them() -> None:
+    device, made = Played(), list[PlayedEvent]()
+
+    def make() -> PlayedEvent:
+        made.append(PlayedEvent())
+        return made[-1]
+
+    clock = EventClock(make, device.record, device.idle)
+    for step in range(3):
+        marks = Marks([("0F0", "compute")], clock=clock)
+        marks.times[:] = [clock.mark(), 0.0, clock.mark()]
+        first_s, end_s = clock.seconds(marks.times)[::2]
+        assert end_s - first_s == pytest.approx(1.0), "an event that is recorded again has its new time"
+        assert len(made) == 3, f"step {step}"
+        marks.drop()
+        assert list(marks.spans()) == []

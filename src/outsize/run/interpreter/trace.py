@@ -19,6 +19,11 @@ class Marks:
         self._names, self._clock = names, clock
         self.times = times or [0.0] * (3 * len(names))
 
+    def drop(self) -> None:
+        """Gives the marks back to their clock; afterwards there are no spans."""
+        self._clock.free(self.times)
+        self.times = [0.0] * len(self.times)
+
     def spans(self) -> Iterator[tuple[str, Lane, float, float]]:
         """Yields action, lane, start and end of each action that has run."""
         times = self._clock.seconds(self.times)

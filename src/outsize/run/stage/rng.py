@@ -25,7 +25,10 @@ from outsize.device.accelerators import (
     set_generator_state,
 )
 
-Seed = Callable[[int], None]
+Seed = Callable[..., None]
+"""Called with an instruction's number, and with the device whose generator it draws from where that is
+known.
+"""
 _MASK = (1 << 63) - 1
 
 
@@ -43,12 +46,12 @@ def mix(seed: int, step: int, microbatch: int, instruction: int) -> int:
 def seeder(seed: int, step: int, microbatch: int) -> Seed:
     """Returns the `seed(instruction)` that a stage function calls before each of its random instructions."""
 
-    def at(instruction: int) -> None:
+    def at(instruction: int, device: torch.device | None = None) -> None:
         state = mix(seed, step, microbatch, instruction)
         # torch.manual_seed is avoided: it formats a stack trace for every kind of accelerator that is not in
         # use.
         torch.default_generator.manual_seed(state)
-        seed_generators(state)
+        seed_generators(state, device)
         random.seed(state)
         np.random.seed(state & 0xFFFFFFFF)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -139,7 +140,7 @@ class StageExecutor:
 
     `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a
     microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives
-    and sends.
+    and sends. `device` is the one of several whose generator is seeded; None: all are.
     """
 
     def __init__(
@@ -150,8 +151,9 @@ class StageExecutor:
         saving: Saving | None = None,
         *,
         bare: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        self.program = program
+        self.program, self._device = program, device
         self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if bare else enter
         self._roots_of: Callable[[Roots], Roots] = edges_of if bare else identity
         self._function, self._again, self._saving = program.function, again, saving
@@ -191,6 +193,7 @@ class StageExecutor:
         saved, grad = _Ends(), self._grad
         entries = self._enter(saved, received) if grad else received
         function = self._again if grad and self._again is not None else self._function
+        seed = seed if self._device is None else partial(seed, device=self._device)
         own_inputs = [inputs[p] for p in self._inputs]
         away = self._begin(microbatch, [*own_inputs, *received]) if grad else None
         with self._keeping(away):

@@ -93,6 +93,9 @@ class ProcessTransport(Transport):
         if outlet is None:
             outlet = self._outlets[channel] = _Outlet(self._groups, peer, channel)
         outlet.send(microbatch, tensor, self._ahead)
+        if not self._groups.has_tags:
+            for each in self._outlets.values():
+                each.free_finished()
 
     def post(self, peer: int, channel: int, microbatch: int) -> Pending:
         inlet = self._inlets.get(channel)
@@ -171,6 +174,7 @@ class _Outlet:
         # The tuple holds shape, strides and dtype of tensors whose memory is the message as it is.
         self._plain: tuple[Any, ...] = ()
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+        self._header: tuple[dist.Work, Tensor] | None = None
 
     def send(self, microbatch: int, tensor: Tensor | None, ahead: int | None) -> None:
         if tensor is None or (tensor.shape, tensor.stride(), tensor.dtype) != self._plain:
@@ -178,21 +182,33 @@ class _Outlet:
         if tensor is None:
             return
         # A bounded number of sends is under way, so a slow peer cannot make this rank keep every tensor.
-        if ahead is not None and len(self._leaving) >= ahead:
+        if ahead is not None and len(self._leaving) + (self._header is not None) >= ahead:
             self._finish_oldest()
         # dist.isend is avoided: checking its arguments takes longer than gloo takes to send 2 KiB.
         work = self._group.send([tensor], self._peer, self._tag + microbatch)
         self._leaving.append((work, tensor))
 
+    def free_finished(self) -> None:
+        """Frees the tensors that have left, as far as a look without waiting tells.
+
+        On a device a send has ended when its event has passed, and no queue reads the tensor any more.
+        """
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()
+
     def flush(self) -> None:
         """Waits until every tensor has left."""
-        while self._leaving:
+        while self._header is not None or self._leaving:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
         """Waits until the oldest tensor has left, and frees it only then: a backend that does not hold its
         tensors itself would send what comes next into that memory.
         """
+        if self._header is not None:
+            self._header[0].wait()
+            self._header = None
+            return
         self._leaving[0][0].wait()
         self._leaving.popleft()
 
@@ -203,7 +219,7 @@ class _Outlet:
             self._met, self._layout = True, layout
             header = layout.encode() if layout is not None else NOTHING
             work = self._groups.layouts.send([header], self._peer, _header_tag(self._channel))
-            self._leaving.append((work, header))
+            self._header = work, header
         elif self._layout != layout:
             raise _changed(self._channel, self._layout, layout)
         if tensor is None:

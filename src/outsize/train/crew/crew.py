@@ -273,12 +273,16 @@ class Crew(ABC):
     def start_step(self) -> None:
         """Clears the spans of the last step. An evaluation is no step: it records no spans."""
         if torch.is_grad_enabled():
+            for _, marks in self._marks:
+                marks.drop()
             self._marks = []
 
     def keep(self, rank: int, marks: Marks) -> None:
         """Records the time marks of a rank in this step, for the timeline."""
         if torch.is_grad_enabled():
             self._marks.append((rank, marks))
+        else:
+            marks.drop()
 
     def own_spans(self) -> list[RawSpan]:
         """Returns the spans of this process since `start_step`."""

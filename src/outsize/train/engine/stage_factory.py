@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from outsize.device.accelerators import device_count, is_accelerator
 from outsize.ir.plan import Plan
 from outsize.ir.units.recompute_segments import blocks, segments
 from outsize.program.generate import compile_slice
@@ -22,7 +23,7 @@ from outsize.run.stage.compile import compiled
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.recompute import Recompute, SegmentedRecompute
 from outsize.run.stage.stage import StageExecutor
-from outsize.run.stage.to_device import program_on_device
+from outsize.run.stage.to_device import device_of_model, program_on_device
 from outsize.train.variants.variant import Variant
 
 
@@ -69,7 +70,11 @@ class StageFactory:
             recompute = SegmentedRecompute(program.spec, runs, model, modes, self.statistics, self._compiled)
         elif policy == "offload":
             save_context = partial(self.activations.begin, program.stage)
-        return StageExecutor(program, model, recompute, save_context, bare=self.values.offloads)
+        at = device_of_model(model) if device is None else device
+        seeded = at if is_accelerator(at) and device_count() > 1 else None
+        return StageExecutor(
+            program, model, recompute, save_context, bare=self.values.offloads, device=seeded
+        )
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self.backend is None else compiled(function, self.backend)

@@ -41,6 +41,10 @@ class Work:
     box: Any = None
     into: Tensor | None = None
 
+    def is_completed(self) -> bool:
+        """No event to look at."""
+        return False
+
     def wait(self) -> None:
         self.wires.waits[self.name] += 1
         if self.into is not None:
