@@ -21,7 +21,7 @@ from outsize.ir.cluster_file import load_cluster
 from outsize.train.launch.world import World
 
 SIMDEV = Path(__file__).parents[1] / "simdev"
-LONG = {"schedules_alone", "steps"}
+LONG = {"schedules_alone", "steps", "features"}  # features: on the CPU in test_doctor_gpu.py
 NOT_HERE = {"compilation"}  # inductor has no code for the simulated device
 ALONE = [
     pytest.param(check, id=check.name, marks=[pytest.mark.full] if check.name in LONG else [])

@@ -26,7 +26,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("model", ["resnet18", pytest.param("vit", marks=[pytest.mark.full]), "t5"])
+@pytest.mark.parametrize(
+    "model", ["resnet18", *(pytest.param(n, marks=pytest.mark.full) for n in ("vit", "t5"))]
+)
 def test_every_stage_holds_what_was_predicted(benchmark: Any, model: str) -> None:
     """Within 2 % on each stage of two plans."""
     rows = [r for plan in benchmark.PLANS[1:] for r in benchmark.compare(model, plan, "adamw")]
@@ -51,7 +53,7 @@ def test_stages_that_recompute_some_units(benchmark: Any) -> None:
     assert rows[0].real_bytes < plain[0].real_bytes
 
 
-@pytest.mark.parametrize("model", ["resnet18", "gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("resnet18", marks=pytest.mark.full), "gpt2"])
 def test_gradients_that_wait_between_the_halves_of_a_backward(benchmark: Any, model: str) -> None:
     """From 2 % too little to 7 % too much: what has come in and waits as it is counts twice."""
     rows = list(benchmark.compare(model, (3, "zero-bubble", 4), "adamw"))

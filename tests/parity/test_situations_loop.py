@@ -35,6 +35,7 @@ from outsize.train.engine.engine import Engine
 
 MODELS = ("toy", "mlp", "unet", "gpt2", "llama", "bert", "t5", "lstm")
 RANDOM = ("gpt2", "t5", "bart", "bert", "swin", "lstm")
+LIKE_GPT2 = [pytest.param(name, marks=pytest.mark.full) for name in ("llama", "qwen3")]
 
 
 def evaluating(trainer: Trainer, batches: Sequence[Batch], note: Note) -> None:
@@ -101,7 +102,7 @@ def lengths(found: Case) -> list[Batch]:
     ]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "bert", "mixtral", "mamba"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "mixtral", "mamba", *LIKE_GPT2])
 def test_another_length_in_every_step(name: str) -> None:
     insist_on_parity(Situation("lengths", batches=lengths, changes=False), case(name))
 
@@ -128,7 +129,7 @@ def by_shifted_tokens(parts: Sequence[Batch]) -> list[float]:
     return [c / sum(counts) for c in counts]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mixtral", "bert", "t5", "bart"])
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "bert", "t5", "bart", *LIKE_GPT2])
 def test_padding_weighs_by_tokens(name: str) -> None:
     causal = name in ("gpt2", "llama", "qwen3", "mixtral")
     weigh = by_shifted_tokens if causal else by_tokens

@@ -71,7 +71,9 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(8, 25))]
+)
 @pytest.mark.parametrize(("name", "chunks"), NAMED)
 def test_never_worse_than_a_schedule_with_a_name(name: str, chunks: int, seed: int) -> None:
     """Same stages on the same ranks, on no rank more microbatches than the named one has on its fullest."""

@@ -31,6 +31,8 @@ from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 RANKS, MICROBATCHES, STEPS = 2, 4, 3
 
 

@@ -36,6 +36,8 @@ from outsize.train.check.reference import reference_step
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 BATCH = 12
 
 
