@@ -22,7 +22,7 @@ LAUNCHERS = {
     "torchrun": ("-m", "torch.distributed.run", "--nproc-per-node=2"),
 }
 
-pytestmark = pytest.mark.usefixtures("forked_python", "shared_recordings")
+pytestmark = pytest.mark.usefixtures("forked_python")
 
 
 def printed(*command: str) -> str:
