@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,7 @@ from test_schedule_matrix import BATCH, COUNT, LOSS, SEED, STEPS, built, capture
 from torch import Tensor, nn
 
 import outsize
+from outsize.api.device_checks.models import TIED
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.program.tree import map_leaves
 from outsize.run.transport.groups import RankGroup
@@ -215,6 +217,41 @@ def waits_of_a_step(
         for _ in range(2):
             engine.step(x, target=y)
         return dict(host_waits(lambda: engine.step(x, target=y)))
+
+
+# -- tensor parallelism --------------------------------------------------------------------------------------
+
+
+def divided(world: World, *, axes: dict[str, int], double: bool) -> dict[str, float]:
+    """How far losses and weights of a transformer are from a plain loop's on this rank's device.
+
+    Each is relative to the largest element, after three steps of SGD: AdamW would make rounding as large as
+    gradients that are zero but for it.
+    """
+    device, kind, loss_fn = device_of(world), torch.float64 if double else torch.float32, TIED.loss_fn
+    make = partial(torch.optim.SGD, lr=0.1)
+    (x, y), ours, plain = TIED.batch(WIDTH), TIED.build(WIDTH).to(kind), TIED.build(WIDTH).to(device, kind)
+    cluster = f"{world.world_size}x{'cpu' if world.device_type == 'cpu' else 'h200'}"
+    engine = outsize.parallelize(
+        ours, (x,), loss_fn=loss_fn, target=y, optimizer=make, cluster=cluster, **axes
+    )  # fmt: skip
+    optimizer, count, pairs = make(plain.parameters()), axes["microbatches"], dict[str, Any]()
+    parts = list(zip(x.to(device).chunk(count), y.to(device).chunk(count), strict=True))
+    for step in range(3):
+        shares = [loss_fn(plain(part), wanted) / count for part, wanted in parts]
+        sum(shares).backward()  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.step()
+        optimizer.zero_grad()
+        pairs[f"loss {step}"] = engine.step(x, target=y).loss, sum(shares)
+    if state := engine.full_state_dict():
+        pairs |= {name: (state[name], tensor) for name, tensor in plain.state_dict().items()}
+    return {name: _distance(*pair) for name, pair in pairs.items()}
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.detach().cpu().double(), theirs.detach().cpu().double()
+    largest = float(theirs.abs().max())
+    return float((ours - theirs).abs().max()) / (largest or 1.0)
 
 
 # -- the process group ---------------------------------------------------------------------------------------

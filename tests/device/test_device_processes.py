@@ -81,6 +81,26 @@ def test_replicas_and_shards_have_the_numbers(ranks_of: Servers, axis: str) -> N
         )
 
 
+@pytest.mark.parametrize(
+    ("order", "stages", "double"),
+    [
+        ("lazy", 1, False),
+        ("seed1", 1, True),
+        pytest.param("lazy", 2, False, marks=pytest.mark.full),
+        pytest.param("seed1", 2, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_transformer_in_parts_has_the_numbers(
+    ranks_of: Servers, order: str, stages: int, double: bool
+) -> None:
+    """Each layer is divided between two ranks, and with two stages four ranks have two of each."""
+    axes = {"stages": stages, "tp": 2, "microbatches": 2}
+    found = ranks_of("sim").run("divided", 2 * stages, order=order, axes=axes, double=double)
+    within = 1e-10 if double else 2e-6
+    assert len(found[0]) > 10
+    assert {name: far for rank in found for name, far in rank.items() if not far <= within} == {}
+
+
 @pytest.mark.parametrize("microbatches", [4, 16])
 @pytest.mark.parametrize(
     ("count", "axes", "how"),
