@@ -6,7 +6,8 @@
 
 Ranks are forks because a new interpreter spends five seconds of CPU on its imports. They are forks of a
 server because torch's autograd engine counts the devices of a process at its first backward and cannot be
-forked after it, and other tests of this process have had theirs. `python device_ranks.py TYPE` is the server.
+forked after it, and other tests of this process have had theirs. `python device_ranks.py TYPE MODULE` is
+the server.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any, Final, final
 
 TESTS: Final = Path(__file__).parents[1]
-_IMPORTED: Final = [str(TESTS / name) for name in ("unit", "parity", "simdev", "device", "dist")]
+_FOLDERS: Final = ("unit", "parity", "simdev", "device", "device/mutations", "dist")
+_IMPORTED: Final = [str(TESTS / name) for name in _FOLDERS]
 
 
 class RanksFailed(AssertionError):
@@ -30,12 +32,12 @@ class RanksFailed(AssertionError):
 
 @final
 class DeviceRanks:
-    """The server for one type of devices."""
+    """The server for one type of devices, whose ranks run the functions of one module."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, module: str = "rank_scenarios") -> None:
         paths = [str(TESTS.parent / "src"), *_IMPORTED]
         self._server = subprocess.Popen(
-            [sys.executable, __file__, device_type],
+            [sys.executable, __file__, device_type, module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,17 +73,17 @@ class DeviceRanks:
         self._server.wait()
 
 
-def _serve(device_type: str, answers: IO[str]) -> None:
+def _serve(device_type: str, module: str, answers: IO[str]) -> None:
     from forked import in_forks
 
     if device_type == "sim":
         import simdev
 
         simdev.load()
-    import_module("rank_scenarios")
+    import_module(module)
     for line in sys.stdin:
         request, error = json.loads(line), None
-        request |= {"device_type": device_type, "port": _free_port()}
+        request |= {"device_type": device_type, "module": module, "port": _free_port()}
         try:
             folder = Path(request["folder"])
             in_forks(folder, request["count"], lambda rank, of=request: _rank(rank, of), request["limit_s"])
@@ -109,7 +111,7 @@ def _rank(rank: int, request: dict[str, Any]) -> None:
     if request["count"] > 1:
         take_place(rank, request["count"], request["port"])
         world = join(request["device_type"], timeout_s=request["limit_s"])
-    found = getattr(import_module("rank_scenarios"), request["scenario"])(world, **request["given"])
+    found = getattr(import_module(request["module"]), request["scenario"])(world, **request["given"])
     torch.save(found, Path(request["folder"]) / f"rank{rank}.pt")
     leave(world)
 
@@ -124,4 +126,4 @@ def choose_order(order: str) -> None:
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print is no answer
-    _serve(sys.argv[1], answers)
+    _serve(sys.argv[1], sys.argv[2], answers)

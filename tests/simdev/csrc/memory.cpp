@@ -75,12 +75,16 @@ struct Pool {
   size_t reserved = 0, cap = 0;
   c10::CachingDeviceAllocator::DeviceStats stats;
 
+  // Of blocks of one size the one that was freed last is given out first: somebody may still read it. It is filled
+  // when it is given out and not when it is freed, because its stream may have waited for its last readers between.
   Block* reuse(c10::Stream stream, size_t size) {
     auto& blocks = free[stream.id()];
     auto found = blocks.lower_bound(size);
     if (found == blocks.end() || found->first > size + size / 4) return nullptr;
+    found = std::prev(blocks.upper_bound(found->first));
     Block* block = found->second;
     blocks.erase(found);
+    fill_with_nan(*block);
     return block;
   }
 
@@ -132,7 +136,6 @@ struct Pool {
   }
 
   void give_back(Block* block) {
-    fill_with_nan(*block);
     free[block->home.id()].insert({block->size, block});
   }
 

@@ -198,4 +198,5 @@ def _named(kind: str) -> Callable[..., dist.Work | None]:
 
 def _done(work: dist.Work | None) -> None:
     assert work is not None
+    # Not simulated: the lap waits for the whole device behind it. On the CPU the collective ends here.
     work.wait()

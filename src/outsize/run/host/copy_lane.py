@@ -121,17 +121,17 @@ class CopyLane:
             return
         self.settle()
         self._out.after(self._compute.record())
-        for bundle, memories in going:
-            block = bundle.away = self._take(sum(_aligned(here) for _, here in memories))
-            first = 0
+        blocks = list[Tensor]()
+        for _, memories in going:
+            block, first = self._take(sum(_aligned(here) for _, here in memories)), 0
             for memory, here in memories:
-                memory.away, memory.here = block.data[first : first + here.numel()], None
+                memory.away, memory.here = block[first : first + here.numel()], None
                 self._out.copy(memory.away, here)
                 first += _aligned(here)
+            blocks.append(block)
         left = self._out.record()
-        for bundle, _ in going:
-            assert bundle.away is not None
-            bundle.away.over = left
+        for (bundle, _), block in zip(going, blocks, strict=True):
+            bundle.away = HostBuffer(block, left)
         self._leaving = left, [here for _, memories in going for _, here in memories]
         if left.done():
             self.settle()
@@ -175,7 +175,7 @@ class CopyLane:
         self._compute.after(back)
         self._spare = [HostBuffer(data, back) for data in self.buffers]
 
-    def _take(self, size_bytes: int) -> HostBuffer:
+    def _take(self, size_bytes: int) -> Tensor:
         """Returns a buffer of the host; a spare one that is too small is freed, so their number
         never grows.
         """
@@ -183,13 +183,14 @@ class CopyLane:
         if fitting:
             best = min(fitting, key=lambda block: block.data.numel())
             self._spare.remove(best)
-            return best
+            return best.data
         if self._spare:
             small = self._spare.pop()
+            # Not simulated: on CUDA the memory is unmapped at once (device/pinned_memory.py).
             small.over.wait()
             self.buffers = [data for data in self.buffers if data is not small.data]
         self.buffers.append(self._streams.host(size_bytes))
-        return HostBuffer(self.buffers[-1], self._compute.record())
+        return self.buffers[-1]
 
 
 def _aligned(flat: Tensor) -> int:

@@ -57,13 +57,16 @@ class DeviceBuffer:
     """Holds device memory that blocks use in turn; it may be written behind the event `free`."""
 
     def __init__(self, streams: Streams, name: str) -> None:
-        self.data, self.free = streams.empty(name, 0), streams.compute(name).record()
+        self.data, self._compute = streams.empty(name, 0), streams.compute(name)
+        self.grow(0)
 
     def grow(self, size_bytes: int) -> None:
         """Enlarges the memory; existing views stay valid."""
         if size_bytes > self.data.untyped_storage().nbytes():
             self.data.untyped_storage().resize_(size_bytes)
             self.data = self.data.as_strided((size_bytes,), (1,))
+        # The allocator may give memory that kernels launched before still use.
+        self.free = self._compute.record()
 
 
 @final

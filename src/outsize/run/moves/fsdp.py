@@ -171,7 +171,7 @@ class _FsdpGroup:
             self._coming = None
 
     def reshard(self) -> None:
-        self.wait()
+        """Frees the whole weights; an action that used them has waited for them (schedules/sharded.py)."""
         self._fsdp.reshard()
 
     def reduce(self, last: bool) -> None:
@@ -264,9 +264,8 @@ def _pieces(module: nn.Module) -> list[Any]:
 
 
 def _release(root: nn.Module) -> None:
-    """Frees the inputs of the last reduce-scatters, as `_root_post_backward_final_callback` does."""
-    state = _state(root)
-    for reduction in state._comm_ctx.reduce_scatter_states:
-        if reduction.event is not None:
-            state._device_handle.current_stream().wait_event(reduction.event)
-    state._comm_ctx.reduce_scatter_states.clear()
+    """Frees the inputs of the last reduce-scatters, as `_root_post_backward_final_callback` does.
+
+    The current stream is behind them since `finalize_backward`, which waits for what followed them.
+    """
+    _state(root)._comm_ctx.reduce_scatter_states.clear()

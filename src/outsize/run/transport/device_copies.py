@@ -211,7 +211,7 @@ class _ThroughHost(Stream):
         size = source.numel()
         left = self._up.record()
         if self._room is None or self._room.numel() < size:
-            left.wait()
+            # torch's allocator does not give page-locked memory out again before its copies have ended.
             self._room = self._streams.empty("cpu", size)
         self._down.after(left)
         self._down.copy(self._room[:size], source)
