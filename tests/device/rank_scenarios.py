@@ -17,11 +17,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_schedule_matrix import BATCH, COUNT, LOSS, SEED, STEPS, built, captured, plan_of
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.device_checks.models import TIED
 from outsize.ir.plan import Plan, ScheduleName
+from outsize.program.tensor_parallel.share import Share
 from outsize.program.tree import map_leaves
+from outsize.run.tensor_parallel.collectives import TensorParallelGroup
 from outsize.run.transport.groups import RankGroup
 from outsize.run.transport.process_group import ProcessTransport, TransportGroups
 from outsize.train.check.compare import (
@@ -372,6 +375,31 @@ def kept_by_sends(world: World) -> int:
     found = sum(each() is not None for each in alive)
     dist.barrier(layouts)
     transport.flush()
+    return found
+
+
+def gathered(world: World) -> dict[str, Any]:
+    """What ranks of tensor parallelism gather, and how many kernels and messages that takes."""
+    import simdev
+
+    device, size = device_of(world), world.world_size
+    group = TensorParallelGroup(init_device_mesh(world.device_type, (size,)))
+    found: dict[str, Any] = {}
+    shares = {
+        "rows": Share(0, (8,)),
+        "columns": Share(1, (6,)),
+        "two parts": Share(0, (4, 4)),
+        "odd": Share(0, (7,)),
+    }
+    for name, share in shares.items():
+        whole = (
+            torch.arange(share.size * 12.0).view(-1, 12) if share.dim == 0 else torch.arange(30.0).view(5, 6)
+        )
+        part = group.part(whole.to(device), share)
+        group.whole(part, share)  # makes the communicator
+        simdev.reset_counters()
+        ours = group.whole(part, share)
+        found[name] = (simdev.launches(), torch.equal(ours.cpu(), whole))
     return found
 
 

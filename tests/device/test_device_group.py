@@ -62,3 +62,10 @@ def test_a_message_that_is_freed_before_its_wait_arrives_damaged(ranks_of: Serve
 
 def test_messages_that_have_left_are_not_kept(ranks_of: Servers) -> None:
     assert ranks_of("sim").run("kept_by_sends", 2) == [0, 0]
+
+
+def test_parts_of_equal_size_are_gathered_where_they_belong(ranks_of: Servers) -> None:
+    for found in ranks_of("sim").run("gathered", 2):
+        assert all(is_right for _, is_right in found.values())
+        assert found["rows"][0] == 1, "the message alone, and no copy"
+        assert found["columns"][0] <= 3

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import outsize
+from outsize.run.weights.ownership import move_weights
 
 LAYERS = 8
 
@@ -47,3 +48,23 @@ def test_weights_go_straight_to_the_device_and_come_back_the_same(tmp_path: Path
         assert found[name].device.type == "cpu"
         assert torch.equal(found[name], tensor)
         assert torch.equal(saved[name], tensor)
+
+
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+def test_weights_of_an_lstm_are_laid_together_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module lists the weights that it has now, and a weight that is tied stays tied."""
+    model = nn.ModuleDict({"one": nn.LSTM(4, 4), "other": nn.GRU(4, 4), "third": nn.LSTM(4, 4)})
+    model["third"].weight_hh_l0 = model["one"].weight_hh_l0
+    seen, flatten = list[nn.Module](), nn.RNNBase.flatten_parameters
+
+    def noted(module: nn.RNNBase) -> None:
+        assert {weight.device for weight in module._flat_weights} == {torch.device(device)}
+        assert set(map(id, module._flat_weights)) == set(map(id, module.parameters()))
+        seen.append(module)
+        flatten(module)
+
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", noted)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    move_weights(model, {name: torch.device(device) for name in names if not name.startswith("other")})
+    assert seen == [model["one"], model["third"]], "the weights of the other one are on the CPU"
+    assert model["third"].weight_hh_l0 is model["one"].weight_hh_l0

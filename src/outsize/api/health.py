@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Final
 
 import psutil
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from outsize.device import futex
 from outsize.device.accelerators import (
+    CONNECTIONS,
     accelerator_type,
     all_devices,
     built_type,
@@ -38,8 +40,8 @@ _EXTRAS: Final = {
 _PAGE: Final = 4096
 
 
-def doctor() -> Health:
-    """Returns what this machine offers, as this process sees it."""
+def doctor(environment: Mapping[str, str] = MappingProxyType({})) -> Health:
+    """Returns what this machine offers, as this process sees it; `environment` may slow devices down."""
     versions = {name: _version(name) for name in _PACKAGES}
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     backends = {"gloo": dist.is_available() and dist.is_gloo_available(), **_collectives()}
@@ -54,7 +56,7 @@ def doctor() -> Health:
         backends=backends,
         shared_memory=shared,
         captures=KEPT,
-        missing=tuple(_missing(versions, backends, shared, cores)),
+        missing=(*_missing(versions, backends, shared, cores), *_slowed(environment)),
     )
 
 
@@ -93,6 +95,11 @@ def _shares_memory() -> bool:
     except OSError:
         return False
     return True
+
+
+def _slowed(environment: Mapping[str, str]) -> Iterator[str]:
+    if environment.get(CONNECTIONS) == "1":
+        yield f"overlap: with {CONNECTIONS}=1 kernels wait for messages; unset {CONNECTIONS}"
 
 
 def _missing(

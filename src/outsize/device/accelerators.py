@@ -30,6 +30,10 @@ CPU: Final = "cpu"
 USUAL: Final = "cuda"
 REPEATABLE: Final = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """The environment, set before the first kernel, in which matrix products have one order of sums."""
+CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The environment's name for how many launch queues a CUDA device has; with one, a kernel behind a message
+that has not come waits for it, whatever stream it is on.
+"""
 Lack = Literal["streams", "several devices", "float64"]
 
 

@@ -4,6 +4,7 @@ they should.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -59,7 +60,7 @@ def doctor(
     from outsize.api.health import doctor
 
     with screen.working("examining this machine"):
-        health = doctor()
+        health = doctor(os.environ)
 
     def tables() -> Iterable[RenderableType]:
         from outsize.report.tables.health import health_tables
@@ -97,7 +98,7 @@ def _report(
         results = run_checks(checks, processes, width, progress)
     cluster = measured_cluster("doctor" if out is None else out.name, results)
     return DeviceReport(
-        health=doctor(), device_type=kind, processes=processes, results=results, cluster=cluster
+        health=doctor(os.environ), device_type=kind, processes=processes, results=results, cluster=cluster
     )
 
 

@@ -69,21 +69,26 @@ class TensorParallelGroup(Collectives):
         """Gathers all shards into the whole tensor, without gradients."""
         places = [RankPosition(rank, self.place.ranks) for rank in range(self.place.ranks)]
         sizes = [place.size(share) for place in places]
-        shape = [*x.shape]
+        shape, is_even = [*x.shape], len(set(sizes)) == 1
         shape[share.dim] = max(sizes)
-        mine = x.new_zeros(shape)
-        mine.narrow(share.dim, 0, x.shape[share.dim]).copy_(x.detach())
-        parts = [torch.empty_like(mine) for _ in places]
-        dist.all_gather(parts, mine, self._group)
+        mine = x.detach().contiguous() if is_even else x.new_zeros(shape)
+        if not is_even:
+            mine.narrow(share.dim, 0, x.shape[share.dim]).copy_(x.detach())
+        parts = x.new_empty([len(places) * shape[0], *shape[1:]])
+        # The first name is that of torch 2.13, the second that of earlier versions.
+        send = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        send(parts, mine, group=self._group)
         shape[share.dim] = share.size
+        self.sent["all_gather"] += math.prod(shape) * x.element_size()
+        if is_even and share.dim == 0 and len(share.parts) == 1:  # the ranks' parts in a row
+            return parts
         gathered = x.new_empty(shape)
-        for place, part in zip(places, parts, strict=True):
+        for place, part in zip(places, parts.unflatten(0, (len(places), -1)), strict=True):
             done = 0
             for start, stop in place.ranges(share):
                 piece = part.narrow(share.dim, done, stop - start)
                 gathered.narrow(share.dim, start, stop - start).copy_(piece)
                 done += stop - start
-        self.sent["all_gather"] += gathered.numel() * gathered.element_size()
         return gathered
 
     def total_part(self, x: Tensor, share: Share) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outsize.device.accelerators import is_accelerator
 from outsize.program.tree import map_leaves
 from outsize.run.stage.cut import Cut
 from outsize.run.weights.freed import FreedWeight, freed, still_freed
@@ -43,6 +44,22 @@ def move_weights(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     targets = [(t, devices[n]) for n, t in _tensors(model).items() if n in devices and not t.is_meta]
     moving = [(t, device) for t, device in targets if t.device != device]
     replace(model, {id(t): like(t, t.detach().to(device)) for t, device in moving})
+    if moving:
+        _flatten_recurrent(model)
+
+
+def _flatten_recurrent(model: nn.Module) -> None:
+    """Lets each LSTM, GRU and RNN whose weights are on one accelerator lay them in one piece of memory.
+
+    `module.to(device)` does the same; else cuDNN copies them together in every forward. The parameters stay
+    the same objects. torch leaves out what cuDNN does not take, and weights that are tied within a module.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            weights = list(module.parameters(recurse=False))
+            devices = {weight.device for weight in weights}
+            if len(devices) == 1 and is_accelerator(devices.pop()):
+                module.flatten_parameters()
 
 
 def places(model: nn.Module) -> list[Place]:

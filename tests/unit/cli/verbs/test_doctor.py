@@ -53,3 +53,13 @@ def test_what_is_missing_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "go over gloo" in lines
     assert "4096 threads share" in lines
     assert not found.shared_memory
+
+
+@pytest.mark.parametrize(("connections", "says"), [("1", True), ("8", False), ("", False)])
+def test_one_launch_queue_is_told(
+    connections: str, says: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    assert run(["doctor", "--json"]) == 0
+    missing = "\n".join(json.loads(capsys.readouterr().out)["missing"])
+    assert ("unset CUDA_DEVICE_MAX_CONNECTIONS" in missing) is says
