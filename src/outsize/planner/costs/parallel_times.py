@@ -3,7 +3,8 @@
     tp          products are split in pairs, by columns and then by rows, and all ops between them are
                 split too (arXiv 1909.08053, sec. 3): a pass takes 1 / tp of such flops and bytes, at the
                 efficiency of so small an operator; then the group reduces. The program tells which units
-                these are and what is sent (`Unit.divided`); where it is not known, all units are split
+                these are and what is sent (`Unit.divided`); where it is not known, all units are split.
+                The host launches as many kernels for a share as for the whole: small shares wait for it
     cp          the same shares of work, by tokens; attention is computed in a ring (context_parallel.py)
     sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters
                 its gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of
@@ -32,11 +33,9 @@ from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, ShardedFraction, Work
 from outsize.planner.costs.collectives import collective_s
 from outsize.planner.costs.context_parallel import ring_bytes, ring_s
-from outsize.planner.costs.roofline import seconds
+from outsize.planner.costs.roofline import WorkPasses, host_seconds, passes_of, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
-
-Passes = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
 
 
 @final
@@ -53,14 +52,14 @@ class Sharing:
     units: Sequence[ShardedFraction]
     divided: NDArray[np.float64]
     rings: Mapping[int, int]
-    passes: tuple[Passes, ...]
+    passes: tuple[WorkPasses, ...]
     pass_of: NDArray[np.int64]
 
     @classmethod
     def of(cls, graph: ModelGraph) -> Self:
         """Collects the passes of a graph; blocks repeat, so few are distinct."""
-        unit_passes = [(unit.forward, unit.backward_input, unit.backward_weight) for unit in graph.units]
-        place: dict[Passes, int] = {}
+        unit_passes = list(map(passes_of, graph.units))
+        place: dict[WorkPasses, int] = {}
         pass_of = np.array([place.setdefault(passes, len(place)) for passes in unit_passes])
         units, known = [unit.divided for unit in graph.units], graph.tensor is not None
         divided = np.array([unit.work if known else 1.0 for unit in units])
@@ -122,7 +121,8 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
     )
     divided = sharing.divided[:, None]
     slower = divided * split[sharing.pass_of] + (1 - divided) * whole[sharing.pass_of]
-    return times.times(*slower.T).plus(forward, backward)
+    launching = host_seconds((sharing.passes[at] for at in sharing.pass_of), device)
+    return times.times(*slower.T).plus(forward, backward).behind_host(launching)
 
 
 def _ringed(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:

@@ -24,12 +24,14 @@ from outsize.ir.graph import ModelGraph, Unit, Work
 from outsize.ir.hardware.devices import Device
 from outsize.ir.profile import Profile, UnitCost
 from outsize.planner.costs.efficiency import Efficiency, default_of
+from outsize.planner.costs.unit_times import UnitSeconds
 
 COMPUTE_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.7
 LAUNCH_S = 8e-6
 TENSOR_FAMILIES = ("matmul", "attention", "convolution")
 Passes = tuple[float, float, float]
+WorkPasses = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
 
 
 def seconds(work: Sequence[Work], device: Device, efficiency: Efficiency | None = None) -> float:
@@ -44,16 +46,26 @@ def seconds(work: Sequence[Work], device: Device, efficiency: Efficiency | None 
 def roofline(graph: ModelGraph, device: Device) -> Profile:
     """Returns the profile of a graph, at its own batch size, on one kind of device."""
     curves, dtype = default_of(device), _dtype(graph)
-    busy = [_busy(unit, device, dtype, curves) for unit in graph.units]
-    host = [_host(unit, curves.host_s) for unit in graph.units]
-    waiting = _waiting(busy, host)
+    busy = UnitSeconds.from_rows([_busy(unit, device, dtype, curves) for unit in graph.units])
+    waited = busy.behind_host(host_seconds(map(passes_of, graph.units), device))
     return Profile(
         fingerprint=graph.fingerprint,
         device=device.kind,
         microbatch_size=graph.batch_size,
-        units=tuple(
-            _cost(u, _waited(b, h, waiting)) for u, b, h in zip(graph.units, busy, host, strict=True)
-        ),
+        units=tuple(map(_cost, graph.units, waited.rows())),
+    )
+
+
+def passes_of(unit: Unit) -> WorkPasses:
+    """Returns the work of forward, input gradient and weight gradient."""
+    return unit.forward, unit.backward_input, unit.backward_weight
+
+
+def host_seconds(units: Iterable[WorkPasses], device: Device) -> UnitSeconds:
+    """Returns the host's seconds to launch each pass; zero where the launches of a unit are unknown."""
+    host_s = default_of(device).host_s
+    return UnitSeconds.from_rows(
+        [tuple(host_s * sum(work.launches for work in works) for works in passes) for passes in units]
     )
 
 
@@ -75,40 +87,12 @@ def _peak(work: Work, device: Device) -> float:
 def _busy(unit: Unit, device: Device, dtype: str, curves: Efficiency) -> Passes:
     """Returns the seconds of forward, input gradient, weight gradient."""
     if unit.forward:
-        passes = (unit.forward, unit.backward_input, unit.backward_weight)
-        forward, backward_input, backward_weight = (seconds(p, device, curves) for p in passes)
+        forward, backward_input, backward_weight = (seconds(p, device, curves) for p in passes_of(unit))
         return forward, backward_input, backward_weight
     compute_s = unit.flops / (device.flops(dtype) * COMPUTE_EFFICIENCY)
     memory_s = unit.moved_bytes / (device.bytes_per_s * MEMORY_EFFICIENCY)
     forward_s = max(compute_s, memory_s) + LAUNCH_S
     return forward_s, forward_s, forward_s if unit.parameters else 0.0
-
-
-def _host(unit: Unit, host_s: float) -> Passes:
-    """Returns the host's seconds to launch each pass; zero where the launches of a unit are unknown."""
-    forward, backward_input, backward_weight = (
-        host_s * sum(work.launches for work in works)
-        for works in (unit.forward, unit.backward_input, unit.backward_weight)
-    )
-    return forward, backward_input, backward_weight
-
-
-def _waiting(busy: Iterable[Passes], host: Iterable[Passes]) -> float:
-    """Returns the share of the time by which the host is late in single passes that the device really waits.
-
-    A host that is late in one pass may have been early in another; over a step the device waits as long as
-    the host needs more time than the device.
-    """
-    pairs = [(b, h) for bs, hs in zip(busy, host, strict=True) for b, h in zip(bs, hs, strict=True)]
-    late_s = sum(max(0.0, h - b) for b, h in pairs)
-    return max(0.0, sum(h - b for b, h in pairs)) / late_s if late_s else 0.0
-
-
-def _waited(busy: Passes, host: Passes, waiting: float) -> Passes:
-    forward, backward_input, backward_weight = (
-        b + waiting * max(0.0, h - b) for b, h in zip(busy, host, strict=True)
-    )
-    return forward, backward_input, backward_weight
 
 
 def _cost(unit: Unit, passes: Passes) -> UnitCost:

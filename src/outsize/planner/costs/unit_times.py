@@ -32,8 +32,29 @@ class UnitSeconds:
     @classmethod
     def of(cls, profile: Profile) -> Self:
         """Returns the seconds of a profile."""
-        rows = [(u.forward_s, u.backward_input_s, u.backward_weight_s) for u in profile.units]
-        return cls(*np.array(rows).reshape(-1, 3).T.copy())
+        return cls.from_rows([(u.forward_s, u.backward_input_s, u.backward_weight_s) for u in profile.units])
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[float]]) -> Self:
+        """Returns the seconds of units given as (forward, backward_input, backward_weight)."""
+        return cls(*np.array(rows, np.float64).reshape(-1, 3).T.copy())
+
+    def rows(self) -> list[tuple[float, float, float]]:
+        """Returns (forward, backward_input, backward_weight) of each unit."""
+        passes = (self.forward, self.backward_input, self.backward_weight)
+        return list(zip(*(times.tolist() for times in passes), strict=True))
+
+    def behind_host(self, host: UnitSeconds) -> Self:
+        """Returns the seconds of a device that waits where its host needs longer to launch.
+
+        A host that is late in one pass may have been early in another: over all units the device waits as
+        long as the host needs more time than the device, and this is spread over the passes that are late.
+        """
+        own, launching = (np.stack([t.forward, t.backward_input, t.backward_weight]) for t in (self, host))
+        late = np.maximum(0.0, launching - own)
+        late_s = float(late.sum())
+        waiting = max(0.0, float((launching - own).sum())) / late_s if late_s else 0.0
+        return type(self)(*(own + waiting * late))
 
     @property
     def backward(self) -> Seconds:

@@ -15,7 +15,9 @@ from outsize.ir.graph import ModelGraph, OpFamily, Parameter, ShardedFraction, U
 from outsize.ir.plan import Axes, Weights
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
+from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import Sharing, parallel_times, sync_s
+from outsize.planner.costs.roofline import roofline
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
 
@@ -137,6 +139,19 @@ def test_half_of_a_small_product_takes_almost_as_long() -> None:
     layout = Layout(Axes(pp=2, tp=2), 2, "1f1b", 2, 2)
     found = seconds_of(spread_profile(graph, profile_of(graph, [1.0] * len(BLOCK)), layout, cluster()))
     assert 0.99 < found["q"][0] < 1.0
+
+
+def test_a_share_that_is_launched_slower_than_it_runs_waits_for_the_host() -> None:
+    """Both ranks launch as many ops as one device would: halves of what is just long enough are too short."""
+    found = parse_cluster("2xa100-80gb")
+    host_s = default_of(found.devices[0]).host_s
+    flops = int(host_s * found.devices[0].flops("bfloat16"))
+    units = tuple(made_of(index, "matmul", flops) for index in range(4))
+    graph = ModelGraph(model="m", fingerprint="f", batch_size=1, units=units, values=(), parameters=())
+    alone = UnitSeconds.of(roofline(graph, found.devices[0]))
+    assert alone.total.min() > 2 * host_s
+    shared = parallel_times(Sharing.of(graph), alone, Layout(Axes(tp=2), 1, "1f1b", 1, 1), found)
+    assert shared.total.sum() == pytest.approx(4 * 2 * host_s)
 
 
 def test_two_devices_take_half_of_the_tokens_and_attend_in_a_ring() -> None:

@@ -37,7 +37,7 @@ def peak_bytes(plan: Plan) -> int:
 
 
 def test_it_is_taken_where_norms_cost_more_than_a_message_more() -> None:
-    left, asked, refused = (planned(1024, 4096, sequence) for sequence in (None, True, False))
+    left, asked, refused = (planned(1024, 16384, sequence) for sequence in (None, True, False))
     assert [p.sequence_parallel for p in (left, asked, refused)] == [True, True, False]
     assert peak_bytes(left) < 0.9 * peak_bytes(refused)
     assert left.expected is not None
