@@ -21,6 +21,7 @@ from outsize.device.accelerators import (
     all_devices,
     built_type,
     collective_backend,
+    library_versions,
     properties,
     spoken,
 )
@@ -42,7 +43,7 @@ _PAGE: Final = 4096
 
 def doctor(environment: Mapping[str, str] = MappingProxyType({})) -> Health:
     """Returns what this machine offers, as this process sees it; `environment` may slow devices down."""
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {**{name: _version(name) for name in _PACKAGES}, **library_versions()}
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     backends = {"gloo": dist.is_available() and dist.is_gloo_available(), **_collectives()}
     shared = _shares_memory()

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import nccl
 
 CPU: Final = "cpu"
 USUAL: Final = "cuda"
@@ -177,6 +179,19 @@ def collective_backend(kind: str) -> str | None:
     except (RuntimeError, ValueError):  # torch does not know the type, or no backend for it
         return None
     return backend if dist.is_backend_available(backend) else None
+
+
+def library_versions() -> dict[str, str]:
+    """Returns the versions of accelerators' libraries and drivers, by name, as far as they are here."""
+    found = {
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "cudnn": str(torch.backends.cudnn.version()) if torch.backends.cudnn.is_available() else None,
+        "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
+    }
+    drivers = {f"{name} driver": Path(f"/sys/module/{name}/version") for name in ("nvidia", "amdgpu")}
+    found |= {name: path.read_text().strip() for name, path in drivers.items() if path.exists()}
+    return {name: version for name, version in found.items() if version}
 
 
 # -- random numbers ------------------------------------------------------------------------------------------

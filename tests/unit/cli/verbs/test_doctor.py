@@ -63,3 +63,8 @@ def test_one_launch_queue_is_told(
     assert run(["doctor", "--json"]) == 0
     missing = "\n".join(json.loads(capsys.readouterr().out)["missing"])
     assert ("unset CUDA_DEVICE_MAX_CONNECTIONS" in missing) is says
+
+
+def test_the_versions_of_an_accelerators_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.9")
+    assert health.doctor().versions["cuda"] == "13.9"
