@@ -7,7 +7,7 @@ the CPU (over gloo).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -418,3 +418,35 @@ def sent(world: World, *, kept: bool) -> bool:
     assert work is not None
     work.wait()
     return world.rank == 0 or bool((message == 5.0).all().item())
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+def full_in_mid_step(world: World) -> list[str]:
+    """The second rank's device is full in its second step: what each rank is told, then and later."""
+    import simdev
+
+    (x, y), axes = data(), {"cluster": "2xh200", "stages": 2, "microbatches": 4}
+    engine = outsize.parallelize(small(), (x,), loss_fn=F.mse_loss, target=y, optimizer=adam, **axes)
+    engine.step(x, target=y)
+    before = [p.detach().cpu() for _, p in engine.named_parameters()]
+    if world.rank == 1:
+        torch.accelerator.empty_cache()
+        simdev.set_capacity(torch.accelerator.memory_allocated() + 8192, world.local_rank)
+    told = [_error_of(lambda: engine.step(x, target=y).loss.item())]
+    if world.rank == 1:
+        simdev.set_capacity(1 << 33, world.local_rank)
+        told.append(_error_of(lambda: engine.step(x, target=y)))
+        now = [p.detach().cpu() for _, p in engine.named_parameters()]
+        told.append(str(all(map(torch.equal, before, now))))
+    return told
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    """What a call raises, with its notes."""
+    try:
+        call()
+    except Exception as error:
+        return "\n".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
+    return "nothing"

@@ -6,6 +6,7 @@ between a kernel and a message, or memory that is freed before its message has l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +120,16 @@ def test_the_host_of_each_rank_waits_at_most_once_in_a_step(
     found = ranks_of("sim").run("waits_of_a_step", count, axes=axes, microbatches=microbatches, **how)
     totals = [sum(waits.values()) for waits in found]
     assert max(totals) <= 1, (totals, found)
+
+
+def test_a_rank_without_memory_says_so_and_the_others_end(ranks_of: Servers) -> None:
+    """A step over processes is not repeated: the ranks are no longer at one place."""
+    (neighbour,), (full, later, kept) = ranks_of("sim").run("full_in_mid_step", 2)
+    assert full.startswith("OutOfMemoryError")
+    where = r"no memory for \w+ \(stage \d, rank 1\); [\d,]+ bytes of tensors on sim:1"
+    assert re.search(where, full)
+    assert "Next: more microbatches, or recompute='full'" in full
+    assert later.startswith("RankFailed")
+    assert "the other ranks wait in it; rank 1. Next: end all ranks" in later
+    assert kept == "True"
+    assert "closed by peer" in neighbour

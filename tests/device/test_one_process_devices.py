@@ -73,9 +73,20 @@ def plain_step(model: nn.Sequential, places: list[torch.device], x: Tensor, y: T
 def test_every_schedule_is_bit_equal_to_the_layers_where_they_are(
     places: tuple[str, str], schedule: Any
 ) -> None:
-    model, plain = layers(), layers()
+    insist_on_layers_where_they_are(places, schedule)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("order", [pytest.param("sim-lazy", marks=pytest.mark.full), "sim-seed1"])
+def test_four_devices_are_bit_equal_to_the_layers_where_they_are(order: str) -> None:
+    insist_on_layers_where_they_are(("sim:0", "sim:1", "sim:2", "sim:3"), "1f1b")
+
+
+def insist_on_layers_where_they_are(places: tuple[str, ...], schedule: Any) -> None:
+    """Equal stages, one for each place, and a plain loop."""
+    model, plain, count = layers(), layers(), len(places)
     x, y = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
-    how = {"cluster": "2xcpu", "stages": 2, "schedule": schedule, "microbatches": MICROBATCHES}
+    how = {"cluster": f"{count}xcpu", "stages": count, "schedule": schedule, "microbatches": MICROBATCHES}
     plan = outsize.plan(model, (x,), target=y, loss_fn=F.mse_loss, **how)  # halves, whatever the devices
     engine = outsize.parallelize(model, (x,), target=y, loss_fn=F.mse_loss, plan=plan, devices=list(places))
     home = [next(layer.parameters()).device for layer in model]

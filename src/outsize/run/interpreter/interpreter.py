@@ -22,8 +22,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
+from outsize.device.accelerators import all_devices, allocated_bytes
 from outsize.device.clock import HOST, Clock
 from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane
@@ -157,11 +159,26 @@ class Interpreter:
     def _execute(self, op: _BoundAction) -> None:
         times, at, mark, messages = self._times, op.at, self._mark, None
         times[at] = mark()
-        if op.gather is not None:
-            messages = op.gather()
-            times[at + 1] = mark()
-        op.run(messages)
+        try:
+            if op.gather is not None:
+                messages = op.gather()
+                times[at + 1] = mark()
+            op.run(messages)
+        except torch.OutOfMemoryError as error:
+            action = self.schedule.actions[self.rank][op.at // 3]
+            error.add_note(_full(action, self.rank))
+            raise
         times[at + 2] = mark()
+
+
+def _full(action: Action, rank: int) -> str:
+    """Words what a device without memory was asked for, and what tensors hold there."""
+    held = {str(device): allocated_bytes(device) for device in all_devices()}
+    numbers = ", ".join(f"{size:,} bytes of tensors on {device}" for device, size in held.items() if size)
+    return (
+        f"outsize: no memory for {action} (stage {action.stage}, rank {rank}); {numbers or 'on the CPU'}. "
+        "Next: more microbatches, or recompute='full'"
+    )
 
 
 @final

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from outsize.device.accelerators import CPU, current_device, is_accelerator
 from outsize.device.clock import Clock, clock_of
 from outsize.device.streams import TorchStreams
+from outsize.errors import RankFailed
 from outsize.ir.plan import Plan
 from outsize.ir.schedule import NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
@@ -270,6 +271,10 @@ class Crew(ABC):
         """Returns a tensor moved to this rank's device; anything else is returned as it is."""
         return leaf.to(self.device) if isinstance(leaf, Tensor) and self.device is not None else leaf
 
+    def insist_on_ended_steps(self) -> None:
+        """Raises RankFailed where a step has failed that other ranks are still in."""
+        return
+
     def start_step(self) -> None:
         """Clears the spans of the last step. An evaluation is no step: it records no spans."""
         if torch.is_grad_enabled():
@@ -473,7 +478,7 @@ class ProcessCrew(Crew):
             options = replace(options, moves=options.moves or OverlappedAllReduce(replicas.gradients))
         super().__init__(plan, place, replicas, options)
         self._transport = connect(TransportGroups.make(group, device), device, plan.axes.group_size)
-        self._place, self._streams = device, TorchStreams([str(device)])
+        self._place, self._streams, self._has_failed = device, TorchStreams([str(device)]), False
 
     def run(
         self, loads: Sequence[PipelineInputs], make_stage: MakeStage, optimizer: Optimizer | None = None
@@ -482,10 +487,20 @@ class ProcessCrew(Crew):
         (interpreter,) = self._interpreters(load, make_stage, {self.rank: self._transport})
         own = own_inputs(self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants))
         interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
+        self._has_failed = True  # Unless it ends.
         with self.moves.step_context(optimizer):
             result = interpreter.run()
+        self._has_failed = False
         self.keep(self.rank, result.marks)
         return [_outputs(load.variants, interpreter.schedule, [result])]
+
+    def insist_on_ended_steps(self) -> None:
+        if self._has_failed:
+            raise RankFailed(
+                "a step has failed in its middle on this rank, and the other ranks wait in it",
+                numbers=f"rank {self.global_rank}",
+                next_step="end all ranks, and go on from a checkpoint",
+            )
 
     def forget(self, variant: int, channel: int | None) -> None:
         super().forget(variant, channel)

@@ -128,6 +128,7 @@ class Engine:
                 next_step="call step() outside of it, or engine.evaluate(...)",
             )
         insist_on_own_weights()
+        self.crew.insist_on_ended_steps()
         grad_scale = None if self._scaling is None else self._scaling.scale()
         parts = self._microbatches(args, kwargs, target)
         self._compare_batches(parts)
@@ -164,6 +165,7 @@ class Engine:
 
         Gradients and generators stay unchanged, and so do buffers that the model does not write in eval mode.
         """
+        self.crew.insist_on_ended_steps()
         # The caller's inference mode is left: a program that is recorded here must also run outside of it.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
             result = self._executor.evaluate(self._microbatches(args, kwargs, target), self.steps)

@@ -11,8 +11,8 @@ its instructions read, so inputs and targets are never sent between ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby, zip_longest
@@ -150,7 +150,7 @@ class Pipelined(Executor):
             results = self._run_pieces(step, pieces)
         else:
             self._adopt(step.variants)
-            with replicas.summing(self._ownership.trained_by_stage):
+            with replicas.summing(self._ownership.trained_by_stage), self._all_or_nothing():
                 results = self._run_pieces(step, pieces)
                 self._replica_copies.add_up(self._state)
             replicas.spread(self._ownership.own(written) if written else ())
@@ -158,6 +158,18 @@ class Pipelined(Executor):
         for number in self.variants.trim():
             self._crew.forget(number, self._programs.drop(number))
         return results
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Drops the gradients of a step that fails in its middle: part of the microbatches are in them."""
+        try:
+            yield
+        except BaseException as error:
+            for parameters in self._ownership.trained_by_stage().values():
+                for parameter, _ in parameters:
+                    parameter.grad = None
+            error.add_note("outsize: the step was dropped with all gradients, also those of steps before it")
+            raise
 
     def _warn_of_shares(self, variants: Sequence[Variant], counted: Sequence[Counted]) -> None:
         """Says once, on rank 0, that the weights of the microbatches do not follow from the loss."""
