@@ -6,6 +6,7 @@ the CPU (over gloo).
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -255,6 +256,29 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
     ours, theirs = ours.detach().cpu().double(), theirs.detach().cpu().double()
     largest = float(theirs.abs().max())
     return float((ours - theirs).abs().max()) / (largest or 1.0)
+
+
+def read_on_one_rank(world: World) -> tuple[list[str], bool]:
+    """The warnings of steps whose loss is NaN, where rank 0 alone reads it, and whether the last one is."""
+    (x, y), device, loss = data(), device_of(world), torch.zeros(())
+    engine = outsize.parallelize(
+        small(),
+        (x,),
+        loss_fn=F.mse_loss,
+        target=y,
+        optimizer=adam,
+        stages=2,
+        microbatches=2,
+        cluster="2xh200",
+    )
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(4):
+            part = x.to(device) * (torch.nan if step == 1 else 1.0)
+            loss = engine.step(part, target=y.to(device)).loss
+            if world.rank == 0:
+                loss.item()
+        return [str(w.message) for w in said if "NaN or infinite" in str(w.message)], bool(loss.isnan())
 
 
 # -- the process group ---------------------------------------------------------------------------------------

@@ -133,3 +133,13 @@ def test_a_rank_without_memory_says_so_and_the_others_end(ranks_of: Servers) -> 
     assert "the other ranks wait in it; rank 1. Next: end all ranks" in later
     assert kept == "True"
     assert "closed by peer" in neighbour
+
+
+def test_ranks_notice_a_loss_that_is_nan_each_by_itself(ranks_of: Servers) -> None:
+    """Rank 0 reads each loss, so it notices at once; rank 1 goes on, and neither waits for the other."""
+    first, second = ranks_of("sim").run("read_on_one_rank", 2, limit_s=60)
+    assert first[1]
+    assert second[1]
+    assert len(first[0]) == 1
+    assert "step 1" in first[0][0]
+    assert len(second[0]) <= 1

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from outsize.capture.graph.by_modules import untouched
+from outsize.device.accelerators import is_accelerator
 from outsize.errors import BadOption
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
@@ -141,7 +142,10 @@ class Engine:
         self._equip()
         wrong_step = self._watch.look(self.steps, loss)
         if wrong_step is not None:
-            warn_of_loss(wrong_step, parts, self.named_parameters(), self._non_finite_place(parts))
+            # Ranks whose hosts run ahead of their devices notice it at different steps, and cannot search.
+            apart = self.crew.mesh is not None and is_accelerator(loss.device)
+            place = None if apart else self._non_finite_place(parts)
+            warn_of_loss(wrong_step, parts, self.named_parameters(), place)
         with outside_autocast():
             norm = self.update() if update and not by_closure else None
         if by_closure:
