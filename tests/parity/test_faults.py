@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from outsize.run.stage.rng import seeder
 from outsize.run.stage.stage import Gradients, StageExecutor
 from outsize.schedules.builders import build
 from outsize.train.batch.batch import Batch
+from outsize.train.batch.loss_weights import LossShares
 from outsize.train.check.compare import PlainLoop, adamw, compare, engine_snapshot, reference_snapshot
 from outsize.train.crew import crew
 from outsize.train.engine import pipelined
@@ -187,23 +188,11 @@ def test_check_names_the_weights_of_microbatches(monkeypatch: Patch) -> None:
     """Law 4 broken: 1/M for microbatches of 4, 3, 3 and 3 samples."""
     args, kwargs = case("vit").batch(13)
     assert outsize.check(fresh("vit"), args, kwargs, stages=3).bit_equal
-    monkeypatch.setattr(variant, "LossShares", lambda *given, **how: EqualShares())
+    equal = {"measured": lambda _shares, _part: [[1]], "limits": ((),)}
+    monkeypatch.setattr(variant, "LossShares", type("EqualShares", (LossShares,), equal))
     found = outsize.check(fresh("vit"), args, kwargs, stages=3)
     assert not found.bit_equal
     assert found.first_divergence == "the loss (weights of microbatches)"
-
-
-@final
-class EqualShares:
-    """Microbatches of one sample each, whatever they have."""
-
-    doubt = None
-    buffers = frozenset[str]()
-    summed = False
-    limits = ((),)
-
-    def measured(self, _part: Batch) -> list[list[float]]:
-        return [[1]]
 
 
 def test_compare_tells_missing_from_zero() -> None:
