@@ -26,7 +26,7 @@ from outsize.capture.recording.fallbacks import LossFn, TapeOptions, record
 from outsize.errors import BadOption, ExampleRejected
 from outsize.program.tree import leaves
 from outsize.run.stage.to_device import TapeHome
-from outsize.train.batch.batch import Batch, Dims
+from outsize.train.batch.batch import Batch, Dims, evaluating_loss
 from outsize.train.batch.packed import CountRows, PackedBy, PackedRows, insist_on_rows, packed_by_one_of
 
 Asked = Mapping[str | int, int | str | CountRows | None]
@@ -260,14 +260,17 @@ def _grown(batch: Batch) -> Batch:
 
 
 def rejection(model: nn.Module, loss_fn: LossFn | None, home: TapeHome | None = None) -> Rejection:
-    """Returns a function that gives the error with which the model, with its loss, rejects a batch, or None;
-    `home` says which device it is recorded for, where stages have others than the model's.
+    """Returns a function that gives the error with which the model rejects a batch, or None.
+
+    Where the batch has targets, the model runs with its loss. `home` says which device it is recorded for,
+    where stages have others than the model's.
     """
 
     def error_of(batch: Batch) -> Exception | None:
         try:
             options = TapeOptions(None if home is None else home.now())
-            record(model, batch.args, batch.kwargs, loss_fn, batch.target, options)
+            loss = evaluating_loss(loss_fn, batch)
+            record(model, batch.args, batch.kwargs, loss, batch.target, options)
         except Exception as error:
             return error
         return None
