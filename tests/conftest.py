@@ -119,11 +119,13 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def shared_recordings() -> Iterator[None]:
-    """Engines of equal models share what the first has recorded; for tests that are not about recording."""
+def shared_recordings(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines of equal models share what the first in a file has recorded; for tests that are not about
+    recording.
+    """
     from recorded_once import recorded_once  # with torch, which some folders do without
 
-    with recorded_once():
+    with recorded_once(among=request.path):
         yield
 
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any, final
 from unittest.mock import patch
@@ -35,9 +35,11 @@ _TAPES: defaultdict[Hashable, list[Tape]] = defaultdict(list)
 
 
 @contextmanager
-def recorded_once() -> Iterator[None]:
-    """Within the block `record` returns the tape of an equal call, where there was one."""
-    with patch.multiple(fallbacks, _recorded=_record_once, Caches=_LateCaches):
+def recorded_once(among: Hashable = None) -> Iterator[None]:
+    """Within the block `record` returns the tape of an equal call, where there was one in a block of the same
+    `among`.
+    """
+    with patch.multiple(fallbacks, _recorded=partial(_record_once, among), Caches=_LateCaches):
         yield
 
 
@@ -61,9 +63,10 @@ class _LateCaches:
         return _CACHES(*self._arguments)
 
 
-def _record_once(call: Any, rule: Any, caches: Any, home: Any) -> Tape:
+def _record_once(among: Hashable, call: Any, rule: Any, caches: Any, home: Any) -> Tape:
     model, part = call.model, Batch(call.args, call.kwargs, call.target)
-    key = (_model_key(model), part.signature(), call.loss_fn, str(home), current_modes(), torch.float32)
+    of_call = part.signature(), call.loss_fn, str(home), current_modes()
+    key = among, _model_key(model), *of_call, torch.float32
     for tape in _TAPES[key]:
         if InputGuards(tape, model, home).hold(part):
             return tape
