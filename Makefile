@@ -17,9 +17,10 @@ demo: $(STAMP)  ## plan, split, check and train real models over two processes; 
 	$(BIN)/outsize demo
 
 # A file stays in one process, which shares its fixtures and captures; the longest files come first (conftest.py)
-# and are not sorted again by their number of tests. One thread each, because libgomp's would spin.
+# and are not sorted again by their number of tests. One thread each, because libgomp's would spin. The house
+# rules are those of `make check`.
 test: $(STAMP)  ## run all tests, one process per core; benchmarks/test-time has their times
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/house -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-quick: $(STAMP)  ## run the tests nearest to your change from main, in about a minute
 	OMP_NUM_THREADS=1 $(BIN)/python tests/quick.py
