@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <mutex>
 #include <optional>
 
 #include "device.h"
@@ -37,13 +38,27 @@ class WithoutFunctionModes {
   at::impl::TorchFunctionDisabledState before_;
 };
 
-// Runs a kernel that draws from the CPU's own generator as if that had been seeded.
-void with_default_generator(uint64_t seed, const std::function<void()>& run) {
+// Calls an operator that draws from the CPU's own generator as if that had been seeded. The host goes on meanwhile
+// and may seed that generator, too: what was drawn then is drawn again.
+void call_seeded(const c10::OperatorHandle& op, uint64_t seed, Stack& stack) {
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> alone(one_at_a_time);
   auto generator = at::detail::getDefaultCPUGenerator();
-  auto before = generator.get_state();
-  generator.set_current_seed(seed);
-  run();
-  generator.set_state(before);
+  const Stack arguments = stack;
+  for (;;) {
+    at::Tensor before;
+    {
+      std::lock_guard<std::mutex> lock(generator.mutex());
+      before = generator.get_state();
+      generator.set_current_seed(seed);
+    }
+    stack = arguments;
+    op.callBoxed(&stack);
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    if (generator.current_seed() != seed) continue;
+    generator.set_state(before);
+    return;
+  }
 }
 
 // One call of an operator on a simulated device.
@@ -254,7 +269,7 @@ class Call {
         stack[*generator] = at::detail::createCPUGenerator(*seed);
         op.callBoxed(&stack);
       } else {
-        with_default_generator(*seed, [&] { op.callBoxed(&stack); });
+        call_seeded(op, *seed, stack);
       }
     };
   }
