@@ -37,7 +37,7 @@ LIMIT_S: Final = 20
 @final
 @dataclass(frozen=True)
 class Found:
-    """What found a site, or the empty string; whether any scenario reaches it."""
+    """Holds which scenario found a site (an empty text: none), how, and whether any scenario reaches it."""
 
     site: Site
     by: str

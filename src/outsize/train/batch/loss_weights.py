@@ -47,7 +47,7 @@ class UnknownShares(UserWarning):
 
 
 REJECTIONS: Final = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-"""What a loss function raises for shapes and values that it does not take."""
+"""A loss function raises one of these for shapes and values that it does not take."""
 DEVICE_ERRORS: Final = (torch.OutOfMemoryError, torch.AcceleratorError)
 Counting = Literal["auto", "samples"]
 FROM_LOSS: Final[Counting] = "auto"
@@ -230,13 +230,13 @@ def doubt_of(each: Sequence[LossShares], counted: Sequence[Counted]) -> str | No
 
 
 def unexpected_of(each: Sequence[LossShares]) -> Exception | None:
-    """What a loss function raised in its trial that says nothing of the shapes it was tried with."""
+    """Returns the first error of a loss trial that shapes and values do not explain, or None."""
     errors = (shares.trial_error for shares in each if shares.trial_error is not None)
     return next((error for error in errors if not isinstance(error, REJECTIONS)), None)
 
 
 def trial_text(error: Exception) -> str:
-    """What the user reads of an error in the trial of the loss function."""
+    """Returns the words that name an error which the loss function raised in its trial."""
     return f"a trial of the loss function raised {type(error).__name__}: {error}"
 
 
