@@ -104,7 +104,8 @@ def plan(
     - `optimizer`: the optimizer whose states have to fit; "adamw" by default.
     - `precision`: the precision of training ("bf16-mixed" is autocast); "fp32" by default, which leaves the
       weights unchanged, so a model that is bf16 by itself needs no other value.
-    - `recompute`: "full" recomputes all activations in the backward, "selective" those of some units,
+    - `recompute`: "full" recomputes all activations in the backward, stage by stage, or block by block
+      where a stage does not fit; "selective" those of some units,
       "offload" stores them on the host until their backward, "none" leaves them on the device.
     - `bn`: how BatchNorm keeps its running statistics (see Plan); "micro" by default.
     - `dp_replicate`, `dp_shard` (FSDP), `tp`: axes that give every stage that many devices; 1 by default.

@@ -33,7 +33,7 @@ def with_plan(judged: Fit, plan: Plan, cluster: Cluster) -> Fit:
     The plan becomes the first of the changes, or the answer itself where there is nothing to type, because
     only the cuts or the order of devices differ.
     """
-    options, plan_fields = _options(plan, cluster), _plan_fields(plan, cluster)
+    options, plan_fields = _options(plan, cluster, judged.recompute), _plan_fields(plan, cluster)
     if not options:
         return judged.model_copy(
             update={"answer": "YES", "changes": (), "devices_needed": None, **plan_fields}
@@ -135,8 +135,8 @@ def _recompute(plan: Plan) -> Recompute:
     return recomputes.pop() if len(recomputes) == 1 else "selective"
 
 
-def _options(plan: Plan, cluster: Cluster) -> dict[str, int | str]:
-    """Returns the options that ask for such a plan; empty for a pipeline that recomputes nothing."""
+def _options(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, int | str]:
+    """Returns the options that ask for such a plan; empty for a pipeline that recomputes what was `asked`."""
     axes, options = plan.axes, dict[str, int | str]()
     if plan.weights in HOSTED:
         if len(cluster.devices) > 1:
@@ -149,7 +149,7 @@ def _options(plan: Plan, cluster: Cluster) -> dict[str, int | str]:
         if axes.world_size < len(cluster.devices):
             options["stages"] = axes.pp
         options["microbatches"] = plan.microbatches
-    elif (recompute := _recompute(plan)) != "none":
+    elif asked == "none" and (recompute := _recompute(plan)) != "none":
         options["recompute"] = recompute
     return options
 

@@ -135,8 +135,9 @@ def _with_given_axes(request: PlanRequest, candidates: Candidates, cluster: Clus
 
 def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster: Cluster) -> Plan:
     """Replaces the schedule by a composed one where branches run in parallel, or where one is asked for."""
-    if plan.weights in HOSTED or offloads(plan):
-        return plan
+    in_blocks = request.recompute == "full" and plan.recompute != "full"
+    if plan.weights in HOSTED or offloads(plan) or in_blocks:
+        return plan  # Composed stages keep all, or recompute as one piece.
     counts = counts_for(candidates, plan.axes)
     asked = {m: candidates[c] for m, c in counts if request.microbatches in (None, m)}
     composed = branched(plan, asked, cluster, always=request.schedule == COMPOSED.name)
@@ -228,8 +229,14 @@ def _streamed(layouts: Sequence[Layout], tables: CostTables, options: Sequence[R
 
 
 def _recompute(request: PlanRequest) -> tuple[Recompute, ...]:
-    """Returns the recompute options of a stage, the preferred one first."""
-    return ("none", "full", "selective") if request.recompute in (None, "selective") else (request.recompute,)
+    """Returns the recompute options of a stage, the preferred one first.
+
+    Where all is recomputed, a stage that does not fit as one piece is recomputed block by block.
+    """
+    options: tuple[Recompute, ...] = ("none", "full", "selective")
+    if request.recompute in (None, "selective"):
+        return options
+    return options[1:] if request.recompute == "full" else (request.recompute,)
 
 
 def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
@@ -264,7 +271,7 @@ def _nothing_fits(
     """Returns the error: which stage lacks how much, and what would fit."""
     streaming = tuple(on_host(request, candidates, cluster)) if request.weights in HOSTED else ()
     if streaming:
-        return too_small(streaming, tables, _recompute(request)[:2][-1])
+        return too_small(streaming, tables, "none" if request.recompute == "none" else "full")
     one_stage_layouts = [layout for layout in layouts if layout.chunks == 1] or [
         Layout(Axes(pp=len(cluster.devices)), len(cluster.devices), DEFAULT.name, count, count)
         for count in candidates

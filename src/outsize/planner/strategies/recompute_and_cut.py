@@ -62,7 +62,8 @@ def selective(best: Estimate, tables: CostTables, optimizer: str) -> tuple[Estim
     better.
     """
     layout, chosen = best.layout, dict[int, Units]()
-    if layout.group > 1 or layout.hosted or len(best.pipeline.options[0]) == 1:
+    open_options = {"none", "full"} <= {case.recompute for case in best.pipeline.options[0]}
+    if layout.group > 1 or layout.hosted or not open_options:
         return best, chosen
     # A stage that recomputes some units cannot split its backward.
     if family_of(layout.schedule).splits_backward:

@@ -114,7 +114,9 @@ def by_blocks(estimate: Estimate, bounds: Sequence[int]) -> dict[int, Units]:
 
 
 def _again_s(estimate: Estimate, stage: int) -> float:
-    """Returns the forward seconds of a microbatch that a stage recomputes."""
+    """Returns the forward seconds of a microbatch that a stage recomputes: all, where none may be kept."""
+    if all(case.recompute != "none" for case in estimate.pipeline.options[stage]):
+        return estimate.costs[stage].forward_s
     run, saving = slice(*estimate.bounds[stage : stage + 2]), saving_case(estimate.pipeline, stage)
     return float((estimate.cases[stage].seconds.backward_input - saving.seconds.backward_input)[run].sum())
 
