@@ -564,8 +564,11 @@ Bottleneck = Annotated[
 
 @final
 class PeakMargin(Finding):
-    """Holds what P95 adds to a counted peak: for what the account leaves out, and on a GPU for the
-    allocator.
+    """Holds what P95 adds to a counted peak: for what the account leaves out, and on a GPU for the allocator
+    and the libraries.
+
+    With convolutions cuDNN takes `cudnn_bytes` and the allocator keeps free segments of `kept_tensors` times
+    the largest tensor, where the device has room.
     """
 
     code: Literal["peak-margin"] = "peak-margin"
@@ -573,3 +576,5 @@ class PeakMargin(Finding):
     fragmented_share: float = 0.0
     segments_bytes: int = 0
     context_bytes: int = 0
+    kept_tensors: float = 0.0
+    cudnn_bytes: int = 0

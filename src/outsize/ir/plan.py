@@ -119,9 +119,10 @@ class Stage(Record):
 class StageFigures(Record):
     """Holds what the planner expects of one stage; seconds per microbatch, bytes at the peak of the step.
 
-    `p50_bytes` and `p95_bytes` are of its device with all its stages (planner/memory/headroom.py),
-    `device_bytes` is the device's memory; 0 means unknown. `recomputed` counts the units that are recomputed
-    where the stage recomputes some.
+    `p50_bytes` and `p95_bytes` are of its device with all its stages (planner/memory/headroom.py), as are the
+    parts of P50 that are not counted: `context_bytes`, and `kept_bytes` by allocator and cuDNN where there is
+    room. `device_bytes` is the device's memory; 0 means unknown. `recomputed` counts the units that are
+    recomputed where the stage recomputes some.
     """
 
     units: int
@@ -137,6 +138,8 @@ class StageFigures(Record):
     device_bytes: int = 0
     p50_bytes: int = 0
     p95_bytes: int = 0
+    context_bytes: int = 0
+    kept_bytes: int = 0
     recomputed: int = 0
 
     @property

@@ -503,9 +503,15 @@ def _peak_margin(f: PeakMargin) -> str:
     unseen = f"P95 adds {100 * f.unseen_share:.3g} % for what is not counted"
     if not f.segments_bytes:
         return unseen
-    return (
+    least = (
         f"{unseen}, {100 * f.fragmented_share:.3g} % and {bytes_text(f.segments_bytes)} for the segments of "
         f"the allocator, and {bytes_text(f.context_bytes)} for the context"
+    )
+    if not f.kept_tensors:  # written by an earlier version
+        return least
+    return (
+        f"{least} and cuBLAS; with convolutions and room for it, {bytes_text(f.cudnn_bytes)} for cuDNN and "
+        f"free segments of {f.kept_tensors:g} times the largest tensor"
     )
 
 

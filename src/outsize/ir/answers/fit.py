@@ -18,9 +18,10 @@ Answer = Literal["YES", "YES IF", "NO"]
 class DeviceFit(Record):
     """Describes one device at the peak of a step, which is in `phase`: bytes by cause, and its memory.
 
-    `p50_bytes` is their sum; one step in twenty takes more than `p95_bytes`, which is what has to fit. For a
-    plan that was searched, master copies are in `optimizer_bytes` and temporaries in `activations_bytes`, as
-    in the plan, and `phase` is empty.
+    `kept_bytes` is what allocator and cuDNN keep where there is room. `p50_bytes` is the sum of all; one step
+    in twenty takes more than `p95_bytes`, which is at most the memory where the step fits. For a plan that
+    was searched, master copies are in `optimizer_bytes` and temporaries in `activations_bytes`, as in the
+    plan, and `phase` is empty.
     """
 
     device: str
@@ -34,6 +35,7 @@ class DeviceFit(Record):
     boundary_bytes: int
     workspace_bytes: int = 0
     context_bytes: int
+    kept_bytes: int = 0
     in_flight: int = 0
     phase: str = ""
     p50_bytes: int

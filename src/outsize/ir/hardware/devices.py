@@ -31,7 +31,8 @@ MIB: Final = 1024**2
 class Device(Record):
     """Describes one accelerator or CPU process.
 
-    `memory_bytes` is all that a process can get, of which `context_bytes` are used before the first tensor.
+    `memory_bytes` is all that a process can get, of which `context_bytes` are used before the first tensor
+    and `matmul_bytes` by cuBLAS from the first backward on.
     """
 
     name: str
@@ -41,6 +42,12 @@ class Device(Record):
     bytes_per_s: float = Field(gt=0)
     source: str
     context_bytes: int = Field(default=0, ge=0)
+    matmul_bytes: int = Field(default=0, ge=0)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Returns what a process uses of the device whatever it computes."""
+        return self.context_bytes + self.matmul_bytes
 
     @field_validator("flops_per_s")
     @classmethod
@@ -90,7 +97,15 @@ class DeviceKind(Record):
             bytes_per_s=self.bytes_per_s,
             source=self.source,
             context_bytes=self.context_mib * MIB,
+            matmul_bytes=self.matmul_bytes,
         )
+
+    @property
+    def matmul_bytes(self) -> int:
+        """Returns the workspaces of cuBLAS, one for the thread of the forward and one for autograd's."""
+        if self.family == "cpu":
+            return 0
+        return 2 * (LARGE_WORKSPACE if self.name.split("-")[0] in _HOPPER_ON else SMALL_WORKSPACE)
 
     @property
     def link(self) -> Link:
@@ -186,6 +201,13 @@ def _kind(row: tuple[str, float, float, dict[str, float], float, str, str, int, 
 TABLE: Final = {row[0]: _kind(row) for row in _ROWS}
 """The table holds every known kind of device by name; of kinds with a common prefix the usual one comes
 first.
+"""
+
+_HOPPER_ON: Final = ("h100", "h800", "h200", "b200")
+SMALL_WORKSPACE: Final = 2 * 4 * MIB + 8 * 16 * 1024
+LARGE_WORKSPACE: Final = 32 * MIB
+"""torch gives cuBLAS these by default: `:4096:2:16:8`, and 32 MiB from Hopper on (parseChosenWorkspaceSize in
+ATen/cuda/CublasHandlePool.cpp).
 """
 
 _HOSTS: Final = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
 from typing import Final, final
 
@@ -38,7 +38,7 @@ from outsize.planner.memory.account import (
     component_counts,
     component_table,
 )
-from outsize.planner.memory.headroom import p50_bytes, p95_bytes, peak_margin
+from outsize.planner.memory.headroom import Load, in_use, peak_margin
 from outsize.planner.memory.in_flight_states import states_along_edges, states_by_rank, states_by_stage
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.critical_path import Cost, Network
@@ -397,7 +397,8 @@ def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
 def _figures(estimate: Estimate, stage: int, units: int) -> StageFigures:
     first, end = estimate.bounds[stage], estimate.bounds[stage + 1]
     memory, cost = estimate.memories[stage], estimate.costs[stage]
-    held, device = estimate.held_bytes(estimate.layout.ranks[stage]), estimate.devices[stage]
+    rank, device = estimate.layout.ranks[stage], estimate.devices[stage]
+    used = in_use(estimate.held_bytes(rank), device, _load(estimate, rank))
     return StageFigures(
         units=units,
         parameters=sum(p.numel for p in estimate.graph.owned_parameters(first, end - 1)),
@@ -410,6 +411,16 @@ def _figures(estimate: Estimate, stage: int, units: int) -> StageFigures:
         boundary_bytes=memory.boundary_bytes,
         busy=estimate.busy(stage),
         device_bytes=device.memory_bytes,
-        p50_bytes=p50_bytes(held, device),
-        p95_bytes=p95_bytes(held, device),
+        p50_bytes=used.p50_bytes,
+        p95_bytes=used.p95_bytes,
+        context_bytes=used.context_bytes,
+        kept_bytes=used.kept_bytes,
     )
+
+
+def _load(estimate: Estimate, rank: int) -> Load:
+    """Returns the load of all stages of a rank; what tp and cp divide are taken to be the largest tensors."""
+    layout, bounds = estimate.layout, estimate.bounds
+    shards = layout.axes.tp * layout.axes.cp
+    loads = (Load.of(estimate.graph, bounds[s], bounds[s + 1], shards) for s in layout.stages_on(rank))
+    return reduce(Load.with_stage, loads)

@@ -57,7 +57,7 @@ from outsize.planner.evaluate.estimate import check_enough, lower_along
 from outsize.planner.fit.from_plan import CHANGES_SHOWN, sure
 from outsize.planner.fit.nearest import device_part, widened
 from outsize.planner.memory.account import StageMemory, account_stages
-from outsize.planner.memory.headroom import p50_bytes, p95_bytes, with_usable_memory
+from outsize.planner.memory.headroom import Load, in_use, with_usable_memory
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import rows_without_crossing
 from outsize.planner.partition.feasibility import ChainFeasibility, refuted
@@ -336,6 +336,7 @@ def _device(
     stage: int, cluster: Cluster, graph: ModelGraph, bounds: Sequence[int], memory: StageMemory
 ) -> DeviceFit:
     first, end, device = bounds[stage], bounds[stage + 1], cluster.devices[stage]
+    used = in_use(memory.peak_bytes, device, Load.of(graph, first, end))
     return DeviceFit(
         device=device.name,
         units=compress([u.name for u in graph.units], first, end - 1),
@@ -347,11 +348,12 @@ def _device(
         activations_bytes=memory.activations_bytes - memory.workspace_bytes,
         boundary_bytes=memory.boundary_bytes,
         workspace_bytes=memory.workspace_bytes,
-        context_bytes=device.context_bytes,
+        context_bytes=used.context_bytes,
+        kept_bytes=used.kept_bytes,
         in_flight=memory.in_flight,
         phase=memory.phase,
-        p50_bytes=p50_bytes(memory.peak_bytes, device),
-        p95_bytes=p95_bytes(memory.peak_bytes, device),
+        p50_bytes=used.p50_bytes,
+        p95_bytes=used.p95_bytes,
         memory_bytes=device.memory_bytes,
     )
 
@@ -376,8 +378,9 @@ def _largest(
 
 
 def _change(asked: Setting, setting: Setting, judge: _Judge) -> Change:
-    case, _, memories = judge.least_full(setting)
-    needs = [(p95_bytes(m.peak_bytes, d), d) for m, d in zip(memories, judge.cluster.devices, strict=False)]
+    case, bounds, memories = judge.least_full(setting)
+    parts = zip(memories, pairwise(bounds), judge.cluster.devices, strict=False)
+    needs = [(in_use(m.peak_bytes, d, Load.of(case.graph, *run)).p95_bytes, d) for m, run, d in parts]
     fullest, device = max(needs, key=lambda pair: pair[0] / pair[1].memory_bytes)
     new = setting.changed_from(asked)
     if setting.batch_size != asked.batch_size:

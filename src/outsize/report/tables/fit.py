@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -18,6 +19,8 @@ from outsize.report.tables import table_style
 from outsize.report.wording import options_text, refusal_text, sentences
 
 COLOURS = {"YES": "bold green", "YES IF": "bold yellow", "NO": "bold red"}
+# So many causes leave room for two blanks between columns of 80; more of them have one.
+ROOMY: Final = 7
 # Each column shows one field of DeviceFit; a column of zeros is left out.
 CAUSES = {
     "weights": "weights_bytes",
@@ -28,6 +31,7 @@ CAUSES = {
     "buf.": "boundary_bytes",
     "work": "workspace_bytes",
     "ctx": "context_bytes",
+    "cache": "kept_bytes",
 }
 
 
@@ -108,6 +112,8 @@ def _devices(devices: tuple[DeviceFit, ...]) -> Table:
     limits = {d.memory_bytes for d in devices}
     of = f"{unit} of {limits.pop() / size:.1f}" if len(limits) == 1 else unit
     made = table_style.table((of, "left"), *table_style.rights(*shown_causes, "P50", "P95", "full"))
+    if len(shown_causes) > ROOMY:
+        made.padding = 0
 
     def cells(device: DeviceFit) -> tuple[str, ...]:
         cause_bytes = [getattr(device, field) for field in shown_causes.values()]

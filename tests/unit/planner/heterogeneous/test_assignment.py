@@ -41,7 +41,7 @@ def small(name: str, rooms: tuple[int, ...]) -> Cluster:
     cluster = parse_cluster(name)
     names = list(dict.fromkeys(d.kind for d in cluster.devices))
     devices = (
-        d.model_copy(update={"memory_bytes": _memory(rooms[names.index(d.kind)], d.context_bytes)})
+        d.model_copy(update={"memory_bytes": _memory(rooms[names.index(d.kind)], d.fixed_bytes)})
         for d in cluster.devices
     )
     slow = cluster.outer.model_copy(update={"latency_s": 0.0, "bytes_per_s": 500.0})
@@ -50,8 +50,8 @@ def small(name: str, rooms: tuple[int, ...]) -> Cluster:
     return cluster.model_copy(update=fields)
 
 
-def _memory(room: int, context_bytes: int) -> int:
-    return context_bytes + LARGE_SEGMENT + SMALL_SEGMENT + round(room * 1.115) + 2
+def _memory(room: int, fixed_bytes: int) -> int:
+    return fixed_bytes + LARGE_SEGMENT + SMALL_SEGMENT + round(room * 1.115) + 2
 
 
 def model(seconds: list[int], count: int) -> Model:
