@@ -16,7 +16,7 @@ from outsize.api.options import FitOptions
 from outsize.errors import NoFeasiblePlan
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.plan import Plan
-from outsize.planner.memory.headroom import p95_bytes
+from outsize.planner.memory.headroom import least
 
 LAYERS = 5
 
@@ -72,7 +72,7 @@ def test_full_fits_where_it_may_be_recomputed_block_by_block(axes: dict[str, int
     most = peak(planned(f"{devices}xcpu", recompute="none", **axes))
     blockwise = 0
     for share in (0.25, 0.4, 0.6):
-        room = p95_bytes(int(share * most), parse_cluster("1xcpu").devices[0])
+        room = least(int(share * most), parse_cluster("1xcpu").devices[0])
         cluster = make_cluster(f"{devices}xcpu", "cpu", 1, devices, room)
         free, full = planned(cluster, **axes), planned(cluster, recompute="full", **axes)
         if free is not None:
@@ -86,7 +86,7 @@ def test_full_fits_where_it_may_be_recomputed_block_by_block(axes: dict[str, int
 
 def test_fit_says_what_plan_does() -> None:
     most = peak(planned("1xcpu", recompute="none", stages=1))
-    room = p95_bytes(most * 3 // 5, parse_cluster("1xcpu").devices[0])
+    room = least(most * 3 // 5, parse_cluster("1xcpu").devices[0])
     cluster = make_cluster("1xcpu", "cpu", 1, 1, room)
     asked: FitOptions = {"recompute": "full", "schedule": "1f1b", "microbatches": 2, "stages": 1}
     plan = planned(cluster, recompute="full", stages=1)
