@@ -80,7 +80,7 @@ def test_what_the_planner_chooses_runs() -> None:
     graph, devices = captured("gpt2", 3, True).graph, parse_cluster("2xcpu").devices
     models, ask = (
         {3: (graph, roofline(graph, devices[0]))},
-        PlanRequest(batch_size=12, microbatches=3, schedule="1f1b"),
+        PlanRequest(exact=True, batch_size=12, microbatches=3, schedule="1f1b"),
     )
     peaks = [
         peak_bytes(search(ask.model_copy(update={"recompute": how}), models, parse_cluster("2xcpu")))
@@ -96,7 +96,7 @@ def test_block_by_block_where_no_stage_fits_as_a_whole() -> None:
     """Half of what a stage holds that is recomputed at once, beside what is there in any case."""
     graph, devices = captured("gpt2", 3, True).graph, parse_cluster("2xcpu").devices
     models = {3: (graph, roofline(graph, devices[0]))}
-    ask = PlanRequest(batch_size=12, microbatches=3, schedule="1f1b", optimizer="sgd")
+    ask = PlanRequest(exact=True, batch_size=12, microbatches=3, schedule="1f1b", optimizer="sgd")
     whole = search(ask.model_copy(update={"recompute": "full"}), models, parse_cluster("2xcpu"))
     cluster = make_cluster("2xcpu", "cpu", 1, 2, round(0.9 * peak_bytes(whole)))
     with pytest.raises(NoFeasiblePlan):

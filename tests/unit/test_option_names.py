@@ -89,4 +89,4 @@ def test_statistics_of_the_whole_batch_want_one_microbatch_and_one_replica() -> 
 
 def test_a_record_that_contradicts_itself_cannot_be_made() -> None:
     with pytest.raises(BadOption, match="sequence_parallel=True, tp=1"):
-        PlanRequest(batch_size=8, sequence_parallel=True)
+        PlanRequest(batch_size=8, sequence_parallel=True, axes="pp")

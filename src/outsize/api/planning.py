@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
 from typing import Any, Unpack
 
 from torch import nn
@@ -36,7 +35,7 @@ from outsize.planner.costs.roofline import roofline
 from outsize.planner.fit import fit as fitting
 from outsize.planner.fit.from_plan import as_asked, with_plan
 from outsize.planner.search import evaluate_plan as pricing
-from outsize.planner.search.search import instead, search
+from outsize.planner.search.search import search
 from outsize.run.stage.to_device import no_common_casts
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import measure_sizes
@@ -109,14 +108,15 @@ def plan(
       "offload" stores them on the host until their backward, "none" leaves them on the device.
     - `bn`: how BatchNorm keeps its running statistics (see Plan); "micro" by default.
     - `dp_replicate`, `dp_shard` (FSDP), `tp`: axes that give every stage that many devices; 1 by default.
-    - `axes`: "all" searches every axis that is not given and runs; "pp" searches none. By default they are
-      searched where no pipeline fits, since a pipeline's results are bit-identical to one device's, and sums
-      over replicas or tp are rounded in another order.
+    - `axes`: "all" (the default) searches every axis that is not given and runs; "pp" searches none.
+    - `exact`: True keeps to layouts whose results are bit-identical to one device's: pipelines, and where
+      none fits, weights on the host. By default sums over replicas or tp may be rounded in another order,
+      where a step is shorter for it by more than a prediction's error.
     - `sequence_parallel`: whether tp also divides the activations between layers.
     - `weights`: "sharded" or "resident" (whole during a step) over `dp_shard`; "host-optimizer" keeps the
       optimizer and its states on the host, "host" weights and gradients as well, "host-activations" also
       what stages send to each other. By default the host is used where nothing else fits.
-    - `what_if`: searches as `axes="all"`, and adds what this version can only plan (see `Plan.beyond`).
+    - `what_if`: adds what this version can only plan (see `Plan.beyond`).
     - `loss_fn`, `target`: the loss is `loss_fn(output, *target)`; without it the output holds the loss.
     - `batch_dims`: maps an argument's name or position, or "target", to the dim along which its samples lie
       (None: it holds none). Where each sample has rows of its own, the name of the argument that counts them,
@@ -136,22 +136,11 @@ def plan(
 def plan_case(
     case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
 ) -> tuple[SearchProblem, Plan]:
-    """Returns the best plan, and the problem that it solves.
-
-    That is the request's own; else, where no pipeline fits, one with the smallest microbatches that the
-    model takes; else one of all axes that run, where the request allows these (`may_search_axes`).
-    """
+    """Returns the best plan, and the problem that it solves; `search` says what is tried in which order."""
     _insist_on_common_casts(request, cluster)
     problem = SearchProblem.of(case, request, cluster, source)
-    try:
-        return problem, search(request, problem.candidates, cluster)
-    except (NoFeasiblePlan, TooManyStages) as refused:
-        if isinstance(refused, NoFeasiblePlan) and (finer := _with_most_microbatches(case, problem, source)):
-            return finer
-        if request.searches_axes or not request.may_search_axes(len(cluster.devices)):
-            raise
-        wider = SearchProblem.of(case, request.model_copy(update={"axes": "all"}), cluster, source)
-        return wider, instead(refused, wider.request, wider.candidates, cluster)
+    smallest = functools.partial(problem.with_smallest, case, source)
+    return problem, search(request, problem.candidates, cluster, smallest)
 
 
 def _insist_on_common_casts(request: PlanRequest, cluster: Cluster) -> None:
@@ -159,20 +148,6 @@ def _insist_on_common_casts(request: PlanRequest, cluster: Cluster) -> None:
     kinds = list(dict.fromkeys(type_of(device.name.partition("/")[0]) for device in cluster.devices))
     if len(kinds) > 1 and request.precision.endswith("-mixed"):
         raise no_common_casts(kinds, f"precision {request.precision}, cluster {cluster.name}")
-
-
-def _with_most_microbatches(
-    case: TrainingCase, problem: SearchProblem, source: CostSource
-) -> tuple[SearchProblem, Plan] | None:
-    """Returns the plan with the smallest microbatches that the model takes, where there is one that fits."""
-    count = None if isinstance(source.measured, ProfileSet) else problem.most_microbatches(case)
-    if count is None:
-        return None
-    request = problem.request.model_copy(update={"microbatches": count})
-    finer = SearchProblem.of(case, request, problem.cluster, source)
-    with suppress(NoFeasiblePlan):
-        return finer, search(request, finer.candidates, finer.cluster)
-    return None
 
 
 @reads_options(OutlookOptions)
@@ -206,9 +181,9 @@ def fit(
     Weights may be on meta; nothing is allocated and no device needs to be there. The options are those of
     `plan`. Options that are not given are free, except `recompute`: to recompute a stage's forward counts as
     a change. Where no pipeline fits, the answer is what `plan` would do, unless `axes="pp"`: a mesh of other
-    axes, or weights on the host. `axes="all"`, further axes, `weights`, schedule "auto" and recompute
-    "selective" or "offload" are answered by the plan that `plan` makes for them. Raises as `plan`, but what
-    does not fit is an answer and no error.
+    axes, or weights on the host. Given axes, `weights`, schedule "auto" and recompute "selective" or
+    "offload" are answered by the plan that `plan` makes for them. Raises as `plan`, but what does not fit is
+    an answer and no error.
     """
     check_precision(options.get("precision") or "fp32")
     case, cluster = case_of(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))

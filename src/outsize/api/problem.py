@@ -75,21 +75,26 @@ class SearchProblem:
         for count in source.counts(_counts(request, cluster), size):
             captured = case.taken(-(-size // count), size // (request.total_microbatches or 1))
             if captured is not None:
-                graph = styled(case, captured, request.tp, request.searches_axes)
+                graph = styled(case, captured, request.tp, request.opens_axes(cluster) and not request.exact)
                 candidates[count] = graph, source.profile(case, captured, cluster)
         return cls(request, cluster, candidates)
 
-    def most_microbatches(self, case: TrainingCase) -> int | None:
-        """Returns the most microbatches that the model takes, for a pipeline whose number of them is free.
+    def with_smallest(self, case: TrainingCase, source: CostSource) -> dict[int, tuple[ModelGraph, Profile]]:
+        """Adds the smallest microbatches that the model takes, for a pipeline whose number of them is free.
 
-        Returns None where that many were looked at already, or the request is for more than a pipeline.
+        Returns what was added: nothing where that many were looked at already, or where times were given.
         """
-        request, size = self.request, self.request.batch_size
-        if request.microbatches or request.searches_axes or request.has_group_axes:
-            return None
+        request, size, cluster = self.request, self.request.batch_size, self.cluster
+        if request.microbatches or request.has_group_axes or isinstance(source.measured, ProfileSet):
+            return {}
         counts = (d for d in range(size, max(self.candidates, default=0), -1) if size % d == 0)
-        case = case.under(request.precision)
-        return next((count for count in counts if case.taken(size // count, size) is not None), None)
+        case = case.under(request.precision).on(cluster)
+        for count in counts:
+            if (captured := case.taken(size // count, size)) is not None:
+                added = {count: (captured.graph, source.profile(case, captured, cluster))}
+                self.candidates.update(added)
+                return added
+        return {}
 
 
 def case_of(model: nn.Module, args: Any, kwargs: Any, options: CaseOptions) -> TrainingCase:
@@ -131,7 +136,7 @@ def cluster_of(cluster: str | Cluster) -> Cluster:
 def _counts(request: PlanRequest, cluster: Cluster) -> list[int]:
     """Returns the microbatch counts of the whole batch that are worth a capture."""
     size, axes = request.batch_size, request.mesh(1)
-    if request.searches_axes:
+    if request.opens_axes(cluster) and not request.exact:
         return all_counts(size, len(cluster.devices), request.microbatches)
     stages = request.stages or max(1, len(cluster.devices) // axes.group_size)
     counts = counts_of(size // axes.replicas, stages, request.microbatches)

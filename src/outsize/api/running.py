@@ -67,7 +67,8 @@ def parallelize(
     """Returns an engine that trains by the plan: under torchrun a process per stage, else all stages here.
 
     Every rank builds the same model (same seed) and passes the same batches; weights of other stages are
-    freed. Without a plan one is made on rank 0, by the options of `plan`. The other options:
+    freed. Without a plan one is made on rank 0, by the options of `plan`; where one process is all there is,
+    it is exact (`exact=True`). The other options:
 
     - `loss_fn`, `target`, `batch_dims`: as for `plan`.
     - `optimizer`: gets this rank's parameters and returns a torch optimizer (`engine.optimizer`).
@@ -109,7 +110,7 @@ def parallelize(
         case = case_of(model, args, kwargs, options)
     if plan is None:
         here = _here(world, kind)
-        plan = agreed(host, lambda: _made_plan(case, planning_options(options), named, here))
+        plan = agreed(host, lambda: _made_plan(case, planning_options(options), named, here, group is None))
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
     engine = make_engine(
@@ -222,8 +223,12 @@ def _made_plan(
     options: PlanOptions,
     devices: tuple[str, ...] | None,
     here: Cluster | int | str,
+    alone: bool,
 ) -> Plan:
+    """Returns the plan of a run that has none; one process `alone` runs pipelines over its devices."""
     request = request_of(options, case.batch.size)
+    if alone and not (request.has_group_axes or request.what_if or options.get("axes")):
+        request = request.model_copy(update={"exact": True})
     cluster = cluster_of(_cluster(options, request.stages, devices, here))
     return plan_case(case, request, cluster, CostSource.of(options))[1]
 

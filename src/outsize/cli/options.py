@@ -122,8 +122,17 @@ Axes = Annotated[
     AxisSearch | None,
     typer.Option(
         "--axes",
-        help="Which axes are searched. pp: a pipeline only; all: also replicas, FSDP and tp (default: all "
-        "where no pipeline fits).",
+        help="Which of the axes that are not given are searched. all: replicas, FSDP and tp (the default); "
+        "pp: none.",
+    ),
+]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        envvar="OUTSIZE_EXACT",
+        help="Keep to layouts whose results are bit-identical to one device's: pipelines, or weights on the "
+        "host.",
     ),
 ]
 Replicas = Annotated[
@@ -159,7 +168,7 @@ WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="As --axes all, and adds what this version can only plan: sequences shared by devices (cp).",
+        help="Add what this version can only plan: sequences shared by devices (cp).",
     ),
 ]
 PlanFile = Annotated[

@@ -341,6 +341,11 @@ class Plan(Record):
         return beyond(self.axes, self.weights, self.form) or ("marked what_if" if self.what_if else "")
 
     @property
+    def bit_identical(self) -> bool:
+        """Returns whether its results are those of one device bit by bit: no replicas or tp ranks add up."""
+        return self.axes.group_size == 1
+
+    @property
     def shards(self) -> bool:
         """Returns whether replicas share states, and between steps weights and gradients, block by block."""
         return _shards(self.axes, self.weights, self.form)
@@ -358,7 +363,7 @@ class Plan(Record):
             raise WhatIfPlan(
                 f"the plan of {self.model} is a what-if, which this version of outsize does not run",
                 numbers=f"pp {self.axes.pp}, {self.beyond}",
-                next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json, or with --axes all",
+                next_step=f"outsize plan MODEL --cluster {self.cluster} --out plan.json",
             )
 
     def owners(self, graph: ModelGraph) -> tuple[int, ...]:

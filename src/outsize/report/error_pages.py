@@ -156,7 +156,7 @@ _E201 = """
 NoFeasiblePlan [E201]: no split of the model fits the devices.
 
 Every schedule and every number of microbatches was tried, with the cut that
-needs least on its fullest device; then, unless you had asked for axes,
+needs least on its fullest device; then, unless --exact or --axes pp forbid it,
 replicas, FSDP, tensor parallelism, and one device with weights on the host.
 The message names that stage of a pipeline, what it needs by cause, and the
 nearest pipeline that would fit.
@@ -241,8 +241,7 @@ and the weights are checked as well (weights on the host with dp or tp in
 addition to pp), so removing the mark from the file changes nothing.
 
 What to do
-  outsize plan --axes all  uses every axis that runs; a plan made without
-  --what-if always runs. To see what the what-if would gain:
+  A plan made without --what-if always runs. To see what the what-if would gain:
   outsize explain-plan plan.json
 """
 _E301 = """

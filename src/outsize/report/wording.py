@@ -141,6 +141,10 @@ def options_text(options: Mapping[str, int | str]) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items())
 
 
+# Steps that differ by less are called as fast.
+PERCENT: Final = 0.01
+
+
 # -- how work and memory are shared out ------------------------------------------------------------------
 
 
@@ -421,6 +425,10 @@ def _not_chosen(f: NotChosen) -> str:
         where += ", sequence parallel" if f.sequence_parallel else ", not sequence parallel"
     name = _schedule_text((f.schedule,), f.stages_per_device, f.microbatches) + where
     bits = "; its results are bit-identical to one device's" if f.bit_identical else ""
+    gain = f.chosen_step_s / f.step_s - 1 if f.step_s else 0.0
+    if gain > PERCENT:
+        faster = f"{percent_text(gain)} faster, which is less than predictions err"
+        return f"{name}: {seconds_text(f.step_s)} a step, {faster}{bits}"
     if not f.as_fast:
         slower = percent_text(f.step_s / f.chosen_step_s - 1)
         times = f"{seconds_text(f.step_s)} a step instead of {seconds_text(f.chosen_step_s)}"
@@ -451,7 +459,7 @@ def _weights_named(weights: Weights) -> str:
 
 @sentence.register
 def _no_pipeline_fits(f: NoPipelineFits) -> str:
-    return f"no pipeline fits, so outsize searched all axes that it runs: {refusal_text(f.refusal)}"
+    return f"no pipeline fits: {refusal_text(f.refusal)}"
 
 
 # -- what a step is limited by: the sentence follows the words "limited by" ------------------------------
@@ -532,7 +540,7 @@ def _replicas_faster(f: ReplicasFaster) -> str:
 
 @next_step.register
 def _take_replicas(f: ReplicasFaster) -> str:
-    option = "--axes all" if f.sharded else f"--dp-replicate {f.replicas}"
+    option = f"--dp-shard {f.replicas}" if f.sharded else f"--dp-replicate {f.replicas}"
     return f"outsize plan MODEL --cluster {f.cluster} {option}"
 
 
@@ -618,7 +626,7 @@ def _optimizer_states(f: OptimizerStates) -> str:
 
 @next_step.register
 def _shrink_states(f: OptimizerStates) -> str:
-    return "--optimizer adam8bit, or --axes all, which may shard states over several devices"
+    return "--optimizer adam8bit, or no --exact: --dp-shard shares states between several devices"
 
 
 @sentence.register
@@ -791,7 +799,7 @@ def _plan_searched(f: PlanSearched) -> str:
     if f.fits_by == "offload":
         return f"nothing else fits; {axes_text(f.axes)}, {weights_text(f.weights)}: {step}"
     if f.fits_by == "mesh":
-        return f"no pipeline fits; {axes_text(f.axes)}, results equal within rounding: {step}"
+        return f"no pipeline fits as asked; {axes_text(f.axes)}, results equal within rounding: {step}"
     return f"activations that memory has no room for are recomputed in the backward: {step}"
 
 

@@ -146,7 +146,9 @@ def _make_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) ->
         cluster = cluster_of(cluster_of_places(from_places, stages))
     else:
         cluster = cluster_of_run(world.device_type, world.machines or (max(stages, world.world_size),))
-    request = job.request.model_copy(update={"stages": stages})
+    # Several processes share the work along any axis; one alone runs the stages of a pipeline.
+    alone = world.world_size == 1 or from_places
+    request = job.request.model_copy(update={"stages": stages}) if alone else job.request
     with screen.bar("planning") as progress:
         source = CostSource(job.measure, progress)
         options: CaseOptions = {**inputs.loss}

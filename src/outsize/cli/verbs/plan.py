@@ -73,6 +73,7 @@ def plan(
     recompute: options.Recompute = None,
     bn: options.BatchNorm = None,
     axes: options.Axes = None,
+    exact: options.Exact = False,
     dp_replicate: options.Replicas = None,
     dp_shard: options.Shards = None,
     tp: options.Tensor = None,
@@ -114,6 +115,7 @@ def plan(
         "cluster": cluster,
         "plan": edited,
         "measured": load_profile(profile) or measure,
+        "exact": exact,
         "curves": report is not None,
     }
     with screen.working(f"building {model}"):

@@ -29,7 +29,7 @@ STEPS: Final = 10
 _PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
 _FOR_MODELS: Final = (
     *("steps", "input", "batch", "lr", "plan", "weights", "stages", "devices", "microbatches", "schedule"),
-    *("measure", "seed", "report", "trace", "json"),
+    *("exact", "measure", "seed", "report", "trace", "json"),
 )
 # These options are passed on unchanged. Their names are torchrun's, whose parser also reads PET_* variables.
 _FOR_TORCHRUN: Final = (
@@ -152,6 +152,7 @@ def run(
     devices: Devices = None,
     microbatches: options.Microbatches = None,
     schedule: options.ScheduleOrFile = None,
+    exact: options.Exact = False,
     measure: options.Measure = False,
     seed: options.Seed = 0,
     report: Report = None,
@@ -183,6 +184,7 @@ def run(
         "stages": stages,
         "microbatches": microbatches,
         "schedule": options.schedule_or_file(schedule),
+        "exact": exact if plan is None else None,
     }
     chosen, request = plan_or_request(plan, batch, layout)
     job = RunJob(

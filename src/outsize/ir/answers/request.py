@@ -15,12 +15,13 @@ from pydantic import model_validator
 
 from outsize.errors import BadOption
 from outsize.ir.base import Record
+from outsize.ir.cluster import Cluster
 from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, BatchNormMode, Count, Precision, Recompute, ScheduleName
 from outsize.ir.schedule import Schedule
 
 AxisSearch = Literal["pp", "all"]
-"""Says which axes that are not given are searched: "pp" searches none of them, "all" every one that runs."""
+"""Says which axes that are not given are searched: "all" every one that runs, "pp" none of them."""
 
 
 class LayoutOptions(TypedDict, total=False):
@@ -36,6 +37,7 @@ class LayoutOptions(TypedDict, total=False):
     recompute: Recompute | None
     bn: BatchNormMode | None
     axes: AxisSearch | None
+    exact: bool | None
     dp_replicate: int | None
     dp_shard: int | None
     tp: int | None
@@ -56,10 +58,11 @@ class PlanRequest(Record):
 
     `microbatches` are those of each replica; `stages` that are not given are one per device or group of
     devices. `actions` are the rows of a user's own schedule. `axes` "all" searches the axes that are not
-    given; None searches them only where no pipeline fits (`may_search_axes`). `what_if` searches all axes and
-    adds layouts that this version only plans. `sequence_parallel` None prices both values. `weights` None
-    shards weights over dp_shard, and keeps them on the host where one device is too small for them. Raises
-    BadOption for options that contradict each other.
+    given, "pp" none of them. `exact` keeps to layouts whose results are bit-identical to one device's:
+    pipelines, and where none fits, weights on the host. `what_if` adds layouts that this version only plans.
+    `sequence_parallel` None prices both values. `weights` None shards weights over dp_shard, and keeps them
+    on the host where the devices are too small for them. Raises BadOption for options that contradict each
+    other.
     """
 
     batch_size: Count
@@ -70,7 +73,8 @@ class PlanRequest(Record):
     precision: Precision = "fp32"
     recompute: Recompute | None = None
     bn: BatchNormMode = "micro"
-    axes: AxisSearch | None = None
+    axes: AxisSearch = "all"
+    exact: bool = False
     dp_replicate: Count = 1
     dp_shard: Count = 1
     tp: Count = 1
@@ -95,21 +99,39 @@ class PlanRequest(Record):
 
     @property
     def searches_axes(self) -> bool:
-        """Returns whether axes are searched that are not given."""
-        return self.what_if or self.axes == "all"
+        """Returns whether axes are searched that are not given, where the devices leave any."""
+        return self.what_if or (self.axes == "all" and not (self.exact or self.actions))
 
     @property
     def without_axis_search(self) -> PlanRequest:
-        """Returns this request for the given axes alone."""
-        return self.model_copy(update={"axes": None})
+        """Returns this request for the given axes alone; raises BadOption where it needs other axes."""
+        return PlanRequest.model_validate(self.model_dump() | {"axes": "pp"})
 
-    def may_search_axes(self, devices: int) -> bool:
-        """Returns whether other axes may be tried where no pipeline fits, and these devices allow any."""
-        pipeline = self.axes is None and not (self.has_group_axes or self.actions)
-        return pipeline and devices > (self.stages or 1)
+    def opens_axes(self, cluster: Cluster) -> bool:
+        """Returns whether the cluster has layouts beyond the given axes.
+
+        On unequal devices these are also orders of pipelines.
+        """
+        if self.what_if or cluster.unequal:
+            return self.what_if or (self.axes == "all" and not self.actions)
+        return self.searches_axes and self._leaves_devices(cluster)
+
+    def may_use_hosts(self, cluster: Cluster) -> bool:
+        """Returns whether the host may keep the weights where nothing else fits these devices."""
+        open_request = self.axes == "all" and not (self.has_group_axes or self.actions)
+        return self.what_if or (open_request and self._leaves_devices(cluster))
+
+    def _leaves_devices(self, cluster: Cluster) -> bool:
+        return len(cluster.devices) > (self.stages or 1) * self.mesh(1).group_size
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
+        if self.exact and (self.has_group_axes or self.what_if):
+            raise BadOption(
+                "exact=True keeps the bits of one device, and replicas and tp add up in another order",
+                numbers=self.mesh(1).beyond_pp or "what_if=True",
+                next_step="leave out exact (--exact), or the axes",
+            )
         if self.bn == "sync":
             self._check_whole_batch()
         if self.sequence_parallel and self.tp == 1 and not self.searches_axes:

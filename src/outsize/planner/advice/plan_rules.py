@@ -47,6 +47,7 @@ from outsize.ir.profile import Profile
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.dag.balance_gain import branches
 from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.ranking import BITS
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.feasibility import ChainFeasibility
 from outsize.planner.partition.stage_prices import PricedModel
@@ -122,7 +123,7 @@ def _replicas(view: _View) -> Iterator[ReplicasFaster]:
     if not ChainFeasibility.of(case, SEQUENTIAL.name, 1, view.cluster).fits():
         yield from _sharded(view)
         return
-    yield from _faster(view, _replicated_s(view, case), 1.0, sharded=False)
+    yield from _faster(view, _replicated_s(view, case), BITS, sharded=False)
 
 
 def _sharded(view: _View) -> Iterator[ReplicasFaster]:

@@ -24,7 +24,7 @@ from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.schedules.builders import build
 from outsize.schedules.families import SEQUENTIAL, family_of
 
-OTHERS = "outsize plan MODEL --axes all, which looks beyond pipelines"
+OTHERS = "outsize plan MODEL without --axes pp or --exact, which looks beyond pipelines"
 MORE_STAGES = 8
 MOST_STAGES = 64
 _COUNTS = re.compile(r"^(?:\d+x)+")

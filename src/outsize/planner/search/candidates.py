@@ -97,6 +97,9 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
     has_fixed = all(axes[name] == size for name, size in fixed.items() if size > 1)
     has_fixed &= request.stages in (None, axes["pp"]) and request.microbatches in (None, layout.microbatches)
     has_fixed &= request.weights in (None, layout.weights) and (request.bn != "sync" or layout.replicas == 1)
+    has_fixed &= not request.exact or layout.group == 1
+    # Who names a schedule asks for a pipeline, which one rank is not.
+    has_fixed &= request.schedule is None or axes["pp"] > 1
     runs = request.what_if or not beyond(layout.axes, layout.weights, graph.form)
     return has_fixed and runs and divides(graph, layout.axes.tp)
 

@@ -104,5 +104,5 @@ def _no_groups(plan: Plan, cluster: Cluster) -> BadPlan:
     return BadPlan(
         f"cluster {cluster.name!r} cannot be laid out as the plan says",
         numbers=f"{len(cluster.devices)} devices, {cluster.devices_per_node} in a node, for {plan.axes}",
-        next_step="outsize plan MODEL --axes all with this cluster",
+        next_step="outsize plan MODEL with this cluster",
     )

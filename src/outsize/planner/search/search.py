@@ -9,9 +9,9 @@ of a prediction, one that runs today before a what-if, then the one with least m
 then fewer microbatches, then 1f1b before gpipe before naive. A stage that does not fit recomputes, or has its
 waiting activations on the host (strategies/activation_offload.py), if that is open.
 
-Where axes are open, pipelines and meshes are searched one after the other, each to its end (which units
-recompute is decided for a winner alone), and a mesh has to be faster by more than that percent, because the
-results of a pipeline are bit-identical to one device.
+Pipelines and meshes are searched one after the other, each to its end (which units recompute is decided for
+a winner alone), and a mesh has to be faster by more than the error of a prediction (evaluate/ranking.py),
+because the results of a pipeline are bit-identical to one device. `exact` leaves out the meshes.
 
 The gap says how far the plan is from the least lower bound: no allowed layout and cut makes a step shorter by
 more than that, except interleaved layouts that were not chosen, for which the balanced cut counts. It
@@ -26,7 +26,8 @@ test_joint.py every layout as well, test_all_axes.py every mesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
 from math import inf
@@ -92,30 +93,50 @@ OPTIMAL: Final = 1e-4
 PLAN_WIDE: Final[tuple[set[Recompute], ...]] = {"full"}, {"offload"}
 
 
-def search(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan:
+def search(
+    request: PlanRequest,
+    candidates: Candidates,
+    cluster: Cluster,
+    smallest: Callable[[], Candidates] = dict,
+) -> Plan:
     """Returns the fastest plan that fits; `candidates` map microbatches -> model at batch / microbatches
     samples.
 
-    Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices than
-    stages, or when nothing was captured for the microbatches asked for.
+    `smallest` returns the model at its smallest microbatches, which are tried before the host. Raises
+    TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices than stages, or
+    when nothing was captured for the microbatches asked for.
     """
-    if not request.searches_axes:
-        return _with_given_axes(request, candidates, cluster)
     try:
-        pipeline_plan = _with_given_axes(request.without_axis_search, candidates, cluster)
+        given_plan = _with_given_axes(request.without_axis_search, candidates, cluster)
     except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
-        return instead(refused, request, candidates, cluster)
-    mesh = _open(request, candidates, cluster)
-    return pipeline_plan if mesh is None else faster(pipeline_plan, mesh)
+        return _instead(refused, request, candidates, cluster, smallest)
+    if not request.opens_axes(cluster):
+        return given_plan
+    mesh = _mesh(request, _open(request, candidates, cluster), candidates, cluster)
+    return given_plan if mesh is None else faster(given_plan, mesh)
 
 
-def instead(refused: OutsizeError, request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan:
-    """Returns the fastest plan with open axes, or on the host where no mesh fits, because a pipeline was
-    `refused`.
+def _instead(
+    refused: OutsizeError,
+    request: PlanRequest,
+    candidates: Candidates,
+    cluster: Cluster,
+    smallest: Callable[[], Candidates],
+) -> Plan:
+    """Returns the fastest mesh, because a pipeline was `refused`; else a pipeline of the smallest
+    microbatches; else a plan with weights on the host.
 
     Raises the refusal where nothing fits.
     """
-    plan = _open(request, candidates, cluster, last=True)
+    found = _open(request, candidates, cluster)
+    plan = _mesh(request, found, candidates, cluster)
+    if plan is None and isinstance(refused, NoFeasiblePlan):
+        for count, model in smallest().items():
+            finer = request.without_axis_search.model_copy(update={"microbatches": count})
+            with suppress(NoFeasiblePlan):
+                return _with_given_axes(finer, {count: model}, cluster)
+    if plan is None and request.may_use_hosts(cluster):
+        plan = _hosted(request, candidates, *found, cluster)
     if plan is None:
         raise refused
     return plan.model_copy(update={"why": (*plan.why, no_pipeline(refused))})
@@ -170,27 +191,34 @@ def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> 
     raise _nothing_fits(request, candidates, layouts, tables, cluster)
 
 
-def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster, last: bool = False) -> Plan | None:
-    """Returns the fastest mesh of all axes; where none fits, None, or with `last` a plan with weights on the
-    host.
-    """
-    if request.actions:
-        return None  # The actions were written for a pipeline.
-    if request.schedule == COMPOSED.name:
-        plan = _open(request.model_copy(update={"schedule": None}), candidates, cluster, last)
-        return plan and _composed(request, plan, candidates, cluster)
+def _mesh(
+    request: PlanRequest, found: tuple[SearchResult, CostTables], candidates: Candidates, cluster: Cluster
+) -> Plan | None:
+    """Returns the plan of the best mesh that was found, its schedule composed where that is asked for."""
+    result, tables = found
+    if not result.estimates:
+        return None
+    if request.schedule != COMPOSED.name:
+        return _plan(request, result, tables, cluster)
+    named = request.model_copy(update={"schedule": None})
+    return _composed(request, _plan(named, result, tables, cluster), candidates, cluster)
+
+
+def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tuple[SearchResult, CostTables]:
+    """Prices the meshes of all axes that the request leaves open."""
     tables = CostTables(candidates, cluster, request.optimizer, idle=request.stages is None)
     search_loop = BranchAndBound(tables, _recompute(request))
+    if not request.opens_axes(cluster):
+        return search_loop.run(()), tables
+    if request.schedule == COMPOSED.name:
+        request = request.model_copy(update={"schedule": None})
     layouts = tuple(meshes(request, candidates, cluster))
     grouped_layouts = tuple(layout for layout in layouts if layout.group > 1 or cluster.unequal)
     result = search_loop.run(grouped_layouts)
     if request.schedule is None:
         result = search_loop.run(tuple(_interleaved(result, tables)))
     least_s = search_loop.floor_s(layout for layout in layouts if layout not in grouped_layouts)
-    result = replace(result, floor_s=min(result.floor_s, least_s))
-    if result.estimates:
-        return _plan(request, result, tables, cluster)
-    return _hosted(request, candidates, result, tables, cluster) if last else None
+    return replace(result, floor_s=min(result.floor_s, least_s)), tables
 
 
 def _hosted(
@@ -286,8 +314,7 @@ def _nothing_fits(
     asked = [tables.case(layout, device, option) for layout in counts.values() for option in options]
     more = [tables.case(layout, device, option) for layout in spare.values() for option in options]
     more += [tables.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
-    devices = len(cluster.devices)
-    others = devices > 1 and not request.may_search_axes(devices)
+    others = len(cluster.devices) > 1 and not request.searches_axes
     return no_feasible_plan(
         asked, more, schedules, one_stage_layouts[0].axes.pp, with_usable_memory(cluster), others
     )

@@ -68,7 +68,9 @@ class Tuner:
         cluster: Cluster,
         trials: int = TRIALS,
     ) -> None:
-        self._request, self._given, self._cluster, self._most = request, candidates, cluster, trials
+        # What is learnt from a step are the times of a pipeline's stages.
+        self._request, self._given = request.without_axis_search, candidates
+        self._cluster, self._most = cluster, trials
         self._factors: dict[int, Factors] = {}  # Keyed by the number of microbatches.
         self._trials: list[Trial] = []
         self._errors: list[float] = []

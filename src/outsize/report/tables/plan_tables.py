@@ -18,6 +18,7 @@ from rich.text import Text
 from outsize.ir.answers.advice import Advice
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.answers.verdict import Verdict
+from outsize.ir.findings import NotChosen
 from outsize.ir.formatting import (
     byte_unit,
     bytes_text,
@@ -53,7 +54,7 @@ def plan_table(plan: Plan, graph: ModelGraph | None = None, advice: Sequence[Adv
     """
     parts: list[RenderableType] = [_stage_table(plan)]
     if plan.expected is not None:
-        parts += [_memory_table(plan, plan.expected), _step_lines(plan.expected)]
+        parts += [_memory_table(plan, plan.expected), _step_lines(plan, plan.expected)]
         parts += _alternatives(plan, plan.expected)
         parts += degrees_table(plan.expected.degrees, plan.weights)
     parts += table_style.listed("Why", sentences(plan.reasons))
@@ -285,16 +286,28 @@ def causes(figures: StageFigures) -> list[tuple[str, int]]:
     ]
 
 
-def _step_lines(expected: Expected) -> RenderableType:
+def _step_lines(plan: Plan, expected: Expected) -> RenderableType:
     return table_style.facts(
         [
             ("step", f"{seconds_text(expected.step_s)} predicted, {SOURCES[expected.source]}"),
+            ("bits", bits_text(plan, expected.step_s)),
             ("throughput", f"{rate_text(expected.samples_per_s)} samples/s"),
             ("bubble", f"{percent_text(expected.bubble)} of all device time is idle"),
             *([("limited by", sentence(expected.limited_by))] if expected.limited_by else []),
             *(("memory", margin) for margin in sentences(expected.margins)),
         ]
     )
+
+
+def bits_text(plan: Plan, step_s: float) -> str:
+    """Returns whether the results are those of one device bit by bit, and what a step with them takes."""
+    if plan.bit_identical:
+        return "those of one device"
+    exact = next((f for f in plan.why if isinstance(f, NotChosen) and f.bit_identical), None)
+    if exact is None:
+        return "those of one device within rounding"
+    exact_text = f"{seconds_text(exact.step_s)} with one device's bits: --exact"
+    return f"{seconds_text(step_s)} within rounding; {exact_text}"
 
 
 def optimum_text(gap: float) -> str:

@@ -86,7 +86,7 @@ def test_the_search_finds_what_fits_in_any_way(saved: list[int], memory_bytes: i
     )
     best = min((each.step_s for each in tried if each.fits), default=float("inf"))
     try:
-        found = search(PlanRequest(batch_size=3, schedule="1f1b"), {3: (graph, profile)}, cluster)
+        found = search(PlanRequest(exact=True, batch_size=3, schedule="1f1b"), {3: (graph, profile)}, cluster)
     except NoFeasiblePlan:
         assert best == float("inf")
         return

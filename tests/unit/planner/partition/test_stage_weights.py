@@ -35,7 +35,7 @@ def bare_and_not(kinds: str, seconds: list[float] | None = None) -> tuple[ModelG
 
 def planned(model: tuple[ModelGraph, Profile], stages: int, memory_bytes: int = 1 << 34) -> Plan:
     cluster = make_cluster(f"{stages}xcpu", "cpu", 1, stages, memory_bytes)
-    return search(PlanRequest(batch_size=8, stages=stages), {4: model}, cluster)
+    return search(PlanRequest(exact=True, batch_size=8, stages=stages), {4: model}, cluster)
 
 
 def trained(graph: ModelGraph, bounds: tuple[int, ...]) -> list[bool]:
@@ -82,7 +82,7 @@ def test_stages_are_trained_wherever_some_cut_allows(kinds: str, stages: int, da
 @pytest.mark.parametrize("schedule", [None, "1f1b", "gpipe", "interleaved", "auto"])
 def test_every_rank_trains_in_every_schedule(schedule: str | None) -> None:
     graph, profile = bare_and_not("w.w.w....w", [0.1] * 6 + [0.3] * 4)
-    request = PlanRequest(batch_size=8, stages=2, schedule=schedule)
+    request = PlanRequest(exact=True, batch_size=8, stages=2, schedule=schedule)
     plan = search(request, {4: (graph, profile)}, parse_cluster("2xcpu"))
     owners = plan.owners(graph)
     ranks = {plan.ranks[owners[unit.index]] for unit in graph.units if unit.parameters}

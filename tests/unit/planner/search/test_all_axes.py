@@ -19,13 +19,15 @@ from outsize.ir.hardware.devices import TABLE
 from outsize.ir.plan import Axes, Plan
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
+from outsize.planner.evaluate.ranking import BITS, CLOSE
 from outsize.planner.search.evaluate_plan import price
-from outsize.planner.search.search import instead, search
+from outsize.planner.search.search import search
 
 Models = dict[int, tuple[ModelGraph, Profile]]
 BATCH = 8
-# Steps within one percent count as equal; the one that needs less memory is chosen.
-TIE = 1.01 * (1 + 1e-9)
+# Steps within one percent count as equal; the one that needs less memory is chosen. A mesh has to be faster
+# than a pipeline by more than a prediction's error.
+TIE = BITS * CLOSE * (1 + 1e-9)
 few = settings(max_examples=8, derandomize=True, deadline=None)
 rows = st.lists(st.integers(1, 9), min_size=4, max_size=6)
 MIB = 1 << 20
@@ -92,10 +94,10 @@ def test_nothing_that_is_asked_for_is_faster(seconds: list[int], memory: int, sp
     """The pipeline of the default, and every mesh of four devices by its flags."""
     found, cluster = models(seconds), small(memory, 4, speed)
     best_s = step_s(found, cluster, axes="all")
-    assert best_s <= step_s(found, cluster) * TIE
+    assert best_s <= step_s(found, cluster, exact=True) * TIE
     for replicate, shard, tp in product((1, 2, 4), repeat=3):
         if replicate * shard * tp in (2, 4):
-            flags = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, "schedule": "1f1b"}
+            flags = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp, "schedule": "1f1b", "axes": "pp"}
             assert best_s <= step_s(found, cluster, **flags) * TIE, flags
 
 
@@ -113,7 +115,7 @@ def test_what_was_given_stays() -> None:
     assert asked(found, cluster, axes="all", tp=4).axes == Axes(tp=4)
     assert asked(found, cluster, axes="all", stages=2, microbatches=2).axes.pp == 2
     assert asked(found, cluster, axes="all", weights="resident").weights == "resident"
-    assert asked(found, cluster, axes="pp").axes == asked(found, cluster).axes == Axes(pp=4)
+    assert asked(found, cluster, axes="pp").axes == asked(found, cluster, exact=True).axes == Axes(pp=4)
 
 
 def test_a_tie_is_the_pipelines_and_says_both() -> None:
@@ -136,7 +138,7 @@ def test_statistics_of_replicas_are_stated() -> None:
     normed = {2: (graph.model_copy(update={"units": (*norms, *graph.units[2:])}), profile)}
     first = findings(asked(normed, small(10**6, 2), axes="all"), FirstReplicaStatistics)
     assert first == [FirstReplicaStatistics(layers=2, replicas=2)]
-    assert not findings(asked(normed, small(10**6, 2)), FirstReplicaStatistics)
+    assert not findings(asked(normed, small(10**6, 2), exact=True), FirstReplicaStatistics)
     one = {1: (graph.model_copy(update={"batch_size": BATCH}), profile)}
     whole = asked(one, small(10**6, 2), axes="all", bn="sync", microbatches=1)
     assert whole.axes.replicas == 1
@@ -158,15 +160,14 @@ def wide(first: int = 4000) -> Models:
 def test_what_no_pipeline_holds_is_planned_on_a_mesh_and_says_why() -> None:
     cluster = small(9000, 2)
     with pytest.raises(NoFeasiblePlan) as refused:
-        asked(wide(), cluster)
-    assert "--axes" not in str(refused.value), "who asks goes on by itself"
+        asked(wide(), cluster, exact=True)
     plan = asked(wide(), cluster, axes="all")
     assert plan.axes.group_size == 2
     assert plan.beyond == ""
     (refused_pipeline,) = findings(plan, NoPipelineFits)
     assert refused_pipeline.refusal.error_code == "E201"
     assert refused_pipeline.refusal.what == refused.value.what
-    with pytest.raises(NoFeasiblePlan, match="or outsize plan MODEL --axes all"):
+    with pytest.raises(NoFeasiblePlan, match="or outsize plan MODEL without --axes pp or --exact"):
         asked(wide(), cluster, axes="pp")
     with pytest.raises(NoFeasiblePlan, match="stage 0 needs"):
         asked(wide(), small(2000, 2), axes="all")
@@ -174,7 +175,7 @@ def test_what_no_pipeline_holds_is_planned_on_a_mesh_and_says_why() -> None:
 
 def test_more_devices_than_units() -> None:
     with pytest.raises(TooManyStages):
-        asked(models([4] * 4), small(10**6, 6))
+        asked(models([4] * 4), small(10**6, 6), exact=True)
     plan = asked(models([4] * 4), small(10**6, 6), axes="all")
     assert (plan.axes.world_size, plan.axes.pp) in ((6, 1), (6, 2), (6, 3))
 
@@ -212,4 +213,4 @@ def test_a_model_by_modules_takes_turns_and_is_not_divided() -> None:
     assert (plan.axes.tp, plan.beyond) == (1, "")
     assert plan.schedule in ("naive", "1f1b")
     with pytest.raises(NoFeasiblePlan):
-        instead(NoFeasiblePlan("no"), PlanRequest(batch_size=BATCH, axes="all", tp=2), found, small(10**6, 2))
+        asked(found, small(1000, 2), tp=2)

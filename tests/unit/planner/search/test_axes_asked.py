@@ -26,7 +26,7 @@ def candidates(*counts: int) -> dict[int, tuple[ModelGraph, Profile]]:
 
 
 def asked(**wishes: object) -> Plan:
-    return search(PlanRequest(batch_size=8, **wishes), candidates(1, 2, 4, 8), FOUR)  # pyright: ignore[reportArgumentType]
+    return search(PlanRequest(batch_size=8, **{"axes": "pp", **wishes}), candidates(1, 2, 4, 8), FOUR)  # pyright: ignore[reportArgumentType]
 
 
 def test_every_stage_gets_as_many_devices_as_the_axes_want() -> None:
@@ -66,7 +66,8 @@ def test_a_schedule_of_somebodys_own_runs_on_every_replica() -> None:
 
 def test_weights_are_sharded_over_replicas_that_are_asked_for() -> None:
     with pytest.raises(BadOption, match=r"no replicas are asked for; dp_shard 1. Next: dp_shard=2"):
-        request_of({"weights": "sharded"}, 8)
+        request_of({"weights": "sharded", "axes": "pp"}, 8)
+    assert request_of({"weights": "sharded"}, 8).weights == "sharded"
     assert request_of({"weights": "sharded", "dp_shard": 2}, 8).weights == "sharded"
     assert request_of({"weights": "sharded", "what_if": True}, 8).weights == "sharded"
 

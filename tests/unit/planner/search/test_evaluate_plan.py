@@ -17,7 +17,7 @@ from outsize.report.wording import sentence
 MIB = 1024**2
 TWO = parse_cluster("2xcpu")
 MODEL = chain([0.1] * 6)
-PLAN = search(PlanRequest(batch_size=4, microbatches=4), {4: MODEL}, TWO)
+PLAN = search(PlanRequest(exact=True, batch_size=4, microbatches=4), {4: MODEL}, TWO)
 MOVED = PLAN.model_copy(
     update={"stages": (Stage(units=("h.0",), device="cpu:0"), Stage(units=("h.1-5",), device="cpu:1"))}
 )
@@ -76,7 +76,7 @@ def test_a_tied_parameter_travels_once_a_step_and_its_gradient_with_each_microba
     tied = parameter("wte", "head", size_bytes=10**6)
     graph = graph_of(units, [value(0, 0, (1,), 4), value(1, 1, (2,), 4)], [tied])
     model = graph, profile_of(graph, [0.1] * 3)
-    plan = search(PlanRequest(batch_size=4, microbatches=4), {4: model}, parse_cluster("3xcpu"))
+    plan = search(PlanRequest(exact=True, batch_size=4, microbatches=4), {4: model}, parse_cluster("3xcpu"))
     spans = [s.action for s in timeline(plan, *model, parse_cluster("3xcpu")).spans if s.lane == "send"]
     assert [a for a in spans if a.startswith("0SEND_F") and a.endswith("@2")] == ["0SEND_F0@2"]
     assert sum(a.startswith("2SEND_B") and a.endswith("@0") for a in spans) == 4

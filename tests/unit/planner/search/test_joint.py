@@ -88,7 +88,7 @@ def insist_on_the_best(model: Model, devices: int, memory_bytes: int, free: bool
     ways: tuple[Recompute, ...] = ("none", "full")
     fitting = [plan for plan in everything(models, cluster, ways) if fits(plan, cluster)]
     try:
-        found = search(PlanRequest(batch_size=4), models, cluster)
+        found = search(PlanRequest(exact=True, batch_size=4), models, cluster)
     except (NoFeasiblePlan, TooManyStages):
         assert not fitting
         return

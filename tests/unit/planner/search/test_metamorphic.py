@@ -51,7 +51,11 @@ def found_s(models: Models, cluster: Cluster, what_if: bool = False) -> float:
     """Seconds of the step; infinite when nothing fits."""
     try:
         return step_s(
-            search(PlanRequest(batch_size=BATCH, optimizer="sgd", what_if=what_if), models, cluster)
+            search(
+                PlanRequest(batch_size=BATCH, optimizer="sgd", what_if=what_if, exact=not what_if),
+                models,
+                cluster,
+            )
         )
     except NoFeasiblePlan:
         return float("inf")
@@ -105,7 +109,7 @@ def test_three_times_the_seconds_make_three_times_the_step(
     seconds: list[int], devices: int, memory_bytes: int
 ) -> None:
     """Links as well; the cuts stay."""
-    request = PlanRequest(batch_size=BATCH, optimizer="sgd")
+    request = PlanRequest(batch_size=BATCH, optimizer="sgd", exact=True)
     thrice = [3 * s for s in seconds]
     try:
         one = search(request, models(seconds, 2, 4), small(memory_bytes, devices, 64.0))
@@ -142,7 +146,7 @@ def renamed(found: Models) -> Models:
 @few
 @given(rows, st.integers(2, 3))
 def test_names_change_nothing_but_names(seconds: list[int], devices: int) -> None:
-    request, given_models = PlanRequest(batch_size=BATCH), models(seconds, 2, 4)
+    request, given_models = PlanRequest(batch_size=BATCH, exact=True), models(seconds, 2, 4)
     one = search(request, given_models, small(devices=devices))
     other = search(request, renamed(given_models), small(devices=devices))
     assert one.expected is not None
@@ -170,7 +174,7 @@ from outsize.planner.search.search import search
 models = {m: chain([s / m for s in (3, 1, 4, 1, 5, 9)], saved_bytes=800 // m) for m in (2, 4)}
 cluster = make_cluster("4xcpu", "cpu", 2, 2, 2000)
 for what_if in (False, True):
-    print(search(PlanRequest(batch_size=8, what_if=what_if), models, cluster).to_json())
+    print(search(PlanRequest(batch_size=8, what_if=what_if, exact=not what_if), models, cluster).to_json())
 """
 
 

@@ -31,7 +31,7 @@ def scaled(
 
 
 def test_a_plan_of_equal_units_on_two_devices() -> None:
-    plan = search(PlanRequest(batch_size=8), scaled([0.1] * 6, (1, 2, 4, 8), 8), TWO)
+    plan = search(PlanRequest(exact=True, batch_size=8), scaled([0.1] * 6, (1, 2, 4, 8), 8), TWO)
     assert plan.schedule == "1f1b"
     assert plan.microbatches == 8
     assert [s.units for s in plan.stages] == [("h.0-2",), ("h.3-5",)]
@@ -46,14 +46,17 @@ def test_a_plan_of_equal_units_on_two_devices() -> None:
 
 
 def test_equal_input_gives_equal_bytes() -> None:
-    texts = {search(PlanRequest(batch_size=8), scaled([0.1] * 9, (2, 4), 8), TWO).to_json() for _ in range(2)}
+    texts = {
+        search(PlanRequest(exact=True, batch_size=8), scaled([0.1] * 9, (2, 4), 8), TWO).to_json()
+        for _ in range(2)
+    }
     assert len(texts) == 1
     backwards = dict(reversed(scaled([0.1] * 9, (2, 4), 8).items()))
-    assert search(PlanRequest(batch_size=8), backwards, TWO).to_json() in texts
+    assert search(PlanRequest(exact=True, batch_size=8), backwards, TWO).to_json() in texts
 
 
 def test_reasons_name_the_bottleneck_and_the_rejected() -> None:
-    plan = search(PlanRequest(batch_size=8), scaled([0.1, 0.1, 0.1, 0.4], (4, 8), 8), TWO)
+    plan = search(PlanRequest(exact=True, batch_size=8), scaled([0.1, 0.1, 0.1, 0.4], (4, 8), 8), TWO)
     slowest, fullest = plan.why[:2]
     assert isinstance(slowest, SlowestStage)
     assert (slowest.stage, slowest.units, slowest.even_share) == (1, ("h.3",), 0.5)
@@ -68,7 +71,9 @@ def test_reasons_name_the_bottleneck_and_the_rejected() -> None:
 
 
 def test_what_is_fixed_stays_fixed() -> None:
-    request = PlanRequest(batch_size=8, microbatches=2, stages=3, schedule="naive", optimizer="sgd")
+    request = PlanRequest(
+        exact=True, batch_size=8, microbatches=2, stages=3, schedule="naive", optimizer="sgd"
+    )
     plan = search(request, scaled([0.1] * 6, (1, 2, 4), 8), parse_cluster("4xcpu"))
     assert (plan.microbatches, len(plan.stages), plan.axes.pp) == (2, 3, 3)
     assert (plan.schedule, plan.optimizer) == ("naive", "sgd")
@@ -78,7 +83,10 @@ def test_a_slow_link_moves_the_cut_to_the_small_value() -> None:
     units = [unit(i) for i in range(4)]
     graph = graph_of(units, [value(0, 0, (1,), 1), value(1, 1, (2,), 10**6), value(2, 2, (3,), 10**6)])
     slow = TWO.inner.model_copy(update={"bytes_per_s": 1e6})
-    model, request = {2: (graph, profile_of(graph, [0.1] * 4))}, PlanRequest(batch_size=2, schedule="1f1b")
+    model, request = (
+        {2: (graph, profile_of(graph, [0.1] * 4))},
+        PlanRequest(exact=True, batch_size=2, schedule="1f1b"),
+    )
     assert search(request, model, TWO).stages[0].units == ("h.0-1",)
     cut = search(request, model, TWO.model_copy(update={"inner": slow}))
     assert cut.stages[0].units == ("h.0",)
@@ -87,7 +95,7 @@ def test_a_slow_link_moves_the_cut_to_the_small_value() -> None:
 def test_memory_moves_the_cut_and_chooses_the_schedule() -> None:
     """GPipe holds four microbatches, 1F1B two on stage 0 and one on stage 1."""
     model = {4: chain([0.1] * 4, saved_bytes=MIB)}
-    request = PlanRequest(batch_size=4, recompute="none")
+    request = PlanRequest(exact=True, batch_size=4, recompute="none")
     plan = search(request, model, small(2, 5 * MIB))
     assert plan.schedule == "1f1b"
     (rejected,) = [no for no in findings(plan, DoesNotFit) if "gpipe" in no.schedules]
@@ -108,7 +116,7 @@ def heavy(memory_gib: float, units: int = 4) -> tuple[ModelGraph, Profile]:
 
 def test_nothing_fits_and_more_devices_would_help() -> None:
     with pytest.raises(NoFeasiblePlan) as caught:
-        search(PlanRequest(batch_size=2, microbatches=2), {2: heavy(3.0)}, TWO)
+        search(PlanRequest(exact=True, batch_size=2, microbatches=2), {2: heavy(3.0)}, TWO)
     assert str(caught.value) == (
         "NoFeasiblePlan [E201]: stage 0 needs 33.0 GiB, cpu:0 has room for 23.8; weights 6.0 + "
         "gradients 6.0 + optimizer 12.0 + activations 9.0 GiB; nearest fit: pp=4, 2 microbatches, 1f1b "
@@ -119,18 +127,21 @@ def test_nothing_fits_and_more_devices_would_help() -> None:
 def test_the_nearest_fit_is_really_one() -> None:
     model = {2: heavy(3.0)}
     with pytest.raises(NoFeasiblePlan):
-        search(PlanRequest(batch_size=2), model, parse_cluster("3xcpu"))
-    assert len(search(PlanRequest(batch_size=2), model, parse_cluster("4xcpu")).stages) == 4
+        search(PlanRequest(exact=True, batch_size=2), model, parse_cluster("3xcpu"))
+    assert len(search(PlanRequest(exact=True, batch_size=2), model, parse_cluster("4xcpu")).stages) == 4
 
 
 def test_nothing_fits_and_smaller_microbatches_would_help() -> None:
     models = {m: chain([0.1] * 4, saved_bytes=8 * MIB // m, batch_size=8 // m) for m in (1, 2, 8)}
-    request = PlanRequest(batch_size=8, microbatches=1)
+    request = PlanRequest(exact=True, batch_size=8, microbatches=1)
     with pytest.raises(
         NoFeasiblePlan, match=r"nearest fit: pp=2, 8 microbatches, 1f1b -> .*--microbatches 8"
     ):
         search(request, models, small(2, 5 * MIB))
-    assert search(PlanRequest(batch_size=8, microbatches=8), models, small(2, 5 * MIB)).microbatches == 8
+    assert (
+        search(PlanRequest(exact=True, batch_size=8, microbatches=8), models, small(2, 5 * MIB)).microbatches
+        == 8
+    )
 
 
 def test_nothing_fits_and_another_schedule_would_help() -> None:
@@ -138,19 +149,27 @@ def test_nothing_fits_and_another_schedule_would_help() -> None:
     with pytest.raises(
         NoFeasiblePlan, match=r"pp=2, 4 microbatches, 1f1b -> 3.0 MiB. Next: --schedule 1f1b$"
     ):
-        search(PlanRequest(batch_size=4, schedule="gpipe", recompute="none"), model, small(2, 5 * MIB))
+        search(
+            PlanRequest(exact=True, batch_size=4, schedule="gpipe", recompute="none"),
+            model,
+            small(2, 5 * MIB),
+        )
 
 
 def test_nothing_fits_at_all() -> None:
     with pytest.raises(NoFeasiblePlan) as caught:
-        search(PlanRequest(batch_size=2), {2: heavy(10.0)}, TWO)
+        search(PlanRequest(exact=True, batch_size=2), {2: heavy(10.0)}, TWO)
     assert "nothing near fits; the largest unit there is h.0 with 40.0 GiB" in str(caught.value)
     assert str(caught.value).endswith("Next: devices with more memory")
 
 
 def test_more_stages_than_units() -> None:
     with pytest.raises(TooManyStages) as caught:
-        search(PlanRequest(batch_size=2, stages=5), scaled([0.1] * 3, (2,), 2), parse_cluster("8xcpu"))
+        search(
+            PlanRequest(exact=True, batch_size=2, stages=5),
+            scaled([0.1] * 3, (2,), 2),
+            parse_cluster("8xcpu"),
+        )
     assert str(caught.value) == (
         "TooManyStages [E202]: 5 stages were asked for, the model has 3 units to put into them; one unit is "
         "the smallest stage; cluster '8xcpu' has 8 devices. Next: --stages 3"
@@ -161,12 +180,12 @@ def test_more_stages_than_devices() -> None:
     with pytest.raises(
         BadOption, match=r"3 stages want as many devices; .* has 2 devices\. Next: --cluster 3xcpu"
     ):
-        search(PlanRequest(batch_size=2, stages=3), scaled([0.1] * 3, (2,), 2), TWO)
+        search(PlanRequest(exact=True, batch_size=2, stages=3), scaled([0.1] * 3, (2,), 2), TWO)
 
 
 def test_more_microbatches_than_samples() -> None:
     with pytest.raises(TooFewSamples) as caught:
-        search(PlanRequest(batch_size=3, microbatches=4), scaled([0.1] * 3, (2,), 2), TWO)
+        search(PlanRequest(exact=True, batch_size=3, microbatches=4), scaled([0.1] * 3, (2,), 2), TWO)
     assert str(caught.value) == (
         "TooFewSamples [E104]: a batch of 3 cannot be cut into 4 microbatches; "
         "1 would be empty. Next: --microbatches 3, or a larger --batch"
@@ -177,4 +196,4 @@ def test_microbatches_that_were_not_captured() -> None:
     with pytest.raises(
         BadOption, match=r"not captured for 4 microbatches; captured: 1, 2\. Next: .* 2 samples"
     ):
-        search(PlanRequest(batch_size=8, microbatches=4), scaled([0.1] * 3, (1, 2), 8), TWO)
+        search(PlanRequest(exact=True, batch_size=8, microbatches=4), scaled([0.1] * 3, (1, 2), 8), TWO)

@@ -23,7 +23,9 @@ VALUE = 8
 def planned(schedule: ScheduleName, count: int = COUNT) -> Plan:
     """Eight equal layers, so that a chunk of a V is one; a layer keeps ten times what it weighs."""
     model = chain([1.0] * 8, saved_bytes=1000, value_bytes=VALUE)
-    request = PlanRequest(batch_size=count, microbatches=count, schedule=schedule, optimizer="sgd")
+    request = PlanRequest(
+        exact=True, batch_size=count, microbatches=count, schedule=schedule, optimizer="sgd"
+    )
     return search(request, {count: model}, make_cluster("4xcpu", "cpu", 1, RANKS, 10**9))
 
 
@@ -90,7 +92,7 @@ def measured(each_s: float, waiting_bytes: int = 0) -> tuple[ModelGraph, Profile
 def taken(
     model: tuple[ModelGraph, Profile], memory_bytes: int = 10**9, schedule: ScheduleName | None = None
 ) -> Plan:
-    request = PlanRequest(batch_size=8, microbatches=8, schedule=schedule, optimizer="sgd")
+    request = PlanRequest(exact=True, batch_size=8, microbatches=8, schedule=schedule, optimizer="sgd")
     return search(request, {8: model}, make_cluster("4xcpu", "cpu", 1, RANKS, memory_bytes))
 
 

@@ -50,7 +50,7 @@ def towers(*seconds: float, head_s: float = 0.0, saved_bytes: int = 0) -> Model:
 
 
 def planned(model: Model, devices: int, count: int, **wishes: object) -> Plan:
-    request = PlanRequest(batch_size=count, microbatches=count, **wishes)  # pyright: ignore[reportArgumentType]
+    request = PlanRequest(exact=True, batch_size=count, microbatches=count, **wishes)  # pyright: ignore[reportArgumentType]
     return search(request, {count: model}, cluster(devices))
 
 
@@ -121,14 +121,16 @@ def test_memory_decides() -> None:
     """Four microbatches of a tower do not fit beside each other; a rank holds what it has room for."""
     model = towers(4.0, 4.0, head_s=0.3, saved_bytes=1000)
     tight = cluster(2, memory_bytes=7_000)
-    found = search(PlanRequest(batch_size=4, microbatches=4, optimizer="sgd"), {4: model}, tight)
+    found = search(PlanRequest(exact=True, batch_size=4, microbatches=4, optimizer="sgd"), {4: model}, tight)
     assert found.schedule == "auto"
     assert found.expected is not None
     held = dict.fromkeys(range(2), 0)
     for rank, stage in zip(found.ranks, found.expected.stages, strict=True):
         held[rank] += stage.peak_bytes
     assert max(held.values()) <= 7_000
-    free = search(PlanRequest(batch_size=4, microbatches=4, optimizer="sgd"), {4: model}, cluster(2))
+    free = search(
+        PlanRequest(exact=True, batch_size=4, microbatches=4, optimizer="sgd"), {4: model}, cluster(2)
+    )
     assert step_s(free) <= step_s(found)
 
 

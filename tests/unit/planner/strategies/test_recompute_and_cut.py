@@ -70,7 +70,7 @@ def step_s(plan: Plan) -> float:
     return plan.expected.step_s
 
 
-REQUEST = PlanRequest(batch_size=4, microbatches=4, schedule="1f1b")
+REQUEST = PlanRequest(exact=True, batch_size=4, microbatches=4, schedule="1f1b")
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)

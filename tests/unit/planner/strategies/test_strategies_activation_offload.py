@@ -41,7 +41,12 @@ def planned(
     schedule: ScheduleName = "gpipe",
 ) -> Plan:
     request = PlanRequest(
-        batch_size=COUNT, microbatches=COUNT, schedule=schedule, recompute=recompute, optimizer="sgd"
+        exact=True,
+        batch_size=COUNT,
+        microbatches=COUNT,
+        schedule=schedule,
+        recompute=recompute,
+        optimizer="sgd",
     )
     return search(request, {COUNT: found}, where)
 
