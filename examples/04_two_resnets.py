@@ -38,7 +38,7 @@ labels = torch.randint(0, 10, (4,))
 loss = {"loss_fn": F.cross_entropy, "target": labels}
 
 for devices in (2, 3):
-    plan = outsize.plan(model, (color, depth), cluster=f"{devices}xcpu", microbatches=2, **loss)
+    plan = outsize.plan(model, (color, depth), cluster=f"{devices}xcpu", microbatches=2, exact=True, **loss)
     verdict = outsize.check(model, (color, depth), plan=plan, **loss)
     print(f"{len(plan.stages)} stages on {devices} devices, bit-equal: {verdict.bit_equal}")
     for stage in plan.stages:

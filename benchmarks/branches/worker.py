@@ -77,7 +77,7 @@ def plans(model: nn.Module, batch: dict[str, Any], profiles: ProfileSet) -> dict
         "target": batch["target"],
         "measured": profiles,
     }
-    asked = {**call, "cluster": "2xcpu"}
+    asked = {**call, "cluster": "2xcpu", "exact": True}
     graph = outsize.capture(model, batch["args"], loss_fn=batch["loss_fn"], target=batch["target"])
     cut = next(unit.index for unit in graph.units if unit.name.startswith("b."))
     one = outsize.plan(model, microbatches=1, schedule="naive", **asked)

@@ -84,8 +84,8 @@ def plans() -> dict[str, Plan]:
     """The plans that the ranks are given."""
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8))), torch.zeros(16, 4)
     wishes: dict[str, dict[str, Any]] = {
-        "rank0": {"cluster": "2xcpu", "microbatches": 2},
-        "rank1": {"cluster": "2xcpu", "microbatches": 4},
+        "rank0": {"cluster": "2xcpu", "microbatches": 2, "exact": True},
+        "rank1": {"cluster": "2xcpu", "microbatches": 4, "exact": True},
         "mesh": {"cluster": "4xcpu", "stages": 2, "dp_replicate": 2, "microbatches": 2},
         "eight": {"cluster": "8xcpu", "stages": 8, "microbatches": 2},
     }

@@ -118,7 +118,14 @@ def test_every_kind_of_batchnorm_in_every_mode(kind: str, bn: Any) -> None:
 def test_sync_gives_the_numbers_of_one_whole_batch(name: str) -> None:
     known, (args, kwargs) = case(name), case(name).batch(12)
     plan = outsize.plan(
-        fresh(name), args, kwargs, cluster="3xcpu", bn="sync", loss_fn=known.loss, target=known.target(12)
+        fresh(name),
+        args,
+        kwargs,
+        cluster="3xcpu",
+        exact=True,
+        bn="sync",
+        loss_fn=known.loss,
+        target=known.target(12),
     )
     assert plan.microbatches == 1
     assert WholeBatchStatistics() in plan.why

@@ -46,13 +46,16 @@ def pipeline_layouts(request: PlanRequest, candidates: Candidates, cluster: Clus
 def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Iterator[Layout]:
     """Yields all meshes that are allowed, pp alone among them, under one schedule; unequal devices may stay
     idle.
+
+    Who names a schedule asks for a pipeline, which one rank is not.
     """
     graph = candidates[max(candidates)][0]
     contexts = context(graph).sizes(len(cluster.devices)) if request.what_if else (1,)
     schedules = _schedules(request, candidates, (DEFAULT.name,))
     for layout in all_layouts(cluster, candidates, schedules, _units(candidates), contexts):
         for sequence in _sequence_options(request, layout, graph):
-            if _allows(request, layout, graph):
+            ordered = request.schedule is None or layout.axes.pp > 1
+            if ordered and _allows(request, layout, graph):
                 yield replace(layout, sequence=sequence)
 
 
@@ -98,8 +101,6 @@ def _allows(request: PlanRequest, layout: Layout, graph: ModelGraph) -> bool:
     has_fixed &= request.stages in (None, axes["pp"]) and request.microbatches in (None, layout.microbatches)
     has_fixed &= request.weights in (None, layout.weights) and (request.bn != "sync" or layout.replicas == 1)
     has_fixed &= not request.exact or layout.group == 1
-    # Who names a schedule asks for a pipeline, which one rank is not.
-    has_fixed &= request.schedule is None or axes["pp"] > 1
     runs = request.what_if or not beyond(layout.axes, layout.weights, graph.form)
     return has_fixed and runs and divides(graph, layout.axes.tp)
 

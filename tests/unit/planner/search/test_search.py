@@ -14,6 +14,7 @@ from outsize.planner.search.search import search
 
 MIB = 1024**2
 TWO = parse_cluster("2xcpu")
+OTHERS = "or outsize plan MODEL without --axes pp or --exact, which looks beyond pipelines"
 
 
 def small(devices: int, memory_bytes: int) -> Cluster:
@@ -120,7 +121,7 @@ def test_nothing_fits_and_more_devices_would_help() -> None:
     assert str(caught.value) == (
         "NoFeasiblePlan [E201]: stage 0 needs 33.0 GiB, cpu:0 has room for 23.8; weights 6.0 + "
         "gradients 6.0 + optimizer 12.0 + activations 9.0 GiB; nearest fit: pp=4, 2 microbatches, 1f1b "
-        "-> 21.0 GiB. Next: --cluster 4xcpu --stages 4"
+        "-> 21.0 GiB. Next: --cluster 4xcpu --stages 4; " + OTHERS
     )
 
 
@@ -147,7 +148,7 @@ def test_nothing_fits_and_smaller_microbatches_would_help() -> None:
 def test_nothing_fits_and_another_schedule_would_help() -> None:
     model = {4: chain([0.1] * 4, saved_bytes=MIB)}
     with pytest.raises(
-        NoFeasiblePlan, match=r"pp=2, 4 microbatches, 1f1b -> 3.0 MiB. Next: --schedule 1f1b$"
+        NoFeasiblePlan, match=r"pp=2, 4 microbatches, 1f1b -> 3.0 MiB. Next: --schedule 1f1b; or"
     ):
         search(
             PlanRequest(exact=True, batch_size=4, schedule="gpipe", recompute="none"),
@@ -160,7 +161,7 @@ def test_nothing_fits_at_all() -> None:
     with pytest.raises(NoFeasiblePlan) as caught:
         search(PlanRequest(exact=True, batch_size=2), {2: heavy(10.0)}, TWO)
     assert "nothing near fits; the largest unit there is h.0 with 40.0 GiB" in str(caught.value)
-    assert str(caught.value).endswith("Next: devices with more memory")
+    assert str(caught.value).endswith(f"Next: devices with more memory; {OTHERS}")
 
 
 def test_more_stages_than_units() -> None:

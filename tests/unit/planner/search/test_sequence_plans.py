@@ -62,4 +62,4 @@ def test_a_plan_by_hand_is_priced_as_it_is() -> None:
 def test_one_rank_has_nothing_to_share() -> None:
     model, given = llama(16, 8)
     with pytest.raises(BadOption, match="sequence parallelism is between the ranks of tensor parallelism"):
-        outsize.plan(model, (), given, cluster=CLUSTER, sequence_parallel=True)
+        outsize.plan(model, (), given, cluster=CLUSTER, sequence_parallel=True, axes="pp")

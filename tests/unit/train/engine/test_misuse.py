@@ -187,7 +187,7 @@ def test_a_weight_that_the_user_unties_between_steps_is_a_weight_of_its_own() ->
     graph = outsize.capture(model, (X,), loss_fn=F.cross_entropy, target=Y)
     stages = stages_from_bounds(graph, (0, 2, len(graph.units)), ("cpu:0", "cpu:1"))
     wanted: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": Y}
-    plan = outsize.plan(model, (X,), cluster="2xcpu", microbatches=4, **wanted)
+    plan = outsize.plan(model, (X,), cluster="2xcpu", microbatches=4, exact=True, **wanted)
     plan = plan.model_copy(update={"stages": stages})
     built = outsize.parallelize(model, (X,), plan=plan, **wanted)
     built.step(X, target=Y, update=False)
