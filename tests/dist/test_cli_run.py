@@ -73,7 +73,7 @@ def outsize(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_model_is_trained_and_shown(folder: Path) -> None:
     files = ("--report", "report.html", "--trace", "trace.json")
-    done = outsize(folder, "run", "toy:build", "--steps", "4", "--lr", "0.05", "--json", *files)
+    done = outsize(folder, "run", "toy:build", "--steps", "4", "--lr", "0.05", "--json", "--exact", *files)
     assert done.returncode == 0, done.stderr
     figures: dict[str, Any] = json.loads(done.stdout)
     assert len(figures["loss"]) == len(figures["steps_s"]) == 4
@@ -87,14 +87,14 @@ def test_a_model_is_trained_and_shown(folder: Path) -> None:
 
 
 def test_the_same_losses_in_one_process_and_in_three(folder: Path) -> None:
-    call = ("run", "toy:build", "--steps", "3", "--microbatches", "4", "--json")
+    call = ("run", "toy:build", "--steps", "3", "--microbatches", "4", "--exact", "--json")
     runs = [outsize(folder, *call, "--nproc-per-node", count) for count in ("1", "3")]
     one, three = (json.loads(run.stdout)["loss"] for run in runs)
     assert one == three
 
 
 def test_a_trace_of_a_plan(folder: Path) -> None:
-    made = outsize(folder, "plan", "toy:build", "--cluster", "2xcpu", "--out", "plan.json")
+    made = outsize(folder, "plan", "toy:build", "--cluster", "2xcpu", "--exact", "--out", "plan.json")
     assert made.returncode == 0, made.stderr
     done = outsize(folder, "trace", "toy:build", "--plan", "plan.json", "--out", "t.json", "--steps", "2")
     assert done.returncode == 0, done.stderr

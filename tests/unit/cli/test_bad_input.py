@@ -66,7 +66,7 @@ CASES: dict[str, tuple[int, str]] = {
 @pytest.fixture
 def plans(outsize: Outsize, folder: Path) -> None:
     """plan.json of toy:build over two processes, and copies of it with a mistake."""
-    assert outsize("plan", "toy:build", "--cluster", "2xcpu", "--out", "plan.json").code == 0
+    assert outsize("plan", "toy:build", "--cluster", "2xcpu", "--exact", "--out", "plan.json").code == 0
     text = (folder / "plan.json").read_text()
     (folder / "whatif.json").write_text(re.sub('"cp": 1', '"cp": 4', text))
     (folder / "moved.json").write_text(text.replace('"device": "cpu:1"', '"device": "cpu:7"'))

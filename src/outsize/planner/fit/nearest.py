@@ -86,12 +86,8 @@ def no_feasible_plan(
     schedules: Sequence[ScheduleName],
     stages: int,
     cluster: Cluster,
-    others: bool = False,
 ) -> NoFeasiblePlan:
-    """Returns the error; the `asked` cases do not fit in any of the schedules, `spare` ones may help.
-
-    `others`: there are axes that were not searched.
-    """
+    """Returns the error; the `asked` cases do not fit in any of the schedules, `spare` ones may help."""
     tried = [_least_full(case, name, stages, cluster) for case in asked for name in schedules]
     closest = min(tried, key=lambda cut: cut.share)
     near = next(_fitting((*asked, *spare), schedules, stages, cluster), None)
@@ -99,8 +95,14 @@ def no_feasible_plan(
     return NoFeasiblePlan(
         stage_needs_text(closest.stage, closest.memory, cluster.devices[closest.stage]),
         numbers=f"{parts_text(closest.memory)}; {_near_text(near, closest)}",
-        next_step="; or ".join(step for step in (steps, OTHERS if others else "") if step),
+        next_step=steps,
     )
+
+
+def or_other_axes(refused: NoFeasiblePlan) -> NoFeasiblePlan:
+    """Returns the error of a pipeline, whose next step names the axes that were not searched as well."""
+    steps = "; or ".join(step for step in (refused.next_step, OTHERS) if step)
+    return NoFeasiblePlan(refused.what, numbers=refused.numbers, next_step=steps)
 
 
 def _fitting(

@@ -55,7 +55,7 @@ from outsize.planner.evaluate.ranking import (
     rivals,
     shown,
 )
-from outsize.planner.fit.nearest import no_feasible_plan, rejections
+from outsize.planner.fit.nearest import no_feasible_plan, or_other_axes, rejections
 from outsize.planner.layout.layout import Layout, counts_for, pipelines
 from outsize.planner.layout.tensor_parallel import tensor_reasons
 from outsize.planner.memory.headroom import with_usable_memory
@@ -138,7 +138,8 @@ def _instead(
     if plan is None and request.may_use_hosts(cluster):
         plan = _hosted(request, candidates, *found, cluster)
     if plan is None:
-        raise refused
+        closed = len(cluster.devices) > 1 and not request.searches_axes
+        raise or_other_axes(refused) if closed and isinstance(refused, NoFeasiblePlan) else refused
     return plan.model_copy(update={"why": (*plan.why, no_pipeline(refused))})
 
 
@@ -314,10 +315,7 @@ def _nothing_fits(
     asked = [tables.case(layout, device, option) for layout in counts.values() for option in options]
     more = [tables.case(layout, device, option) for layout in spare.values() for option in options]
     more += [tables.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
-    others = len(cluster.devices) > 1 and not request.searches_axes
-    return no_feasible_plan(
-        asked, more, schedules, one_stage_layouts[0].axes.pp, with_usable_memory(cluster), others
-    )
+    return no_feasible_plan(asked, more, schedules, one_stage_layouts[0].axes.pp, with_usable_memory(cluster))
 
 
 # -- what comes out --------------------------------------------------------------------------------------

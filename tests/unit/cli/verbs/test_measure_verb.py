@@ -58,7 +58,7 @@ def test_kept_times_are_used_until_fresh(outsize: Outsize, cache: Path) -> None:
 
 def test_a_plan_is_made_of_a_profile(outsize: Outsize) -> None:
     outsize("measure", "toy:build", "--microbatch-sizes", "1,2,4", *QUICK, "--out", "p.json")
-    call = ("plan", "toy:build", "--cluster", "2xcpu", "--profile", "p.json")
+    call = ("plan", "toy:build", "--cluster", "2xcpu", "--profile", "p.json", "--exact")
     plan = json.loads(outsize(*call, "--json").out)
     assert plan["expected"]["source"] == "measured"
     assert plan["microbatches"] >= 2  # one microbatch of 8 was not measured
@@ -118,7 +118,7 @@ def test_links_give_a_cluster_file(outsize: Outsize, folder: Path, monkeypatch: 
     assert found.inner.latency_s == pytest.approx(1e-4)
     assert found.inner.bytes_per_s == pytest.approx(1e9)
     assert json.loads(answer.out)["links"]["all_reduce"]["latency_s"] == pytest.approx(3e-4)
-    plan = json.loads(outsize("plan", "toy:build", "--cluster", "here.json", "--json").out)
+    plan = json.loads(outsize("plan", "toy:build", "--cluster", "here.json", "--exact", "--json").out)
     assert (plan["cluster"], len(plan["stages"])) == ("here.json", 2)
     table = outsize("measure", "--links").out
     assert "all_reduce" in table

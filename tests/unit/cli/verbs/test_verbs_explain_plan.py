@@ -15,7 +15,7 @@ Outsize = Callable[..., Any]
 @pytest.fixture
 def plan_file(outsize: Outsize, folder: Path) -> Path:
     """A plan of toy:build over two processes."""
-    assert outsize("plan", "toy:build", "--cluster", "2xcpu", "--out", "plan.json").code == 0
+    assert outsize("plan", "toy:build", "--cluster", "2xcpu", "--exact", "--out", "plan.json").code == 0
     return folder / "plan.json"
 
 

@@ -13,7 +13,7 @@ Outsize = Callable[..., Any]
 
 
 def test_the_json_document_is_a_plan_file(outsize: Outsize, folder: Path) -> None:
-    answer = outsize("plan", "toy:build", "--cluster", "3xcpu", "--microbatches", "4", "--json")
+    answer = outsize("plan", "toy:build", "--cluster", "3xcpu", "--microbatches", "4", "--exact", "--json")
     assert (answer.code, answer.err) == (0, "")
     (folder / "plan.json").write_text(answer.out)
     plan = Plan.load(folder / "plan.json")
@@ -21,7 +21,7 @@ def test_the_json_document_is_a_plan_file(outsize: Outsize, folder: Path) -> Non
 
 
 def test_the_table_names_the_stages(outsize: Outsize) -> None:
-    answer = outsize("plan", "toy:build", "--cluster", "2xcpu")
+    answer = outsize("plan", "toy:build", "--cluster", "2xcpu", "--exact")
     assert answer.code == 0
     for word in ("cpu:0", "cpu:1", "bubble", "Why"):
         assert word in answer.out

@@ -90,7 +90,7 @@ def test_processes_of_a_model(outsize: Outsize, launched: Calls, flags: list[str
 
 
 def test_a_plan_says_how_many_processes(outsize: Outsize, launched: Calls) -> None:
-    outsize("plan", "toy:build", "--cluster", "3xcpu", "--batch", "6", "--out", "plan.json")
+    outsize("plan", "toy:build", "--cluster", "3xcpu", "--batch", "6", "--exact", "--out", "plan.json")
     outsize("run", "toy:build", "--plan", "plan.json")
     assert (launched[0][1], launched[0][2]["job"].request.batch_size) == (3, 6)
 

@@ -154,7 +154,7 @@ def test_a_plan_for_another_cluster_runs_where_the_model_is() -> None:
 
 
 def test_a_model_that_runs_by_modules_wants_processes() -> None:
-    plan = plan_for("2xcpu").model_copy(update={"form": "modules"})
+    plan = plan_for("2xcpu", exact=True).model_copy(update={"form": "modules"})
     with pytest.raises(BadOption, match="needs a process for each device; devices cuda:0, cpu"):
         make_engine(mlp(), plan, None, ranks=RankOptions(places=("cuda:0", "cpu")))
 
