@@ -44,6 +44,7 @@ class Kind(StrEnum):
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+LEAVING = frozenset({Kind.RESHARD, Kind.UNLOAD})
 NO_MICROBATCH = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.LOAD, Kind.UNLOAD})
 
 # Schedules whose rows a plan holds: composed by the planner for one plan, or written by a person.

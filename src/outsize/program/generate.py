@@ -79,7 +79,8 @@ class SliceSpec:
     """Defines the function to generate: `entries` and `foreign` weights are arguments, `exits` are returned.
 
     `copied` maps names to weights whose module has them on another device; it is read at each call. A weight
-    named in `through` is passed through that function at each use.
+    named in `through` is passed through that function at each use. `cast` returns the copy of a parameter that
+    an instruction reads as a cast alone (Instruction.casts), and None leaves all casts to autocast.
     """
 
     name: str
@@ -90,6 +91,7 @@ class SliceSpec:
     constants: Mapping[int, Tensor] = field(default_factory=dict)
     copied: Mapping[str, Tensor] = field(default_factory=dict)
     through: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    cast: Callable[[Tensor, torch.dtype], Tensor] | None = None
 
 
 def compile_slice(spec: SliceSpec, model: nn.Module, ambient: Modes) -> Callable[..., tuple[Any, ...]]:
@@ -129,6 +131,7 @@ class _FunctionWriter:
         self._name_of: dict[int, str] = {}
         self._elsewhere = self._foreign | {name: f"copied[{name!r}]" for name in spec.copied}
         self._elsewhere |= {name: self._through(name) for name in spec.through}
+        self._everywhere = self._elsewhere
         self._lines: list[str] = []
         # The unit and the user's file:line of each line; a traceback's frame finds it among its globals.
         self._place_of_line: dict[int, tuple[str, str]] = {}
@@ -161,6 +164,7 @@ class _FunctionWriter:
         return function
 
     def _statement(self, instruction: Instruction) -> list[str]:
+        self._elsewhere = self._everywhere | self._casts(instruction)
         lines = [f"seed({instruction.origin})"] if instruction.random else []
         # Results that nothing reads are not unpacked either: a list of states may be shorter the next time.
         dead = set(self._last_use.get(instruction.index, ()))
@@ -253,6 +257,17 @@ class _FunctionWriter:
         table = ", ".join(f"{w.name!r}: {self._value(w)}" for w in weights)
         return f"resolve({self._bind(tree, 'k')}, {{{env}}}, {{{table}}})"
 
+    def _casts(self, instruction: Instruction) -> dict[str, str]:
+        """Returns the text of the copies that the instruction gets in place of parameters."""
+        if self._spec.cast is None:
+            return {}
+        cast, casts = self._bind(self._spec.cast, "f"), dict[str, str]()
+        for name, dtype in instruction.casts:
+            if name not in self._spec.through:
+                plain = self._everywhere.get(name) or self._weight(Weight(name, "parameter"))
+                casts[name] = f"{cast}({plain}, {dtype})"
+        return casts
+
     def _through(self, name: str) -> str:
         plain = self._elsewhere.get(name) or self._weight(Weight(name, "parameter"))
         return f"{self._bind(self._spec.through[name], 'f')}({plain})"
@@ -305,16 +320,25 @@ def _holders(module: nn.Module, wanted: Tensor) -> list[tuple[dict[str, Any], st
     return [(table, key) for table in tables for key, p in table.items() if p is wanted]
 
 
-@contextmanager
-def swapped(*places: tuple[dict[str, Any], str, Tensor]) -> Any:
-    """Sets `table[key] = value` for each place within the context."""
-    before = [table[key] for table, key, _ in places]
-    for table, key, value in places:
-        table[key] = value
-    try:
-        yield
-    finally:
-        for (table, key, _), value in zip(places, before, strict=True):
+@final
+class swapped:  # noqa: N801
+    """Sets `table[key] = value` for each place within the context.
+
+    It is a class because a stage under autocast enters it for each of its layers.
+    """
+
+    __slots__ = ("_before", "_places")
+
+    def __init__(self, *places: tuple[dict[str, Any], str, Tensor]) -> None:
+        self._places = places
+        self._before = [table[key] for table, key, _ in places]
+
+    def __enter__(self) -> None:
+        for table, key, value in self._places:
+            table[key] = value
+
+    def __exit__(self, *_: object) -> None:
+        for (table, key, _), value in zip(self._places, self._before, strict=True):
             table[key] = value
 
 

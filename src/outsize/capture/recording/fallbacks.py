@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from outsize.capture.costs.weight_casts import known_casts
 from outsize.capture.fakes.fake_model import FakeModel, fake_like, hidden_fakes, quiet_fakes, remember
 from outsize.capture.fakes.lru_caches import Caches
 from outsize.capture.guards.consumed import Consumed, is_random_generator, stood_in
@@ -316,7 +317,7 @@ def _tape(recorder: Recorder, inputs: list[int], output: Any, loss: Any, rule: L
     ]
     return Tape(
         inputs=tuple(inputs),
-        instructions=tuple(recorder.instructions),
+        instructions=known_casts(recorder.instructions),
         output=recorder.refer(output),
         metas=tuple(recorder.slots.metas),
         constants=recorder.slots.constants,

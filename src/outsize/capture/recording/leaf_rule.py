@@ -9,16 +9,19 @@ recorded through as well, because its function shows on the tape what its mean i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import CodeType
 from typing import Any, Final, final
 
 from torch import nn
 from torch.nn.modules.loss import _Loss
 
+from outsize.capture.costs.weight_casts import is_of_torch
 from outsize.capture.guards.consumed import Consumed
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.program.python_reads import LOSS
+from outsize.program.tape import Weight
+from outsize.program.tree import leaves
 
 _CONTAINERS = (
     nn.Sequential,
@@ -127,3 +130,25 @@ def is_hooked(module: nn.Module) -> bool:
     """Returns whether the user has set hooks on the module, which must run on every step."""
     hooks = [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]
     return any(getattr(hook, "__module__", None) not in _COLLECTORS for hook in hooks)
+
+
+def takes_copy(
+    target: str | Callable[..., Any], named: Collection[Weight], modules: Mapping[str, nn.Module]
+) -> Callable[[Weight], bool]:
+    """Returns the function that says whether a call can be given the copy that autocast makes of a parameter
+    in place of the parameter: among its arguments, or in the tables of the called module.
+
+    `named` are the weights among the arguments.
+    """
+    if not isinstance(target, str):
+        is_torch = is_of_torch(target)
+        return lambda weight: is_torch and weight in named and weight.kind == "parameter"
+    if any(is_hooked(module) or _lists_weights(module) for module in modules[target].modules()):
+        return lambda _: False
+    return lambda weight: weight.kind == "parameter"
+
+
+def _lists_weights(module: nn.Module) -> bool:
+    """Returns whether a module has parameters outside of its tables, as an LSTM has."""
+    lists = (value for value in vars(module).values() if isinstance(value, list | tuple))
+    return any(isinstance(leaf, nn.Parameter) for value in lists for leaf in leaves(value))

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from outsize.capture.costs.fused_attention import attention_inputs
 from outsize.capture.costs.meter import CostMeter
+from outsize.capture.costs.weight_casts import WeightCasts
 from outsize.capture.fakes.fake_model import FakeModel, differing, is_fake
 from outsize.capture.fakes.object_tensors import hides_tensor, objects
 from outsize.capture.guards.notes import Notes
@@ -31,7 +32,7 @@ from outsize.capture.guards.trace import ReadTrace
 from outsize.capture.recording.assertions import surviving_answer
 from outsize.capture.recording.guards import Decider, is_data_dependent
 from outsize.capture.recording.intercept import Watcher, inside_transform, on_real_tensors
-from outsize.capture.recording.leaf_rule import LeafRule, common_module, is_hooked, may_read
+from outsize.capture.recording.leaf_rule import LeafRule, common_module, is_hooked, may_read, takes_copy
 from outsize.capture.recording.number_arguments import insist_on_one_kind
 from outsize.capture.recording.opaque_leaf import probe
 from outsize.capture.recording.python_random import PythonGenerators, is_seeded, mark_seed
@@ -106,6 +107,7 @@ class Recorder(Watcher):
         self._inside: str | None = None  # This is the leaf that runs.
         self._probed: set[str] = set()  # Leaves whose calls were not traced to their end.
         self._unnamed: dict[Weight, None] = {}  # The running call has used these weights.
+        self._casts = WeightCasts()
         self._loose: dict[int, FrameFailed] = {}  # Other calls may not use these tensors of leaves.
         # The running call writes these storages, whatever their version counters say.
         self._silent: set[int] = set()
@@ -224,7 +226,10 @@ class Recorder(Watcher):
         with self.reads.paused():
             if self._muted:
                 args, kwargs = (args, kwargs) if self._numbers is None else with_numbers((args, kwargs))
-                return fn(*args, **kwargs)
+                looks, out = self._casts.looks, fn(*args, **kwargs)
+                if self._inside is not None:
+                    self._casts.asked(fn, leaves((args, kwargs)), self.slots.weights, looks)
+                return out
             return self._record(fn, partial(self._run_glue, fn), args, kwargs)
 
     def begin_loss(self) -> None:
@@ -353,6 +358,7 @@ class Recorder(Watcher):
             self.meter.start()
             self._unnamed.clear()
             self._silent.clear()
+            self._casts.begin(casting=bool(modes.autocast))
             out = run(call)
             if (attended := attention_inputs(target, args, kwargs)) and isinstance(out, Tensor):
                 self.meter.fuse(attended, [self.slots.storage(t) for t in attended], out)
@@ -366,7 +372,7 @@ class Recorder(Watcher):
             self._insist_on_open_arguments(target, args, kwargs, where)
             if isinstance(target, str) or written or _has_tensor(out):
                 tree = map_leaves(self._define, out)
-                self._append(target, call, tree, [w for w, _ in touched], written)
+                self._append(target, call, tree, [w for w, _ in touched], written, out)
             if self._numbers is not None and not (written or _is_of_tensors(out)):
                 self._numbers.refuse_in(given)  # Python computes with the result.
             return out
@@ -383,11 +389,14 @@ class Recorder(Watcher):
             insist_on_one_kind(self._numbers, self.meter, target, args, kwargs)
         return with_numbers((args, kwargs))
 
-    def _append(self, target: Any, call: _Call, tree: Any, touched: Any, written: Any) -> None:
+    def _append(
+        self, target: Any, call: _Call, tree: Any, touched: Any, written: Any, out: Any = None
+    ) -> None:
         weights = tuple(dict.fromkeys([*(w for w in touched if w is not None), *self._unnamed]))
         # The question is asked in any case: a leaf's draws are its own, and must not be detected again after
         # it.
         drawn = isinstance(target, str) and self._chance.drawn()
+        named = {leaf for leaf in leaves(call.refs) if isinstance(leaf, Weight)}
         instruction = Instruction(
             index=len(self.instructions),
             target=target,
@@ -401,6 +410,7 @@ class Recorder(Watcher):
             weights=weights,
             written_weights=tuple(dict.fromkeys(w for w, _ in written if w is not None)),
             where=call.where,
+            casts=self._casts.end(out, takes_copy(target, named, self._fakes.modules)),
             cost=self.meter.stop(),
         )
         self.instructions.append(instruction)
@@ -423,7 +433,8 @@ class Recorder(Watcher):
             self.meter.take(probed.cost, draws=probed.draws)
             for tensor in probed.saved:
                 self.on_saved(tensor)
-            # The leaf's writes were not watched to their end.
+            # The leaf's reads and writes were not watched to their end.
+            self._casts.leave(weight for weight, _ in self._weights_of(fqn))
             self._silent |= {self.slots.storage(t) for t in module.buffers()}
             return probed.out
 
@@ -507,10 +518,12 @@ class Recorder(Watcher):
 
     def _look_inside(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Notes weights that a call uses without naming or owning them, and tensors that a leaf makes."""
-        for leaf in leaves((args, kwargs)):
-            weight = self.slots.weights.get(id(leaf))
+        read = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for tensor in read:
+            weight = self.slots.weights.get(id(tensor))
             if weight is not None:
                 self._unnamed[weight] = None
+        self._casts.look(op, read, self.slots.weights, out)
         self._silent |= {self.slots.storage(t) for t in written_by(op, args, kwargs)}
         if self._inside is not None and self._rule.traced:
             self._remember_birth(out)

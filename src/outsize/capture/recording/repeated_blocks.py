@@ -416,6 +416,7 @@ class RenamedBlock:
             weights=tuple(map(self._leaf, one.weights)),
             written_weights=tuple(map(self._leaf, one.written_weights)),
             where=one.where,
+            casts=tuple((self._name(name), dtype) for name, dtype in one.casts),
             cost=self._cost(one.cost),
         )
 

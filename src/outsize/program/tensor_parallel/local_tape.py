@@ -228,7 +228,8 @@ class _LocalTapeWriter:
 
     def _emit(self, instruction: Instruction) -> None:
         self._instructions.append(
-            replace(instruction, index=len(self._instructions), serves=instruction.index)
+            # Calls that share a weight may be replaced by others, so autocast casts all weights.
+            replace(instruction, index=len(self._instructions), serves=instruction.index, casts=())
         )
 
     # -- calls ---------------------------------------------------------------------------------------

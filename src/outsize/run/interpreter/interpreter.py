@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outsize.device.accelerators import all_devices, allocated_bytes
 from outsize.device.clock import HOST, Clock
-from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, LEAVING, NO_MICROBATCH, Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.interpreter.trace import Marks
 from outsize.run.moves.base import Moves, Resident
@@ -226,11 +226,23 @@ class _Handlers:
         """Binds the action at this index of the row to its handler."""
         action, moves = self._row[at], self._programs.moves
         if action.kind in NO_MICROBATCH:
-            move = moves.action(self._row, at)
-            return _BoundAction(str(action), "load", lambda _: move())
+            return _BoundAction(str(action), "load", self._move(action, moves.action(self._row, at)))
         op = self._table()[action.kind](action)
         arrival = moves.arrival(self._row, at) if action.kind in COMPUTE else None
         return op if arrival is None else replace(op, gather=_behind(arrival, op.gather))
+
+    def _move(self, action: Action, move: Callable[[], None]) -> Callable[[Any], None]:
+        """Returns the function that moves weights; copies of weights that leave are dropped before."""
+        if action.kind not in LEAVING:
+            return lambda _: move()
+
+        def leave(_: Any) -> None:
+            for stage in self._stages.values():
+                if stage.program.stage == action.stage:
+                    stage.forget_casts()
+            move()
+
+        return leave
 
     def _table(self) -> dict[Kind, Callable[[Action], _BoundAction]]:
         return {

@@ -30,6 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from outsize.device.storage import shares_storage
 from outsize.errors import BoundaryMismatch
 from outsize.program.modes import casting_devices, outside_autocast
+from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.no_share import zero_gradients, zeroed
 from outsize.run.stage.rng import Seed
@@ -130,6 +131,19 @@ class SavedTensorHooks(Protocol):
         """Ends the forward, whose exits these tensors are."""
 
 
+@final
+class _Staying:
+    """Lets copies of weights stay, which all microbatches of a step use; all else goes to the hooks `away`."""
+
+    def __init__(self, away: SavedTensorHooks, casts: CastWeights) -> None:
+        self._away, self._casts = away, casts
+        self.unpack, self.keep = away.unpack, away.keep
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Returns what autograd stores for the tensor."""
+        return tensor if self._casts.holds(tensor) else self._away.pack(tensor)
+
+
 # The arguments are a microbatch and tensors that stay; the result holds what autograd saves.
 Saving = Callable[[int, Sequence[Tensor]], SavedTensorHooks]
 
@@ -140,7 +154,8 @@ class StageExecutor:
 
     `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a
     microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives
-    and sends. `device` is the one of several whose generator is seeded; None: all are.
+    and sends. `device` is the one of several whose generator is seeded; None: all are. `casts` are the copies of
+    weights that the program's function uses under autocast.
     """
 
     def __init__(
@@ -152,8 +167,9 @@ class StageExecutor:
         *,
         bare: bool = False,
         device: torch.device | None = None,
+        casts: CastWeights | None = None,
     ) -> None:
-        self.program, self._device = program, device
+        self.program, self._device, self._cast_weights = program, device, casts
         self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if bare else enter
         self._roots_of: Callable[[Roots], Roots] = edges_of if bare else identity
         self._function, self._again, self._saving = program.function, again, saving
@@ -277,6 +293,11 @@ class StageExecutor:
         """Returns the tied parameter that this stage owns."""
         return self._model.get_parameter(self._own[key])
 
+    def forget_casts(self) -> None:
+        """Drops the copies of the stage's weights in lower precision, before the weights leave."""
+        if self._cast_weights is not None:
+            self._cast_weights.clear()
+
     def forget(self) -> None:
         """Drops what an unfinished step left."""
         self._saved.clear()
@@ -304,7 +325,8 @@ class StageExecutor:
         """Begins to replace what autograd saves; weights and received values stay on the device."""
         if self._saving is None:
             return None
-        return self._saving(microbatch, [*(entry.tensor for entry in self._weights), *coming])
+        away = self._saving(microbatch, [*(entry.tensor for entry in self._weights), *coming])
+        return away if self._cast_weights is None else _Staying(away, self._cast_weights)
 
     def _keeping(self, away: SavedTensorHooks | None) -> AbstractContextManager[Any]:
         """Returns the context of a forward, in which autograd saves copies of weights that forwards write.

@@ -188,6 +188,12 @@ class Pipelined(Executor):
         self._warned |= doubt is not None
 
     def _run_pieces(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
+        try:
+            return self._run_rounds(step, pieces)
+        finally:
+            self._factory.forget_casts()
+
+    def _run_rounds(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
         results: list[GroupOutputs] = []
         rounds = self._rounds(step.variants, pieces)
         for groups in rounds:

@@ -5,7 +5,7 @@ policy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from outsize.program.generate import compile_slice
 from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.stage.batchnorm import DeferredStatistics
+from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.compile import compiled
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.recompute import Recompute, SegmentedRecompute
@@ -41,6 +42,12 @@ class StageFactory:
     activations: ActivationOffload
     statistics: DeferredStatistics | None
     backend: str | None
+    _casts: dict[tuple[int, torch.device | None], CastWeights] = field(default_factory=dict)
+
+    def forget_casts(self) -> None:
+        """Drops the copies of weights that autocast's calls have used in a step, before weights change."""
+        for casts in self._casts.values():
+            casts.clear()
 
     def make(
         self,
@@ -59,6 +66,10 @@ class StageFactory:
             program = replace(program, function=compile_slice(program.spec, model, variant.tape.modes))
         if device is not None and variant.home is not None:
             program = program_on_device(program, variant.cut.tape, model, variant.home, device)
+        casts = self._casts_of(program, device)
+        if casts is not None:
+            spec = replace(program.spec, cast=casts)
+            program = replace(program, spec=spec, function=compile_slice(spec, model, variant.tape.modes))
         program = replace(program, function=self._compiled(program.function))
         policy, recompute = self.plan.recompute_of(program.stage), None
         save_context = self.values.begin if self.values.offloads else None
@@ -73,8 +84,17 @@ class StageFactory:
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
         return StageExecutor(
-            program, model, recompute, save_context, bare=self.values.offloads, device=seeded
+            program, model, recompute, save_context, bare=self.values.offloads, device=seeded, casts=casts
         )
+
+    def _casts_of(self, program: StageProgram, device: torch.device | None) -> CastWeights | None:
+        """Returns what keeps the stage's weights as autocast casts them; None where it casts by itself.
+
+        The stages of all variants share it. A compiled stage has the casts in its graph.
+        """
+        if self.backend is not None or not any(i.casts for i in program.spec.instructions):
+            return None
+        return self._casts.setdefault((program.stage, device), CastWeights())
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return function if self.backend is None else compiled(function, self.backend)

@@ -1,0 +1,127 @@
+"""Notes which calls read a parameter only in the copy that autocast makes of it.
+
+    call                    its ATen ops                             the call reads the weight
+    Linear(x)               _to_copy(w) = c, addmm(b, x, c)          as a cast alone
+    Linear(x) once more     addmm(b, x, c), since autocast keeps c   as a cast alone
+    embedding(w, tokens)    embedding(w, tokens)                     as it is
+    w.to(bfloat16)          _to_copy(w) = c, and c is the result     as it is: the user casts it
+    a leaf that asks        _to_copy(w) = c, addmm(b, x, c)          in an unknown way: with the copy it
+    for w.dtype                                                      may compute something else
+
+A stage gives a call of the first kind a copy that is made once per step (run/stage/cast_weights.py). All calls
+that cast one weight in one forward share one copy, in whose precision its gradients are added up; so a weight
+that some call casts in an unknown way is left to autocast everywhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MethodType
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from outsize.program.tape import Instruction, Weight
+from outsize.program.tree import leaves
+
+_COPY = torch.ops.aten._to_copy
+# What a tensor has in common with its copy of another dtype.
+_SAME = frozenset({"shape", "size", "ndim", "dim", "numel", "device", "is_cuda", "requires_grad", "layout"})
+Casts = tuple[tuple[str, torch.dtype | None], ...]
+
+
+@final
+class WeightCasts:
+    """Watches the ATen ops of the calls of one recording."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[weakref.ref[Tensor], Weight]] = {}
+        self.looks = 0  # The number of ATen ops that were looked at.
+        self.begin(casting=False)
+
+    def begin(self, *, casting: bool) -> None:
+        """Begins a call; `casting` says whether autocast is on."""
+        self.casting = casting
+        self._cast: dict[Weight, Tensor] = {}
+        self._plain: set[Weight] = set()
+        self._unwatched: tuple[Weight, ...] = ()
+
+    def look(self, op: Any, read: Iterable[Any], weights: Mapping[int, Weight], out: Any) -> None:
+        """Notes the weights and copies among the tensors that an op reads."""
+        if not self.casting or op.namespace == "prim":  # Such an op asks a tensor for its device.
+            return
+        self.looks += 1
+        for tensor in read:
+            weight = weights.get(id(tensor))
+            if weight is None:
+                copy, copied = self._copies.get(id(tensor), (None, None))
+                if copy is not None and copied is not None and copy() is tensor:
+                    self._cast.setdefault(copied, tensor)
+            elif op.overloadpacket is _COPY and _is_lower(tensor, out):
+                self._cast[weight] = out
+                self._copies[id(out)] = weakref.ref(out), weight
+            else:
+                self._plain.add(weight)
+
+    def asked(
+        self, function: Any, read: Iterable[Any], weights: Mapping[int, Weight], looks_before: int
+    ) -> None:
+        """Notes a function that a leaf has called: one of the user's, or one that has run no op on a weight
+        among its arguments, may tell the weight from its copy.
+        """
+        if not self.casting:
+            return
+        getter = getattr(function, "__self__", None) if _name(function) == "__get__" else None
+        if self.looks > looks_before and is_of_torch(function) or _name(getter or function) in _SAME:
+            return
+        self._plain |= {weights[id(tensor)] for tensor in read if id(tensor) in weights}
+
+    def leave(self, weights: Iterable[Weight]) -> None:
+        """Notes that the call was not watched to its end; it may cast these weights."""
+        self._unwatched = tuple(weights) if self.casting else ()
+
+    def end(self, out: Any, takes_copy: Callable[[Weight], bool]) -> Casts:
+        """Returns the parameters that the call casts, with the dtype, or None where it is not known to read
+        them in no other way.
+
+        `takes_copy` says whether the call computes the same with the copy of a weight in place of the weight.
+        """
+        returned = {id(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor)}
+        for weight, copy in tuple(self._cast.items()):
+            if id(copy) in returned:
+                del self._cast[weight], self._copies[id(copy)]
+        casts = dict[str, torch.dtype | None]()
+        for weight, copy in self._cast.items():
+            alone = weight not in self._plain and takes_copy(weight)
+            casts[weight.name] = copy.dtype if alone else None
+        return tuple((casts | dict.fromkeys((weight.name for weight in self._unwatched), None)).items())
+
+
+def known_casts(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """Returns the instructions of a tape with the casts of those weights alone that no call casts in an
+    unknown way.
+    """
+    unknown = {name for i in instructions for name, dtype in i.casts if dtype is None}
+    return tuple(
+        replace(i, casts=tuple(cast for cast in i.casts if cast[0] not in unknown)) if unknown else i
+        for i in instructions
+    )
+
+
+def is_of_torch(function: Any) -> bool:
+    """Returns whether a function is torch's own, and not such as the `apply` of a user's autograd function."""
+    home = getattr(function, "__module__", None) or "torch"
+    return home.partition(".")[0] == "torch" and not isinstance(function, MethodType)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", "")
+
+
+def _is_lower(weight: Tensor, copy: Any) -> bool:
+    """Returns whether a copy is one that autocast may have made."""
+    lower = isinstance(copy, Tensor) and copy.is_floating_point() and copy.dtype.itemsize < 4
+    return lower and weight.dtype is torch.float32
