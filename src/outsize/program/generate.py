@@ -321,7 +321,7 @@ def _holders(module: nn.Module, wanted: Tensor) -> list[tuple[dict[str, Any], st
 
 
 @final
-class swapped:  # noqa: N801
+class swapped:
     """Sets `table[key] = value` for each place within the context.
 
     It is a class because a stage under autocast enters it for each of its layers.

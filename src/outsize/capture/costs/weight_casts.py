@@ -39,7 +39,6 @@ class WeightCasts:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[weakref.ref[Tensor], Weight]] = {}
-        self.looks = 0  # The number of ATen ops that were looked at.
         self.begin(casting=False)
 
     def begin(self, *, casting: bool) -> None:
@@ -48,12 +47,13 @@ class WeightCasts:
         self._cast: dict[Weight, Tensor] = {}
         self._plain: set[Weight] = set()
         self._unwatched: tuple[Weight, ...] = ()
+        self._has_run = False  # An op has run since the last function of a leaf.
 
     def look(self, op: Any, read: Iterable[Any], weights: Mapping[int, Weight], out: Any) -> None:
         """Notes the weights and copies among the tensors that an op reads."""
         if not self.casting or op.namespace == "prim":  # Such an op asks a tensor for its device.
             return
-        self.looks += 1
+        self._has_run = True
         for tensor in read:
             weight = weights.get(id(tensor))
             if weight is None:
@@ -66,16 +66,16 @@ class WeightCasts:
             else:
                 self._plain.add(weight)
 
-    def asked(
-        self, function: Any, read: Iterable[Any], weights: Mapping[int, Weight], looks_before: int
-    ) -> None:
-        """Notes a function that a leaf has called: one of the user's, or one that has run no op on a weight
-        among its arguments, may tell the weight from its copy.
+    def asked(self, function: Any, read: Iterable[Any], weights: Mapping[int, Weight], out: Any) -> None:
+        """Notes a function that a leaf has called: one that returns the copy, one of the user's, or one that
+        has run no op, may tell the weight from its copy.
         """
         if not self.casting:
             return
+        self._plain |= self._returned(out)
         getter = getattr(function, "__self__", None) if _name(function) == "__get__" else None
-        if self.looks > looks_before and is_of_torch(function) or _name(getter or function) in _SAME:
+        has_run, self._has_run = self._has_run, False
+        if (has_run and is_of_torch(function)) or _name(getter or function) in _SAME:
             return
         self._plain |= {weights[id(tensor)] for tensor in read if id(tensor) in weights}
 
@@ -89,15 +89,21 @@ class WeightCasts:
 
         `takes_copy` says whether the call computes the same with the copy of a weight in place of the weight.
         """
-        returned = {id(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor)}
-        for weight, copy in tuple(self._cast.items()):
-            if id(copy) in returned:
-                del self._cast[weight], self._copies[id(copy)]
+        for weight in self._returned(out):
+            del self._cast[weight]
         casts = dict[str, torch.dtype | None]()
         for weight, copy in self._cast.items():
             alone = weight not in self._plain and takes_copy(weight)
             casts[weight.name] = copy.dtype if alone else None
         return tuple((casts | dict.fromkeys((weight.name for weight in self._unwatched), None)).items())
+
+    def _returned(self, out: Any) -> set[Weight]:
+        """Returns the weights whose copies are among results: the user has cast them, and not autocast."""
+        returned = {id(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor)}
+        weights = {weight for weight, copy in self._cast.items() if id(copy) in returned}
+        for weight in weights:
+            self._copies.pop(id(self._cast[weight]), None)
+        return weights
 
 
 def known_casts(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:

@@ -226,9 +226,9 @@ class Recorder(Watcher):
         with self.reads.paused():
             if self._muted:
                 args, kwargs = (args, kwargs) if self._numbers is None else with_numbers((args, kwargs))
-                looks, out = self._casts.looks, fn(*args, **kwargs)
+                out = fn(*args, **kwargs)
                 if self._inside is not None:
-                    self._casts.asked(fn, leaves((args, kwargs)), self.slots.weights, looks)
+                    self._casts.asked(fn, leaves((args, kwargs)), self.slots.weights, out)
                 return out
             return self._record(fn, partial(self._run_glue, fn), args, kwargs)
 

@@ -1,0 +1,73 @@
+"""One rank of two: `casts_worker.py FOLDER`. How often a step under autocast casts each weight, by layout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+
+from cast_counts import Casts
+from test_cast_weights import autocast, batch, made, plain_step
+
+import outsize
+from outsize.train.engine.factory import make_engine
+from outsize.train.engine.options import EngineOptions
+from outsize.train.launch.launch import join, leave
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline": {"stages": 2},
+    "zero-bubble": {"stages": 2, "schedule": "zero-bubble"},
+    "replicas": {"stages": 1, "dp_replicate": 2},
+    "shards": {"stages": 1, "dp_shard": 2},
+}
+
+
+def counted(name: str, layout: str, microbatches: int, group: Any) -> tuple[list[str], dict[str, int]]:
+    """This rank's parameters whose gradients are not the plain loop's, and its casts in the second step."""
+    model, plain, (x, y) = made(name), made(name), batch(32)
+    given: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y}
+    how = LAYOUTS[layout]
+    plan = outsize.plan(model, (x,), cluster="2xcpu", microbatches=microbatches, **how, **given)
+    casts = Casts(plain.state_dict())
+    engine: Any = make_engine(model, plan, group, EngineOptions(loss_fn=F.mse_loss))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = None
+        with autocast(), casts:
+            casts.clear()
+            engine.step(x, target=y, update=False)
+    replicas = how.get("dp_replicate", 1) * how.get("dp_shard", 1)
+    plain_step(plain, x, y, microbatches * replicas)
+    expected = dict(plain.named_parameters())
+    wrong = []
+    for key, parameter in engine.named_parameters():
+        ours = engine.whole(key, parameter.grad)
+        theirs = expected[key].grad
+        assert theirs is not None
+        same = torch.equal(ours, theirs) if replicas == 1 else torch.allclose(ours, theirs, rtol=1e-5)
+        wrong += [] if same else [key]
+    return wrong, casts.counts
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    world = join()
+    said = {
+        f"{name} {layout} {microbatches}": counted(name, layout, microbatches, world.group)
+        for name in ("plain", "tied")
+        for layout in LAYOUTS
+        for microbatches in (4, 16)
+        if name == "plain" or (layout, microbatches) == ("pipeline", 4)
+    }
+    (folder / f"rank{world.rank}.json").write_text(json.dumps(said))
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
