@@ -1,5 +1,5 @@
-"""Under autocast each weight is cast once per step, whatever the number of microbatches, with the plain loop's
-bits: those of a loop in which each microbatch enters its own autocast region.
+"""Under autocast each weight is cast once per step, whatever the number of microbatches, with the bits of a
+plain loop in which each microbatch enters its own autocast region.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def engine_for(model: nn.Module, x: Tensor, y: Tensor, microbatches: int, **how:
 def insist_on_equal(model: nn.Module, plain: nn.Module) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
-        assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+        if ours.grad is not None and theirs.grad is not None:
+            assert torch.equal(ours.grad, theirs.grad), name
         assert torch.equal(ours, theirs), name
 
 
@@ -213,6 +214,7 @@ def insist_on_parity(name: str, microbatches: int = 4, region: Any = autocast, *
             optimizer.zero_grad()
         with region():
             ours = engine.evaluate(x, target=y).loss
+            assert ours is not None
             with torch.no_grad():
                 pairs = zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)
                 theirs = [F.mse_loss(plain(a), b) for a, b in pairs]
@@ -302,8 +304,7 @@ def test_a_failed_step_leaves_no_copies() -> None:
         if fails:
             raise RuntimeError("a hook fails")
 
-    assert isinstance(model, Plain)
-    model.layers[0].weight.register_hook(fail)
+    model.get_parameter("layers.0.weight").register_hook(fail)
     with autocast(), pytest.raises(RuntimeError, match="a hook fails"):
         engine.step(x, target=y, update=False)
     fails.clear()

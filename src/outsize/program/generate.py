@@ -79,8 +79,8 @@ class SliceSpec:
     """Defines the function to generate: `entries` and `foreign` weights are arguments, `exits` are returned.
 
     `copied` maps names to weights whose module has them on another device; it is read at each call. A weight
-    named in `through` is passed through that function at each use. `cast` returns the copy of a parameter that
-    an instruction reads as a cast alone (Instruction.casts), and None leaves all casts to autocast.
+    named in `through` is passed through that function at each use. `cast` returns the copy of a parameter
+    that an instruction reads as a cast alone (Instruction.casts), and None leaves all casts to autocast.
     """
 
     name: str
@@ -338,8 +338,8 @@ class swapped:
             table[key] = value
 
     def __exit__(self, *_: object) -> None:
-        for (table, key, _), value in zip(self._places, self._before, strict=True):
-            table[key] = value
+        for (table, key, _), before in zip(self._places, self._before, strict=True):
+            table[key] = before
 
 
 def _last_uses(spec: SliceSpec) -> dict[int, list[int]]:

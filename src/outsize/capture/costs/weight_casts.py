@@ -8,9 +8,9 @@
     a leaf that asks        _to_copy(w) = c, addmm(b, x, c)          in an unknown way: with the copy it
     for w.dtype                                                      may compute something else
 
-A stage gives a call of the first kind a copy that is made once per step (run/stage/cast_weights.py). All calls
-that cast one weight in one forward share one copy, in whose precision its gradients are added up; so a weight
-that some call casts in an unknown way is left to autocast everywhere.
+A stage gives a call of the first kind a copy that is made once per step (run/stage/cast_weights.py). All
+calls that cast one weight in one forward share one copy, in whose precision its gradients are added up; so a
+weight that some call casts in an unknown way is left to autocast everywhere.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def known_casts(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
 
 
 def is_of_torch(function: Any) -> bool:
-    """Returns whether a function is torch's own, and not such as the `apply` of a user's autograd function."""
+    """Returns whether a function is torch's own, and not the `apply` of a user's autograd function."""
     home = getattr(function, "__module__", None) or "torch"
     return home.partition(".")[0] == "torch" and not isinstance(function, MethodType)
 

@@ -1,21 +1,23 @@
-"""Problem: autocast casts a stage's weights again for each microbatch, and each one in flight keeps its copies.
+"""Problem: autocast casts a stage's weights again for each microbatch, and each one in flight has its copies.
 
-    plain loop     with autocast: F0    B0    with autocast: F1    B1      every region casts, and forgets
-    stage          F0 F1 F2 B0 F3 B1 B2 B3                                 one copy of each weight for the step
+    plain loop     with autocast: F0    B0    with autocast: F1    B1    every region casts, and forgets
+    stage          F0 F1 F2 B0 F3 B1 B2 B3                               one copy of each weight for the step
 
 A copy stands for the parameter in the calls that autocast would cast it for (Instruction.casts), so autocast
 has nothing to do there. Its values are those of autocast's copy. Its node in the graph, which turns gradients
-back into the parameter's dtype, is in the graphs of all microbatches; it saves nothing, and each backward runs
-it once, on the sum of that microbatch's gradients. Autograd runs the youngest of the nodes that are ready, and
-this one is older than a later microbatch's: it would run last, while the gradients of all weights wait. So it
-is declared the youngest of all, and runs as soon as the last of its gradients has come, which is where autocast's
-own node runs: gradients are added in the same order, and bits are equal.
+back into the parameter's dtype, is in the graphs of all microbatches; it saves nothing, and each backward
+runs it once, on the sum of that microbatch's gradients. Autograd runs the youngest of the nodes that are
+ready, and this one is older than a later microbatch's: it would run last, while the gradients of all weights
+wait. So it is declared the youngest of all, and runs as soon as the last of its gradients has come, which is
+where autocast's own node runs: gradients are added in the same order, and bits are equal.
 
 A tied parameter of another stage comes as a tensor of the graph, one for each microbatch. Autocast casts such
 a tensor at each use; here the uses share the values, and have their own nodes.
 
 A copy is dropped when its weight leaves the device, when the weight has changed, and at the end of the step.
-Autocast with its cache disabled casts at every use, and is left alone. Oracle: tests/parity/test_cast_weights.py.
+Autocast with its cache disabled casts at every use, and is left alone.
+
+Oracle: tests/parity/test_cast_weights.py.
 """
 
 from __future__ import annotations
@@ -78,8 +80,9 @@ def _copied(weight: Tensor, dtype: torch.dtype) -> _Copy:
     # A forward may have switched gradients off for the first use alone.
     with torch.inference_mode(False), torch.enable_grad():
         values = source.to(dtype)
-    if values.grad_fn is not None:
-        values.grad_fn._set_sequence_nr(_YOUNGEST)
+    node: Any = values.grad_fn
+    if node is not None:
+        node._set_sequence_nr(_YOUNGEST)
     return _Copy(source, weight._version, values)
 
 

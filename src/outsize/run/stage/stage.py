@@ -133,7 +133,7 @@ class SavedTensorHooks(Protocol):
 
 @final
 class _Staying:
-    """Lets copies of weights stay, which all microbatches of a step use; all else goes to the hooks `away`."""
+    """Lets copies of weights stay, which a step's microbatches share; all else goes to the hooks `away`."""
 
     def __init__(self, away: SavedTensorHooks, casts: CastWeights) -> None:
         self._away, self._casts = away, casts
@@ -154,8 +154,7 @@ class StageExecutor:
 
     `again` is the function of a stage that is partly recomputed. `saving` replaces what autograd saves of a
     microbatch, where the host stores it. With `bare`, the stage does not reference values that it receives
-    and sends. `device` is the one of several whose generator is seeded; None: all are. `casts` are the copies of
-    weights that the program's function uses under autocast.
+    and sends. `device` is the one of several whose generator is seeded; None: all are.
     """
 
     def __init__(
@@ -167,9 +166,10 @@ class StageExecutor:
         *,
         bare: bool = False,
         device: torch.device | None = None,
-        casts: CastWeights | None = None,
     ) -> None:
-        self.program, self._device, self._cast_weights = program, device, casts
+        self.program, self._device = program, device
+        cast = program.spec.cast
+        self._cast_weights = cast if isinstance(cast, CastWeights) else None
         self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if bare else enter
         self._roots_of: Callable[[Roots], Roots] = edges_of if bare else identity
         self._function, self._again, self._saving = program.function, again, saving

@@ -84,7 +84,7 @@ class StageFactory:
         at = device_of_model(model) if device is None else device
         seeded = at if is_accelerator(at) and device_count() > 1 else None
         return StageExecutor(
-            program, model, recompute, save_context, bare=self.values.offloads, device=seeded, casts=casts
+            program, model, recompute, save_context, bare=self.values.offloads, device=seeded
         )
 
     def _casts_of(self, program: StageProgram, device: torch.device | None) -> CastWeights | None:
