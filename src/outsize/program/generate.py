@@ -338,7 +338,7 @@ class swapped:
             table[key] = value
 
     def __exit__(self, *_: object) -> None:
-        for (table, key, _), before in zip(self._places, self._before, strict=True):
+        for (table, key, _value), before in zip(self._places, self._before, strict=True):
             table[key] = before
 
 
