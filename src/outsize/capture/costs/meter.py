@@ -113,6 +113,7 @@ class CostMeter:
         self._forward, self._input, self._weight = WorkSums(), WorkSums(), WorkSums()
         self._kept: set[int] = set()
         self._fresh: dict[int, int] = {}  # These storages are saved for the first time; the values are bytes.
+        self._noise: dict[int, int] = {}  # Random zeros and ones: elements by storage.
         self._worst_backward, self._last = 0, (0, set[int]())
         self._waiting = 0
         self._taken: Cost | None = None
@@ -156,7 +157,7 @@ class CostMeter:
                 saved_small_bytes=small_bytes,
                 saved_storages=kept_storages,
             )
-        return Cost(
+        cost = Cost(
             flops=self._flops,
             moved_bytes=self._moved_bytes,
             saved_bytes=saved_bytes,
@@ -168,8 +169,21 @@ class CostMeter:
             backward_input=self._input.works(),
             backward_weight=self._weight.works(),
             saved_storages=kept_storages,
-            on_accelerator=self._fused,
         )
+        return replace(cost, on_accelerator=self._fused or self._with_mask(cost))
+
+    def _with_mask(self, cost: Cost) -> Cost | None:
+        """Returns the cost where dropout saves a mask of one byte for each element, as its kernel on
+        accelerators does (`native_dropout`), in place of the scaled noise; None where it saves none.
+
+        Noise of other sizes than the result, as for whole channels, is the same there; so would be that of
+        alpha dropout, which is not told apart.
+        """
+        sizes = {key: min(size, self._noise.get(key, size)) for key, size in self._fresh.items()}
+        if sizes == self._fresh:
+            return None
+        small_bytes = sum(size for size in sizes.values() if size < SMALL_BYTES)
+        return replace(cost, saved_bytes=sum(sizes.values()), saved_small_bytes=small_bytes)
 
     def count(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Adds one ATen op."""
@@ -179,6 +193,10 @@ class CostMeter:
         if known.chancy:
             self.random = self.random or _draws(op, args, kwargs)
         inputs, results = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((out,))]
+        if known.name == "mul" and self._noise:
+            self._noise = {key: n for key, n in self._noise.items() if n == results[0].numel()}
+        if known.name == "bernoulli_":
+            self._noise[storage_key(results[0])] = results[0].numel()
         if known.name not in ALLOCATIONS:
             self._count(known, inputs, results, flops_of(known.formula, args, kwargs, out))
         if not known.view:
