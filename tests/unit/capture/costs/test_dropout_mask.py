@@ -1,4 +1,4 @@
-"""On accelerators dropout saves one byte for each element (torch.native_dropout); on a CPU the scaled noise."""
+"""On accelerators dropout saves a byte for each element (torch.native_dropout); on a CPU the scaled noise."""
 
 from __future__ import annotations
 
