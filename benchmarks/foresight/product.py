@@ -53,7 +53,7 @@ def model_of(shape: Transformer) -> nn.Module:
         warnings.simplefilter("ignore")
         return load(
             f"transformers:GPT2Config?n_layer={shape.layers}&n_embd={shape.hidden}&n_head={shape.heads}"
-            f"&n_positions={shape.seq_len}&vocab_size={shape.vocabulary}&attn_implementation=eager"
+            f"&n_positions={shape.seq_len}&vocab_size={shape.vocabulary}&attn_implementation=eager&activation_function=gelu_pytorch_tanh"
         )
 
 

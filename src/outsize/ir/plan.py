@@ -154,7 +154,8 @@ class Expected(Record):
     """Holds the planner's prediction for one step.
 
     No plan of the space that was searched is faster by more than the share `gap`; 0 is optimal, None says
-    nothing. `limited_by` is what sets the pace, `margins` what P95 adds to the counted bytes. `degrees` lists
+    nothing. `step_s` includes `update_s`, the optimizer's seconds on accelerators (0 on CPUs). `limited_by`
+    is what sets the pace, `margins` what P95 adds to the counted bytes. `degrees` lists
     what each degree of offload costs, where the plan has one.
     """
 
@@ -163,6 +164,7 @@ class Expected(Record):
     samples_per_s: float
     stages: tuple[StageFigures, ...]
     source: Literal["measured", "roofline"]
+    update_s: float = 0.0
     gap: float | None = None
     limited_by: Bottleneck | None = None
     margins: tuple[PeakMargin, ...] = ()

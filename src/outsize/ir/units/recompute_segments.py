@@ -26,10 +26,14 @@ LONG: Final = 24
 
 def blocks(names: Sequence[str]) -> list[str]:
     """Returns the block of each unit of a model, by its name; empty where it is in none. O(units x depth)."""
+    return [part for module, row in groupby(numbered(names)) for part in _parts(module, len(list(row)))]
+
+
+def numbered(names: Sequence[str]) -> list[str]:
+    """Returns the deepest numbered module around each unit that holds several units; empty where none does."""
     around = [[p for p in prefixes(name) if p[-1:].isdigit() and p != name] for name in names]
     sizes = Counter(p for candidates in around for p in candidates)
-    modules = (next((p for p in candidates if sizes[p] > 1), "") for candidates in around)
-    return [part for module, row in groupby(modules) for part in _parts(module, len(list(row)))]
+    return [next((p for p in candidates if sizes[p] > 1), "") for candidates in around]
 
 
 def _parts(module: str, units: int) -> list[str]:

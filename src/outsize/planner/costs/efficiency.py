@@ -52,7 +52,8 @@ class EfficiencyCurve(Record):
 @final
 class Efficiency(Record):
     """Holds curves by family for FLOPs and for bytes; `launch_s` is added per op, `host_s` is its launch on
-    the host.
+    the host. `update` is the share of bandwidth that an optimizer's step reaches; None leaves its seconds
+    out.
 
     A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
     the device, so `host_s` is 0 and `launch_s` is all.
@@ -62,11 +63,16 @@ class Efficiency(Record):
     memory: dict[OpFamily, EfficiencyCurve]
     launch_s: float = Field(ge=0)
     host_s: float = Field(default=0.0, ge=0)
+    update: float | None = Field(default=None, gt=0)
+
+    def update_s(self, moved_bytes: float, device: Device) -> float:
+        """Returns the seconds of an optimizer's step that reads and writes so many bytes of the device."""
+        return moved_bytes / (device.bytes_per_s * self.update) if self.update else 0.0
 
 
 GPU: Final = Efficiency(
     compute={
-        "matmul": EfficiencyCurve(peak=0.85, half_s=8e-6),
+        "matmul": EfficiencyCurve(peak=0.88, half_s=8e-6),
         "attention": EfficiencyCurve(peak=0.6, half_s=12e-6),
         "convolution": EfficiencyCurve(peak=0.5, half_s=8e-6),
         "elementwise": EfficiencyCurve(peak=0.4),
@@ -85,8 +91,9 @@ GPU: Final = Efficiency(
         "embedding": EfficiencyCurve(peak=0.5, half_s=3e-6),
         "other": EfficiencyCurve(peak=0.7, half_s=2e-6),
     },
-    launch_s=2e-6,
-    host_s=45e-6,
+    launch_s=10e-6,
+    host_s=57e-6,
+    update=0.85,
 )
 
 CPU: Final = Efficiency(

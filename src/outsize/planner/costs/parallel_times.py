@@ -33,7 +33,7 @@ from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, ShardedFraction, Work
 from outsize.planner.costs.collectives import collective_s
 from outsize.planner.costs.context_parallel import ring_bytes, ring_s
-from outsize.planner.costs.roofline import WorkPasses, host_seconds, passes_of, seconds
+from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
 
@@ -45,7 +45,8 @@ class Sharing:
 
     `passes` are the distinct passes; unit u has `passes[pass_of[u]]`. `divided` is the share of each unit's
     work that tp splits. `units` say what tp ranks reduce and gather. `rings` maps attention units to their
-    key and value bytes. `parameter_bytes`: of all weights, and of those that tp leaves whole.
+    key and value bytes. `blocks` are the first units of
+    the blocks in which a host catches up. `parameter_bytes`: of all weights, and of those that tp leaves whole.
     """
 
     parameter_bytes: tuple[int, int]
@@ -54,6 +55,7 @@ class Sharing:
     rings: Mapping[int, int]
     passes: tuple[WorkPasses, ...]
     pass_of: NDArray[np.int64]
+    blocks: tuple[int, ...]
 
     @classmethod
     def of(cls, graph: ModelGraph) -> Self:
@@ -66,7 +68,7 @@ class Sharing:
         names = {name for unit in units for name in unit.parameters}
         whole = sum(p.size_bytes for p in graph.parameters if known and p.name not in names)
         sizes = graph.parameter_bytes, whole
-        return cls(sizes, units, divided, ring_bytes(graph), tuple(place), pass_of)
+        return cls(sizes, units, divided, ring_bytes(graph), tuple(place), pass_of, host_blocks(graph))
 
     def weights_bytes(self, tp: int) -> int:
         """Returns the weight bytes of one of `tp` tensor-parallel ranks."""
@@ -122,7 +124,7 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
     divided = sharing.divided[:, None]
     slower = divided * split[sharing.pass_of] + (1 - divided) * whole[sharing.pass_of]
     launching = host_seconds((sharing.passes[at] for at in sharing.pass_of), device)
-    return times.times(*slower.T).plus(forward, backward).behind_host(launching)
+    return times.times(*slower.T).plus(forward, backward).behind_host(launching, sharing.blocks)
 
 
 def _ringed(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:

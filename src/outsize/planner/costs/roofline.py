@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from outsize.ir.graph import ModelGraph, Unit, Work
 from outsize.ir.hardware.devices import Device
 from outsize.ir.profile import Profile, UnitCost
+from outsize.ir.units.recompute_segments import numbered
 from outsize.planner.costs.efficiency import Efficiency, default_of
 from outsize.planner.costs.unit_times import UnitSeconds
 
@@ -47,7 +48,7 @@ def roofline(graph: ModelGraph, device: Device) -> Profile:
     """Returns the profile of a graph, at its own batch size, on one kind of device."""
     curves, dtype = default_of(device), _dtype(graph)
     busy = UnitSeconds.from_rows([_busy(unit, device, dtype, curves) for unit in graph.units])
-    waited = busy.behind_host(host_seconds(map(passes_of, graph.units), device))
+    waited = busy.behind_host(host_seconds(map(passes_of, graph.units), device), host_blocks(graph))
     return Profile(
         fingerprint=graph.fingerprint,
         device=device.kind,
@@ -67,6 +68,15 @@ def host_seconds(units: Iterable[WorkPasses], device: Device) -> UnitSeconds:
     return UnitSeconds.from_rows(
         [tuple(host_s * sum(work.launches for work in works) for works in passes) for passes in units]
     )
+
+
+def host_blocks(graph: ModelGraph) -> tuple[int, ...]:
+    """Returns the first unit of each block in which a host that is early may be late again.
+
+    That is the innermost numbered module, such as a layer of a transformer, or what is between two of them.
+    """
+    modules = numbered([unit.name for unit in graph.units])
+    return tuple(i for i, module in enumerate(modules) if i == 0 or module != modules[i - 1])
 
 
 def _work_s(work: Work, device: Device, curves: Efficiency) -> float:

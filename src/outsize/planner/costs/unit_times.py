@@ -44,17 +44,19 @@ class UnitSeconds:
         passes = (self.forward, self.backward_input, self.backward_weight)
         return list(zip(*(times.tolist() for times in passes), strict=True))
 
-    def behind_host(self, host: UnitSeconds) -> Self:
+    def behind_host(self, host: UnitSeconds, blocks: Sequence[int]) -> Self:
         """Returns the seconds of a device that waits where its host needs longer to launch.
 
-        A host that is late in one pass may have been early in another: over all units the device waits as
-        long as the host needs more time than the device, and this is spread over the passes that are late.
+        `blocks` are the first units of blocks, ascending from 0. A host that is late in one pass of a block
+        may have been early in another: in each block the device waits as long as the host needs more time
+        than the device, and this is spread over the passes that are late.
         """
         own, launching = (np.stack([t.forward, t.backward_input, t.backward_weight]) for t in (self, host))
-        late = np.maximum(0.0, launching - own)
-        late_s = float(late.sum())
-        waiting = max(0.0, float((launching - own).sum())) / late_s if late_s else 0.0
-        return type(self)(*(own + waiting * late))
+        late, more = np.maximum(0.0, launching - own), launching - own
+        late_s, more_s = (np.add.reduceat(seconds.sum(axis=0), blocks) for seconds in (late, more))
+        share = np.divide(more_s, late_s, out=np.zeros_like(late_s), where=late_s > 0).clip(min=0.0)
+        lengths = np.diff([*blocks, own.shape[1]])
+        return type(self)(*(own + np.repeat(share, lengths) * late))
 
     @property
     def backward(self) -> Seconds:

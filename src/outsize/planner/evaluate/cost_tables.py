@@ -26,6 +26,7 @@ from outsize.planner.bounds.memory import MemoryBounds
 from outsize.planner.bounds.step_time import PrefixTimes, made_for
 from outsize.planner.costs.coarsening import coarse_graph, coarse_profile, pieces, refined_around
 from outsize.planner.costs.device_scaling import on_kind
+from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import Sharing, parallel_times, sync_s
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, numbers, orders, taken
@@ -76,6 +77,7 @@ class CostTables:
         self._ends = dict(ends)
         self._costs: dict[Key, UnitSeconds] = {}
         self._made: dict[int, NDArray[np.int64]] = {}
+        self._moved: dict[Key, float] = {}
         self._shares: dict[tuple[int, bool], Sharing] = {}
         self._works: dict[Key, PrefixTimes] = {}
         self._cases: dict[Key, PricedModel] = {}
@@ -320,6 +322,23 @@ class CostTables:
             return 0.0
         size = int(self._least.bytes_of(layout)[1]) // layout.stages
         return min(sync_s((0, size), (0.0, 0.0), layout, like) for like in self._groups_like(layout))
+
+    def update_s(self, layout: Layout) -> float:
+        """Returns a lower bound of the optimizer's seconds: those of an average device."""
+        if layout.hosted:
+            return 0.0
+        each = float(self._least.bytes_of(layout)[1]) / layout.axes.pp / layout.updaters
+        return min(
+            default_of(device).update_s(self._moved_per_gradient(layout, device) * each, device)
+            for device in self._kinds_of(layout)
+        )
+
+    def _moved_per_gradient(self, layout: Layout, device: Device) -> float:
+        key = layout.captured, style_of(device.kind)
+        if key not in self._moved:
+            parameters = self.graph(layout).parameters
+            self._moved[key] = optimizer_bytes(self._optimizer).moved_per_gradient(parameters, key[1])
+        return self._moved[key]
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns tables of the layout's units on such a device; `selective`: all of them, block by block."""

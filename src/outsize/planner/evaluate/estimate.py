@@ -27,6 +27,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, StageFigures
 from outsize.ir.schedule import Kind, Schedule
 from outsize.ir.timeline import Timeline
+from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import sync_s
 from outsize.planner.costs.stage_edges import Edge, Edges, edges_of
 from outsize.planner.evaluate.plan_findings import fullest_device, slowest_stage, untrained_stages
@@ -60,8 +61,9 @@ FILLED: Final = 3
 class Estimate:
     """Describes one way to run a model, with what it is expected to cost.
 
-    `pipeline_s` is for all microbatches; for `sync_s` replicas wait for each other. No cut of this layout
-    that fits makes a step shorter than `floor_s`, which is 0 where it is unknown.
+    `pipeline_s` is for all microbatches; for `sync_s` replicas wait for each other, and for `update_s` the
+    optimizer of the device with most gradients. No cut of this layout that fits makes a step shorter than
+    `floor_s`, which is 0 where it is unknown.
     """
 
     pipeline: Pipeline
@@ -70,6 +72,7 @@ class Estimate:
     costs: tuple[StageCost, ...]
     pipeline_s: float
     sync_s: float
+    update_s: float
     floor_s: float = 0.0
 
     @property
@@ -100,8 +103,8 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        """Returns the predicted seconds of a step without the optimizer's."""
-        return self.pipeline_s + self.sync_s
+        """Returns the predicted seconds of a step, with the optimizer's on an accelerator."""
+        return self.pipeline_s + self.sync_s + self.update_s
 
     @property
     def bubble(self) -> float:
@@ -157,6 +160,7 @@ def estimate_cut(
         max(
             _sync_s(pipeline, *of) for of in zip(cases, pairwise(bounds), costs, pipeline.alike, strict=True)
         ),
+        _update_s(pipeline, cases, bounds),
         floor_s,
     )
 
@@ -326,6 +330,19 @@ def _sync_s(
     return sync_s(held, (cost.forward_s, cost.backward_s), layout, alike)
 
 
+def _update_s(pipeline: Pipeline, cases: Sequence[PricedModel], bounds: Sequence[int]) -> float:
+    """Returns the seconds of the slowest device's optimizer. All wait for the gradients' norm or for
+    overflows, so none begins earlier.
+    """
+    spent_s = dict.fromkeys(pipeline.ranks, 0.0)
+    for stage, (case, run) in enumerate(zip(cases, pairwise(bounds), strict=True)):
+        if case.after_s is None:
+            size = case.moved_per_gradient * float(case.ranges.gradients[run]) / pipeline.layout.updaters
+            device = pipeline.device(stage)
+            spent_s[pipeline.ranks[stage]] += default_of(device).update_s(size, device)
+    return max(spent_s.values())
+
+
 def in_flight(layout: Layout) -> tuple[int, ...]:
     """Returns the largest number of microbatches that each stage holds, as a chain."""
     states_of = states_by_stage(*layout.schedule_key()[:4])
@@ -355,6 +372,7 @@ def expected(estimate: Estimate, batch_size: int, bounds: Sequence[int]) -> Expe
         step_s=estimate.step_s,
         bubble=estimate.bubble,
         samples_per_s=batch_size / estimate.step_s if estimate.step_s else 0.0,
+        update_s=estimate.update_s,
         stages=tuple(_figures(estimate, s, end - first) for s, (first, end) in enumerate(pairwise(bounds))),
         source="measured" if measured else "roofline",
         margins=tuple(dict.fromkeys(map(peak_margin, estimate.devices))),

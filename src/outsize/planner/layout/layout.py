@@ -88,6 +88,13 @@ class Layout:
         return self.axes.world_size // self.axes.pp
 
     @property
+    def updaters(self) -> int:
+        """Returns among how many devices the update of the gradients of one is divided (ZeRO's first
+        stage); where weights are sharded, each has its part of the gradients.
+        """
+        return self.axes.dp_shard if self.weights == "resident" else 1
+
+    @property
     def replicas(self) -> int:
         """Returns the number of parts of the batch that are computed at the same time."""
         return self.axes.dp_replicate * self.axes.dp_shard

@@ -350,8 +350,7 @@ def updated(graph: ModelGraph, optimizer: OptimizerBytes) -> Seconds:
     moved = np.zeros(len(graph.units))
     trained = (p for p in graph.parameters if p.trainable and p.name in graph.owner_of)
     for owner, held in ((graph.owner_of[p.name], optimizer.held(p)) for p in trained):
-        moved[owner] += held.gradient + 2 * (held.master or held.weight) + 2 * held.state
-        moved[owner] += held.weight if held.master else 0
+        moved[owner] += optimizer.moved_bytes(held, "fused")
     return moved
 
 

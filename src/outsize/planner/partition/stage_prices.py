@@ -40,7 +40,7 @@ from outsize.planner.costs.unit_times import HostCopies, UnitSeconds, fastest
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import component_table, peaks_of_components
 from outsize.planner.memory.in_flight_states import states_by_stage
-from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
 from outsize.planner.memory.range_tables import Bytes, RangeTables, Seconds
 from outsize.planner.partition.chain_dp import SAME
 from outsize.planner.partition.sparse_chain_dp import Runs
@@ -64,6 +64,7 @@ class PricedModel:
 
     `base` names the units and says what they save; `seconds` are those of a layout. `after_s`: seconds that a
     stage needs after its last backward, for all runs; None where only replicas wait for each other.
+    `moved_per_gradient`: bytes that the optimizer reads and writes for each byte of gradients on a device.
     `host_copies`: how activations are copied to the host; `seconds` do not include it.
     """
 
@@ -76,6 +77,7 @@ class PricedModel:
     recompute: Recompute = "none"
     after_s: Seconds | None = None
     host_copies: HostCopies | None = None
+    moved_per_gradient: float = 0.0
 
     @classmethod
     def of(
@@ -89,9 +91,11 @@ class PricedModel:
         """Builds the tables; raises BadOption for an unknown optimizer, ModelMismatch for a foreign
         profile.
         """
-        ranges = RangeTables.of(graph, profile, optimizer_bytes(optimizer))
+        kind, states = profile.device, optimizer_bytes(optimizer)
+        ranges = RangeTables.of(graph, profile, states)
         case = cls(graph, profile, flows(graph), UnitSeconds.of(profile), ranges, microbatches)
-        return case.with_recompute(recompute)
+        moved = states.moved_per_gradient(graph.parameters, style_of(kind))
+        return replace(case, moved_per_gradient=moved).with_recompute(recompute)
 
     def with_seconds(self, seconds: UnitSeconds) -> Self:
         """Returns the case with other seconds."""

@@ -107,13 +107,15 @@ class BranchAndBound:
         return self._together(layout, self._cost_tables.floor_s(layout, self._recompute, most_s))
 
     def _together(self, layout: Layout, pipeline_s: float) -> float:
-        """Adds the part of the replicas' gradient reduction that no microbatch hides.
+        """Adds the optimizer's seconds, and the part of the replicas' gradient reduction that no microbatch
+        hides.
 
         At least one stage has its share of the gradients, and no more than its share of the pipeline's
         seconds.
         """
         share_s = pipeline_s / layout.microbatches
-        return pipeline_s + max(0.0, self._cost_tables.together_s(layout) - share_s)
+        reduced_s = max(0.0, self._cost_tables.together_s(layout) - share_s)
+        return pipeline_s + reduced_s + self._cost_tables.update_s(layout)
 
     def _try(self, layout: Layout, floor_s: float) -> None:
         most_s = inf if self._few() else self._close_s()
