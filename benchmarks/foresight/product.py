@@ -5,7 +5,9 @@
     python benchmarks/foresight/product.py --runs CSV --json        # one JSON, with every row
 
 Each row becomes a Hugging Face configuration (GPT2Config) with random weights on meta, which is captured and
-planned for the row's cluster with the row's layout. Nothing here computes a time: the answer is the plan's.
+planned for the row's cluster with the row's layout; a pipeline gets the equal numbers of layers that those
+systems give its stages, and the planner prices that. GELU is one kernel, as those systems fuse it, and
+attention writes its scores, as theirs did. Nothing here computes a time: the answer is the plan's.
 Only the memory of the devices is made large, for a row of a machine that recomputed less than we know is not
 refused. Rows are halved as everywhere in this folder (runs.py): the product's constants for GPUs were last
 changed looking at half 0 ("tuned"); half 1 is what the figures are worth.
@@ -21,6 +23,7 @@ import datetime
 import json
 import math
 import platform
+import re
 import statistics
 import sys
 import time
@@ -37,9 +40,11 @@ from torch import nn
 from transformer import Transformer
 
 import outsize
+from outsize.api.planning import price
 from outsize.capture.models.load import load
 from outsize.errors import OutsizeError
 from outsize.ir.cluster import Cluster
+from outsize.ir.plan import Plan, stages_from_bounds
 
 HERE = Path(__file__).parent
 ENOUGH_BYTES = 1 << 50
@@ -53,7 +58,8 @@ def model_of(shape: Transformer) -> nn.Module:
         warnings.simplefilter("ignore")
         return load(
             f"transformers:GPT2Config?n_layer={shape.layers}&n_embd={shape.hidden}&n_head={shape.heads}"
-            f"&n_positions={shape.seq_len}&vocab_size={shape.vocabulary}&attn_implementation=eager&activation_function=gelu_pytorch_tanh"
+            f"&n_positions={shape.seq_len}&vocab_size={shape.vocabulary}&attn_implementation=eager"
+            "&activation_function=gelu_pytorch_tanh"
         )
 
 
@@ -64,10 +70,9 @@ def predicted_s(run: Run) -> float:
     samples = sharding.microbatch * job.microbatches * job.dp
     ids = torch.zeros(samples, job.model.seq_len, dtype=torch.long)
     options: dict[str, Any] = {"schedule": "1f1b" if job.chunks == 1 else "interleaved"}
+    example = model_of(job.model), (), {"input_ids": ids, "labels": ids}
     plan = outsize.plan(
-        model_of(job.model),
-        (),
-        {"input_ids": ids, "labels": ids},
+        *example,
         cluster=_with_memory(run.cluster),
         stages=job.pp,
         microbatches=job.microbatches,
@@ -78,8 +83,29 @@ def predicted_s(run: Run) -> float:
         recompute=recompute,
         **options,
     )
+    if job.pp > 1:
+        plan = _cut_by_layers(plan, job.model.layers, example)
     assert plan.expected is not None
     return plan.expected.step_s
+
+
+def _cut_by_layers(plan: Plan, layers: int, example: tuple[nn.Module, tuple[()], dict[str, Any]]) -> Plan:
+    """The plan with the cuts of these systems, which divide layers and nothing else: all stages have as many.
+
+    Where that is impossible, the first and the last have one less, as zero-bubble runs do for the embedding
+    and the loss; where that is impossible too, the planner's cuts stay.
+    """
+    stages = len(plan.stages)
+    less = 1 if layers % stages else 0
+    if (layers + 2 * less) % stages:
+        return plan
+    each = (layers + 2 * less) // stages
+    _, graph, _ = price(plan, *example)
+    block_of = [match and int(match[1]) for match in (re.search(r"\.h\.(\d+)", u.name) for u in graph.units)]
+    cuts = (block_of.index(stage * each - less) for stage in range(1, stages))
+    devices = [stage.device for stage in plan.stages]
+    cut = stages_from_bounds(graph, (0, *cuts, len(graph.units)), devices)
+    return price(plan.model_copy(update={"stages": cut}), *example)[0]
 
 
 def _with_memory(cluster: Cluster) -> Cluster:

@@ -30,7 +30,7 @@ def blocks(names: Sequence[str]) -> list[str]:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Returns the deepest numbered module around each unit that holds several units; empty where none does."""
+    """Returns the deepest numbered module of several units around each unit; empty where none is."""
     around = [[p for p in prefixes(name) if p[-1:].isdigit() and p != name] for name in names]
     sizes = Counter(p for candidates in around for p in candidates)
     return [next((p for p in candidates if sizes[p] > 1), "") for candidates in around]

@@ -9,9 +9,12 @@ size. Stated in seconds, one curve serves devices of any speed: a faster one nee
 GPU: large matmuls of cuBLAS reach 0.8 to 0.9 of the A100's bfloat16 peak, 1024^3 about 0.4; the forward of
 FlashAttention-2 0.55 to 0.73, its backward 0.5 to 0.6 (arXiv 2307.08691, sec. 4); copies 0.8 to 0.9.
 Convolutions in NCHW, norms and the backwards of embeddings reach less. Orders of magnitude, not fits.
-The host needs 45 us for an op of a training loop in Python, with modules, autograd and autocast, by published
-steps that wait for their host: Megatron-LM and Megatron-DeepSpeed take 3.5 to 4.1 ms for a layer of 60 to 80
-ops, on A100 and on H100 (tuned half of benchmarks/foresight). A bare launch takes 5 us.
+A kernel leaves the device idle for 10 us more than its work. The host needs 57 us for an op of a training
+loop in Python, with modules, autograd and the loop's own work, by published steps that wait for their host:
+Megatron-LM and Megatron-DeepSpeed take 3.2 to 3.6 ms for a layer of about 60 ops, on A100 and on H100 (tuned
+half of benchmarks/foresight). A bare launch takes 5 us. A host that is late catches up within a block, such
+as a layer of a transformer, not over the whole model: published steps are the sum of layers that wait for the
+host and of a head that does not. The optimizer's step streams its bytes at the rate of additions.
 
 CPU: measured, one core, one thread, float32, torch 2.13, 2026-11. Shares of 240 GFLOP/s and of 60 GB/s: MKL's
 matmuls (no AVX-512 here) 0.21 to 0.40, oneDNN's convolutions 0.45 to 0.94, attention 0.2 to 0.38; additions

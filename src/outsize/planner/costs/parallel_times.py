@@ -45,8 +45,8 @@ class Sharing:
 
     `passes` are the distinct passes; unit u has `passes[pass_of[u]]`. `divided` is the share of each unit's
     work that tp splits. `units` say what tp ranks reduce and gather. `rings` maps attention units to their
-    key and value bytes. `blocks` are the first units of
-    the blocks in which a host catches up. `parameter_bytes`: of all weights, and of those that tp leaves whole.
+    key and value bytes. `blocks` are the first units of the blocks in which a host catches up.
+    `parameter_bytes`: of all weights, and of those that tp leaves whole.
     """
 
     parameter_bytes: tuple[int, int]

@@ -152,6 +152,17 @@ def test_a_busy_device_hides_its_host() -> None:
     assert [u.forward_s for u in profile.units] == pytest.approx([seconds(w, DEVICE) for w in (tiny, busy)])
 
 
+def test_a_host_that_is_late_catches_up_within_a_block_alone() -> None:
+    tiny, busy = (work("elementwise", moved=10, launches=100),), (work("matmul", 10**14),)
+    names = ("layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b", "head")
+    rows = zip(names, (tiny, busy, tiny, tiny, busy), strict=True)
+    graph = with_units(*(unit(i, ops).model_copy(update={"name": n}) for i, (n, ops) in enumerate(rows)))
+    hidden, waited, late = seconds(tiny, DEVICE), seconds(busy, DEVICE), 100 * GPU.host_s
+    assert late < waited
+    told = [u.forward_s for u in roofline(graph, DEVICE).units]
+    assert told == pytest.approx([hidden, waited, late, late, waited])
+
+
 def test_workspace_is_the_units() -> None:
     graph = with_units(unit(0, ()).model_copy(update={"workspace_bytes": 77}))
     assert roofline(graph, DEVICE).units[0].workspace_bytes == 77

@@ -7,7 +7,8 @@ import random
 import pytest
 from planner_graphs import chain
 
-from outsize.ir.cluster import Cluster, make_cluster
+from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
+from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, ScheduleName
 from outsize.planner.evaluate import estimate as module
 from outsize.planner.evaluate.cost_tables import CostTables
@@ -63,3 +64,37 @@ def test_a_rank_sends_the_next_stage_all_that_it_has(axes: Axes, cp: int) -> Non
     spans = play(pipeline, found.bounds, found.costs).spans
     sent_s = [span.end_s - span.start_s for span in spans if span.lane == "send"]
     assert sent_s == pytest.approx([80 / cp, 80 / cp])
+
+
+@pytest.mark.parametrize(
+    ("axes", "weights", "shares"),
+    [
+        ({}, "resident", 1),
+        ({"dp_replicate": 2}, "resident", 1),
+        ({"dp_shard": 2}, "resident", 2),
+        ({"dp_shard": 2}, "sharded", 2),
+    ],
+)
+def test_the_optimizer_of_an_accelerator_moves_its_bytes_after_the_last_backward(
+    axes: dict[str, int], weights: Weights, shares: int
+) -> None:
+    graph, profile = chain([0.5, 0.5, 0.5], weight_bytes=10**9)
+    layout = Layout(Axes(pp=2, **axes), 2, "1f1b", 4, 4, weights=weights)
+    cluster = parse_cluster(f"{layout.axes.world_size}xa100-80gb")
+    model = graph, profile.model_copy(update={"device": "a100-80gb"})
+    estimates = {}
+    for optimizer in ("adamw", "sgd"):
+        pipeline = CostTables({4: model}, cluster, optimizer).pipeline(layout, ("none",))
+        assert pipeline is not None
+        estimates[optimizer] = estimate_cut(pipeline, (0, 1, 3), [0, 0])
+    # The second stage has two units of 10^9 bytes; foreach accesses each element 20 times, sgd 3 times.
+    bandwidth = cluster.devices[0].bytes_per_s * 0.85
+    update_s = {name: times * 2e9 / shares / bandwidth for name, times in (("adamw", 20), ("sgd", 3))}
+    for name, each in estimates.items():
+        assert each.update_s == pytest.approx(update_s[name], rel=1e-3)
+        assert each.step_s == each.pipeline_s + each.sync_s + each.update_s
+    assert estimates["adamw"].pipeline_s == estimates["sgd"].pipeline_s
+
+
+def test_a_step_of_cpus_is_without_the_optimizer() -> None:
+    assert priced("1f1b", 3, 4, 1).update_s == 0

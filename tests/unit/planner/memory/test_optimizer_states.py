@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from outsize.errors import BadOption
 from outsize.ir.graph import Parameter
@@ -96,6 +98,56 @@ def test_temporaries_of_a_step_are_those_of_torch(name: str, style: Any) -> None
     told = optimizer_bytes(name).step_bytes([parameter(s) for s in SHAPES], style)
     # Adafactor's factors have temporaries of rows and columns, a few percent here.
     assert meter.peak == told if name != "adafactor" else 0.96 * meter.peak <= told <= meter.peak
+
+
+class Accesses(TorchDispatchMode):
+    """Elements of whole tensors that operations read and write while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        read = {id(tensor): tensor for tensor in tree_leaves((args, kwargs))}
+        written = [
+            tree_leaves(value)
+            for argument, value in zip(op._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        made = [] if op._schema.is_mutable else tree_leaves(out)
+        self.elements += sum(map(self._size, (*read.values(), *chain.from_iterable(written), *made)))
+        return out
+
+    def _size(self, value: Any) -> int:
+        return value.numel() if isinstance(value, torch.Tensor) and value.ndim else 0
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+def test_a_foreach_step_moves_what_its_operations_access(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(256, 256))
+    optimizer = MAKERS[name]([weight], foreach=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with Accesses() as counted:
+        optimizer.step()
+    told = optimizer_bytes(name).moved_per_gradient([parameter((256, 256))], "foreach")
+    # Adafactor's rows and columns are a percent of the whole tensors.
+    assert counted.elements / weight.numel() == pytest.approx(told, rel=0.02 if name == "adafactor" else 0)
+
+
+def test_a_fused_step_moves_each_tensor_once() -> None:
+    adamw = optimizer_bytes("adamw")
+    weights = [parameter((1000,)), parameter((9,), trainable=False)]
+    # Gradient, weight and two moments are read, weight and moments written; a step counter of 4 bytes, too.
+    assert adamw.moved_per_gradient(weights, "fused") == pytest.approx(7 + 2 * 4 / 4000)
+    master = optimizer_bytes("adamw", MASTER)
+    # A gradient of 2 bytes; master copy and moments, 4 each, there and back; the weight, 2, is written.
+    assert master.moved_per_gradient([parameter((1000,), torch.bfloat16)], "fused") * 2 == pytest.approx(
+        2 + 2 * 12 + 2 + 8 / 1000
+    )
+    assert adamw.moved_per_gradient([parameter((9,), trainable=False)], "fused") == 0.0
+    assert optimizer_bytes("adam8bit").moved_per_gradient([parameter((10_000,))], "foreach") < 5
 
 
 def test_torch_updates_in_lists_on_cuda_and_one_by_one_on_a_cpu() -> None:
