@@ -25,7 +25,17 @@ importlib.import_module("outsize.capture")
 importlib.import_module("outsize.schedules.families")
 
 if TYPE_CHECKING:
-    from outsize.api import check, estimate, fit, measure, parallelize, plan, tune
+    from outsize.api import (
+        check,
+        estimate,
+        fit,
+        largest,
+        largest_batch,
+        measure,
+        parallelize,
+        plan,
+        tune,
+    )
     from outsize.errors import OutsizeError
     from outsize.ir.answers.verdict import Verdict
     from outsize.ir.cluster import Cluster
@@ -46,6 +56,8 @@ _HOME = {
     "check": "outsize.api",
     "estimate": "outsize.api",
     "fit": "outsize.api",
+    "largest": "outsize.api",
+    "largest_batch": "outsize.api",
     "measure": "outsize.api",
     "microbatch": "outsize.train.batch.batch",
     "parallelize": "outsize.api",
@@ -87,6 +99,8 @@ __all__ = [
     "check",
     "estimate",
     "fit",
+    "largest",
+    "largest_batch",
     "measure",
     "microbatch",
     "parallelize",

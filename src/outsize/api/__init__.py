@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outsize.api.planning import capture, estimate, fit, measure, outlook, plan, price
     from outsize.api.running import check, parallelize
+    from outsize.api.sizes import largest, largest_batch
     from outsize.api.tuning import tune
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "check",
     "estimate",
     "fit",
+    "largest",
+    "largest_batch",
     "measure",
     "outlook",
     "parallelize",
@@ -30,7 +33,13 @@ __all__ = [
     "price",
     "tune",
 ]
-_HOME = {"check": "running", "parallelize": "running", "tune": "tuning"}
+_HOME = {
+    "check": "running",
+    "largest": "sizes",
+    "largest_batch": "sizes",
+    "parallelize": "running",
+    "tune": "tuning",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import nn
@@ -198,7 +199,33 @@ def fit(
     return with_plan(judged, plan, cluster) if judged else _fitted(case, request, plan, cluster)
 
 
-def _judged(case: TrainingCase, request: PlanRequest, cluster: Cluster) -> Fit:
+def asked_alone(case: TrainingCase, request: PlanRequest, cluster: Cluster, *, searched: bool) -> Fit:
+    """Returns YES where `fit` does, else NO; no change and no other axis is looked for.
+
+    Unless `searched`, a pipeline is judged by the quick account alone, which may say NO where the search
+    finds a cut or an order of devices that fits.
+    """
+    named = fitting.is_named_pipeline(request)
+    judged = _judged(case, request, cluster, fitting.without_changes) if named else None
+    if judged is not None and (judged.fits or not searched):
+        return judged
+    pipeline = request if request.axes or not named else request.model_copy(update={"axes": "pp"})
+    try:
+        _, plan = plan_case(case, pipeline, cluster, CostSource())
+    except (NoFeasiblePlan, TooManyStages) as refused:
+        return judged or _fitted(case, request, refused, cluster)
+    if judged is None:
+        return _fitted(case, request, plan, cluster)
+    answer = with_plan(judged, plan, cluster)
+    return answer if answer.answer == "YES" else judged
+
+
+def _judged(
+    case: TrainingCase,
+    request: PlanRequest,
+    cluster: Cluster,
+    judge: Callable[[PlanRequest, fitting.At, Cluster], Fit] = fitting.fit,
+) -> Fit:
     """Returns the answer about pipelines, each of whose stages keeps all, or recomputes all."""
     least = request.batch_size // (request.microbatches or 1)
 
@@ -207,7 +234,7 @@ def _judged(case: TrainingCase, request: PlanRequest, cluster: Cluster) -> Fit:
         captured = case.under(precision).on(cluster).taken(samples, least)
         return (captured.graph, roofline(captured.graph, cluster.devices[0])) if captured else None
 
-    return fitting.fit(request, at, cluster)
+    return judge(request, at, cluster)
 
 
 def _fitted(case: TrainingCase, request: PlanRequest, answer: Plan | OutsizeError, cluster: Cluster) -> Fit:

@@ -191,6 +191,15 @@ def _labels(model: Any, vocabulary: int, length: int, draw: _Draw) -> Tensor | N
     return None
 
 
+def most_tokens(model: nn.Module) -> int | None:
+    """Returns the longest sequence that a model of transformers has positions for; None: no bound."""
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        return None
+    longest = _positions(config.get_text_config(decoder=True))
+    return None if longest == sys.maxsize else longest
+
+
 def _positions(config: Any) -> int:
     """Returns the longest sequence that the position embeddings hold; no bound where there are none."""
     names = ("max_target_positions", "max_position_embeddings", "n_positions")

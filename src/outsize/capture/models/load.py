@@ -16,7 +16,7 @@ import copy
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -77,6 +77,13 @@ def parse_spec(spec: str) -> Spec:
     if not (colon and provider and name):
         raise UnknownModel(f"{spec!r} is no model spec", next_step=_guess_provider(head))
     return Spec(provider, name, _options(query))
+
+
+def with_option(spec: str, names: Sequence[str], value: int) -> str:
+    """Returns a MODEL spec in which the option of the first name has this value, and the other names none."""
+    head, _, query = spec.partition("?")
+    others = (part for part in query.split("&") if part and part.partition("=")[0] not in names)
+    return f"{head}?{'&'.join([*others, f'{names[0]}={value}'])}"
 
 
 def _options(query: str) -> dict[str, Any]:

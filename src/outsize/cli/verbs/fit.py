@@ -5,12 +5,13 @@ not?
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outsize.cli import options, uncollected
 from outsize.cli.model_input import ModelInput, batch_size, make_model_input
+from outsize.cli.model_size import ModelSize
 from outsize.cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
     from outsize.ir.answers.fit import Fit
 
 FITS_NOT = 1
+Max = Annotated[
+    str | None,
+    typer.Option(
+        "--max",
+        metavar="batch|sequence|layers|NAME[:STEP]",
+        help="Find the largest batch, sequence length, number of layers, or value of an option of MODEL "
+        "that fits, in steps of STEP.",
+    ),
+]
 
 
 @uncollected()
@@ -40,12 +50,14 @@ def fit(
     dp_shard: options.Shards = None,
     tp: options.Tensor = None,
     weights: options.WeightPlace = None,
+    max: Max = None,
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
     """Say whether training MODEL fits the devices: YES, NO, or YES IF, with the cheapest change.
 
-    No weights are made and no device is needed. Exits with 0 for YES and with 1 for NO and YES IF.
+    No weights are made and no device is needed. Exits with 0 for YES and with 1 for NO and YES IF. With --max
+    it says how large a batch, a sequence or the model may be.
     """
     from outsize.capture.models.lazy_imports import stand_in
 
@@ -65,8 +77,11 @@ def fit(
         "tp": tp,
         "weights": weights,
     }
+    stand_in(model.partition(":")[0])
+    if max is not None:
+        _deliver_largest(screen, max, ModelSize(model, input, batch, seed), asked)
+        return
     with screen.working(f"{model} on {cluster}"):
-        stand_in(model.partition(":")[0])
         inputs = make_model_input(model, input, batch_size(batch, None), meta=True, seed=seed)
         answer = _answer(inputs, asked)
     _deliver(screen, answer)
@@ -88,3 +103,20 @@ def _deliver(screen: Screen, answer: Fit) -> None:
         yield fit.fit_table(answer)
 
     screen.result(answer.model_dump(mode="json"), tables)
+
+
+def _deliver_largest(screen: Screen, max: str, size: ModelSize, asked: FitOptions) -> None:
+    """Shows the largest size that fits; leaves with FITS_NOT where the least does not."""
+    from outsize.ir.answers.largest import Largest
+
+    with screen.working(f"the largest {max}"):
+        found: Largest = size.largest(max, asked)
+
+    def tables() -> Iterable[RenderableType]:
+        from outsize.report.tables import largest
+
+        yield largest.largest_table(found)
+
+    screen.result(found.model_dump(mode="json"), tables)
+    if not found.value:
+        raise typer.Exit(FITS_NOT)

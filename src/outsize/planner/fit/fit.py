@@ -128,15 +128,20 @@ def fit(request: PlanRequest, at: At, cluster: Cluster) -> Fit:
     Raises TooFewSamples, TooManyStages, and BadOption for more stages than devices or an unknown optimizer.
     """
     judge = _Judge(at, cluster)
-    asked = tuple(_asked(request, judge))
-    fitting = next(filter(judge.fits, asked), None)
-    if fitting is not None:
-        return _answer("YES", fitting, judge)
-    smallest_asked = asked[-1]
+    fits, smallest_asked = _tried(request, judge)
+    if fits:
+        return _answer("YES", smallest_asked, judge)
     suffice = tuple(islice(_sufficing(smallest_asked, request, judge), CHANGES_SHOWN))
     answer = _answer("YES IF" if suffice else "NO", smallest_asked, judge)
     needed = None if suffice else _devices_needed(smallest_asked, judge)
     return answer.model_copy(update={"changes": suffice, "devices_needed": needed})
+
+
+def without_changes(request: PlanRequest, at: At, cluster: Cluster) -> Fit:
+    """Returns YES or NO for what was asked, and looks for no change. Raises as `fit`."""
+    judge = _Judge(at, cluster)
+    fits, setting = _tried(request, judge)
+    return _answer("YES" if fits else "NO", setting, judge)
 
 
 @final
@@ -221,6 +226,16 @@ def state_bytes(graph: ModelGraph, optimizer: str) -> int:
 
 
 # -- what is asked, and what could be changed -----------------------------------------------------------
+
+
+def _tried(request: PlanRequest, judge: _Judge) -> tuple[bool, Setting]:
+    """Returns the first setting that was asked for and fits, or the last one, and whether it fits."""
+    setting = None
+    for setting in _asked(request, judge):
+        if judge.fits(setting):
+            return True, setting
+    assert setting is not None, "one setting at least is asked for"
+    return False, setting
 
 
 def _asked(request: PlanRequest, judge: _Judge) -> Iterator[Setting]:

@@ -43,7 +43,7 @@ def fit_table(fit: Fit) -> Group:
     return Group(
         _heading(fit),
         *changes,
-        *(table_style.spaced(_devices(fit.devices)) if fit.devices else ()),
+        *(table_style.spaced(devices_table(fit.devices)) if fit.devices else ()),
         *_others(fit.changes),
         *largest,
         *table_style.spaced(*notes),
@@ -58,7 +58,7 @@ def _heading(fit: Fit) -> RenderableType:
         (fit.model, "bold"),
         f" ({count_text(fit.parameters)} parameters) {fits} {fit.cluster}",
     )
-    lines = [first, Text(_setting(fit))]
+    lines = [first, Text(setting_text(fit))]
     if not fit.whole:
         lines.append(
             Text(
@@ -74,7 +74,8 @@ def _heading(fit: Fit) -> RenderableType:
     return Group(*lines)
 
 
-def _setting(fit: Fit) -> str:
+def setting_text(fit: Fit) -> str:
+    """Returns how the step runs: stages, axes, schedule, batch, optimizer, precision, recompute."""
     replicas = fit.axes.replicas
     size = -(-fit.batch_size // (fit.microbatches * replicas))
     shared = f"{replicas} replicas x " if replicas > 1 else ""
@@ -103,10 +104,11 @@ def _others(changes: tuple[Change, ...]) -> Iterator[RenderableType]:
     for change in changes:
         if change.devices:
             yield from table_style.spaced(Text(f"With {options_text(change.options)}", "bold"))
-            yield _devices(change.devices)
+            yield devices_table(change.devices)
 
 
-def _devices(devices: tuple[DeviceFit, ...]) -> Table:
+def devices_table(devices: tuple[DeviceFit, ...]) -> Table:
+    """Returns a row for each device, or run of devices that hold the same, with its bytes by cause."""
     unit, size = byte_unit(max(d.p95_bytes for d in devices))
     shown_causes = {c: f for c, f in CAUSES.items() if any(getattr(d, f) >= 0.05 * size for d in devices)}
     limits = {d.memory_bytes for d in devices}

@@ -94,3 +94,49 @@ def test_a_detector_is_answered_without_its_activations_and_that_is_said(outsize
     assert "This counts only weights, gradients and states: activations are added to it." in answer.out
     answer = outsize("fit", WIDE, "--cluster", "2x0.6GB", "--json")
     assert document(answer)["whole"] is True
+
+
+def test_the_largest_batch_and_what_one_more_lacks(outsize: Outsize) -> None:
+    call = ("fit", WIDE, "--cluster", "1x0.45GB")
+    answer = outsize(*call, "--max", "batch")
+    found = document(outsize(*call, "--max", "batch", "--json"))
+    lines = answer.out.splitlines()
+    assert answer.code == 0
+    assert lines[0].startswith("YES  Sequential (1.58 M parameters) on 1x0.45GB: the largest batch is 1,")
+    assert f"{found['next_value']:,} lacks" in lines[2]
+    assert max(map(len, lines)) <= 80
+    more = outsize(*call, "--batch", str(found["next_value"]), "--microbatches", "1", "--axes", "pp")
+    assert more.code == 1
+
+
+def test_the_largest_value_of_an_option_of_the_model(outsize: Outsize) -> None:
+    answer = outsize("fit", WIDE, "--cluster", "1x0.45GB", "--max", "width:64", "--json")
+    found = document(answer)
+    assert (found["quantity"], found["value"] % 64, answer.code) == ("width", 0, 0)
+    wider = f"toy:build?width={found['next_value']}"
+    assert outsize("fit", wider, "--cluster", "1x0.45GB", "--axes", "pp").code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--max", "batch", "--batch", "4"), "looks for the batch itself"),
+        (("--max", "width:0"), "has no step"),
+        (("--max", "layers"), "the number of layers of toy:build is not known"),
+        (("--max", "sequence", "--input", "4"), "looks for the length that --input gives"),
+    ],
+)
+def test_a_max_that_makes_no_sense_is_an_error_of_three_parts(
+    outsize: Outsize, options: tuple[str, ...], text: str
+) -> None:
+    answer = outsize("fit", "toy:build", *options)
+    assert answer.code == 2
+    assert text in answer.err
+    assert "Next:" in answer.err
+
+
+def test_where_not_one_sample_fits(outsize: Outsize) -> None:
+    answer = outsize("fit", WIDE, "--cluster", "1x0.36GB", "--max", "batch")
+    assert answer.code == 1
+    assert answer.out.startswith("NO  Sequential")
+    assert "no batch fits" in answer.out
