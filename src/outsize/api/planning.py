@@ -207,13 +207,16 @@ def asked_alone(case: TrainingCase, request: PlanRequest, cluster: Cluster, *, s
     """
     named = fitting.is_named_pipeline(request)
     judged = _judged(case, request, cluster, fitting.without_changes) if named else None
-    if judged is not None and (judged.fits or not searched):
+    # On one device the quick account knows the only cut.
+    single = len(cluster.devices) == 1 and request.recompute != "full"
+    if judged is not None and (judged.fits or single or not searched):
         return judged
     pipeline = request if request.axes or not named else request.model_copy(update={"axes": "pp"})
     try:
         _, plan = plan_case(case, pipeline, cluster, CostSource())
     except (NoFeasiblePlan, TooManyStages) as refused:
-        return judged or _fitted(case, request, refused, cluster)
+        whole = judged is not None and request.recompute != "full"
+        return judged if judged and whole else _fitted(case, request, refused, cluster)
     if judged is None:
         return _fitted(case, request, plan, cluster)
     answer = with_plan(judged, plan, cluster)

@@ -33,7 +33,10 @@ def with_plan(judged: Fit, plan: Plan, cluster: Cluster) -> Fit:
     The plan becomes the first of the changes, or the answer itself where there is nothing to type, because
     only the cuts or the order of devices differ.
     """
-    options, plan_fields = _options(plan, cluster, judged.recompute), _plan_fields(plan, cluster)
+    options, plan_fields = (
+        _options(plan, cluster, judged.recompute),
+        _plan_fields(plan, cluster, judged.recompute),
+    )
     if not options:
         return judged.model_copy(
             update={"answer": "YES", "changes": (), "devices_needed": None, **plan_fields}
@@ -54,7 +57,10 @@ def with_plan(judged: Fit, plan: Plan, cluster: Cluster) -> Fit:
 def as_asked(request: PlanRequest, outcome: Plan | OutsizeError, graph: ModelGraph, cluster: Cluster) -> Fit:
     """Returns the answer about axes or weights that were asked for: the plan, or why there is none."""
     fits = isinstance(outcome, Plan)
-    answer_fields = _plan_fields(outcome, cluster) if fits else _requested_fields(request, outcome, cluster)
+    asked: Recompute = request.recompute or "none"
+    answer_fields = (
+        _plan_fields(outcome, cluster, asked) if fits else _requested_fields(request, outcome, cluster)
+    )
     return Fit(
         answer="YES" if fits else "NO",
         model=graph.model,
@@ -80,8 +86,8 @@ def sure(graph: ModelGraph, cluster: Cluster) -> tuple[Certainty, ...]:
     )
 
 
-def _plan_fields(plan: Plan, cluster: Cluster) -> dict[str, Any]:
-    """Returns the fields of a Fit that a plan fills."""
+def _plan_fields(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, Any]:
+    """Returns the fields of a Fit that a plan fills; "full" that was `asked` may go block by block."""
     names = [device.name for device in cluster.devices]
     stages: dict[int, list[int]] = {}
     for number, stage in enumerate(plan.stages):
@@ -90,7 +96,7 @@ def _plan_fields(plan: Plan, cluster: Cluster) -> dict[str, Any]:
     return {
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
-        "recompute": _recompute(plan),
+        "recompute": "full" if asked == "full" else _recompute(plan),
         "axes": plan.axes,
         "weights": plan.weights,
         "devices": tuple(_device(plan, own, device) for own, group in groups for device in group),

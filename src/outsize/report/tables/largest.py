@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from rich.console import Group
 from rich.text import Text
 
@@ -12,6 +14,9 @@ from outsize.report.tables import table_style
 from outsize.report.tables.fit import COLOURS, devices_table, setting_text
 from outsize.report.wording import refusal_text
 
+# Other quantities are called as they were asked for.
+NAMES: Final = {"layers": "number of layers", "sequence": "sequence length"}
+
 
 def largest_table(found: Largest) -> Group:
     """Returns the whole answer."""
@@ -19,7 +24,8 @@ def largest_table(found: Largest) -> Group:
     assert shown is not None, "the least size is answered, or its error is raised"
     fits = found.fit is not None
     answer = "YES" if fits else "NO"
-    text = f"the largest {found.quantity} is {found.value:,}" if fits else f"no {found.quantity} fits"
+    name = NAMES.get(found.quantity, found.quantity)
+    text = f"the largest {name} is {found.value:,}" if fits else f"no {name} fits"
     heading = Text.assemble(
         (answer, COLOURS[answer]),
         "  ",

@@ -102,7 +102,7 @@ def test_the_largest_batch_and_what_one_more_lacks(outsize: Outsize) -> None:
     found = document(outsize(*call, "--max", "batch", "--json"))
     lines = answer.out.splitlines()
     assert answer.code == 0
-    assert lines[0].startswith("YES  Sequential (1.58 M parameters) on 1x0.45GB: the largest batch is 1,")
+    assert lines[0].startswith("YES  Sequential (1.58 M parameters) on 1x0.45GB: the largest batch is ")
     assert f"{found['next_value']:,} lacks" in lines[2]
     assert max(map(len, lines)) <= 80
     more = outsize(*call, "--batch", str(found["next_value"]), "--microbatches", "1", "--axes", "pp")
