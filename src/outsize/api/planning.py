@@ -211,9 +211,8 @@ def asked_alone(case: TrainingCase, request: PlanRequest, cluster: Cluster, *, s
     single = len(cluster.devices) == 1 and request.recompute != "full"
     if judged is not None and (judged.fits or single or not searched):
         return judged
-    pipeline = request if request.axes or not named else request.model_copy(update={"axes": "pp"})
     try:
-        _, plan = plan_case(case, pipeline, cluster, CostSource())
+        _, plan = plan_case(case, request.without_axis_search if named else request, cluster, CostSource())
     except (NoFeasiblePlan, TooManyStages) as refused:
         whole = judged is not None and request.recompute != "full"
         return judged if judged and whole else _fitted(case, request, refused, cluster)

@@ -43,7 +43,7 @@ def largest_batch(
     request = request_of(options, case.batch.size)
     if request.microbatches is None:
         stages = request.stages or max(1, len(cluster.devices) // request.mesh(1).group_size)
-        request = request.model_copy(update={"microbatches": 1 if request.searches_axes else stages})
+        request = request.model_copy(update={"microbatches": stages})
     step = request.total_microbatches or 1
 
     def answer(size: int, searched: bool) -> Fit:
