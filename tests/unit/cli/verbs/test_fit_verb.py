@@ -25,7 +25,7 @@ def test_yes(outsize: Outsize) -> None:
 
 
 def test_yes_if_names_what_to_type(outsize: Outsize) -> None:
-    call = ("fit", WIDE, "--cluster", "2x0.403GB")
+    call = ("fit", WIDE, "--cluster", "2x0.421GB")
     answer = outsize(*call, "--axes", "pp")
     assert answer.code == 1
     assert answer.out.startswith("YES IF")
@@ -35,7 +35,7 @@ def test_yes_if_names_what_to_type(outsize: Outsize) -> None:
 
 def test_where_no_pipeline_fits_it_names_what_plan_would_do(outsize: Outsize) -> None:
     """The same exit code; a table of the pipeline, and one of that way."""
-    call = ("fit", WIDE, "--cluster", "2x0.403GB")
+    call = ("fit", WIDE, "--cluster", "2x0.421GB")
     answer = outsize(*call)
     assert (answer.code, answer.out[:6]) == (1, "YES IF")
     assert "nothing else fits; one device, optimizer on the host" in " ".join(answer.out.split())
