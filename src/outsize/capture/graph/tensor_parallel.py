@@ -6,7 +6,7 @@ It is called only where a plan may have tp, since it takes about a fifth of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 from torch import nn
@@ -73,9 +73,12 @@ def _unit(
         amount = 1000 * cost.flops + cost.moved_bytes  # A product weighs more than the glue around it.
         all_work += amount
         work += amount if split else 0
-        saved += cost.saved_bytes * _share_of(
-            (storages[s] for s in cost.saved_storages if s in storages), derived, gathered, split
-        )
+        kept = [storages[s] for s in cost.saved_storages if s in storages]
+        if local is not None and local.kind == "loss":
+            # The chances of this rank's classes, which are no value of the tape; labels are, and stay whole.
+            saved += max(0, cost.saved_bytes - sum(size for size, _ in kept))
+        else:
+            saved += cost.saved_bytes * _share_of(kept, derived, gathered, split)
         total.update(sent.get(instruction.index, {}))
         roles |= dict.fromkeys(name for name in instruction.parameters() if name in derived.roles)
     return ShardedFraction(
@@ -87,10 +90,9 @@ def _unit(
 
 
 def _share_of(
-    saved: Iterable[tuple[int, frozenset[int]]], derived: Derived, gathered: Set[int], split: bool
+    entries: Sequence[tuple[int, frozenset[int]]], derived: Derived, gathered: Set[int], split: bool
 ) -> float:
     """Returns the sharded share of the memory that autograd saves; what is gathered here is saved whole."""
-    entries = list(saved)
     whole = sum(size for size, _ in entries)
     if not whole:
         return float(split)

@@ -25,8 +25,8 @@ DEVICE = parse_cluster("1xh100-80gb").devices[0]
 WAYS = 2
 
 
-def llama() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 2, "vocab_size": 64})
+def llama(vocabulary: int = 64) -> tuple[nn.Module, dict[str, Tensor]]:
+    config = transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 2, "vocab_size": vocabulary})
     tokens = torch.zeros(2, 9, dtype=torch.long)
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
 
@@ -45,9 +45,11 @@ def two_ranks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("sequence", [False, True])
-def test_weights_and_saved_bytes_are_those_of_a_rank(sequence: bool) -> None:
-    model, given = llama()
+@pytest.mark.parametrize(
+    ("sequence", "vocabulary"), [(False, 64), (True, 64), (False, 4096)], ids=["plain", "sequence", "logits"]
+)
+def test_weights_and_saved_bytes_are_those_of_a_rank(sequence: bool, vocabulary: int) -> None:
+    model, given = llama(vocabulary)
     whole = styled(model, given).graph
     rank, _ = of_rank((whole, roofline(whole, DEVICE)), WAYS, sequence)
     mesh = init_device_mesh("cpu", (WAYS,))
