@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.usefixtures("shared_recordings")
 
@@ -59,3 +60,10 @@ def test_gradients_that_wait_between_the_halves_of_a_backward(benchmark: Any, mo
     rows = list(benchmark.compare(model, (3, "zero-bubble", 4), "adamw"))
     assert [(r.stage, r.error) for r in rows if not -0.02 <= r.error <= 0.07] == []
     assert any("I" in r.when or "W" in r.when for r in rows)
+
+
+def test_copies_of_weights_under_autocast(benchmark: Any) -> None:
+    """Within 2 %: one copy of each weight, however many microbatches are in flight."""
+    with torch.autocast("cpu", torch.bfloat16):
+        rows = [r for plan in benchmark.PLANS[1:] for r in benchmark.compare("gpt2", plan, "adamw")]
+    assert [(r.stages, r.stage, r.error) for r in rows if abs(r.error) > 0.02] == []

@@ -111,8 +111,9 @@ class Unit(Record):
     below SMALL_BYTES, `saved_input_bytes` of it are inputs of the model. `workspace_bytes` is the most that
     its ops hold in addition to arguments, results and saved tensors. `backward_workspace_bytes` is the most
     that gradients inside a unit of several ops hold in addition to what it has saved; `waiting_bytes` are the
-    gradients that a backward in two halves stores for its weights. The three tuples give work by family of
-    ops and pass; they are empty where it was not counted. `divided` is set where the graph has `tensor`;
+    gradients that a backward in two halves stores for its weights. `cast_bytes` are the copies of its weights
+    in autocast's dtype, which a stage makes once per step; they are in no other figure. The three tuples give
+    work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph has `tensor`;
     `in_sequence` replaces it under sequence parallelism.
     """
 
@@ -129,6 +130,7 @@ class Unit(Record):
     saved_small_bytes: int = 0
     backward_workspace_bytes: int = 0
     waiting_bytes: int = 0
+    cast_bytes: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()

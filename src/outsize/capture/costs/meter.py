@@ -30,6 +30,7 @@ from outsize.capture.costs.op_families import ALLOCATIONS, family_of, op_name
 from outsize.ir.graph import SMALL_BYTES, OpFamily, Work
 from outsize.program.tape import Cost
 
+_CAST = torch.ops.aten._to_copy.default
 _FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -61,10 +62,13 @@ class WorkSums:
         sums[2] += launches
 
     def works(self) -> tuple[Work, ...]:
-        """Returns the sums in the order in which the families came."""
+        """Returns the sums in the order in which the families came; families whose work was taken out are
+        left out.
+        """
         return tuple(
             Work(family=family, dtype=dtype, flops=flops, moved_bytes=moved, launches=launches)
             for (family, dtype), (flops, moved, launches) in self._sums.items()
+            if launches
         )
 
 
@@ -101,6 +105,7 @@ class CostMeter:
         # These storages are computed from parameters alone, such as their copies in bfloat16.
         self._derived: set[int] = set()
         self._seen: set[int] = set()
+        self._copies: set[int] = set()  # These are the copies of weights that were counted.
         # The values are bytes of memory whose fakes have too small a dtype.
         self._real_bytes: dict[int, int] = {}
         self._used: dict[int, weakref.ref[Tensor]] = {}
@@ -115,7 +120,7 @@ class CostMeter:
         self._fresh: dict[int, int] = {}  # These storages are saved for the first time; the values are bytes.
         self._noise: dict[int, int] = {}  # Random zeros and ones: elements by storage.
         self._worst_backward, self._last = 0, (0, set[int]())
-        self._waiting = 0
+        self._waiting = self._cast_bytes = 0
         self._taken: Cost | None = None
         self._fused: Cost | None = None
         self._storages.start()
@@ -141,6 +146,25 @@ class CostMeter:
             inputs, out, sum(map(storage_bytes, first)), frozenset(storage for _, storage in saved.values())
         )
 
+    def make_once(self, copies: Iterable[tuple[Tensor, int]]) -> None:
+        """Takes autocast's copies of weights, with their storages, out of what each forward makes and saves.
+
+        A stage makes them once per step.
+        """
+        for copy, storage in copies:
+            key = storage_key(copy)
+            size = self._fresh.pop(key, 0)
+            self._kept.discard(storage)
+            self._worst_backward -= min(size, self._worst_backward)
+            self._last = max(0, self._last[0] - size), self._last[1]
+            if key not in self._copies:
+                self._copies.add(key)
+                self._cast_bytes += storage_bytes(copy)
+                moved_bytes = _bytes(copy) + copy.numel() * torch.float32.itemsize
+                self._moved_bytes -= moved_bytes
+                cast = self._ops.get(_CAST) or self._learn(_CAST)
+                self._forward.add(cast.family, _dtype([copy], ()), 0, -moved_bytes, -1)
+
     def stop(self) -> Cost:
         """Ends the instruction and returns its costs."""
         saved_bytes, kept_storages = sum(self._fresh.values()), frozenset(self._kept)
@@ -165,6 +189,7 @@ class CostMeter:
             workspace_bytes=self._storages.excess_bytes(),
             backward_workspace_bytes=self._worst_backward - saved_bytes if self._worst_backward else 0,
             waiting_bytes=self._waiting,
+            cast_bytes=self._cast_bytes,
             forward=self._forward.works(),
             backward_input=self._input.works(),
             backward_weight=self._weight.works(),
@@ -322,6 +347,7 @@ class CostMeter:
         """Forgets a storage that died, since another may get its address."""
         self._real_bytes.pop(storage, None)
         self._derived.discard(storage)
+        self._copies.discard(storage)
         self._seen.discard(storage)
 
 
@@ -348,7 +374,7 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.dtype.itemsize, storage_bytes(tensor))
 
 
-def _dtype(results: list[Tensor], inputs: list[Tensor]) -> str:
+def _dtype(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> str:
     """Returns the dtype that an op computes in: its first floating result's, else its first argument's."""
     floating = (t.dtype for t in (*results, *inputs) if t.is_floating_point())
     first = next(floating, None) or next((t.dtype for t in (*results, *inputs)), torch.float32)

@@ -97,6 +97,11 @@ class WeightCasts:
             casts[weight.name] = copy.dtype if alone else None
         return tuple((casts | dict.fromkeys((weight.name for weight in self._unwatched), None)).items())
 
+    def copies(self, casts: Casts) -> list[Tensor]:
+        """Returns the copies of the running call that `end` has returned with a dtype."""
+        alone = {name for name, dtype in casts if dtype is not None}
+        return [copy for weight, copy in self._cast.items() if weight.name in alone]
+
     def _returned(self, out: Any) -> set[Weight]:
         """Returns the weights whose copies are among results: the user has cast them, and not autocast."""
         returned = {id(leaf) for leaf in leaves(out) if isinstance(leaf, Tensor)}

@@ -5,8 +5,8 @@
     bf16-mixed    weights in float32, ops by the lists of torch.autocast in bfloat16
     fp16-mixed    the same in float16, as with a GradScaler
 
-The names are Lightning's. Under "mixed" every forward casts the weights it uses, and autograd keeps those
-copies until the backward: they are counted in the unit that makes them.
+The names are Lightning's. Under "mixed" a stage casts the weights that it uses once per step, and has the
+copies until the optimizer's step: they are counted in the unit that makes them (`cast_bytes`).
 """
 
 from __future__ import annotations

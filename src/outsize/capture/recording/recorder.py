@@ -397,6 +397,8 @@ class Recorder(Watcher):
         # it.
         drawn = isinstance(target, str) and self._chance.drawn()
         named = {leaf for leaf in leaves(call.refs) if isinstance(leaf, Weight)}
+        casts = self._casts.end(out, takes_copy(target, named, self._fakes.modules))
+        self.meter.make_once((copy, self.slots.storage(copy)) for copy in self._casts.copies(casts))
         instruction = Instruction(
             index=len(self.instructions),
             target=target,
@@ -410,7 +412,7 @@ class Recorder(Watcher):
             weights=weights,
             written_weights=tuple(dict.fromkeys(w for w, _ in written if w is not None)),
             where=call.where,
-            casts=self._casts.end(out, takes_copy(target, named, self._fakes.modules)),
+            casts=casts,
             cost=self.meter.stop(),
         )
         self.instructions.append(instruction)

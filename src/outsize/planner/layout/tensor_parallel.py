@@ -94,12 +94,18 @@ def _unit(unit: Unit, tp: int) -> Unit:
     names = ("workspace_bytes", "backward_workspace_bytes", "flops", "moved_bytes")
     divided_sizes = {name: _left(unit, getattr(unit, name), tp) for name in names}
     saved = unit.saved_bytes - unit.divided.saved_bytes + share(unit.divided.saved_bytes, tp)
-    return unit.model_copy(update={**divided_sizes, "saved_bytes": saved})
+    saved += _casts(unit, tp)
+    return unit.model_copy(update={**divided_sizes, "saved_bytes": saved, "cast_bytes": 0})
+
+
+def _casts(unit: Unit, tp: int) -> int:
+    """Returns the copies of weights that autocast makes on one rank for each microbatch."""
+    return share(unit.cast_bytes, tp)
 
 
 def _cost(cost: UnitCost, unit: Unit, tp: int) -> UnitCost:
     divided = min(unit.divided.saved_bytes, cost.saved_bytes)
-    saved, work = cost.saved_bytes - divided + share(divided, tp), _left(unit, cost.workspace_bytes, tp)
+    saved, work = cost.saved_bytes - divided + share(divided, tp) + _casts(unit, tp), _left(unit, cost.workspace_bytes, tp)
     return cost.model_copy(update={"saved_bytes": saved, "workspace_bytes": work})
 
 

@@ -5,7 +5,8 @@
     optimizer    state and master copies of those, see optimizer_states.py; temporaries of the
                  optimizer's step
     inputs       the batch, of which every device holds a whole copy
-    activations  per microbatch in flight: what autograd saves, and the received values
+    activations  per microbatch in flight: what autograd saves, and the received values; once, until the
+                 optimizer's step: copies of weights in autocast's dtype
     boundary     per microbatch in flight: the values sent on (roots of the backward); receives posted
                  ahead and not yet used; gradients on their way in or out
     workspace    what the microbatch being computed holds beyond that, see activations.py
@@ -282,7 +283,7 @@ class Components(NamedTuple, Generic[Amount]):
     `awaiting_backward`: what a microbatch that waits for its backward saved and sent. `received`, `sent`,
     `gradient_in`, `gradient_out`: boundary buffers. `forward`, `backward`, `first_backward`: what the
     microbatch being computed holds. `gradients` are those of weights, `update` are the optimizer's
-    temporaries. `between_halves`: gradients that wait for the second half of a backward. `split_backward`:
+    temporaries, less the copies of weights in autocast's dtype, which are gone by then. `between_halves`: gradients that wait for the second half of a backward. `split_backward`:
     what one half holds. `copied`: activations being copied to or from the host.
     """
 
@@ -313,7 +314,7 @@ def _sizes(ranges: RangeTables) -> Components[Bytes]:
         backward=ranges.backward,
         first_backward=ranges.first_backward,
         gradients=ranges.gradients,
-        update=ranges.update,
+        update=ranges.update - ranges.casts,
         between_halves=ranges.between_halves,
         split_backward=ranges.split_backward,
         copied=ranges.on_host,
@@ -358,13 +359,14 @@ def _stage_memory(
     peak = max(states, key=lambda a: (int(_variable_bytes(here, a)), a.phase, a))
     total = int(_lasting_bytes(here, peak.batch) + _variable_bytes(here, peak))
     gradients = int(peak.graded * here.gradients)
-    weights, optimizer = int(here.weights + here.replicas), int(here.optimizer)
+    weights, optimizer = int(here.weights - here.casts + here.replicas), int(here.optimizer)
     boundary = int(peak.in_flight * here.sent + peak.posted * here.received + _gradients(here, peak))
     activations = total - weights - gradients - optimizer - boundary
     waiting = int(
         peak.in_flight * _waiting_bytes(here)
         + peak.between_halves * here.between_halves
         + peak.batch * here.inputs
+        + (peak.phase is not Phase.UPDATE) * here.casts
     )
     waiting += int(min(peak.in_flight, 2) * here.on_host)
     return StageMemory(
@@ -388,7 +390,7 @@ def _phase_name(phase: Phase) -> str:
 
 def _phases(here: RangeTables, states: Sequence[InFlightState]) -> tuple[tuple[str, int], ...]:
     """Returns the peak bytes of each phase; `load` is before the first step."""
-    peaks = {"load": int(here.weights + here.replicas + here.optimizer)}
+    peaks = {"load": int(here.weights - here.casts + here.replicas + here.optimizer)}
     lasting = int(_lasting_bytes(here, states[0].batch))
     for state in sorted(states, key=lambda a: a.phase):
         name = _phase_name(state.phase)

@@ -52,7 +52,9 @@ Number = TypeVar("Number", np.int64, np.float64)
 class RangeTables:
     """Holds tables of shape (n + 1, n + 1): bytes per microbatch, or bytes that last (weights and states).
 
-    `weights` includes buffers, `optimizer` includes master copies, `saved` includes the small storages
+    `weights` includes buffers and `casts`, the copies of weights in autocast's dtype, which exist until the
+    optimizer's step; so does `buffers`, since they stay whole where weights are sharded or on the host.
+    `optimizer` includes master copies, `saved` includes the small storages
     (`saved_small`). `on_host` is what is on the host while a microbatch waits for its backward; it is no part
     of `saved`. `inputs` is the batch of one microbatch, `update` the temporaries of the optimizer's step.
     """
@@ -60,6 +62,7 @@ class RangeTables:
     compute_s: Seconds
     weights: Bytes
     buffers: Bytes
+    casts: Bytes
     replicas: Bytes
     gradients: Bytes
     optimizer: Bytes
@@ -102,6 +105,7 @@ class RangeTables:
         return cls(
             compute_s=_spans(np.array([c.forward_s + c.backward_s for c in costs])),
             buffers=_spans(_buffers(graph)),
+            casts=_spans(_casts(graph)),
             replicas=_arriving(n, (f for f in all_flows if f.step)),
             inputs=np.full((n + 1, n + 1), graph.input_bytes, np.int64),
             saved=_spans(units.saved),
@@ -225,6 +229,7 @@ def bytes_of_units(graph: ModelGraph, profile: Profile, optimizer: OptimizerByte
     return {
         "weights": owned.weights + buffers,
         "buffers": buffers,
+        "casts": _casts(graph),
         "gradients": owned.gradients,
         "optimizer": owned.states + owned.masters,
         "master": owned.masters,
@@ -302,7 +307,12 @@ def _state_tables(
 
 
 def _buffers(graph: ModelGraph) -> Bytes:
-    return np.array([u.buffer_bytes for u in graph.units], np.int64)
+    """Returns the bytes per unit that stay whole beside its parameters."""
+    return np.array([u.buffer_bytes + u.cast_bytes for u in graph.units], np.int64)
+
+
+def _casts(graph: ModelGraph) -> Bytes:
+    return np.array([u.cast_bytes for u in graph.units], np.int64)
 
 
 def _saved(graph: ModelGraph, profile: Profile) -> Bytes:

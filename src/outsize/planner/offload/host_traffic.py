@@ -307,12 +307,16 @@ def _on_device(
         of_blocks = single_units(blocks.gradients + blocks.replicas)
         gradients = np.minimum(gradients, largest_adjacent_blocks(of_blocks)[0, -1])
     ended = 0 if inputs_leave else int(single_units(blocks.sent).max()) * layerwise(layout)
+    casts = whole.casts
+    if again and not stay:  # A block's copies leave with its weights; otherwise the graph holds them.
+        casts = np.minimum(casts, two_places(single_units(blocks.casts)))
     saved, forward, backward = whole.saved, whole.forward, whole.backward - whole.gradients
     if again:
         saved, forward, backward = _recomputed(streamed, ends, inputs_leave)
     return replace(
         whole,
-        weights=weights + whole.buffers,
+        weights=weights + whole.buffers - whole.casts + casts,
+        casts=casts,
         gradients=gradients,
         saved=saved + ended,
         saved_boundary=nothing if again else whole.saved_boundary,

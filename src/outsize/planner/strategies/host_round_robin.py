@@ -329,9 +329,14 @@ def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout)
         pair = max((own_gradients + np.append(own_gradients[1:], 0)).tolist())
         gradients[own] = _shares(pair + int(tied_gradients[own].sum()), len(own))
     nothing, backward = np.zeros_like(ranges.saved), ranges.backward - ranges.gradients
+    casts = single_units(ranges.casts).copy()
+    if layout.weights == "host" and whole.recompute != "none":  # They leave with the weights.
+        for own in _own(layout):
+            casts[own] = _shares(two_places(casts[own]), len(own))
     return replace(
         ranges,
-        weights=np.diag(weights, 1) + ranges.buffers,
+        weights=np.diag(weights, 1) + ranges.buffers - ranges.casts + np.diag(casts, 1),
+        casts=np.diag(casts, 1),
         optimizer=np.diag(gradients, 1),
         backward=backward,
         first_backward=backward,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outsize.capture.graph.build import build_graph
 from outsize.capture.recording.fallbacks import record
 
 
@@ -118,6 +119,21 @@ class Listing(nn.Module):
 
 def test_weights_in_lists() -> None:
     assert casts_of(Listing(), torch.randn(2, 4)) == [[]]
+
+
+def test_copies_are_counted_once_and_are_in_no_other_cost() -> None:
+    """They are made once per step: a layer that is called twice has them in its first call."""
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model = nn.Sequential(linear, nn.ReLU(), linear)
+    with torch.autocast("cpu", torch.bfloat16):
+        units = build_graph(record(model, (x,), {}, None, ()), model).graph.units
+    assert sum(unit.cast_bytes for unit in units) == 2 * (16 + 4)
+    first, *_, last = units
+    assert (first.cast_bytes, last.cast_bytes) == (40, 0)
+    # What is left is the cast of the input, and addmm of (4), (2, 4), (4, 4) with its result.
+    assert first.moved_bytes == 8 * (4 + 2) + 2 * (4 + 8 + 16 + 8)
+    assert sum(work.launches for work in first.forward) == 2
+    assert first.saved_bytes == 2 * 8, "the input in bfloat16"
 
 
 def test_no_casts_without_autocast() -> None:

@@ -165,3 +165,22 @@ def test_peak_table_covers_all_runs() -> None:
     # Weights, gradients, the new gradient; what two or one microbatches hold.
     assert table[0, 1] == 100 + 100 + 100 + max(2 * (10 + 8), 10 + 8 + 3 * 8)
     assert np.all(np.diff(table[0, 1:4]) > 0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_copies_of_weights_are_there_once_until_the_optimizer_steps(schedule: str) -> None:
+    """However many microbatches are in flight, and in no bytes of the weights themselves."""
+    graph, profile = chain([1.0] * 3, value_bytes=80, weight_bytes=10, saved_bytes=100)
+    cast = graph.model_copy(
+        update={"units": tuple(u.model_copy(update={"cast_bytes": 1000}) for u in graph.units)}
+    )
+    bounds = (0, 1, 2, 3)
+    without, copied = (
+        account(g, bounds, lowered(schedule, g, bounds, 8), profile, "adamw") for g in (graph, cast)
+    )
+    for before, after in zip(without, copied, strict=True):
+        more = {phase: size - dict(before.phases)[phase] for phase, size in after.phases}
+        assert more == {phase: 1000 * (phase not in ("load", "update")) for phase in more}
+        assert after.activations_bytes == before.activations_bytes + 1000
+        assert after.workspace_bytes == before.workspace_bytes
+        assert after.weights_bytes == before.weights_bytes
