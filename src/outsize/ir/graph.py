@@ -113,8 +113,8 @@ class Unit(Record):
     that gradients inside a unit of several ops hold in addition to what it has saved; `waiting_bytes` are the
     gradients that a backward in two halves stores for its weights. `cast_bytes` are the copies of its weights
     in autocast's dtype, which a stage makes once per step; they are in no other figure. The three tuples give
-    work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph has `tensor`;
-    `in_sequence` replaces it under sequence parallelism.
+    work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph
+    has `tensor`; `in_sequence` replaces it under sequence parallelism.
     """
 
     index: int

@@ -86,9 +86,10 @@ class Cost:
     `saved_storages` of all of them; `saved_small_bytes` are in storages below SMALL_BYTES. `workspace_bytes`
     is how much more than at its end the instruction holds at its peak; `backward_workspace_bytes` is the same
     for its backward, without what the forward has saved (below zero where the gradients are less than what is
-    freed before). `waiting_bytes` are the gradients that a split backward stores for its weights. `cast_bytes`
-    are the copies of weights in autocast's dtype, which are made once per step and counted nowhere else. The
-    three tuples are its work by family. `on_accelerator` has the costs on an accelerator where those are others.
+    freed before). `waiting_bytes` are the gradients that a split backward stores for its weights.
+    `cast_bytes` are the copies of weights in autocast's dtype, which are made once per step and counted
+    nowhere else. The three tuples are its work by family. `on_accelerator` has the costs on an accelerator
+    where those are others.
     """
 
     flops: int = 0

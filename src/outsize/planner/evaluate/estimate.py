@@ -54,6 +54,8 @@ PLAYED: Final = 4096
 SPLIT_S: Final = 1e-4
 # After this many rounds of p microbatches a pipeline repeats itself.
 FILLED: Final = 3
+# Autocast reads four bytes of a weight for two bytes of its copy.
+MOVED_PER_COPY: Final = 3
 
 
 @final
@@ -331,13 +333,15 @@ def _sync_s(
 
 
 def _update_s(pipeline: Pipeline, cases: Sequence[PricedModel], bounds: Sequence[int]) -> float:
-    """Returns the seconds of the slowest device's optimizer. All wait for the gradients' norm or for
-    overflows, so none begins earlier.
+    """Returns the seconds of the slowest device's optimizer, and of casting its weights for the next step.
+
+    All wait for the gradients' norm or for overflows, so none begins earlier.
     """
     spent_s = dict.fromkeys(pipeline.ranks, 0.0)
     for stage, (case, run) in enumerate(zip(cases, pairwise(bounds), strict=True)):
         if case.after_s is None:
             size = case.moved_per_gradient * float(case.ranges.gradients[run]) / pipeline.layout.updaters
+            size += MOVED_PER_COPY * float(case.ranges.casts[run])
             device = pipeline.device(stage)
             spent_s[pipeline.ranks[stage]] += default_of(device).update_s(size, device)
     return max(spent_s.values())

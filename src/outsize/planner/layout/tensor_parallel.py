@@ -105,10 +105,8 @@ def _casts(unit: Unit, tp: int) -> int:
 
 def _cost(cost: UnitCost, unit: Unit, tp: int) -> UnitCost:
     divided = min(unit.divided.saved_bytes, cost.saved_bytes)
-    saved, work = (
-        cost.saved_bytes - divided + share(divided, tp) + _casts(unit, tp),
-        _left(unit, cost.workspace_bytes, tp),
-    )
+    saved = cost.saved_bytes - divided + share(divided, tp) + _casts(unit, tp)
+    work = _left(unit, cost.workspace_bytes, tp)
     return cost.model_copy(update={"saved_bytes": saved, "workspace_bytes": work})
 
 

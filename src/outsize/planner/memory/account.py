@@ -283,8 +283,9 @@ class Components(NamedTuple, Generic[Amount]):
     `awaiting_backward`: what a microbatch that waits for its backward saved and sent. `received`, `sent`,
     `gradient_in`, `gradient_out`: boundary buffers. `forward`, `backward`, `first_backward`: what the
     microbatch being computed holds. `gradients` are those of weights, `update` are the optimizer's
-    temporaries, less the copies of weights in autocast's dtype, which are gone by then. `between_halves`: gradients that wait for the second half of a backward. `split_backward`:
-    what one half holds. `copied`: activations being copied to or from the host.
+    temporaries, less the copies of weights in autocast's dtype, which are gone by then. `between_halves`:
+    gradients that wait for the second half of a backward. `split_backward`: what one half holds. `copied`:
+    activations being copied to or from the host.
     """
 
     awaiting_backward: Amount
