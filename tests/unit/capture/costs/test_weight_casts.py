@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import outsize
 from outsize.capture.graph.build import build_graph
+from outsize.capture.measure.local_cluster import find_cluster
 from outsize.capture.recording.fallbacks import record
+from outsize.planner.costs.efficiency import GPU
 
 
 def casts_of(model: nn.Module, x: Tensor) -> list[list[str]]:
@@ -139,3 +142,17 @@ def test_copies_are_counted_once_and_are_in_no_other_cost() -> None:
 def test_no_casts_without_autocast() -> None:
     tape = record(nn.Linear(4, 4), (torch.randn(2, 4),), {}, None, ())
     assert [i.casts for i in tape.instructions] == [()]
+
+
+def test_a_step_on_an_accelerator_has_the_seconds_of_one_cast() -> None:
+    """Four bytes are read of a weight, and two written, whatever the number of microbatches."""
+    model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.randn(8, 64)
+    how: dict[str, Any] = {"stages": 1, "recompute": "none", "loss_fn": F.mse_loss, "target": x}
+    plans = [
+        outsize.plan(model, (x,), cluster="1xa100-80gb", microbatches=m, precision="bf16-mixed", **how)
+        for m in (1, 4)
+    ]
+    without = outsize.plan(model, (x,), cluster="1xa100-80gb", microbatches=1, precision="fp32", **how)
+    once, also_once, never = (p.expected.update_s for p in (*plans, without) if p.expected is not None)
+    cast_s = GPU.update_s(6 * 4 * (64 * 64 + 64), find_cluster("1xa100-80gb").devices[0])
+    assert once == also_once == pytest.approx(never + cast_s)
