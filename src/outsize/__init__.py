@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         measure,
         parallelize,
         plan,
+        rank_clusters,
         tune,
     )
     from outsize.errors import OutsizeError
@@ -62,6 +63,7 @@ _HOME = {
     "microbatch": "outsize.train.batch.batch",
     "parallelize": "outsize.api",
     "plan": "outsize.api",
+    "rank_clusters": "outsize.api",
     "tensor_parallel": "outsize.train.tensor_parallel",
     "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.api",
@@ -105,6 +107,7 @@ __all__ = [
     "microbatch",
     "parallelize",
     "plan",
+    "rank_clusters",
     "tensor_parallel",
     "tensor_styles",
     "tune",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outsize.api.planning import capture, estimate, fit, measure, outlook, plan, price
+    from outsize.api.renting import rank_clusters
     from outsize.api.running import check, parallelize
     from outsize.api.sizes import largest, largest_batch
     from outsize.api.tuning import tune
@@ -31,6 +32,7 @@ __all__ = [
     "parallelize",
     "plan",
     "price",
+    "rank_clusters",
     "tune",
 ]
 _HOME = {
@@ -38,6 +40,7 @@ _HOME = {
     "largest": "sizes",
     "largest_batch": "sizes",
     "parallelize": "running",
+    "rank_clusters": "renting",
     "tune": "tuning",
 }
 

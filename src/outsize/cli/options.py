@@ -241,3 +241,19 @@ def sizes_in(text: str, option: str, allowed: Sequence[int] | None = None) -> tu
             )
         sizes.add(size)
     return tuple(sorted(sizes))
+
+
+def prices_in(text: str | None) -> dict[str, float]:
+    """Returns the prices of a list like `l4=0.8,h100-80gb=2.5`. Raises BadOption."""
+    prices = dict[str, float]()
+    for part in filter(None, (text or "").split(",")):
+        kind, equals, number = part.strip().partition("=")
+        try:
+            prices[kind] = float(number if equals and kind else "none")
+        except ValueError:
+            raise BadOption(
+                f"--prices {text}: {part.strip()!r} is no price",
+                numbers="a price is a kind of device, =, and a number per hour",
+                next_step="--prices l4=0.8,h100-80gb=2.5",
+            ) from None
+    return prices

@@ -88,6 +88,12 @@ class Cluster(Record):
         """Returns whether devices are of several kinds or memories."""
         return len({(device.kind, device.memory_bytes) for device in self.devices}) > 1
 
+    @property
+    def price_per_hour(self) -> float | None:
+        """Returns the price of all devices; None where one of them has none."""
+        prices = [device.price_per_hour for device in self.devices]
+        return None if None in prices else sum(price for price in prices if price is not None)
+
     def node_of(self, rank: int) -> int:
         """Returns the number of the node of a rank."""
         nodes, first, part = self._place(rank)

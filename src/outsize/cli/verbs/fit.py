@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from outsize.api.options import FitOptions
     from outsize.ir.answers.fit import Fit
+    from outsize.ir.answers.ranking import ClusterRanking
 
 FITS_NOT = 1
 Max = Annotated[
@@ -30,6 +31,22 @@ Max = Annotated[
         "that fits, in steps of STEP.",
     ),
 ]
+
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        metavar="KIND,...",
+        help="Rank devices to rent: kinds, of which 1, 2, 4 and 8 are tried, or clusters: l4,2x8xh100-80gb.",
+    ),
+]
+Prices = Annotated[
+    str | None,
+    typer.Option(
+        "--prices", metavar="KIND=PRICE,...", help="Prices per hour and device, for --devices: l4=0.8."
+    ),
+]
+Top = Annotated[int, typer.Option("--top", min=1, help="Number of clusters that --devices shows.")]
 
 
 @uncollected()
@@ -51,13 +68,16 @@ def fit(
     tp: options.Tensor = None,
     weights: options.WeightPlace = None,
     max: Max = None,
+    devices: Devices = None,
+    prices: Prices = None,
+    top: Top = 5,
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
     """Say whether training MODEL fits the devices: YES, NO, or YES IF, with the cheapest change.
 
     No weights are made and no device is needed. Exits with 0 for YES and with 1 for NO and YES IF. With --max
-    it says how large a batch, a sequence or the model may be.
+    it says how large a batch, a sequence or the model may be, with --devices which devices to rent.
     """
     from outsize.capture.models.lazy_imports import stand_in
 
@@ -80,6 +100,12 @@ def fit(
     stand_in(model.partition(":")[0])
     if max is not None:
         _deliver_largest(screen, max, ModelSize(model, input, batch, seed), asked)
+        return
+    if devices is not None:
+        with screen.working(f"{model} on {devices}"):
+            inputs = make_model_input(model, input, batch_size(batch, None), meta=True, seed=seed)
+            ranking = _ranked(inputs, asked, devices, prices)
+        _deliver_ranking(screen, ranking, top)
         return
     with screen.working(f"{model} on {cluster}"):
         inputs = make_model_input(model, input, batch_size(batch, None), meta=True, seed=seed)
@@ -119,4 +145,29 @@ def _deliver_largest(screen: Screen, max: str, size: ModelSize, asked: FitOption
 
     screen.result(found.model_dump(mode="json"), tables)
     if not found.value:
+        raise typer.Exit(FITS_NOT)
+
+
+def _ranked(inputs: ModelInput, asked: FitOptions, devices: str, prices: str | None) -> ClusterRanking:
+    from outsize import api
+
+    wanted: FitOptions = {**asked, **inputs.loss}
+    wanted.pop("cluster", None)
+    named = [name.strip() for name in devices.split(",") if name.strip()]
+    return api.rank_clusters(*inputs.call, devices=named, prices=options.prices_in(prices), **wanted)
+
+
+def _deliver_ranking(screen: Screen, ranking: ClusterRanking, top: int) -> None:
+    """Shows the clusters in order; leaves with FITS_NOT where nothing fits any of them."""
+
+    def tables() -> Iterable[RenderableType]:
+        from outsize.report.tables.ranking import ranking_table
+
+        yield ranking_table(ranking, top)
+
+    document = ranking.model_dump(mode="json")
+    for row, cluster in zip(document["clusters"], ranking.clusters, strict=True):
+        row |= {"samples_per_s": cluster.samples_per_s, "price_per_million": cluster.price_per_million}
+    screen.result(document, tables)
+    if not ranking.fitting:
         raise typer.Exit(FITS_NOT)

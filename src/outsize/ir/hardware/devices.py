@@ -32,7 +32,8 @@ class Device(Record):
     """Describes one accelerator or CPU process.
 
     `memory_bytes` is all that a process can get, of which `context_bytes` are used before the first tensor
-    and `matmul_bytes` by cuBLAS from the first backward on.
+    and `matmul_bytes` by cuBLAS from the first backward on. `price_per_hour` is what a user says that it
+    costs, in any currency, or None.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Device(Record):
     source: str
     context_bytes: int = Field(default=0, ge=0)
     matmul_bytes: int = Field(default=0, ge=0)
+    price_per_hour: float | None = Field(default=None, ge=0)
 
     @property
     def fixed_bytes(self) -> int:

@@ -96,7 +96,7 @@ def _plan_fields(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, An
     return {
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
-        "recompute": "full" if asked == "full" else _recompute(plan),
+        "recompute": "full" if asked == "full" else recompute_of(plan),
         "axes": plan.axes,
         "weights": plan.weights,
         "devices": tuple(_device(plan, own, device) for own, group in groups for device in group),
@@ -136,7 +136,7 @@ def _device(plan: Plan, stages: Sequence[int], device: Device) -> DeviceFit:
     )
 
 
-def _recompute(plan: Plan) -> Recompute:
+def recompute_of(plan: Plan) -> Recompute:
     """Returns the option that asks for what the stages do."""
     recomputes: set[Recompute] = {plan.recompute_of(stage) for stage in range(len(plan.stages))}
     return recomputes.pop() if len(recomputes) == 1 else "selective"
@@ -156,7 +156,7 @@ def _options(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, int | 
         if axes.world_size < len(cluster.devices):
             options["stages"] = axes.pp
         options["microbatches"] = plan.microbatches
-    elif asked == "none" and (recompute := _recompute(plan)) != "none":
+    elif asked == "none" and (recompute := recompute_of(plan)) != "none":
         options["recompute"] = recompute
     return options
 

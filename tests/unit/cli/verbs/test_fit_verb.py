@@ -140,3 +140,13 @@ def test_where_not_one_sample_fits(outsize: Outsize) -> None:
     assert answer.code == 1
     assert answer.out.startswith("NO  Sequential")
     assert "no batch fits" in answer.out
+
+
+def test_devices_are_ranked_by_price(outsize: Outsize) -> None:
+    call = ("fit", WIDE, "--devices", "1xl4,1xh100-80gb", "--microbatches", "1")
+    answer = outsize(*call, "--prices", "l4=0.8,h100-80gb=90", "--top", "1")
+    lines = answer.out.splitlines()
+    assert (answer.code, lines[0].partition(": ")[2]) == (0, "1xl4 is the cheapest per sample")
+    assert "1 more fit" in answer.out
+    assert max(map(len, lines)) <= 80
+    assert "--prices l4: 'l4' is no price" in outsize(*call, "--prices", "l4").err
