@@ -15,8 +15,10 @@ import pytest
 import torch
 from accelerators import everywhere
 
+from outsize.api.device_checks import figures
 from outsize.api.device_checks.check_place import CheckPlace
 from outsize.api.device_checks.table import CHECKS
+from outsize.device.host_waits import count_host_waits
 from outsize.ir.cluster_file import load_cluster
 from outsize.train.launch.world import World
 
@@ -36,6 +38,19 @@ def test_a_check_of_one_process(check: object, device: str) -> None:
     found = check.run(CheckPlace(World(0, 1, 0, None), torch.device(device), 16))  # pyright: ignore[reportAttributeAccessIssue]
     assert not found.wrong
     assert found.figures or found.missing
+
+
+@pytest.mark.sim
+def test_waits_of_the_host_are_counted() -> None:
+    """Those within operators, as torch.cuda tells them; what waits by name is meant to."""
+    device, values = torch.device("sim:0"), torch.ones(3, device="sim:0")
+    assert count_host_waits(device, lambda: values + 1) == 0
+    assert count_host_waits(device, lambda: (values.sum().item(), values.cpu())) == 2
+    assert count_host_waits(device, lambda: torch.accelerator.synchronize()) == 0
+    check = next(check for check in CHECKS if check.run is figures.host_waits)
+    found = check.run(CheckPlace(World(0, 1, 0, None), device, 16))
+    assert set(found.figures) == {"waits_at_4_microbatches", "waits_at_16_microbatches"}
+    assert max(found.figures.values()) <= 1
 
 
 @pytest.mark.sim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import ModuleType, SimpleNamespace
@@ -173,6 +174,31 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 def is_bf16_supported() -> bool:
     return True
+
+
+_watch: dict[str, Any] = {"mode": "default", "before": {}}
+
+
+def get_sync_debug_mode() -> str:
+    """Returns whether waits of the host are told."""
+    return _watch["mode"]
+
+
+def set_sync_debug_mode(debug_mode: str) -> None:
+    """Tells of waits within operators as torch.cuda does: with "warn" each is a warning, here at the end of
+    the watch; waits that a program asks for by name are not told.
+    """
+    now = _waits()
+    if _watch["mode"] == "warn":
+        for name, count in now.items():
+            for _ in range(count - _watch["before"].get(name, 0)):
+                warnings.warn(f"called a synchronizing operation: {name}", stacklevel=2)
+    _watch.update(mode=debug_mode, before=now)
+
+
+def _waits() -> dict[str, int]:
+    lines = (line.rpartition(" ") for line in torch.ops.simdev.waits_by_name())
+    return {name: int(count) for name, _, count in lines if "synchronize" not in name}
 
 
 def make() -> ModuleType:
