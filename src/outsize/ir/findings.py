@@ -69,6 +69,17 @@ class FullestDevice(Finding):
 
 
 @final
+class CutsBetweenBlocks(Finding):
+    """Says that stages begin and end with repeated blocks, for which a step is a little longer than the
+    fastest one.
+    """
+
+    code: Literal["cuts-between-blocks"] = "cuts-between-blocks"
+    step_s: float
+    fastest_step_s: float
+
+
+@final
 class UntrainedStages(Finding):
     """Names stages without trainable weights; `trained_units` of the model's `units` have some."""
 
@@ -452,6 +463,7 @@ class NoPipelineFits(Finding):
 Reason = Annotated[
     SlowestStage
     | FullestDevice
+    | CutsBetweenBlocks
     | UntrainedStages
     | DeviceKindUse
     | MemoryShortage

@@ -49,6 +49,7 @@ from outsize.ir.findings import (
     ComposedSchedule,
     ComputeBound,
     ContextParallel,
+    CutsBetweenBlocks,
     DeviceKindUse,
     DeviceOrder,
     DevicesInTurns,
@@ -170,6 +171,12 @@ def _fullest_device(f: FullestDevice) -> str:
 def _sizes(largest: Iterable[tuple[str, int]]) -> str:
     """Returns `wte 1.2 GiB, h.0.mlp 300.0 MiB`."""
     return ", ".join(f"{name} {bytes_text(size_bytes)}" for name, size_bytes in largest)
+
+
+@sentence.register
+def _cuts_between_blocks(f: CutsBetweenBlocks) -> str:
+    longer = f"{(f.step_s / f.fastest_step_s - 1) * 100:.1f} %"
+    return f"stages are cut between blocks; cuts inside of them would save {longer} of a step"
 
 
 @sentence.register

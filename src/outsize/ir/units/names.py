@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 _RANGE = re.compile(r"^(.*\.)?(\d+)-(\d+)$")
 
 
-def prefixes(name: str) -> list[str]:
-    """Returns all patterns that cover a unit, longest first: `a.b:op#1` -> [`a.b:op#1`, `a.b`, `a`]."""
+@lru_cache(maxsize=1 << 16)
+def prefixes(name: str) -> tuple[str, ...]:
+    """Returns all patterns that cover a unit, longest first: `a.b:op#1` -> (`a.b:op#1`, `a.b`, `a`)."""
     patterns = [name]
     path = re.split(r"[:#]", name)[0]
     while path:
         if path != patterns[-1]:
             patterns.append(path)
         path = path.rpartition(".")[0]
-    return patterns
+    return tuple(patterns)
 
 
 def compress(names: Sequence[str], first: int, last: int) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ def expand(patterns: Sequence[str], names: Sequence[str]) -> list[int]:
     wanted: set[int] = set()
     for pattern in patterns:
         plain = set(unroll(pattern))
-        hits = {i for i, name in enumerate(names) if plain & set(prefixes(name))}
+        hits = {i for i, name in enumerate(names) if not plain.isdisjoint(prefixes(name))}
         if not hits:
             raise KeyError(pattern)
         wanted |= hits

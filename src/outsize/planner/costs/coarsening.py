@@ -13,6 +13,7 @@ a run of pieces costs what its units cost.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -24,6 +25,8 @@ from outsize.ir.graph import ModelGraph, Unit, Value, Work
 from outsize.ir.profile import Profile, UnitCost
 from outsize.planner.costs.unit_times import UnitSeconds
 
+# The name of a unit up to the first number, which is its place in a list of modules: `layers.7`.
+_BLOCK: Final = re.compile(r"(?:[^.]+\.)*?\d+(?=[.:#]|$)")
 # A piece may end once it has this share of its part of the work, which leaves room to find a cut with few
 # bytes.
 SOONEST: Final = 0.5
@@ -53,6 +56,16 @@ def refined_around(ends: Sequence[int], bounds: Sequence[int]) -> tuple[int, ...
         place = bisect_right(ends, bound) - 1
         fine |= set(range(ends[max(0, place - 1)], ends[min(len(ends) - 1, place + 1)] + 1))
     return tuple(sorted({*ends, *fine}))
+
+
+def between_blocks(graph: ModelGraph) -> tuple[int, ...]:
+    """Returns the cuts that no repeated block of the model is on both sides of, with 0 and the end.
+
+    A block is an item of the outermost list of modules, as `layers.7`.
+    """
+    blocks = [match and match.group() for match in (_BLOCK.match(unit.name) for unit in graph.units)]
+    inner = (k for k, (a, b) in enumerate(pairwise(blocks), 1) if a is None or a != b)
+    return (0, *inner, len(graph.units))
 
 
 def coarse_graph(graph: ModelGraph, ends: Sequence[int]) -> ModelGraph:

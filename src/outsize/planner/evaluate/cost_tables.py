@@ -24,7 +24,13 @@ from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import Room
 from outsize.planner.bounds.memory import MemoryBounds
 from outsize.planner.bounds.step_time import PrefixTimes, made_for
-from outsize.planner.costs.coarsening import coarse_graph, coarse_profile, pieces, refined_around
+from outsize.planner.costs.coarsening import (
+    between_blocks,
+    coarse_graph,
+    coarse_profile,
+    pieces,
+    refined_around,
+)
 from outsize.planner.costs.device_scaling import on_kind
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import Sharing, parallel_times, sync_s
@@ -192,8 +198,15 @@ class CostTables:
 
     def finer(self, layout: Layout, bounds: Sequence[int]) -> CostTables:
         """Returns tables that are unit by unit around the bounds that were found for a layout."""
-        ends = {layout.captured: refined_around(self.ends(layout), bounds)}
-        return CostTables(self._candidates, self._cluster, self._optimizer, self._most, ends)
+        return self._with_ends(layout, refined_around(self.ends(layout), bounds))
+
+    def between_blocks(self, layout: Layout) -> CostTables:
+        """Returns tables whose pieces are the model's repeated blocks."""
+        return self._with_ends(layout, between_blocks(self.graph(layout)))
+
+    def _with_ends(self, layout: Layout, ends: tuple[int, ...]) -> CostTables:
+        pieces = {layout.captured: ends}
+        return CostTables(self._candidates, self._cluster, self._optimizer, self._most, pieces)
 
     def graph(self, layout: Layout) -> ModelGraph:
         """Returns the model at the layout's microbatch size, unit by unit."""

@@ -65,7 +65,8 @@ class Estimate:
 
     `pipeline_s` is for all microbatches; for `sync_s` replicas wait for each other, and for `update_s` the
     optimizer of the device with most gradients. No cut of this layout that fits makes a step shorter than
-    `floor_s`, which is 0 where it is unknown.
+    `floor_s`, which is 0 where it is unknown. `fastest_step_s` is that of the cut that was given up for one
+    between blocks; 0 where none was.
     """
 
     pipeline: Pipeline
@@ -76,6 +77,7 @@ class Estimate:
     sync_s: float
     update_s: float
     floor_s: float = 0.0
+    fastest_step_s: float = 0.0
 
     @property
     def layout(self) -> Layout:

@@ -36,7 +36,7 @@ from typing import Final
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
-from outsize.ir.findings import CaptureNote, Reason
+from outsize.ir.findings import CaptureNote, CutsBetweenBlocks, Reason
 from outsize.ir.formatting import microbatches_text
 from outsize.ir.graph import ModelGraph
 from outsize.ir.offload import HOSTED, Weights
@@ -89,6 +89,12 @@ MESHES: Final = 3
 REJECTIONS: Final = 6
 # A smaller gap is below the error of a prediction.
 OPTIMAL: Final = 1e-4
+# Stages are cut between repeated blocks where that costs less than this.
+BLOCKS: Final = 1.02
+# Recompute makes a step at most this many times as long: a second forward, of three parts.
+MOST_AGAIN: Final = 4 / 3
+# What a smaller share of a step is given up for is not told.
+TOLD: Final = 5e-4
 # These options are written once for the whole plan where all its stages have them.
 PLAN_WIDE: Final[tuple[set[Recompute], ...]] = {"full"}, {"offload"}
 
@@ -370,8 +376,33 @@ def _improved(
     if not (tables.exact(best.layout) or tables.unequal):
         tables, best = _refined(request, tables, best)
     best, recomputed = selective(best, tables, request.optimizer)
+    tables, best, recomputed = _between_blocks(request, tables, best, recomputed)
     other = or_offloaded(best, result.estimates, all_tables, cluster) if request.recompute is None else None
     return (tables, best, recomputed) if other is None else (all_tables, other, {})
+
+
+def _between_blocks(
+    request: PlanRequest, tables: CostTables, best: Estimate, recomputed: dict[int, Units]
+) -> tuple[CostTables, Estimate, dict[int, Units]]:
+    """Returns the best cut between repeated blocks, where its step is at most BLOCKS times as long; else what
+    was given.
+
+    Its floor is that of all cuts.
+    """
+    layout, given = best.layout, (tables, best, recomputed)
+    blocks = tables.between_blocks(layout)
+    cuts, all_ends = blocks.ends(layout), tables.ends(layout)
+    inside = any(all_ends[bound] not in cuts for bound in best.bounds)
+    if not inside or len(cuts) <= layout.stages or tables.unequal or layout.hosted:
+        return given
+    estimates = BranchAndBound(blocks, _recompute(request)).run([layout]).estimates
+    most_s = BLOCKS * best.step_s
+    if not estimates or estimates[0].step_s > MOST_AGAIN * most_s:
+        return given
+    neat, neat_recomputed = selective(polish(estimates[0]), blocks, request.optimizer)
+    if neat.step_s > most_s:
+        return given
+    return blocks, replace(neat, floor_s=best.floor_s, fastest_step_s=best.step_s), neat_recomputed
 
 
 def _why_best(
@@ -381,6 +412,8 @@ def _why_best(
     layout = best.layout
     yield from (CaptureNote(note=note) for note in graph.notes if graph.form == "modules")
     yield from reasons(best, graph, bounds)
+    if best.step_s > best.fastest_step_s * (1 + TOLD) > 0:
+        yield CutsBetweenBlocks(step_s=best.step_s, fastest_step_s=best.fastest_step_s)
     yield from device_kinds(graph, bounds, best.devices, cluster, layout.group)
     yield from slow_options(request.bn, best)
     yield from order_reasons(graph, layout, request.bn)

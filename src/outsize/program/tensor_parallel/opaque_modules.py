@@ -11,7 +11,7 @@ Copies get random weights and inputs, so that properties that hold by accident a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -22,17 +22,53 @@ from outsize.program.tape import Meta
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tree import leaves
 
+# What a module has besides its attributes; hooks are among the others, and have to be empty.
+_TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+_KNOWN: dict[tuple[Hashable, ...], bool] = {}  # What was tried of modules that are built the same.
 _TRIED = 4  # The sharded dim is tried with so many items.
 _MOST = 1 << 20  # A module with more weights is not tried.
 
 
 def works_by_vector(module: nn.Module, shape: tuple[int, ...], dim: int) -> bool:
     """Returns whether `module(x)` cut along `dim` is `module(x cut along dim)`, bit by bit or nearly."""
-    weights = list(module.parameters())
-    if dim == len(shape) - 1 or sum(p.numel() for p in weights) > _MOST:
+    if dim == len(shape) - 1 or sum(p.numel() for p in module.parameters()) > _MOST:
         return False
     sizes = [*(min(size, 2) for size in shape[:-1]), shape[-1]]
     sizes[dim] = _TRIED
+    built = _built(module)
+    if built is None:
+        return _works_by_vector(module, sizes, dim)
+    key = built, *sizes, dim
+    if key not in _KNOWN:
+        _KNOWN[key] = _works_by_vector(module, sizes, dim)
+    return _KNOWN[key]
+
+
+def _built(module: nn.Module) -> tuple[Hashable, ...] | None:
+    """Returns a key that only modules share which compute the same from the same weights: class, plain
+    attributes, and kinds of weights; None where a module holds anything else.
+
+    A model of 80 layers has 161 equal norms, and is recorded at several sizes.
+    """
+    keys: list[Hashable] = []
+    for name, each in module.named_modules():
+        attributes = vars(each)
+        plain = {n: value for n, value in attributes.items() if _is_plain(value)}
+        if any(attributes[n] for n in attributes.keys() - plain.keys() - _TABLES):
+            return None
+        weights = (*each._parameters.items(), *each._buffers.items())
+        kinds = tuple((n, t if t is None else (tuple(t.shape), t.dtype)) for n, t in weights)
+        keys.append((name, type(each), tuple(plain.items()), kinds))
+    return tuple(keys)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
+def _works_by_vector(module: nn.Module, sizes: Sequence[int], dim: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         small_copy = _with_new_weights(module)

@@ -164,7 +164,7 @@ def _optimum(plan: Plan) -> str:
         return ""
     gap, limit = plan.expected.gap, plan.expected.limited_by
     parts = [
-        "" if gap is None else optimum_text(gap),
+        optimum_text(gap),
         "" if limit is None else f"limited by {sentence(limit)}",
     ]
     return "; ".join(filter(None, parts))

@@ -41,6 +41,8 @@ from outsize.report.tables.stage_units import MOST_SHOWN, short_units
 from outsize.report.wording import advised, idle_next_step, idle_sentence, sentence, sentences
 
 SHORT = {"gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+# A larger gap is a weak bound, and nothing about the plan.
+TOLD = 0.1
 # The most characters for a stage's units, whose column has a third of a line; fewer units are named then.
 NAMED = 72
 _NUMBER = re.compile(r"\.\d+(?=\.|,|$)")
@@ -180,8 +182,8 @@ def _run_row(plan: Plan, measured: Timeline, rank: int) -> tuple[str, ...]:
 def _plan_heading(plan: Plan, graph: ModelGraph | None) -> Text:
     size = f" ({_size_text(graph)})" if graph else ""
     lines = Text.assemble((plan.model, "bold"), f"{size} on {plan.cluster}\n", how_text(plan))
-    if plan.expected is not None and plan.expected.gap is not None:
-        lines.append(f"\n{optimum_text(plan.expected.gap)}", "bold")
+    if plan.expected is not None and (optimum := optimum_text(plan.expected.gap)):
+        lines.append(f"\n{optimum}", "bold")
     if plan.beyond:
         lines.append(f"\n{what_if_text(plan)}", "bold yellow")
     return lines
@@ -310,8 +312,13 @@ def bits_text(plan: Plan, step_s: float) -> str:
     return f"{seconds_text(step_s)} within rounding; {exact_text}"
 
 
-def optimum_text(gap: float) -> str:
-    """Returns `optimal`, or how far from it the plan can be at most, rounded up, within what was searched."""
+def optimum_text(gap: float | None) -> str:
+    """Returns `optimal`, or how far from it the plan can be at most, rounded up, within what was searched.
+
+    It is empty where the bound is too far away to say anything, as that of interleaved plans.
+    """
+    if gap is None or gap > TOLD:
+        return ""
     share = f"within {math.ceil(gap * 1000 - 1e-6) / 10:.1f} % of the best possible"
     return f"{'optimal' if gap <= 0 else share} (of what was searched)"
 

@@ -128,6 +128,8 @@ def test_what_limits_and_how_far_from_the_optimum() -> None:
         text = text_of(plan_table(samples.plan().model_copy(update={"expected": told})))
         assert words in text
         assert "lm_head, a single unit, alone on stage 2" in text
+    weak = samples.plan().model_copy(update={"expected": expected.model_copy(update={"gap": 0.637})})
+    assert of_best not in text_of(plan_table(weak)), "the bound is too far away to say anything"
 
 
 def test_what_a_device_needs_for_sure_is_beside_what_is_likely() -> None:
