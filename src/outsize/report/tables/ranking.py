@@ -67,4 +67,7 @@ def _how(cluster: RankedCluster) -> str:
 
 
 def _money(price: float | None) -> str:
-    return "?" if price is None else f"{price:.2f}"
+    """Returns a price with cents, or with three digits below one; `?` where it is unknown."""
+    if price is None:
+        return "?"
+    return f"{price:.2f}" if price >= 1 or not price else f"{price:.3g}"
