@@ -59,7 +59,7 @@ def model_of(shape: Transformer) -> nn.Module:
         return load(
             f"transformers:GPT2Config?n_layer={shape.layers}&n_embd={shape.hidden}&n_head={shape.heads}"
             f"&n_positions={shape.seq_len}&vocab_size={shape.vocabulary}&attn_implementation=eager"
-            "&activation_function=gelu_pytorch_tanh"
+            "&activation_function=gelu_pytorch_tanh&scale_attn_weights=false"
         )
 
 

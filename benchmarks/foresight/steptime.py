@@ -20,10 +20,10 @@ ONE_NODE = "deepspeed, one node"
 # Times of Megatron-DeepSpeed on one node are those of a step that recomputes nothing, whatever its label.
 PRIORS = {
     "megatron": Multipliers(
-        matmul=1.16,
+        matmul=1.092,
         memory=0.888,
         wide_matmul=0.461,
-        kernel_s=1.89e-05,
+        kernel_s=1.09e-05,
         host_s=4.25e-05,
         inner=0.987,
         outer=1.05,
@@ -34,10 +34,10 @@ PRIORS = {
         fixed_s=0.00527,
     ),
     "megatron 2022": Multipliers(
-        matmul=1.03,
+        matmul=0.969,
         memory=1.06,
         wide_matmul=1,
-        kernel_s=1.01e-05,
+        kernel_s=2.1e-06,
         host_s=5.02e-05,
         inner=1.08,
         outer=1,
@@ -47,10 +47,10 @@ PRIORS = {
         fixed_s=0.00498,
     ),
     ONE_NODE: Multipliers(
-        matmul=1.09,
+        matmul=1.026,
         memory=0.783,
         wide_matmul=2.75,
-        kernel_s=3.3e-05,
+        kernel_s=2.5e-05,
         host_s=8.27e-05,
         inner=1.22,
         outer=1,

@@ -16,7 +16,7 @@ from calibrate import Fit, fit
 from transformer_step import Multipliers
 
 TUNED_HALF = 0
-NEUTRAL = Multipliers(kernel_s=1e-5, host_s=5e-5, inner=1.1, skew_s=1e-5, exposed=0.1, fixed_s=0.005)
+NEUTRAL = Multipliers(kernel_s=2e-6, host_s=5e-5, inner=1.1, skew_s=1e-5, exposed=0.1, fixed_s=0.005)
 WIDE = ("kernel_s", "host_s", "fixed_s", "wide_matmul", "skew_s", "exposed", "some")
 SPREAD = 0.3
 ROUNDS = 100

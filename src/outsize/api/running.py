@@ -226,7 +226,7 @@ def _made_plan(
     alone: bool,
 ) -> Plan:
     """Returns the plan of a run that has none; one process `alone` runs pipelines over its devices."""
-    request = request_of(options, case.batch.size)
+    request = request_of(options, case.batch.size).model_copy(update={"every_device": True})
     if alone and not (request.has_group_axes or request.what_if or options.get("axes")):
         request = request.model_copy(update={"exact": True})
     cluster = cluster_of(_cluster(options, request.stages, devices, here))

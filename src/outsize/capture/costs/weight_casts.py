@@ -89,6 +89,8 @@ class WeightCasts:
 
         `takes_copy` says whether the call computes the same with the copy of a weight in place of the weight.
         """
+        if not (self._cast or self._unwatched):
+            return ()
         for weight in self._returned(out):
             del self._cast[weight]
         casts = dict[str, torch.dtype | None]()
@@ -116,9 +118,10 @@ def known_casts(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
     unknown way.
     """
     unknown = {name for i in instructions for name, dtype in i.casts if dtype is None}
+    if not unknown:
+        return tuple(instructions)
     return tuple(
-        replace(i, casts=tuple(cast for cast in i.casts if cast[0] not in unknown)) if unknown else i
-        for i in instructions
+        replace(i, casts=tuple(cast for cast in i.casts if cast[0] not in unknown)) for i in instructions
     )
 
 

@@ -61,8 +61,8 @@ class PlanRequest(Record):
     given, "pp" none of them. `exact` keeps to layouts whose results are bit-identical to one device's:
     pipelines, and where none fits, weights on the host. `what_if` adds layouts that this version only plans.
     `sequence_parallel` None prices both values. `weights` None shards weights over dp_shard, and keeps them
-    on the host where the devices are too small for them. Raises BadOption for options that contradict each
-    other.
+    on the host where the devices are too small for them. `every_device`: none may be left out, as in a run.
+    Raises BadOption for options that contradict each other.
     """
 
     batch_size: Count
@@ -81,6 +81,7 @@ class PlanRequest(Record):
     sequence_parallel: bool | None = None
     weights: Weights | None = None
     what_if: bool = False
+    every_device: bool = False
     actions: tuple[str, ...] = ()
 
     def mesh(self, pp: int) -> Axes:
@@ -123,6 +124,11 @@ class PlanRequest(Record):
 
     def _leaves_devices(self, cluster: Cluster) -> bool:
         return len(cluster.devices) > (self.stages or 1) * self.mesh(1).group_size
+
+    @property
+    def may_idle(self) -> bool:
+        """Returns whether unequal devices may be left out."""
+        return self.stages is None and not self.every_device
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

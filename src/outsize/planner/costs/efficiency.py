@@ -75,7 +75,7 @@ class Efficiency(Record):
 
 GPU: Final = Efficiency(
     compute={
-        "matmul": EfficiencyCurve(peak=0.88, half_s=8e-6),
+        "matmul": EfficiencyCurve(peak=0.8, half_s=8e-6),
         "attention": EfficiencyCurve(peak=0.6, half_s=12e-6),
         "convolution": EfficiencyCurve(peak=0.5, half_s=8e-6),
         "elementwise": EfficiencyCurve(peak=0.4),

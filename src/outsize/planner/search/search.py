@@ -213,7 +213,7 @@ def _mesh(
 
 def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tuple[SearchResult, CostTables]:
     """Prices the meshes of all axes that the request leaves open."""
-    tables = CostTables(candidates, cluster, request.optimizer, idle=request.stages is None)
+    tables = CostTables(candidates, cluster, request.optimizer, idle=request.may_idle)
     search_loop = BranchAndBound(tables, _recompute(request))
     if not request.opens_axes(cluster):
         return search_loop.run(()), tables

@@ -64,8 +64,8 @@ def test_a_plan_takes_what_measure_found() -> None:
     model, x = nn.Sequential(linear(), nn.Tanh(), linear()), batch()
     how = {"loss_fn": F.mse_loss, "target": torch.zeros(4, 4)}
     found = outsize.measure(model, (x,), **how, sizes=[1, 2], how=QUICK)
-    plan = outsize.plan(model, (x,), **how, cluster="2xcpu", measured=found)
+    plan = outsize.plan(model, (x,), **how, cluster="2xcpu", exact=True, measured=found)
     assert plan.expected is not None
     assert (plan.expected.source, plan.microbatches >= 2) == ("measured", True)
     with pytest.raises(BadOption, match="says nothing about microbatches of 4"):
-        outsize.plan(model, (x,), **how, cluster="2xcpu", microbatches=1, measured=found)
+        outsize.plan(model, (x,), **how, cluster="2xcpu", exact=True, microbatches=1, measured=found)
