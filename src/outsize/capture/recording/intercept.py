@@ -11,6 +11,7 @@ A `Watcher` decides what to do; this file owns the fragile hooks into torch.
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -159,23 +160,39 @@ def _patched_module_call(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def _patched_apply(watcher: Watcher) -> Iterator[None]:
-    original = torch.autograd.Function.__dict__["apply"]
-    scripted = ScriptFunction.__call__
+    """Watches `apply` where Function's own looks it up at each call, so that an `apply` which was bound before
+    (`product = Product.apply`) and one that a class defines for itself are seen like `Product.apply(x)`.
+    """
+    base, original = torch.autograd.function._SingleLevelFunction, vars(torch.autograd.Function)["apply"]
+    before, scripted = vars(base).get("apply"), ScriptFunction.__call__
+    told = threading.local()  # The watcher has been told of this function and runs it.
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # Functions that torch.func makes for its transforms have the base class alone.
+        is_told = getattr(told, "function", None) is cls
+        if is_told or not issubclass(cls, torch.autograd.Function):
+            told.function = None
+            return super(base, cls).apply(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if cls is checkpoints.CheckpointFunction:
             return _reentrant(watcher, *args)
-        return watcher.on_function(original.__get__(None, cls), args, kwargs)
+        told.function = cls
+        try:
+            return watcher.on_function(original.__get__(None, cls), args, kwargs)
+        finally:
+            told.function = None
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         return watcher.on_function(scripted.__get__(function), args, kwargs)
 
-    torch.autograd.Function.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
+    base.apply = classmethod(apply)  # pyright: ignore[reportAttributeAccessIssue]
     ScriptFunction.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        if before is None:
+            del base.apply  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            base.apply = before  # pyright: ignore[reportAttributeAccessIssue]
         ScriptFunction.__call__ = scripted
 
 
