@@ -16,6 +16,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
+from bound_functions import FORMS, Odd, Once, Using
 from guard_models import KINDS, WIDTH, WRITES, Reading, ReadingInside, ReadingLoss, Switch, reset, squared
 from guard_runs import batches, plain, plan_of, sgd
 from recorded_once import always_recorded
@@ -31,6 +32,7 @@ WRITTEN = (
     *("counter", "warm-up", "log", "table", "global", "average", "generator", "seed", "seed under a fork"),
     *("itertools.count", "random of NumPy"),
 )
+BOUND = ("alias", "attribute", "partial", "several outputs", "context apart", "vmap, own rule", "reentrant")
 LOSS = ("dict", "numpy array", "global", "closure", "none")
 
 
@@ -77,6 +79,18 @@ def of_writes(kind: str, group: Any) -> list[int]:
     expected = plain(ReadingInside(WRITES[kind]), squared, lambda _: None)
     reset()
     return differing(ReadingInside(WRITES[kind]), squared, lambda _: None, expected, group)
+
+
+def of_bound(form: str, group: Any) -> list[int]:
+    """The model's own forward calls an autograd function whose `apply` was bound before; another one is bound
+    to the attribute at step two.
+    """
+    model, other = Using(FORMS[form]), Using(FORMS[form])
+
+    def rebound(of: Using) -> Any:
+        return lambda n: setattr(of, "function", Once.apply if n >= 2 else Odd.apply)
+
+    return differing(other, squared, rebound(other), plain(model, squared, rebound(model)), group)
 
 
 def of_annealing(group: Any) -> list[int]:
@@ -146,6 +160,7 @@ def everything(group: Any) -> dict[str, list[int]]:
     wrong = {f"forward, {kind}": of_forward(kind, group) for kind in FORWARD}
     wrong |= {f"loss, {kind}": of_loss(kind, group) for kind in LOSS}
     wrong |= {f"writes, {kind}": of_writes(kind, group) for kind in WRITTEN}
+    wrong |= {f"bound, {form}": of_bound(form, group) for form in BOUND}
     return {**wrong, "annealing": of_annealing(group), "moving numbers": of_moving_numbers(group)}
 
 

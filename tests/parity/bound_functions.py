@@ -1,4 +1,4 @@
-"""Autograd functions whose `apply` was bound before any recording, with backwards that no composition of ops gives."""
+"""Autograd functions whose `apply` was bound before; no composition of ops has their gradients."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def closure() -> Callable[[Any, Tensor], Tensor]:
     return lambda _, x: function(x)
 
 
-def default(_: Any, x: Tensor, function: Any = Odd.apply) -> Tensor:  # noqa: B008 - the form that is tested
+def default(_: Any, x: Tensor, function: Any = Odd.apply) -> Tensor:
     return function(x)
 
 

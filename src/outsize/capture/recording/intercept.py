@@ -22,6 +22,7 @@ import torch
 import torch.utils.checkpoint as checkpoints
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd.function import BackwardCFunction
 from torch.jit import ScriptFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -56,6 +57,13 @@ class Watcher(ABC):
 def inside_transform() -> bool:
     """Returns whether vmap or torch.func is active, within which ATen ops are what can be replayed."""
     return peek_interpreter_stack() is not None
+
+
+def has_custom_backward(tensor: Tensor) -> bool:
+    """Returns whether an autograd function, of Python or of C++, computes the gradient of this tensor."""
+    with torch._C.DisableTorchFunction():
+        node = tensor.grad_fn
+        return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
 
 
 @final
@@ -160,7 +168,7 @@ def _patched_module_call(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def _patched_apply(watcher: Watcher) -> Iterator[None]:
-    """Watches `apply` where Function's own looks it up at each call, so that an `apply` which was bound before
+    """Watches `apply` where Function's own looks it up at each call, so that one which was bound before
     (`product = Product.apply`) and one that a class defines for itself are seen like `Product.apply(x)`.
     """
     base, original = torch.autograd.function._SingleLevelFunction, vars(torch.autograd.Function)["apply"]

@@ -31,7 +31,12 @@ from outsize.capture.guards.symbolic_numbers import has_symbolic, input_of, is_s
 from outsize.capture.guards.trace import ReadTrace
 from outsize.capture.recording.assertions import surviving_answer
 from outsize.capture.recording.guards import Decider, is_data_dependent
-from outsize.capture.recording.intercept import Watcher, inside_transform, on_real_tensors
+from outsize.capture.recording.intercept import (
+    Watcher,
+    has_custom_backward,
+    inside_transform,
+    on_real_tensors,
+)
 from outsize.capture.recording.leaf_rule import LeafRule, common_module, is_hooked, may_read, takes_copy
 from outsize.capture.recording.number_arguments import insist_on_one_kind
 from outsize.capture.recording.opaque_leaf import probe
@@ -506,9 +511,24 @@ class Recorder(Watcher):
 
     def _refs(self, args: Any, kwargs: Any, where: str) -> tuple[Any, Any]:
         try:
-            return map_leaves(self._refer, args), map_leaves(self._refer, kwargs)
+            refs = map_leaves(self._refer, args), map_leaves(self._refer, kwargs)
         except UnknownTensor as error:
             raise self._unknown(error, where) from None
+        self._insist_on_recorded_backwards(args, kwargs)
+        return refs
+
+    def _insist_on_recorded_backwards(self, args: Any, kwargs: Any) -> None:
+        """Checks that no tensor has got its gradient from an autograd function whose forward alone was seen,
+        op by op and without gradients: a replay would have none. Raises FrameFailed.
+        """
+        for tensor in leaves((args, kwargs)):
+            slot = self.slots.slot_of(tensor) if isinstance(tensor, Tensor) else None
+            if slot is None or self.slots.metas[slot].requires_grad or not has_custom_backward(tensor):
+                continue
+            made = next((i for i in reversed(self.instructions) if slot in i.defines()), None)
+            if made is not None and not made.modes.grad:
+                reason = "it calls an autograd function of C++, whose backward no tape can hold"
+                raise FrameFailed(made.frame, reason, made.where)
 
     def _unknown(self, error: UnknownTensor, where: str) -> Exception:
         failure = FrameFailed(self._frames[-1], f"a tensor of unknown origin: {error}", where)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from outsize.capture.fakes.fake_model import is_fake
 from outsize.capture.recording.fallbacks import record
-from outsize.errors import ExampleRejected
+from outsize.errors import ExampleRejected, NotCapturable
+from outsize.train.check.leaf_outputs import watched_modules
 
 
 def all_state(model: nn.Module) -> list[Any]:
@@ -103,6 +104,42 @@ class Cube(torch.autograd.Function):
 def test_rule_2_leaves_glue_and_custom_functions_are_one_instruction_each() -> None:
     found = check_every_cut(two(lambda m, x: m.b(Cube.apply(F.gelu(m.a(x))))), batch())
     assert [i.name for i in found.tape.instructions][:4] == ["a", "gelu", "apply", "b"]
+
+
+def test_rule_2_an_apply_that_was_bound_before_is_one_instruction() -> None:
+    cube = Cube.apply
+    found = check_every_cut(two(lambda m, x: m.b(m.cube(cube(m.a(x)))), cube=Cube.apply), batch())
+    assert [i.name for i in found.tape.instructions][:4] == ["a", "apply", "apply", "b"]
+    assert [i.target for i in found.tape.instructions[1:3]] == [cube, cube]
+
+
+def below_python(x: Tensor) -> Tensor:
+    """Calls a function as an extension in C++ does: nothing of Python's `apply` runs."""
+    return vars(torch._C._FunctionBase)["apply"].__get__(None, Cube)(x)
+
+
+def test_rule_2_a_function_of_an_extension_is_refused_with_its_line() -> None:
+    with pytest.raises(NotCapturable, match=r"autograd function of C\+\+.*test_rules_recording.py:\d+"):
+        record(two(lambda m, x: m.b(below_python(m.a(x)))), (batch(),), {}, energy)
+
+
+def test_rule_2_a_function_of_an_extension_in_a_submodule_runs_live() -> None:
+    model = two(
+        lambda m, x: m.b(m.inner(m.a(x))), inner=Written(lambda m, x: m.c(below_python(x)), c=linear())
+    )
+    found = check_every_cut(model, batch())
+    assert [i.name for i in found.tape.instructions][:3] == ["a", "inner", "b"]
+
+
+def test_rule_2_torch_is_afterwards_what_it_was() -> None:
+    base = torch.autograd.function._SingleLevelFunction
+    before = dict(vars(base)), vars(torch.autograd.Function)["apply"]
+    model = two(lambda m, x: m.b(Cube.apply(m.a(x))))
+    record(model, (batch(),), {}, energy)
+    with watched_modules(model):
+        record(model, (batch(),), {}, energy)
+        assert "apply" in vars(base)
+    assert (dict(vars(base)), vars(torch.autograd.Function)["apply"]) == before
 
 
 def test_rule_2_vmap_is_recorded_below_as_aten_ops_with_the_callers_grad() -> None:
