@@ -61,6 +61,18 @@ class WorkSums:
         sums[1] += moved_bytes
         sums[2] += launches
 
+    def without(self, taken: WorkSums) -> WorkSums:
+        """Returns these sums less others that are part of them."""
+        left = WorkSums()
+        for key, sums in self._sums.items():
+            left.add(*key, *(a - b for a, b in zip(sums, taken._sums.get(key, (0, 0, 0)), strict=True)))
+        return left
+
+    @property
+    def moved_bytes(self) -> int:
+        """Returns the bytes of all families."""
+        return sum(moved for _, moved, _ in self._sums.values())
+
     def works(self) -> tuple[Work, ...]:
         """Returns the sums in the order in which the families came; families whose work was taken out are
         left out.
@@ -119,6 +131,9 @@ class CostMeter:
         self._kept: set[int] = set()
         self._fresh: dict[int, int] = {}  # These storages are saved for the first time; the values are bytes.
         self._noise: dict[int, int] = {}  # Random zeros and ones: elements by storage.
+        # The work of ops that read the noise, forward and backward.
+        self._noise_work = WorkSums(), WorkSums()
+        self._reads_noise, self._noise_dtype = False, "float32"
         self._worst_backward, self._last = 0, (0, set[int]())
         self._waiting = self._cast_bytes = 0
         self._taken: Cost | None = None
@@ -198,8 +213,9 @@ class CostMeter:
         return replace(cost, on_accelerator=self._fused or self._with_mask(cost))
 
     def _with_mask(self, cost: Cost) -> Cost | None:
-        """Returns the cost where dropout saves a mask of one byte for each element, as its kernel on
-        accelerators does (`native_dropout`), in place of the scaled noise; None where it saves none.
+        """Returns the cost where dropout is one kernel that saves a mask of one byte for each element, as on
+        accelerators (`native_dropout`), in place of three ops that save the scaled noise; None where there is
+        none. The kernel reads x and writes the result and the mask; its backward reads gradient and mask.
 
         Noise of other sizes than the result, as for whole channels, is the same there; so would be that of
         alpha dropout, which is not told apart.
@@ -208,7 +224,21 @@ class CostMeter:
         if sizes == self._fresh:
             return None
         small_bytes = sum(size for size in sizes.values() if size < SMALL_BYTES)
-        return replace(cost, saved_bytes=sum(sizes.values()), saved_small_bytes=small_bytes)
+        sums = self._forward, self._input
+        forward, backward = (s.without(noise) for s, noise in zip(sums, self._noise_work, strict=True))
+        for key, size in self._fresh.items():
+            if size != sizes[key]:
+                forward.add("elementwise", self._noise_dtype, 0, 2 * size + sizes[key])
+                if self._noise_work[1].moved_bytes:
+                    backward.add("elementwise", self._noise_dtype, 0, 2 * size + sizes[key])
+        return replace(
+            cost,
+            moved_bytes=cost.moved_bytes + forward.moved_bytes - self._forward.moved_bytes,
+            saved_bytes=sum(sizes.values()),
+            saved_small_bytes=small_bytes,
+            forward=forward.works(),
+            backward_input=backward.works(),
+        )
 
     def count(self, op: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Adds one ATen op."""
@@ -218,10 +248,12 @@ class CostMeter:
         if known.chancy:
             self.random = self.random or _draws(op, args, kwargs)
         inputs, results = [*_tensors(args), *_tensors(kwargs.values())], [*_tensors((out,))]
-        if known.name == "mul" and self._noise:
-            self._noise = {key: n for key, n in self._noise.items() if n == results[0].numel()}
         if known.name == "bernoulli_":
             self._noise[storage_key(results[0])] = results[0].numel()
+            self._noise_dtype = _dtype(results, inputs)
+        if known.name == "mul" and self._noise:
+            self._noise = {key: n for key, n in self._noise.items() if n == results[0].numel()}
+        self._reads_noise = any(storage_key(tensor) in self._noise for tensor in inputs)
         if known.name not in ALLOCATIONS:
             self._count(known, inputs, results, flops_of(known.formula, args, kwargs, out))
         if not known.view:
@@ -282,6 +314,8 @@ class CostMeter:
             self._flops += flops
             self._moved_bytes += moved
             self._forward.add(op.family, dtype, flops, moved)
+            if self._reads_noise:
+                self._noise_work[0].add(op.family, dtype, flops, moved)
         if op.family == "normalisation":
             self._correct_statistics(inputs, results)
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
@@ -300,6 +334,8 @@ class CostMeter:
             tally = self._weight if self._is_weight(tensor) else self._input
             if cost is not None:
                 tally.add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches)
+                if self._reads_noise and tally is self._input:
+                    self._noise_work[1].add(cost.family, dtype, cost.flops, cost.moved_bytes, cost.launches)
             if self._is_used_again(tensor):
                 # Two parts of its gradient are added.
                 tally.add("elementwise", dtype, 0, 3 * call.sizes[index])

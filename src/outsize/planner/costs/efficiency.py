@@ -9,9 +9,9 @@ size. Stated in seconds, one curve serves devices of any speed: a faster one nee
 GPU: large matmuls of cuBLAS reach 0.8 to 0.9 of the A100's bfloat16 peak, 1024^3 about 0.4; the forward of
 FlashAttention-2 0.55 to 0.73, its backward 0.5 to 0.6 (arXiv 2307.08691, sec. 4); copies 0.8 to 0.9.
 Convolutions in NCHW, norms and the backwards of embeddings reach less. Orders of magnitude, not fits.
-A kernel leaves the device idle for 10 us more than its work. The host needs 57 us for an op of a training
+A kernel leaves the device idle for 10 us more than its work. The host needs 67 us for an op of a training
 loop in Python, with modules, autograd and the loop's own work, by published steps that wait for their host:
-Megatron-LM and Megatron-DeepSpeed take 3.2 to 3.6 ms for a layer of about 60 ops, on A100 and on H100 (tuned
+Megatron-LM and Megatron-DeepSpeed take 3.2 to 3.6 ms for a layer of 54 ops, on A100 and on H100 (tuned
 half of benchmarks/foresight). A bare launch takes 5 us. A host that is late catches up within a block, such
 as a layer of a transformer, not over the whole model: published steps are the sum of layers that wait for the
 host and of a head that does not. The optimizer's step streams its bytes at the rate of additions.
@@ -75,7 +75,7 @@ class Efficiency(Record):
 
 GPU: Final = Efficiency(
     compute={
-        "matmul": EfficiencyCurve(peak=0.8, half_s=8e-6),
+        "matmul": EfficiencyCurve(peak=0.8, half_s=5e-6),
         "attention": EfficiencyCurve(peak=0.6, half_s=12e-6),
         "convolution": EfficiencyCurve(peak=0.5, half_s=8e-6),
         "elementwise": EfficiencyCurve(peak=0.4),
@@ -95,7 +95,7 @@ GPU: Final = Efficiency(
         "other": EfficiencyCurve(peak=0.7, half_s=2e-6),
     },
     launch_s=10e-6,
-    host_s=57e-6,
+    host_s=67e-6,
     update=0.85,
 )
 

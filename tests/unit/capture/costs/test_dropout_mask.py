@@ -10,10 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from outsize.capture.costs.meter import summed
 from outsize.capture.graph.build import build_graph, on_accelerators
 from outsize.capture.recording.fallbacks import record
+from outsize.ir.graph import Unit, Work
 
 SAMPLES, WIDTH = 3, 32
+PASSES: tuple[Callable[[Unit], tuple[Work, ...]], ...] = (lambda u: u.forward, lambda u: u.backward_input)
+NO_WORK = Work(family="elementwise", dtype="float32", flops=0, moved_bytes=0, launches=0)
+
+
+def padded(works: tuple[Work, ...]) -> tuple[Work]:
+    """The only work, or none."""
+    return (works[0] if works else NO_WORK,)
 
 
 @final
@@ -52,3 +61,21 @@ def test_noise_of_whole_channels_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout2d(0.5), nn.Conv2d(4, 2, 1))
     found = build_graph(record(model, (torch.randn(2, 3, 5, 5),), {}), model)
     assert on_accelerators(found, model) is found
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.1), lambda x: F.dropout(x, 0.1)], ids=["module", "function"])
+def test_dropout_is_one_kernel_each_way(drop: Callable[[Tensor], Tensor]) -> None:
+    """It reads x, writes the result and the mask; backward it reads gradient and mask, and writes."""
+    models = [Dropped(drop), Dropped(lambda x: x)]
+    x = torch.randn(SAMPLES, WIDTH)
+    works = []
+    for model in models:
+        found = build_graph(record(model, (x,), {}), model)
+        units = on_accelerators(found, model).graph.units
+        works.append([summed(w for u in units for w in p(u) if w.family == "elementwise") for p in PASSES])
+    forward, backward = (
+        (mine.moved_bytes - other.moved_bytes, mine.launches - other.launches)
+        for (mine,), (other,) in zip(*(map(padded, each) for each in works), strict=True)
+    )
+    _, mask = torch.native_dropout(x, 0.1, train=True)
+    assert forward == backward == (2 * x.nbytes + mask.nbytes, 1)
