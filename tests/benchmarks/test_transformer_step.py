@@ -52,7 +52,8 @@ def test_interleaved_chunks_shrink_the_bubble() -> None:
     one = plain.model_copy(update={"chunks": 1})
     saved = step_s(one, cluster(free=True), BY) - step_s(plain, cluster(free=True), BY)
     busy = sum(c.forward_s + c.backward_s for c in costs) / 4
-    assert saved == pytest.approx(3 * busy * (1 - 1 / 4), rel=0.1)
+    # The kernels of embedding and head are in the first and the last chunk alone.
+    assert saved == pytest.approx(3 * busy * (1 - 1 / 4), rel=0.12)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
