@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 4
 SCALE = 1.0
@@ -161,6 +162,10 @@ def _set_global(name: str, value: Any) -> None:
 
 KINDS: dict[str, tuple[Use, Change]] = {
     "number": (lambda s, x: x * s.number, lambda s: setattr(s, "number", 0.5)),
+    "reentrant region": (
+        lambda s, x: checkpoint(lambda t: t * s.number, x, use_reentrant=True),
+        lambda s: setattr(s, "number", 0.5),
+    ),
     "list": (lambda s, x: x * s.numbers[1], lambda s: s.numbers.__setitem__(1, 0.5)),
     "new list": (_looped, lambda s: setattr(s, "numbers", [1.0, 0.25])),
     "longer list": (_looped, lambda s: s.numbers.append(3.0)),

@@ -32,7 +32,8 @@ def test_another_function_under_the_same_attribute_is_noticed() -> None:
         return lambda number: setattr(of, "function", Once.apply if number >= 2 else Odd.apply)
 
     expected = plain(plain_model, squared, rebound(plain_model))
-    insist_on_equal(expected, split(engine_of(model, squared), rebound(model)))
+    with pytest.warns(UserWarning, match=r"m\.function Odd\.apply -> "):
+        insist_on_equal(expected, split(engine_of(model, squared), rebound(model)))
 
 
 def test_another_function_under_the_same_global_name_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,4 +42,5 @@ def test_another_function_under_the_same_global_name_is_noticed(monkeypatch: pyt
 
     expected = plain(Using(FORMS["alias"]), squared, rebound)
     rebound(0)
-    insist_on_equal(expected, split(engine_of(Using(FORMS["alias"]), squared), rebound))
+    with pytest.warns(UserWarning, match=r"odd Odd\.apply -> "):
+        insist_on_equal(expected, split(engine_of(Using(FORMS["alias"]), squared), rebound))

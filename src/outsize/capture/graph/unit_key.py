@@ -15,6 +15,7 @@ from itertools import pairwise
 from types import CodeType
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
 from outsize.capture.graph.build import Captured, required_slots
@@ -118,7 +119,12 @@ def _find(model: nn.Module, weight: Weight) -> Any:
 
 
 def _function_text(function: Any) -> str:
-    """Returns a function's name and, for a function in Python, its code."""
+    """Returns a function's name and, for a function in Python, its code; of an autograd function those of its
+    forward and backward.
+    """
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return f"{_function_text(owner.forward)} {_function_text(owner.backward)}"
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
     return f"{name} {_code_text(function)}"
 

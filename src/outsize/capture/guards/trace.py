@@ -147,8 +147,11 @@ _FOLDERS: Final = tuple(
 )
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TORCH_MODULES: Final = f"{pathlib.Path(nn.__file__).parent / 'modules'}{os.sep}"
-# The files of outsize that call a model or a loss function.
-_CALLERS: Final = ("fallbacks.py", "recorder.py", "loss_weights.py", "by_modules.py", "reference.py")
+# The files of outsize that call a model, a loss function or a region of torch.utils.checkpoint.
+_CALLERS: Final = (
+    *("fallbacks.py", "recorder.py", "intercept.py"),
+    *("loss_weights.py", "by_modules.py", "reference.py"),
+)
 # Look-ups in these classes are those of the objects that they wrap: UserDict, os.environ.
 _TRANSPARENT: Final = frozenset(("<frozen os>", "<frozen _collections_abc>"))
 _TRANSPARENT_FILES: Final = tuple(

@@ -10,7 +10,7 @@ import array
 import copy
 import functools
 from collections import deque
-from types import EllipsisType, NoneType
+from types import EllipsisType, MethodType, NoneType
 from typing import Any, Final, final
 
 import numpy as np
@@ -114,5 +114,7 @@ def short(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)}"
     name = getattr(value, "__qualname__", None)
+    if isinstance(value, MethodType) and isinstance(value.__self__, type):
+        name = f"{value.__self__.__qualname__}.{value.__name__}"
     text = name if isinstance(name, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -65,7 +65,10 @@ def text_of(value: Any, depth: int = DEPTH) -> str:
     if isinstance(value, functools.partial):
         return f"partial({text_of(value.func, depth)}, {text_of((value.args, value.keywords), depth)})"
     if isinstance(value, MethodType):
-        return f"{text_of(value.__func__, depth)} of {_name(type(value.__self__))}"
+        owner = value.__self__
+        return (
+            f"{text_of(value.__func__, depth)} of {_name(owner if isinstance(owner, type) else type(owner))}"
+        )
     if isinstance(value, FunctionType):
         held = (
             value.__defaults__,

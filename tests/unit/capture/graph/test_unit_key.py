@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +88,33 @@ def test_an_edited_forward_is_another_one() -> None:
 
     before, same, edited = (module_text(model_of(s)()) for s in ("x * 2", "x * 2", "x * 3"))
     assert before == same != edited
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0] * 2
+
+
+class Clipped(Doubled):
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0].clamp(-1, 1)
+
+
+class Applying(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 4), nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+def test_autograd_functions_with_other_code_are_other_work() -> None:
+    doubled, again, clipped = (keys(Applying(f)) for f in (Doubled.apply, Doubled.apply, Clipped.apply))
+    assert doubled == again != clipped

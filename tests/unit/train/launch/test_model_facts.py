@@ -43,6 +43,14 @@ def mean_of(x: Tensor) -> Tensor:
     return x.mean()
 
 
+class Halved(torch.autograd.Function):
+    """A function of the user."""
+
+
+class Doubled(torch.autograd.Function):
+    """Another one."""
+
+
 PAIRS: list[tuple[Any, Any]] = [
     (nn.ReLU(), nn.GELU()),
     (nn.Dropout(0.1), nn.Dropout(0.5)),
@@ -55,6 +63,7 @@ PAIRS: list[tuple[Any, Any]] = [
     (Block(functools.partial(F.gelu, approximate="tanh")), Block(functools.partial(F.gelu))),
     (Block(SimpleNamespace(p=0.1)), Block(SimpleNamespace(p=0.2))),
     (Block(lambda x: x + 1), Block(lambda x: x + 2)),
+    (Block(Halved.apply), Block(Doubled.apply)),
     (Block(torch.zeros(2)), Block(torch.zeros(3))),
     (nn.Linear(2, 2), nn.Linear(2, 2).eval()),
 ]
