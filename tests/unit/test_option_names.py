@@ -55,7 +55,8 @@ def test_signatures_show_every_option() -> None:
 
 
 def test_the_options_of_a_request_are_its_fields() -> None:
-    assert {*RequestOptions.__annotations__, "actions"} == {*PlanRequest.model_fields}
+    # A schedule of the user's own becomes actions; a run says that it has every device.
+    assert {*RequestOptions.__annotations__, "actions", "every_device"} == {*PlanRequest.model_fields}
 
 
 def test_none_is_as_if_it_were_not_given() -> None:
