@@ -397,7 +397,8 @@ class CostTables:
             on_device = profile.model_copy(update={"device": device.kind})
             costs = coarse_profile(on_device, ends)
             case = PricedModel.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
-            self._cases[key] = case
+            split = np.array([unit.backward_weight_s > 0 for unit in profile.units], np.int64)
+            self._cases[key] = replace(case, split_units=np.add.reduceat(split, ends[:-1]))
         return self._cases[key]
 
     def _in_blocks(self, layout: Layout, device: Device) -> PricedModel:

@@ -359,11 +359,8 @@ def stage_cost(case: PricedModel, first: int, end: int, in_flight_count: int = 1
     """Returns the costs of the units first..end-1; the microbatch being computed never goes to the host."""
     seconds = case.seconds
     passes = seconds.forward, seconds.backward, seconds.backward_weight
-    split_s = (
-        SPLIT_S * int(np.count_nonzero(seconds.backward_weight[first:end]))
-        if case.base.device == "cpu"
-        else 0.0
-    )
+    split_units = seconds.backward_weight > 0 if case.split_units is None else case.split_units
+    split_s = SPLIT_S * int(np.sum(split_units[first:end])) if case.base.device == "cpu" else 0.0
     forward_s, backward_s, weight_s = (sum(times[first:end].tolist()) for times in passes)
     if case.host_copies is not None and in_flight_count > 1:
         moved = int(case.ranges.on_host[first, end]), case.microbatches

@@ -65,6 +65,7 @@ class PricedModel:
     `base` names the units and says what they save; `seconds` are those of a layout. `after_s`: seconds that a
     stage needs after its last backward, for all runs; None where only replicas wait for each other.
     `moved_per_gradient`: bytes that the optimizer reads and writes for each byte of gradients on a device.
+    `split_units`: how many units with a gradient of weights each has; None where each is one unit.
     `host_copies`: how activations are copied to the host; `seconds` do not include it.
     """
 
@@ -78,6 +79,7 @@ class PricedModel:
     after_s: Seconds | None = None
     host_copies: HostCopies | None = None
     moved_per_gradient: float = 0.0
+    split_units: Bytes | None = None
 
     @classmethod
     def of(

@@ -13,6 +13,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile
 from outsize.planner.costs.coarsening import between_blocks
+from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 from outsize.report.wording import sentence
 
@@ -53,6 +54,16 @@ def test_a_cut_that_costs_less_than_two_percent_is_between_blocks_and_that_is_sa
     assert sentence(said) == "stages are cut between blocks; cuts inside of them would save 0.7 % of a step"
     assert plan.expected.gap is not None
     assert plan.expected.gap >= said.step_s / said.fastest_step_s - 1 - 1e-4, "the gap has what was given up"
+
+
+def test_split_backwards_cost_as_much_for_whole_blocks_as_for_their_units() -> None:
+    graph, profile = model(20)
+    request = PlanRequest(batch_size=COUNT, microbatches=COUNT, schedule="zero-bubble", exact=True)
+    plan = search(request, {COUNT: (graph, profile)}, cluster())
+    again = price(plan, graph, profile, cluster())
+    assert plan.expected is not None
+    assert again.expected is not None
+    assert plan.expected.step_s == pytest.approx(again.expected.step_s)
 
 
 def test_a_cut_that_costs_more_is_inside_of_a_block() -> None:
