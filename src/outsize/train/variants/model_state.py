@@ -14,20 +14,18 @@ looked at more closely: walks over all modules are what steps of small stages no
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any, Final, NoReturn, final
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from outsize.capture.guards.opcodes import IS_SUPPORTED
+from outsize.capture.guards.parameters import ParameterFlags
 from outsize.capture.recording.intercept import around_functions
 from outsize.capture.recording.leaf_rule import HOOKS
 from outsize.program.objects import NUMBERS_AND_TEXT
 
 StateValues = dict[tuple[int, str], Any]
-_REQUIRES_GRAD: Final = attrgetter("requires_grad")
-_DTYPE: Final = attrgetter("dtype")
 _WATCHED: Final = 2  # steps, after a new state
 _HOOKS_EVERY: Final = 64
 
@@ -109,9 +107,7 @@ class Look:
         self._hooked = [(table, len(table)) for table in hooks if table]
         self._unhooked = [table for table in hooks if not table]
         self._handles, self._looks = RemovableHandle.next_id, 0
-        self._parameters = [p for table in self._tables for p in table.values() if p is not None]
-        self._gradients = list(map(_REQUIRES_GRAD, self._parameters))
-        self._dtypes = list(map(_DTYPE, self._parameters))
+        self._flags = ParameterFlags([p for table in self._tables for p in table.values() if p is not None])
         self._model, self._plain = model, plain
         self._values = _plain_values(model) if plain else []
 
@@ -127,9 +123,7 @@ class Look:
                     return False
         except _Differs:
             return False
-        if list(map(_REQUIRES_GRAD, self._parameters)) != self._gradients:
-            return False
-        if list(map(_DTYPE, self._parameters)) != self._dtypes:
+        if not self._flags.are_same():
             return False
         return not self._plain or self._values == _plain_values(self._model)
 
