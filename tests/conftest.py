@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import sim_process
+import unpickled
 from forked_python import forked_interpreters
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Garbage is collected after many more objects than by default, which takes a thirtieth of the suite's time.
     """
     gc.set_threshold(50_000, 20, 50)
+    unpickled.guard()
     if sim_process.is_child():
         sim_process.prepare_child(config)
     forked_python = str(Path(__file__).parent / "unit" / "forked_python.py")

@@ -33,6 +33,7 @@ A picture (the grid of a schedule) follows on lines of its own.
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, final
 
 
@@ -48,7 +49,12 @@ class OutsizeError(Exception, ABC):
 
     def __init__(self, what: str, *, numbers: str = "", next_step: str = "", picture: str = "") -> None:
         self.what, self.numbers, self.next_step, self.picture = what, numbers, next_step, picture
-        super().__init__(what)  # the rest travels as attributes when it is pickled
+        super().__init__(what)
+
+    def fields(self) -> dict[str, str | bool]:
+        """Returns what another process needs to raise the same error, as JSON can hold it."""
+        texts = {name: getattr(self, name) for name in ("code", "what", "numbers", "next_step", "picture")}
+        return {**texts, "shared": self.shared}
 
     def __str__(self) -> str:
         head = f"{type(self).__name__} [{self.code}]: {self.what}"
@@ -208,3 +214,19 @@ class BoundaryMismatch(RunError):
     """A tensor at a stage boundary differs from what the tape promised."""
 
     code = "E402"
+
+
+def error_of(fields: Mapping[str, str | bool]) -> OutsizeError:
+    """Returns the error whose `fields` another process has sent; one of an unknown code is a RankFailed."""
+    kinds = {kind.code: kind for kind in _leaves(OutsizeError)}
+    texts = {name: str(fields.get(name, "")) for name in ("numbers", "next_step", "picture")}
+    error = kinds.get(str(fields.get("code")), RankFailed)(str(fields.get("what", "")), **texts)
+    error.shared = bool(fields.get("shared"))
+    return error
+
+
+def _leaves(kind: type[OutsizeError]) -> Iterator[type[OutsizeError]]:
+    below = kind.__subclasses__()
+    yield from (leaf for one in below for leaf in _leaves(one))
+    if not below:
+        yield kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import pickle
+import json
 import re
 from collections import Counter
 
@@ -42,5 +42,7 @@ def test_a_message_says_what_numbers_and_next_step(kind: type[OutsizeError]) -> 
 def test_an_error_travels_to_another_process() -> None:
     error = errors.BadOption("it is too large", numbers="31 against 24", next_step="--stages 4")
     error.shared = True
-    found = pickle.loads(pickle.dumps(error))
+    found = errors.error_of(json.loads(json.dumps(error.fields())))
+    assert type(found) is errors.BadOption
     assert (str(found), found.shared, found.next_step) == (str(error), True, "--stages 4")
+    assert isinstance(errors.error_of({"code": "E999", "what": "odd"}), errors.RankFailed)

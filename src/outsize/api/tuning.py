@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Final, Unpack, final
+from typing import Final, TypeVar, Unpack, final
 
 import torch.distributed as dist
 from torch import nn
@@ -21,11 +21,13 @@ from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.answers.tuned import Tuned
+from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
 from outsize.ir.plan import Plan
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
 from outsize.ir.timeline import Timeline
 from outsize.planner.search.tune import TRIALS, Tuner
+from outsize.run.transport.control_messages import all_gather_json, broadcast_json
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
 from outsize.train.launch.launch import join
@@ -37,6 +39,9 @@ from outsize.train.measure.units import how_on, measure_sizes
 _PROFILED: Final = (1, 2, 4)
 _BETWEEN: Final = (1.5, 3)
 _SECONDS: Final = ("forward_s", "backward_input_s", "backward_weight_s", "spread_s")
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
 @reads_options(TuneOptions)
@@ -82,12 +87,14 @@ def tune(
     )
     tuner = task.tuner(options)
     tried, seed = options.get("tried"), options.get("seed", 0)
-    while (plan := _shared(world, tuner.next() if tuner else None)) is not None:
+    while (plan := _shared(world, Plan, tuner.next() if tuner else None)) is not None:
         measured = _step(world, case, plan, seed)
         trial = tuner.learn(plan, measured) if tuner else None
         if trial is not None and tried is not None:
             tried(trial)
-    return _shared(world, tuner.tuned() if tuner else None)
+    tuned = _shared(world, Tuned, tuner.tuned() if tuner else None)
+    assert tuned is not None
+    return tuned
 
 
 def counts_to_tune(batch_size: int, stages: int, microbatches: int | None) -> tuple[list[int], list[int]]:
@@ -117,11 +124,11 @@ class _Task:
         size, count = self.request.batch_size, self.request.microbatches
         profiled, between = counts_to_tune(size, self.world.world_size, count)
         own = self._profiles([-(-size // c) for c in profiled], options)
-        gathered: list[Any] = [None] * self.world.world_size
-        dist.all_gather_object(gathered, own, group=self.world.host)
+        assert self.world.host is not None
+        texts = all_gather_json(None if own is None else own.model_dump_json(), self.world.host)
         if self.world.rank:
             return None
-        profiles = _mean([one for one in gathered if one is not None])
+        profiles = _mean([ProfileSet.model_validate_json(text) for text in texts if text is not None])
         source, candidates = CostSource(profiles), {}
         for count in profiles.counts(sorted([*profiled, *between]), size):
             captured = self.case.on(self.cluster).captured(-(-size // count))
@@ -174,8 +181,8 @@ def _step(world: World, case: TrainingCase, plan: Plan, seed: int) -> Timeline:
     return engine.timeline()
 
 
-def _shared(world: World, value: Any) -> Any:
-    """Returns rank 0's value on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, group=world.host, group_src=0)
-    return box[0]
+def _shared(world: World, kind: type[AnyRecord], record: AnyRecord | None) -> AnyRecord | None:
+    """Returns rank 0's record on every rank."""
+    assert world.host is not None
+    text = broadcast_json(None if record is None else record.model_dump_json(), world.host)
+    return record if world.rank == 0 or text is None else kind.model_validate_json(text)

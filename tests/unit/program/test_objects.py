@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import types
 from enum import Enum
 from typing import Any
@@ -35,6 +34,7 @@ from outsize.program.objects import (
     snapshot,
     walk,
 )
+from outsize.run.transport.values import value_bytes, value_of_bytes
 
 NAMES = ("a", "b", "c")
 EFFECTS = Scope(modules="attributes", writes=True, key_order=True)
@@ -137,7 +137,7 @@ def test_the_changes_of_a_call_make_a_copy_the_same(root: Any, data: st.DataObje
         mutate(data, root)
     assume(is_a_tree(root))
     changes = diff(before, snapshot([root], EFFECTS))
-    apply([other], pickle.loads(pickle.dumps(changes)))  # as it travels to other ranks
+    apply([other], value_of_bytes(value_bytes(changes)))  # as it travels to other ranks
     assert repr(shape_of(other)) == repr(shape_of(root))
 
 

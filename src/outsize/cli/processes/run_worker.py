@@ -17,10 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import nn
 
 from outsize import api
@@ -37,6 +36,7 @@ from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice.overview import Outlook
+from outsize.run.transport.control_messages import all_gather_json, broadcast_json
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
@@ -47,6 +47,7 @@ from outsize.train.measure.units import is_timed_here
 
 # The timeline that is reported is the median of this many last steps.
 WATCHED = 5
+_OUTLOOK = TypeAdapter(Outlook)
 Timed = tuple[float, Timeline]  # the start of this rank's first action, and the timeline of all ranks
 
 
@@ -111,18 +112,20 @@ def train(job: RunJob, world: World) -> RunOutcome:
 
 def _of_all(world: World, watch: MemoryWatch) -> Sequence[list[tuple[float, int]]]:
     """Returns the readings of each rank."""
-    readings: list[Any] = [watch.readings] * world.world_size
-    if world.host is not None:
-        dist.all_gather_object(readings, watch.readings, group=world.host)
-    return readings
+    if world.host is None:
+        return [watch.readings] * world.world_size
+    gathered = all_gather_json(watch.readings, world.host)
+    return [[(at_s, size) for at_s, size in readings] for readings in gathered]
 
 
 def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Outlook:
     """Returns rank 0's decision on all ranks: measured costs differ from process to process."""
-    box: list[Any] = [_decide(world, job, inputs, screen) if world.rank == 0 else None]
+    decided = _decide(world, job, inputs, screen) if world.rank == 0 else None
     if world.host is not None:
-        dist.broadcast_object_list(box, group=world.host, group_src=0)
-    return box[0]
+        text = broadcast_json(decided and _OUTLOOK.dump_json(decided).decode(), world.host)
+        decided = decided or _OUTLOOK.validate_json(text)
+    assert decided is not None
+    return decided
 
 
 def _decide(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Outlook:

@@ -1,6 +1,6 @@
 """Broadcasts Python values with tensors in them, from one rank to all others.
 
-    header   its size, or 0 when it equals the site's last one; then a pickle of structure and layouts  (host)
+    header   its size, or 0 when it equals the site's last one; then JSON of structure and layouts  (host)
     tensors  one broadcast each, in memory order                                                      (device)
 
 A tensor in the tree is sent with its strides (rule 14). A tensor that stays on the sender is sent as a `meta`
@@ -11,8 +11,7 @@ sends; its header is sent again only when it has changed.
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from outsize.errors import BoundaryMismatch
 from outsize.run.transport.groups import RankGroup
+from outsize.run.transport.values import NotSendable, ValueReader, ValueWriter, described, layout_of
 from outsize.run.transport.wire_layout import WireLayout, pack
 
 # Most headers are smaller and are sent in one message with their size.
@@ -59,13 +59,17 @@ class Exchange:
         self.waits: list[tuple[float, float]] = []  # start and end of receives, until take_waits
 
     def send(self, site: Any, value: Any, common: Common, stays: Callable[[Tensor], bool]) -> None:
-        """Sends `value` to all ranks; `kept(tensor)` says that its elements stay here.
+        """Sends `value` to all ranks; `stays(tensor)` says that its elements stay here.
 
-        Raises BoundaryMismatch for what cannot be pickled, after telling the other ranks.
+        Raises BoundaryMismatch for what has no words (transport/values.py), after telling the other ranks. An
+        error that has none is sent as a RuntimeError with its text.
         """
         try:
             header, tensors = _written(value, common, stays)
         except Exception as error:
+            if isinstance(value, BaseException):
+                self._send(site, *_written(RuntimeError(f"{type(value).__name__}: {value}"), common, stays))
+                return
             refusal = _unsendable(site, error)
             header, tensors = _written(refusal, common, stays)
             self._send(site, header, tensors)
@@ -80,10 +84,10 @@ class Exchange:
         if size:
             rest = self._bytes(max(0, size - _FIRST + _SIZE), source)
             self._headers[site] = (first[_SIZE:] + rest)[:size]
-        layouts, body = pickle.loads(self._headers[site])
-        tensors = [self._tensor(layout, source) for layout in layouts]
+        layouts, body = json.loads(self._headers[site])
+        tensors = [self._tensor(layout, source) for layout in map(layout_of, layouts)]
         self.waits.append((start, perf_counter()))
-        value = _Reader(io.BytesIO(body), tensors, common, self.device).load()
+        value = ValueReader(tensors, _meanings(common, self.device)).read(body)
         if isinstance(value, BaseException):
             raise value
         return value
@@ -130,61 +134,44 @@ def _unsendable(site: Any, error: Exception) -> BoundaryMismatch:
 
 
 def _written(value: Any, common: Common, stays: Callable[[Tensor], bool]) -> tuple[bytes, list[Tensor]]:
-    body = io.BytesIO()
-    writer = _Writer(body, common, stays)
-    writer.dump(value)
-    layouts = [WireLayout.of(t) for t in writer.tensors]
-    return pickle.dumps((layouts, body.getvalue())), writer.tensors
+    writer = ValueWriter(_words(common, stays))
+    body = writer.write(value)
+    return json.dumps([described(map(WireLayout.of, writer.tensors)), body]).encode(), writer.tensors
 
 
-@final
-class _Writer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, common: Common, stays: Callable[[Tensor], bool]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._numbers, self._kept = common.numbers(), stays
-        self._names = common.names
-        self.tensors: list[Tensor] = []
-        self._places: dict[int, int] = {}
+def _words(common: Common, stays: Callable[[Tensor], bool]) -> Callable[[Any], list[Any] | None]:
+    """Returns what is sent in place of an object that every rank has, or whose elements stay here."""
+    numbers = common.numbers()
 
-    def persistent_id(self, obj: Any) -> Any:
-        """Returns what is sent in place of an object that is not pickled."""
-        if id(obj) in self._numbers:
-            return "common", self._numbers[id(obj)]
-        if isinstance(obj, nn.Module) and id(obj) in self._names:
-            return "module", self._names[id(obj)]
-        if isinstance(obj, torch.device):
-            return "device", obj.type
-        if not isinstance(obj, Tensor):
-            return None
-        if self._kept(obj):
-            return "kept", tuple(obj.shape), obj.dtype
-        if id(obj) not in self._places:
-            self._places[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return "sent", self._places[id(obj)]
+    def word(value: Any) -> list[Any] | None:
+        if id(value) in numbers:
+            return ["common", numbers[id(value)]]
+        if isinstance(value, nn.Module) and id(value) in common.names:
+            return ["module", common.names[id(value)]]
+        if isinstance(value, torch.device):
+            return ["place", value.type]
+        if isinstance(value, Tensor) and stays(value):
+            return ["meta", list(value.shape), str(value.dtype).removeprefix("torch.")]
+        return None
+
+    return word
 
 
-@final
-class _Reader(pickle.Unpickler):
-    def __init__(
-        self, file: io.BytesIO, tensors: Sequence[Tensor], common: Common, device: torch.device
-    ) -> None:
-        super().__init__(file)
-        self._tensors, self._common, self._device = tensors, common, device
+def _meanings(common: Common, device: torch.device) -> Callable[[list[Any]], Any]:
+    """Returns this rank's objects for those words."""
 
-    def persistent_load(self, pid: Any) -> Any:
-        """Returns this rank's object for a persistent id."""
-        match pid:
-            case "common", number:
-                return self._common.objects[number]
-            case "module", fqn:
-                return self._common.modules[fqn]
-            case "device", kind:
-                return self._device if self._device.type == kind else torch.device(kind)
-            case "kept", shape, dtype:
-                return torch.empty(shape, dtype=dtype, device="meta")
-            case _, number:
-                return self._tensors[number]
+    def meaning(word: list[Any]) -> Any:
+        match word:
+            case ["common", int(number)] if 0 <= number < len(common.objects):
+                return common.objects[number]
+            case ["module", str(fqn)] if fqn in common.modules:
+                return common.modules[fqn]
+            case ["place", str(kind)]:
+                return device if device.type == kind else torch.device(kind)
+            case _:
+                raise NotSendable(f"a message with {str(word)[:80]!r}")
+
+    return meaning
 
 
 def everything_but(sent: Collection[int]) -> Callable[[Tensor], bool]:

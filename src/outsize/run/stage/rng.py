@@ -8,10 +8,10 @@ after a step.
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,12 +24,17 @@ from outsize.device.accelerators import (
     seed_generators,
     set_generator_state,
 )
+from outsize.errors import BadOption
 
 Seed = Callable[..., None]
 """Called with an instruction's number, and with the device whose generator it draws from where that is
 known.
 """
 _MASK = (1 << 63) - 1
+_PYTHON_VERSION: Final = 3  # of random.getstate()
+# Both are Mersenne Twisters of 624 words; `gauss` is the second of two normal numbers, until it is drawn.
+_MERSENNE_TWISTER: Final = [("key", "<u4", 624), ("position", "<i8"), ("has_gauss", "<i8"), ("gauss", "<f8")]
+_MERSENNE_TWISTERS: Final = np.dtype([("python", _MERSENNE_TWISTER), ("numpy", _MERSENNE_TWISTER)])
 
 
 def mix(seed: int, step: int, microbatch: int, instruction: int) -> int:
@@ -80,8 +85,7 @@ def generator_states(device: torch.device) -> GeneratorStates:
     states = [torch.get_rng_state()]
     if is_accelerator(device):
         states.append(generator_state(device))
-    drawn = pickle.dumps((random.getstate(), np.random.get_state()))
-    return [*states, torch.frombuffer(bytearray(drawn), dtype=torch.uint8)]
+    return [*states, _python_and_numpy()]
 
 
 def set_generator_states(states: GeneratorStates, device: torch.device) -> None:
@@ -89,6 +93,26 @@ def set_generator_states(states: GeneratorStates, device: torch.device) -> None:
     torch.set_rng_state(states[0].cpu())
     if is_accelerator(device):
         set_generator_state(states[1], device)
-    python, numpy = pickle.loads(states[-1].cpu().numpy().tobytes())
-    random.setstate(python)
-    np.random.set_state(numpy)
+    drawn = np.frombuffer(states[-1].cpu().numpy().tobytes(), dtype=_MERSENNE_TWISTERS)[0]
+    python, numpy = drawn["python"], drawn["numpy"]
+    gauss = float(python["gauss"]) if python["has_gauss"] else None
+    random.setstate((_PYTHON_VERSION, (*python["key"].tolist(), int(python["position"])), gauss))
+    np.random.set_state(
+        ("MT19937", numpy["key"], int(numpy["position"]), int(numpy["has_gauss"]), float(numpy["gauss"]))
+    )
+
+
+def _python_and_numpy() -> Tensor:
+    """Returns the states of Python's and NumPy's generators as the bytes of one record."""
+    version, (*key, position), gauss = random.getstate()
+    numpy: Any = np.random.get_state()
+    if version != _PYTHON_VERSION or numpy[0] != "MT19937":
+        raise BadOption(
+            "NumPy's or Python's global generator is of a kind that ranks cannot tell each other",
+            numbers=f"NumPy {numpy[0]}, Python version {version}",
+            next_step="np.random.seed(0), and a generator of your own for another kind",
+        )
+    drawn = np.zeros(1, dtype=_MERSENNE_TWISTERS)
+    drawn["python"] = (key, position, gauss is not None, gauss or 0.0)
+    drawn["numpy"] = (numpy[1], *numpy[2:])
+    return torch.frombuffer(bytearray(drawn.tobytes()), dtype=torch.uint8)

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Final, Self, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from outsize.device import futex
 from outsize.run.transport.base import CHANNELS, Pending, Transport
+from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.transport.process_group import ProcessTransport, TransportGroups, Wire
 from outsize.run.transport.shared_memory import SPIN_S, Arrival, Inbox, Outbox, SharedMemory, cookie_in
 
@@ -120,13 +120,15 @@ def connect(
         return far
     rank, inboxes = groups.layouts.rank(), dict[int, Inbox]()
     outboxes = _outboxes(groups, lambda: any(box.has_unread() for box in inboxes.values()))
-    offers: list[_Offer | None] = _gathered(groups, _Offer.of(outboxes) if outboxes else None)
+    offers = list(
+        map(_Offer.read, all_gather_json(outboxes and _Offer.of(outboxes).written(), groups.layouts))
+    )
     spin_s = SPIN_S if _each_has_a_core([offer for offer in offers if offer is not None], replicas) else 0.0
     for peer, offer in enumerate(offers):
         memory = offer.opened(rank) if offer is not None and peer in outboxes else None
         if offer is not None and memory is not None:
             inboxes[peer] = Inbox(peer, offer.pid, memory, spin_s, _timeout_s(groups))
-    read: list[set[int]] = _gathered(groups, set(inboxes))
+    read: list[list[int]] = all_gather_json(sorted(inboxes), groups.layouts)
     near = {peer for peer in inboxes if rank in read[peer]}
     for far_peer in set(inboxes) - near:
         del inboxes[far_peer]
@@ -141,12 +143,6 @@ def _outboxes(groups: TransportGroups, wanted: Callable[[], bool]) -> dict[int, 
         return {peer: Outbox(wanted) for peer in sorted(peers)} if futex.AVAILABLE else {}
     except OSError:
         return {}
-
-
-def _gathered(groups: TransportGroups, value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * groups.layouts.size()
-    dist.all_gather_object(gathered, value, group=groups.layouts)
-    return gathered
 
 
 def _timeout_s(groups: TransportGroups) -> float:
@@ -172,6 +168,20 @@ class _Offer:
         cookies = {peer: cookie_in(box.memory) for peer, box in boxes.items()}
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
         return cls(boot, os.getpid(), frozenset(os.sched_getaffinity(0)), rings, cookies)
+
+    def written(self) -> dict[str, Any]:
+        """Returns the offer as what JSON can hold."""
+        rings = [[peer, file, self.cookies[peer].hex()] for peer, file in self.rings.items()]
+        return {"machine": self.machine, "pid": self.pid, "cores": sorted(self.cores), "rings": rings}
+
+    @classmethod
+    def read(cls, known: Mapping[str, Any]) -> Self | None:
+        """Returns the offer that a rank has written; None where it has none."""
+        if not known:
+            return None
+        rings = {peer: file for peer, file, _ in known["rings"]}
+        cookies = {peer: bytes.fromhex(cookie) for peer, _, cookie in known["rings"]}
+        return cls(known["machine"], known["pid"], frozenset(known["cores"]), rings, cookies)
 
     def opened(self, rank: int) -> SharedMemory | None:
         """Opens the ring that was made for this rank; returns None where its memory cannot be read

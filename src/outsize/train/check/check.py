@@ -31,6 +31,7 @@ from outsize.program.python_reads import LOSS
 from outsize.program.source_line import raising_line
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import seeder
+from outsize.run.transport.values import read_value
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.checks import insist_on_loss, insist_on_values
@@ -264,7 +265,7 @@ def _over_processes(question: Question) -> TrainingSnapshot:
             run_in_forks(ranks, lambda: run_rank((_copied(question.model), *rest), Path(folder)))
         else:
             _launch(ranks, (question.model, *rest), Path(folder))
-        parts = [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(ranks)]
+        parts = [read_value(Path(folder) / f"rank{rank}.values") for rank in range(ranks)]
     return merge(parts)
 
 

@@ -15,6 +15,7 @@ from outsize.capture.models.imports import import_torchvision
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
+from outsize.run.transport.values import write_value
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.loss_weights import UnknownShares
 from outsize.train.check.compare import adamw, engine_snapshot
@@ -46,7 +47,7 @@ def run_rank(payload: Payload, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnknownShares)  # the verdict notes it, with numbers
         snapshot = engine_snapshot(engine, batch, steps=steps)
-    torch.save(snapshot, folder / f"rank{world.rank}.pt")
+    write_value(folder / f"rank{world.rank}.values", snapshot)
     leave(world)
 
 

@@ -20,11 +20,11 @@ from difflib import get_close_matches
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from outsize.errors import BadOption, OutsizeError, RankFailed
+from outsize.errors import BadOption, OutsizeError, RankFailed, error_of
 from outsize.program.source_line import raising_line
+from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.weights.ownership import places
 from outsize.run.weights.placement import Placement
 from outsize.train.crew.crew import Crew
@@ -102,9 +102,7 @@ class NamedCalls:
         own = (applied, None if stop is None else (stop.number, stop.sent()))
         everyones: list[Any] = [own]
         if self._crew.mesh is not None:
-            group = self._crew.mesh.group.host
-            everyones = [None] * group.size()
-            dist.all_gather_object(everyones, own, group=group)
+            everyones = all_gather_json(own, self._crew.mesh.group.host)
         stops = [(said[0], rank, said[1]) for rank, (_, said) in enumerate(everyones) if said is not None]
         if not stops:
             return
@@ -112,9 +110,11 @@ class NamedCalls:
         changed = sum(count for count, _ in everyones)
         is_here = stop is not None and rank == self._crew.global_rank
         cause = stop.error if stop is not None and is_here else RuntimeError(f"on rank {rank}:\n{trace}")
-        if isinstance(error, OutsizeError):
-            error.shared = self._crew.mesh is not None
-            raise error from (None if is_here else cause)
+        if isinstance(error, dict):
+            ours = stop.error if stop is not None and is_here else error_of(error)
+            assert isinstance(ours, OutsizeError)
+            ours.shared = self._crew.mesh is not None
+            raise ours from (None if is_here else cause)
         failed = RankFailed(
             f"the function of apply_named raised {error} for {name} on rank {rank}",
             numbers=f"{changed} of {tensors * len(everyones) // self._crew.world_size} tensors were changed",
@@ -182,11 +182,11 @@ class _Stop:
     name: str
     error: Exception
 
-    def sent(self) -> tuple[str, OutsizeError | str, str]:
-        """Returns the name, the error or its words with the line that raised, and its traceback as text."""
+    def sent(self) -> tuple[str, dict[str, str | bool] | str, str]:
+        """Returns the name, our error's fields or another's words with its line, and the traceback."""
         trace = "".join(traceback.format_exception(self.error))
         if isinstance(self.error, OutsizeError):
-            return self.name, self.error, trace
+            return self.name, self.error.fields(), trace
         words = f"{type(self.error).__name__}: {self.error} ({raising_line(self.error)})"
         return self.name, words, trace
 

@@ -47,6 +47,7 @@ from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.stage import StageExecutor
 from outsize.run.transport.base import CHANNELS, Transport
+from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.transport.process_group import SENDS_AHEAD, TransportGroups
 from outsize.run.transport.same_host import connect
 from outsize.schedules.check import check
@@ -539,6 +540,5 @@ class ProcessCrew(Crew):
 
     def gather_spans(self) -> list[RawSpan]:
         assert self.mesh is not None
-        gathered: list[Any] = [None] * self.mesh.group.size()
-        dist.all_gather_object(gathered, self.own_spans(), group=self.mesh.group.host)
+        gathered: list[list[RawSpan]] = all_gather_json(self.own_spans(), self.mesh.group.host)
         return [(rank, *span[1:]) for rank, spans in enumerate(gathered) for span in spans]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from outsize.errors import BadOption, OutsizeError
+from outsize.errors import BadOption, OutsizeError, error_of
 from outsize.ir.plan import Plan
 from outsize.run.stage.batchnorm import use_local_statistics
+from outsize.run.transport.control_messages import broadcast_json
 from outsize.train.crew.crew import Crew, CrewOptions, LocalCrew, ProcessCrew, device_of
 from outsize.train.crew.devices import concurrent_replicas, in_process_ranks
 from outsize.train.crew.hosted import hosted_crew
@@ -108,11 +109,14 @@ def agreed(group: dist.ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
     """
     if group is None:
         return make()
-    box: list[Any] = [_made(make) if group.rank() == 0 else None]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    if isinstance(box[0], OutsizeError):
-        raise box[0]
-    return box[0]
+    made = _made(make) if group.rank() == 0 else None
+    is_error = isinstance(made, OutsizeError)
+    known = broadcast_json(made.fields() if is_error else made and made.model_dump_json(), group)
+    if made is None:
+        made = error_of(known) if isinstance(known, dict) else Plan.model_validate_json(known)
+    if isinstance(made, OutsizeError):
+        raise made
+    return made
 
 
 def _made(make: Callable[[], Plan]) -> Plan | OutsizeError:

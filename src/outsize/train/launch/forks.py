@@ -7,8 +7,8 @@ the threads of libgomp that the caller has used do not exist there, and the main
 
 from __future__ import annotations
 
+import json
 import multiprocessing
-import pickle
 import socket
 import sys
 import tempfile
@@ -19,7 +19,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
-from outsize.errors import OutsizeError, RankFailed
+from outsize.errors import OutsizeError, RankFailed, error_of
 from outsize.train.launch.exit import exit_code
 from outsize.train.launch.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.launch.launch import take_place
@@ -90,8 +90,7 @@ def _insist_on_success(folder: Path, processes: Sequence[ForkProcess]) -> None:
         return
     first = first_failure(failures)
     if first.ours:
-        error: OutsizeError = pickle.loads((folder / f"{first.rank}.pickle").read_bytes())
-        raise error
+        raise error_of(json.loads((folder / f"{first.rank}.fields").read_text(encoding="utf-8")))
     sys.stderr.write(first.shown)
     raise RankFailed(
         f"rank {first.rank} of {len(processes)} failed first",
@@ -116,6 +115,6 @@ def _run_rank(folder: Path, rank: int, run: tuple[int, int], work: Callable[[], 
     thread.join()
     for error in errors:
         if isinstance(error, OutsizeError):
-            (folder / f"{rank}.pickle").write_bytes(pickle.dumps(error))
+            (folder / f"{rank}.fields").write_text(json.dumps(error.fields()), encoding="utf-8")
         write_failure(folder / f"{rank}.json", error, exit_code(error))
         sys.exit(exit_code(error))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import version
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +15,7 @@ from torch import nn
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import WorldMismatch
 from outsize.ir.plan import Plan
+from outsize.run.transport.control_messages import all_gather_json
 from outsize.train.launch.model_facts import digest_of, facts_of
 from outsize.train.ranks.mesh import insist_on_size
 
@@ -29,18 +29,12 @@ def shake_hands(
     plan needs another number of processes.
     """
     facts = facts_of(model, loss_fn)
-    cards = _gathered(group, {**card(plan, model), _FACTS: digest_of(facts)})
+    cards = all_gather_json({**card(plan, model), _FACTS: digest_of(facts)}, group)
     insist_on_one([{name: text for name, text in known.items() if name != _FACTS} for known in cards])
     if len({known[_FACTS] for known in cards}) > 1:
-        insist_on_one_model(_gathered(group, facts))
+        insist_on_one_model(all_gather_json(facts, group))
     if plan is not None:
         insist_on_size(plan.axes, group.size())
-
-
-def _gathered(group: dist.ProcessGroup, own: Mapping[str, str]) -> list[dict[str, str]]:
-    texts: list[Any] = [None] * group.size()
-    dist.all_gather_object(texts, own, group=group)
-    return texts
 
 
 def card(plan: Plan | None, model: nn.Module) -> dict[str, str]:

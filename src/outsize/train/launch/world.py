@@ -87,11 +87,9 @@ def _world(local_rank: int, device_type: str, *, owned: bool = False) -> World:
 
 def _machines(host: ProcessGroup) -> tuple[int, ...]:
     """Returns how many processes each machine has, in the order of their ranks; a collective."""
-    import torch.distributed as dist
+    from outsize.run.transport.control_messages import all_gather_json
 
-    names: list[str | None] = [None] * host.size()
-    dist.all_gather_object(names, socket.gethostname(), group=host)
-    return tuple(Counter(names).values())
+    return tuple(Counter(all_gather_json(socket.gethostname(), host)).values())
 
 
 def leave(world: World) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outsize.errors import WorldMismatch
+from outsize.run.transport.control_messages import all_gather_json
 from outsize.train.batch.batch import Batch
 
 EVERY = 256
@@ -31,8 +32,7 @@ def insist_on_one_batch(group: dist.ProcessGroup, parts: Sequence[Batch], step: 
 
     Raises WorldMismatch on all of them where two of one replica have other batches.
     """
-    cards: list[tuple[int, list[str]]] = [(0, [])] * group.size()
-    dist.all_gather_object(cards, (replica, _texts(parts)), group=group)
+    cards: list[tuple[int, list[str]]] = all_gather_json((replica, _texts(parts)), group)
     first: dict[int, tuple[int, list[str]]] = {}
     for rank, (number, texts) in enumerate(cards):
         known, expected = first.setdefault(number, (rank, texts))

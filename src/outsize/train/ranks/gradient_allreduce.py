@@ -31,6 +31,7 @@ from outsize.device.readback import host_numbers
 from outsize.ir.schedule import Action, Kind, Schedule
 from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
+from outsize.run.transport.control_messages import all_gather_tensors
 from outsize.run.transport.groups import RankGroup
 
 BUCKET_BYTES: Final = 25_000_000  # as DDP's
@@ -244,16 +245,17 @@ class _Sparse:
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
         self.parameters, self.arrived = (), set[int]()
-        self._parts: list[Any] = []
+        self._parts: list[Tensor] = []
 
     def complete(self, arrival_counts: Mapping[int, int]) -> bool:
         """Returns False: sparse gradients are sent at the end."""
         return False
 
     def send(self, group: RankGroup) -> None:
-        """Gathers the gradients as objects, at once, since nobody knows their numbers of rows before."""
-        grad, self._parts = self._parameter.grad, [None] * group.size()
-        dist.all_gather_object(self._parts, None if grad is None else grad.cpu(), group=group.host)
+        """Gathers the gradients on the host, at once, since nobody knows their numbers of rows before."""
+        grad = self._parameter.grad
+        gathered = all_gather_tensors([] if grad is None else [grad], group.host)
+        self._parts = [part for parts in gathered for part in parts]
 
     def received(self) -> list[Tensor]:
         """Returns nothing: the gradients themselves have been gathered."""
@@ -261,7 +263,7 @@ class _Sparse:
 
     def store(self, has_gradient: Iterator[float]) -> None:
         """Puts the sum where the optimizer looks for it."""
-        gradients = [part.to(self._parameter.device) for part in self._parts if part is not None]
+        gradients = [part.to(self._parameter.device) for part in self._parts]
         if gradients:
             self._parameter.grad = reduce(torch.add, gradients)
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outsize.run.transport.control_messages import all_gather_values, gather_values
 from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.loss_weights import Counted, shares_of
 from outsize.train.ranks.gradient_allreduce import BUCKET_BYTES, ByStage, GradientSum
@@ -138,16 +139,13 @@ class ReplicaGroup(Replicas):
     def on_first(self, values: Sequence[Any]) -> list[Any] | None:
         if self.own_batches:
             return list(values)
-        gathered: list[Any] | None = [None] * self.count if self.index == 0 else None
-        dist.gather_object(list(values), gathered, group=self.group.host, group_dst=0)
+        gathered = gather_values(list(values), self.group.host)
         return (
             None if gathered is None else [value for replica_values in gathered for value in replica_values]
         )
 
     def of_all(self, values: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.count
-        dist.all_gather_object(gathered, values, group=self.group.host)
-        return gathered
+        return all_gather_values(values, self.group.host)
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         written_tensors = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]
