@@ -8,7 +8,8 @@
     │   ├── TooFewSamples       E104   more microbatches than samples
     │   ├── UnknownDevice       E105   a device or cluster name nobody knows
     │   ├── BadOption           E106   an option's value makes no sense
-    │   └── BadWeights          E107   weights on disk that are missing or do not fit the model
+    │   ├── BadWeights          E107   weights on disk that are missing or do not fit the model
+    │   └── BadCheckpoint       E108   a checkpoint on disk that is missing, damaged, or does not fit the run
     ├── CaptureError          turning a forward into a tape
     │   ├── NotCapturable       E111   the forward decides on activations, or hides a tensor
     │   └── ReplayMismatch      E112   the tape, replayed, is not what the model does
@@ -23,7 +24,8 @@
     │   └── InvalidSchedule     E301   a schedule deadlocks, misorders or forgets an action
     └── RunError              doing
         ├── RankFailed          E401   a process of the run failed
-        └── BoundaryMismatch    E402   a tensor on the wire is not what the tape promised
+        ├── BoundaryMismatch    E402   a tensor on the wire is not what the tape promised
+        └── NotSaved            E403   a checkpoint could not be written; the older ones are whole
 
 Only leaves are raised; the inner classes are for `except`. The message is one line:
 `NoFeasiblePlan [E201]: what; numbers. Next: what to type.`
@@ -114,6 +116,15 @@ class BadWeights(InputError):
     """Weights on disk that are not there, cannot be read, or do not fit the model."""
 
     code = "E107"
+
+
+@final
+class BadCheckpoint(InputError):
+    """A checkpoint on disk that is not there, is damaged, or does not fit the run; the text names the
+    file.
+    """
+
+    code = "E108"
 
 
 class CaptureError(OutsizeError, ABC):
@@ -214,6 +225,13 @@ class BoundaryMismatch(RunError):
     """A tensor at a stage boundary differs from what the tape promised."""
 
     code = "E402"
+
+
+@final
+class NotSaved(RunError):
+    """A checkpoint could not be written, as on a full disk; the older ones are whole."""
+
+    code = "E403"
 
 
 def error_of(fields: Mapping[str, str | bool]) -> OutsizeError:

@@ -19,7 +19,19 @@ from house import ROOT
 
 LINT = "from importlinter.cli import lint_imports_command as main; main(['--no-cache', '--no-logo'])"
 PACKAGES = (
-    *("train", "report", "integrations", "planner", "capture", "run", "program", "device", "schedules", "ir"),
+    *(
+        "train",
+        "report",
+        "integrations",
+        "planner",
+        "capture",
+        "run",
+        "program",
+        "device",
+        "schedules",
+        "ir",
+        "files",
+    ),
 )
 CONTRACTS: list[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
     "tool"
@@ -64,7 +76,7 @@ PLANTS += [(upward(contract), contract["name"]) for contract in ROOMS]
 
 def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     """lint-imports in `folder`, with the packages there first on the path."""
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(folder / "src")])}
     command = [sys.executable, "-c", LINT]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False

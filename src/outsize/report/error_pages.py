@@ -109,6 +109,25 @@ What to do
   on meta only, accelerate.init_empty_weights(include_buffers=False). docs/
   weights.md has the whole story.
 """
+_E108 = """
+BadCheckpoint [E108]: a checkpoint on disk that is missing, damaged, or does
+not fit the run.
+
+A checkpoint is a folder step-NNNNNNNN under the root that was given. Its
+manifest.json names each file with its size, and each part of each tensor with
+a checksum. Only what a manifest vouches for is read: a folder without one is a
+save that did not end, and is passed over. A file that is not what the manifest
+says is damage, and nothing is read in its place without a word.
+
+Usual causes
+  - a copy that broke off, or a disk that loses bits: the message names the file
+  - files of two checkpoints in one folder
+  - a folder that was removed by hand while the list `latest` names it
+
+What to do
+  The message ends with the next older checkpoint that is whole: resume from
+  it. Copy folders as a whole, manifest.json last.
+"""
 _E111 = """
 NotCapturable [E111]: the forward does something that cannot be cut into
 stages.
@@ -295,6 +314,19 @@ What to do
   with varying shapes inside one stage, or move the cut: see the plan's units.
 """
 
+_E403 = """
+NotSaved [E403]: a checkpoint could not be written.
+
+The message has the file and what the operating system said: most often that
+the disk is full, that the quota is used up, or that the folder may not be
+written to. The checkpoints that were published before are whole, and `latest`
+names the newest of them. What was written of the new one is removed, or by the
+next save if it could not be.
+
+What to do
+  Make room (the message says how many bytes the checkpoint needs and how many
+  are free), keep fewer checkpoints with --keep, or save to another disk.
+"""
 _W210 = """
 IdleDevices [W210]: the devices computed less than half of the step.
 
@@ -329,6 +361,7 @@ TEXTS = MappingProxyType(
         "E105": _E105,
         "E106": _E106,
         "E107": _E107,
+        "E108": _E108,
         "E111": _E111,
         "E112": _E112,
         "E201": _E201,
@@ -340,6 +373,7 @@ TEXTS = MappingProxyType(
         "E301": _E301,
         "E401": _E401,
         "E402": _E402,
+        "E403": _E403,
         "W210": _W210,
     }
 )

@@ -9,11 +9,13 @@ so a file is written while its tensors arrive and no more than one of them is in
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import struct
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -21,14 +23,18 @@ import torch
 from torch import Tensor
 
 from outsize.errors import BadOption, BadWeights
+from outsize.files.file_system import DISK, Buffer, FileSystem
+from outsize.files.replace import write_synced
 from outsize.run.weights.safetensors import INDEX, SINGLE
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _ALIGNED = 8
+_PIECE_BYTES = 16 << 20
 
 
 def shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
@@ -49,15 +55,51 @@ def shards(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]
 
 
 @final
-class ShardWriter:
-    """Writes shards into a folder under temporary names; `publish` renames them."""
+class SafetensorsFile:
+    """Is the layout of one file: it follows from names, dtypes and shapes, which may be those of meta
+    tensors.
+    """
 
-    def __init__(self, folder: Path, parts: Sequence[Mapping[str, Tensor]]) -> None:
-        self._folder, self._parts = folder, parts
-        count = len(parts)
-        names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-        self._names = names if count > 1 else [SINGLE]
-        self._headers = [_header(part) for part in parts]
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._header = _header(tensors)
+        self.size_bytes = len(self._header) + sum(tensor.nbytes for tensor in tensors.values())
+
+    def write(self, path: Path, values: Iterable[Tensor], files: FileSystem = DISK) -> list[int]:
+        """Writes and syncs the file, one tensor at a time, and returns the CRC-32 of each tensor's bytes.
+
+        The values come in the order of the names. Raises OSError.
+        """
+        sums: list[int] = []
+        write_synced(path, self._pieces(values, sums), files)
+        return sums
+
+    def _pieces(self, values: Iterable[Tensor], sums: list[int]) -> Iterator[Buffer]:
+        yield self._header
+        for value in values:
+            data = memoryview(_bytes(value))
+            del value  # Otherwise the tensor would be in memory while the next one comes.
+            crc = 0
+            for begin in range(0, len(data), _PIECE_BYTES):
+                piece = data[begin : begin + _PIECE_BYTES]
+                crc = zlib.crc32(piece, crc)
+                yield piece
+                del piece
+            sums.append(crc)
+            del data
+
+
+@final
+class ShardWriter:
+    """Writes shards into a folder under temporary names; `publish` lets readers find them.
+
+    At every moment a reader finds all of the old weights or all of the new ones: new files never take the
+    names of old ones, except `model.safetensors`, which is replaced in one rename, and the index is renamed
+    last.
+    """
+
+    def __init__(self, folder: Path, parts: Sequence[Mapping[str, Tensor]], files: FileSystem = DISK) -> None:
+        self._folder, self._parts, self._disk = folder, parts, files
+        self._layouts = [SafetensorsFile(part) for part in parts]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -68,44 +110,64 @@ class ShardWriter:
                 numbers=f"{type(error).__name__}: {error.strerror}",
                 next_step="to='FOLDER' that this process may write to",
             ) from error
+        self._names = _free_names(folder, len(parts))
 
     def write(self, number: int, values: Iterable[Tensor]) -> None:
         """Writes the tensors of a shard, in its order."""
-        with self._temporary(self._names[number]).open("wb") as file:
-            file.write(self._headers[number])
-            for value in values:
-                file.write(_bytes(value))
-                del value  # Otherwise the tensor would be in memory while the next one comes.
-            file.flush()
-            os.fsync(file.fileno())
+        self._layouts[number].write(self._temporary(self._names[number]), values, self._disk)
 
     def publish(self) -> None:
-        """Renames the files. The old index goes first and the new one comes last, so no index names a
-        mixture.
+        """Renames the files, of which the last one makes the new weights known, and removes the old ones.
+
+        A reader looks for `model.safetensors` before the index, so the old one is removed before other files.
         """
-        (self._folder / INDEX).unlink(missing_ok=True)
-        for name in self._names:
-            self._temporary(name).replace(self._folder / name)
-        if len(self._names) > 1:
-            self._temporary(INDEX).write_text(self._index(), encoding="utf-8")
-            self._temporary(INDEX).replace(self._folder / INDEX)
-        for old in (*self._folder.glob("model-*-of-*.safetensors"), self._folder / SINGLE):
+        last = SINGLE
+        if self._names != [SINGLE]:
+            for name in self._names:
+                self._disk.rename(self._temporary(name), self._folder / name)
+            last = INDEX
+            write_synced(self._temporary(INDEX), [self._index().encode()], self._disk)
+            self._disk.sync_folder(self._folder)
+        self._disk.rename(self._temporary(last), self._folder / last)
+        self._disk.sync_folder(self._folder)
+        for other in {SINGLE, INDEX} - {last}:
+            if (self._folder / other).exists():
+                self._disk.unlink(self._folder / other)
+                self._disk.sync_folder(self._folder)
+        for old in sorted(self._folder.glob("model-*-of-*.safetensors")):
             if old.name not in self._names:
-                old.unlink(missing_ok=True)
+                self._disk.unlink(old)
 
     def discard(self) -> None:
         """Removes files that still have a temporary name."""
         for name in (*self._names, INDEX):
-            self._temporary(name).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._disk.unlink(self._temporary(name))
 
     def _temporary(self, name: str) -> Path:
         return self._folder / f".{name}.tmp"
 
     def _index(self) -> str:
-        pairs = zip(self._names, self._parts, strict=True)
-        weight_map = {name: file for file, part in pairs for name in part}
-        total = sum(t.nbytes for part in self._parts for t in part.values())
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+        return index_json(dict(zip(self._names, self._parts, strict=True)))
+
+
+def index_json(files: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """Returns the index of the Hugging Face layout for files and their tensors, which may be on meta."""
+    weight_map = {name: file for file, part in files.items() for name in part}
+    total = sum(t.nbytes for part in files.values() for t in part.values())
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+
+
+def _free_names(folder: Path, count: int) -> list[str]:
+    """Returns names for shards that no file of the folder has."""
+    if count == 1:
+        return [SINGLE]
+    for attempt in itertools.count():
+        again = f"{attempt}-" if attempt else ""
+        names = [f"model-{again}{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        if not any((folder / name).exists() for name in names):
+            return names
+    raise AssertionError("unreachable")
 
 
 def _header(part: Mapping[str, Tensor]) -> bytes:
@@ -114,7 +176,7 @@ def _header(part: Mapping[str, Tensor]) -> bytes:
     for name, tensor in part.items():
         begin, end = end, end + tensor.nbytes
         entries[name] = {
-            "dtype": _code(name, tensor),
+            "dtype": dtype_code(name, tensor),
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -123,7 +185,8 @@ def _header(part: Mapping[str, Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _code(name: str, tensor: Tensor) -> str:
+def dtype_code(name: str, tensor: Tensor) -> str:
+    """Returns the format's word for the dtype of a tensor. Raises BadWeights where it has none."""
     if tensor.dtype not in _CODES:
         raise BadWeights(
             f"safetensors has no {tensor.dtype}, the dtype of {name}",
@@ -132,5 +195,11 @@ def _code(name: str, tensor: Tensor) -> str:
     return _CODES[tensor.dtype]
 
 
+def crc32_of(value: Tensor) -> int:
+    """Returns the CRC-32 of a tensor's bytes."""
+    return zlib.crc32(_bytes(value))
+
+
 def _bytes(value: Tensor) -> Any:
-    return value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    """Returns the bytes of a tensor, which is copied only where it is not on the CPU or not contiguous."""
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
