@@ -232,9 +232,15 @@ def _judged(
     least = request.batch_size // (request.microbatches or 1)
 
     @functools.cache
+    def graphs(precision: str) -> tuple[TrainingCase, Callable[[int], ModelGraph]]:
+        there = case.under(precision).on(cluster)
+        return there, CostSource().graphs(there)
+
+    @functools.cache
     def at(samples: int, precision: str) -> tuple[ModelGraph, Profile] | None:
-        captured = case.under(precision).on(cluster).taken(samples, least)
-        return (captured.graph, roofline(captured.graph, cluster.devices[0])) if captured else None
+        there, graph_at = graphs(precision)
+        graph = there.taken(samples, least, graph_at)
+        return (graph, roofline(graph, cluster.devices[0])) if graph else None
 
     return judge(request, at, cluster)
 
@@ -266,5 +272,5 @@ def _priced(chosen: Plan, case: TrainingCase, source: CostSource) -> Outlook:
     case = case.under(chosen.precision).on(cluster)
     captured = case.captured(chosen.microbatch_size)
     graph = styled(case, captured, chosen.axes.tp)
-    profile = source.profile(case, captured, cluster)
+    profile = source.profile(case, graph, cluster)
     return outlooking.outlook(pricing.price(chosen, graph, profile, cluster), graph, profile, cluster)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -39,15 +39,28 @@ class CostSource:
         """Returns the source that the options name."""
         return cls(options.get("measured", False), options.get("progress"))
 
-    def profile(self, case: TrainingCase, captured: Captured, cluster: Cluster) -> Profile:
-        """Returns the costs of the captured units on the cluster's first device."""
+    def profile(self, case: TrainingCase, graph: ModelGraph, cluster: Cluster) -> Profile:
+        """Returns the costs of the graph's units on the cluster's first device."""
         if isinstance(self.measured, ProfileSet):
-            return self.measured.of_graph(captured.graph, cluster.devices[0].kind, case.precision)
-        if not self.measured or captured.graph.form == "modules":
-            return roofline(captured.graph, cluster.devices[0])
-        size = captured.graph.batch_size
+            return self.measured.of_graph(graph, cluster.devices[0].kind, case.precision)
+        if not self.measured or graph.form == "modules":
+            return roofline(graph, cluster.devices[0])
+        size = graph.batch_size
         sizes = measure_sizes(case, [size], how_on(cluster), self.progress, needed=size, cluster=cluster)
-        return sizes.of_graph(captured.graph, cluster.devices[0].kind, case.precision)
+        return sizes.of_graph(graph, cluster.devices[0].kind, case.precision)
+
+    def graphs(self, case: TrainingCase, tp: int = 1, always: bool = False) -> Callable[[int], ModelGraph]:
+        """Returns the function that records the graph of a size, `styled`.
+
+        Where units are timed, each size is recorded whole for it anyhow.
+        """
+
+        def graph_of(captured: Captured) -> ModelGraph:
+            return styled(case, captured, tp, always)
+
+        if self.measured is not True:
+            return case.sized_graphs(graph_of).at
+        return lambda samples: graph_of(case.captured(samples))
 
     def counts(self, counts: Sequence[int], batch_size: int) -> Sequence[int]:
         """Returns those counts of microbatches whose costs can be had; a profile covers some sizes only."""
@@ -72,11 +85,11 @@ class SearchProblem:
         """Captures the model for each number of microbatches that is worth a look."""
         case, size = case.under(request.precision).on(cluster), request.batch_size
         candidates: dict[int, tuple[ModelGraph, Profile]] = {}
+        graph_at = source.graphs(case, request.tp, request.opens_axes(cluster) and not request.exact)
         for count in source.counts(_counts(request, cluster), size):
-            captured = case.taken(-(-size // count), size // (request.total_microbatches or 1))
-            if captured is not None:
-                graph = styled(case, captured, request.tp, request.opens_axes(cluster) and not request.exact)
-                candidates[count] = graph, source.profile(case, captured, cluster)
+            graph = case.taken(-(-size // count), size // (request.total_microbatches or 1), graph_at)
+            if graph is not None:
+                candidates[count] = graph, source.profile(case, graph, cluster)
         return cls(request, cluster, candidates)
 
     def with_smallest(self, case: TrainingCase, source: CostSource) -> dict[int, tuple[ModelGraph, Profile]]:
@@ -89,9 +102,10 @@ class SearchProblem:
             return {}
         counts = (d for d in range(size, max(self.candidates, default=0), -1) if size % d == 0)
         case = case.under(request.precision).on(cluster)
+        graph_at = source.graphs(case)
         for count in counts:
-            if (captured := case.taken(size // count, size)) is not None:
-                added = {count: (captured.graph, source.profile(case, captured, cluster))}
+            if (graph := case.taken(size // count, size, graph_at)) is not None:
+                added = {count: (graph, source.profile(case, graph, cluster))}
                 self.candidates.update(added)
                 return added
         return {}

@@ -132,7 +132,7 @@ class _Task:
         source, candidates = CostSource(profiles), {}
         for count in profiles.counts(sorted([*profiled, *between]), size):
             captured = self.case.on(self.cluster).captured(-(-size // count))
-            candidates[count] = captured.graph, source.profile(self.case, captured, self.cluster)
+            candidates[count] = captured.graph, source.profile(self.case, captured.graph, self.cluster)
         return Tuner(self.request, candidates, self.cluster, options.get("trials", TRIALS))
 
     def _profiles(self, sizes: Sequence[int], options: TuneOptions) -> ProfileSet | None:

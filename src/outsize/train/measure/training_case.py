@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +15,17 @@ from torch import Tensor, nn
 from outsize.capture.fakes.precision import casting, in_precision, inputs_in_precision
 from outsize.capture.graph.build import Captured, on_accelerators
 from outsize.capture.graph.by_modules import capture_model
+from outsize.capture.graph.shortened import SizedGraphs, Stacks
 from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected
 from outsize.ir.cluster import Cluster
+from outsize.ir.graph import ModelGraph
 from outsize.run.stage.to_device import device_of_model
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
+
+Recorded = TypeVar("Recorded")
 
 # These are keyword arguments of `engine.step` itself.
 _TAKEN = ("target", "update", "loss_scale")
@@ -40,6 +45,9 @@ class TrainingCase:
     precision: str = "fp32"
     accelerated: bool = False
     known: dict[tuple[str, bool, int], Captured] = field(default_factory=dict, repr=False, compare=False)
+    known_short: dict[tuple[str, bool, int], Captured] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(
@@ -81,7 +89,7 @@ class TrainingCase:
         batch = self.batch.mapped(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
         loss = _copied(self.loss_fn, device) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
         module = _copied(self.module, device)
-        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, known={})
+        return dataclasses.replace(self, module=module, batch=batch, loss_fn=loss, known={}, known_short={})
 
     def captured(self, samples: int) -> Captured:
         """Returns the model captured at `samples` samples."""
@@ -98,16 +106,35 @@ class TrainingCase:
         with casting(self.precision):
             return capture_model(self.module, batch.args, batch.kwargs, self.loss_fn, batch.target, samples)
 
-    def taken(self, samples: int, needed: int) -> Captured | None:
-        """Returns the capture at `samples`, or None when the model rejects so few and they are fewer than
-        `needed`.
+    def sized_graphs(self, graph_of: Callable[[Captured], ModelGraph]) -> SizedGraphs:
+        """Returns the graphs of the model at any size; of a stack of equal layers one size is recorded whole.
+
+        `graph_of` may add to the graph that was captured; it is called while the model is as it was recorded.
+        """
+        stacks = Stacks.in_model(self.module)
+        short_case = dataclasses.replace(self, known=self.known_short)
+
+        def short(samples: int) -> ModelGraph:
+            with stacks.shortened(self.module):
+                return graph_of(short_case.captured(samples))
+
+        recorded = [
+            samples
+            for precision, accelerated, samples in self.known
+            if (precision, accelerated) == (self.precision, self.accelerated)
+        ]
+        return SizedGraphs(stacks, lambda samples: graph_of(self.captured(samples)), short, recorded)
+
+    def taken(self, samples: int, needed: int, record: Callable[[int], Recorded]) -> Recorded | None:
+        """Returns what `record` makes of `samples`, or None when the model rejects so few and they are fewer
+        than `needed`.
 
         BatchNorm of one pixel rejects a single sample, for example.
         """
         if samples == 1 < needed and self._rejects_one():
             return None
         try:
-            return self.captured(samples)
+            return record(samples)
         except ExampleRejected:
             if samples >= needed:
                 raise

@@ -45,7 +45,7 @@ def measure_sizes(
             f"microbatch sizes {sorted_sizes} make no sense", next_step="--microbatch-sizes 1,2,4"
         )
     name = type(case.module).__name__
-    captures = (case.taken(n, needed) for n in sorted_sizes)
+    captures = (case.taken(n, needed, case.captured) for n in sorted_sizes)
     profiles = [measure_captured(case, c, how, progress) for c in captures if c is not None]
     return ProfileSet.of(name, profiles)
 

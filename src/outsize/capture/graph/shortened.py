@@ -1,0 +1,257 @@
+"""Problem: know the graph of a model of 80 equal layers at another batch size, and record only a few layers.
+
+    G(a)   the whole model at size a, recorded
+    g(a)   its first LAYERS layers at size a: does each unit of G(a) cost what its like costs in g(a)?
+    g(c)   the same layers at size c: are its units and values those of g(a), with other figures?
+    G(c)   G(a) with the figures of g(c)
+
+Like a unit of layer 7 is that of layer 2: the first two layers and the last one stand for themselves, since
+what is saved first, or last, counts there. Values are compared by their producers, in order. If any of this
+does not hold (layers of several forms, a cache that grows with the layers, other cuts at that size), there is
+no answer, and the model is recorded whole. Complexity: O(units + values) for each size. Oracle:
+tests/unit/capture/graph/test_shortened.py compares with graphs of which every layer was recorded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from torch import nn
+
+from outsize.errors import OutsizeError
+from outsize.ir.graph import ModelGraph, ShardedFraction, Unit, Value
+
+# Layers of a shortened stack; shorter stacks than LEAST are left as they are.
+LAYERS: Final = 4
+LEAST: Final = 16
+_ALONE: Final = 2  # The first layers, which are like no others.
+
+_UNIT_FIGURES: Final = tuple(
+    sorted({*Unit.model_fields} - {"index", "name", "kind", "parameters", "divided", "in_sequence"})
+)
+_SHARE_FIGURES: Final = tuple(sorted({*ShardedFraction.model_fields} - {"parameters"}))
+_VALUE_FIGURES: Final = ("shape", "size_bytes", "storage_bytes", "divided", "in_sequence")
+_GRAPH_FIGURES: Final = ("batch_size", "input_bytes", "output_bytes")
+
+
+@final
+@dataclass(frozen=True)
+class Stacks:
+    """Holds the stacks of equal layers of a model: FQN of the list -> first layer of the stack, and the end
+    of the list.
+    """
+
+    of: dict[str, tuple[int, int]]
+
+    @classmethod
+    def in_model(cls, model: nn.Module) -> Stacks:
+        """Returns the lists of modules that end with LEAST layers of one class or more, outermost alone."""
+        stacks: dict[str, tuple[int, int]] = {}
+        for fqn, module in model.named_modules():
+            inside = any(fqn.startswith(f"{outer}." if outer else "") for outer in stacks)
+            if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+                kinds = [type(child) for child in module]
+                count = next(
+                    (n for n, kind in enumerate(reversed(kinds)) if kind is not kinds[-1]), len(kinds)
+                )
+                if count >= LEAST and [*module._modules] == [str(n) for n in range(len(kinds))]:
+                    stacks[fqn] = (len(kinds) - count, len(kinds))
+        return cls(stacks)
+
+    @contextmanager
+    def shortened(self, model: nn.Module) -> Iterator[None]:
+        """Leaves the first LAYERS layers of each stack in the model, for a while."""
+        lists = {model.get_submodule(fqn): first for fqn, (first, _) in self.of.items()}
+        whole = {stack: stack._modules for stack in lists}
+        try:
+            for stack, first in lists.items():
+                stack._modules = dict(list(whole[stack].items())[: first + LAYERS])
+            yield
+        finally:
+            for stack, modules in whole.items():
+                stack._modules = modules
+
+    def like(self, name: str) -> str:
+        """Returns the name in the shortened model of what is like this in the whole one."""
+        return self._renamed(name, lambda index, first, end: str(_like(index - first, end - first) + first))
+
+    def anywhere(self, name: str) -> str:
+        """Returns the name without the number of the layer that it is in."""
+        return self._renamed(name, lambda index, first, end: str(index) if index < first else "*")
+
+    def _renamed(self, name: str, number: Callable[[int, int, int], str]) -> str:
+        for fqn, (first, end) in self.of.items():
+            prefix = f"{fqn}." if fqn else ""
+            found = re.match(r"\d+", name[len(prefix) :]) if name.startswith(prefix) else None
+            if found is not None:
+                rest = name[len(prefix) + found.end() :]
+                return prefix + number(int(found[0]), first, end) + rest
+        return name
+
+
+def _like(layer: int, layers: int) -> int:
+    """Returns the layer of a shortened stack that stands for this one of the whole stack."""
+    if layer == layers - 1:
+        return LAYERS - 1
+    return min(layer, _ALONE)
+
+
+@final
+class SizedGraphs:
+    """Knows the graph of a model at any size that a shortened model has, once the whole was recorded.
+
+    `whole` and `short` record the whole and the shortened model at a size. `recorded` are sizes at which the
+    whole was recorded before.
+    """
+
+    def __init__(
+        self,
+        stacks: Stacks,
+        whole: Callable[[int], ModelGraph],
+        short: Callable[[int], ModelGraph],
+        recorded: Sequence[int] = (),
+    ) -> None:
+        self._stacks, self._whole, self._short = stacks, whole, short
+        self._recorded = set(recorded)
+        self._known: list[tuple[ModelGraph, ModelGraph | None]] = []
+        self._useful = bool(stacks.of)
+
+    def at(self, samples: int) -> ModelGraph:
+        """Returns the graph at this size. Raises what recording the whole model raises."""
+        if self._useful and not self._known and self._recorded:
+            self._known.append((self._whole(min(self._recorded)), None))
+        derived = self._derived(samples) if self._useful and samples not in self._recorded else None
+        if derived is not None:
+            return derived
+        graph = self._whole(samples)
+        self._recorded.add(samples)
+        if all(known.batch_size != graph.batch_size for known, _ in self._known):
+            self._known.append((graph, None))
+        return graph
+
+    def _derived(self, samples: int) -> ModelGraph | None:
+        if not self._known:
+            return None
+        try:
+            return self._from_short(self._short(samples))
+        except OutsizeError:  # The whole model is asked, whose own error it then is.
+            return None
+
+    def _from_short(self, here: ModelGraph) -> ModelGraph | None:
+        for place, (graph, short) in enumerate(self._known):
+            if short is None:
+                short = self._short(graph.batch_size)
+                if not _stands_for(short, graph, self._stacks):
+                    self._useful = False
+                    return None
+                self._known[place] = graph, short
+            if _structure(short) == _structure(here):
+                return _with_figures(graph, here, self._stacks)
+        return None
+
+
+def _stands_for(short: ModelGraph, graph: ModelGraph, stacks: Stacks) -> bool:
+    """Returns whether the whole graph is the short one with more layers."""
+    if graph.form != "tape" or short.form != "tape" or graph.notes != short.notes:
+        return False
+    if any(getattr(graph, name) != getattr(short, name) for name in _GRAPH_FIGURES):
+        return False
+    units = {unit.name: unit for unit in short.units}
+    if {stacks.like(unit.name) for unit in graph.units} != units.keys():
+        return False
+    if not all(_is_like(units[stacks.like(unit.name)], unit, stacks) for unit in graph.units):
+        return False
+    values, pairs = _by_producer(short), _by_producer(graph)
+    places = {unit.name: unit.index for unit in short.units}
+    return all(
+        len(mine) == len(values.get(there := places[stacks.like(graph.units[producer].name)], ()))
+        and all(_same(a, short, b, graph, stacks) for a, b in zip(values.get(there, ()), mine, strict=True))
+        for producer, mine in pairs.items()
+    )
+
+
+def _is_like(short: Unit, unit: Unit, stacks: Stacks) -> bool:
+    def names(of: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(stacks.like, of))
+
+    figures = all(getattr(short, name) == getattr(unit, name) for name in _UNIT_FIGURES)
+    same = figures and short.kind == unit.kind and short.parameters == names(unit.parameters)
+    shares = ((short.divided, unit.divided), (short.in_sequence, unit.in_sequence))
+    return same and all(
+        a.parameters == names(b.parameters) and _figures(a, _SHARE_FIGURES) == _figures(b, _SHARE_FIGURES)
+        for a, b in shares
+    )
+
+
+def _by_producer(graph: ModelGraph) -> dict[int, list[Value]]:
+    values: dict[int, list[Value]] = {}
+    for value in graph.values:
+        values.setdefault(value.producer, []).append(value)
+    return values
+
+
+def _same(short_value: Value, short: ModelGraph, value: Value, graph: ModelGraph, stacks: Stacks) -> bool:
+    """Returns whether two values have the same figures, and users that are alike."""
+
+    def users(of: Value, where: ModelGraph) -> list[set[str]]:
+        saved = (of.saved_by,) if of.saved_by >= 0 else ()
+        return [
+            {stacks.anywhere(where.units[unit].name) for unit in units}
+            for units in (of.consumers, saved, of.also_saved_by)
+        ]
+
+    names = (*_VALUE_FIGURES, "dtype", "requires_grad")
+    figures = _figures(short_value, names) == _figures(value, names)
+    return figures and users(short_value, short) == users(value, graph)
+
+
+def _figures(of: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(getattr(of, name) for name in names)
+
+
+def _structure(graph: ModelGraph) -> Any:
+    """Returns what the graphs of a model at two sizes have to have in common."""
+    storages: dict[int, int] = {}
+    values = [
+        (
+            *(value.dtype, value.requires_grad, value.producer, value.consumers, value.saved_by),
+            *(value.also_saved_by, storages.setdefault(value.storage, len(storages))),
+        )
+        for value in graph.values
+    ]
+    units = [
+        (unit.name, unit.kind, unit.parameters, unit.divided.parameters, unit.in_sequence.parameters)
+        for unit in graph.units
+    ]
+    return graph.form, graph.fingerprint, units, values, graph.parameters, graph.notes, graph.tensor
+
+
+def _with_figures(graph: ModelGraph, short: ModelGraph, stacks: Stacks) -> ModelGraph:
+    """Returns the whole graph with the figures of a short one of the same structure."""
+    units = {unit.name: unit for unit in short.units}
+    values = _by_producer(short)
+    turn: dict[int, int] = {}
+    likes = [units[stacks.like(unit.name)] for unit in graph.units]
+    made_units = [_refigured(unit, like) for unit, like in zip(graph.units, likes, strict=True)]
+    made_values: list[Value] = []
+    for value in graph.values:
+        turn[value.producer] = turn.get(value.producer, -1) + 1
+        like = values[likes[value.producer].index][turn[value.producer]]
+        made_values.append(value.model_copy(update={name: getattr(like, name) for name in _VALUE_FIGURES}))
+    # model_copy is avoided, since it would copy what was cached.
+    fields = {name: getattr(graph, name) for name in type(graph).model_fields}
+    fields |= {name: getattr(short, name) for name in _GRAPH_FIGURES}
+    return ModelGraph(**{**fields, "units": tuple(made_units), "values": tuple(made_values)})
+
+
+def _refigured(unit: Unit, like: Unit) -> Unit:
+    update: dict[str, Any] = {name: getattr(like, name) for name in _UNIT_FIGURES}
+    for name in ("divided", "in_sequence"):
+        share: ShardedFraction = getattr(unit, name)
+        figures = {figure: getattr(getattr(like, name), figure) for figure in _SHARE_FIGURES}
+        update[name] = share.model_copy(update=figures)
+    return unit.model_copy(update=update)

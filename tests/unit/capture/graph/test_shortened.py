@@ -1,0 +1,117 @@
+"""Graphs of a stack of layers at sizes at which only a few layers were recorded, against whole recordings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from outsize.api.problem import CostSource, styled
+from outsize.capture.graph.shortened import LAYERS, Stacks
+from outsize.ir.graph import ModelGraph
+from outsize.train.measure.training_case import TrainingCase, as_batch
+
+WIDTH, LENGTH, COUNT = 8, 6, 18
+
+
+class Layer(nn.Module):
+    """An attention block with a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.norm(x)
+        shape = (*y.shape[:2], 2, WIDTH // 2)
+        q, k, v = (one(y).view(shape).transpose(1, 2) for one in (self.q, self.k, self.v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.o(attended.transpose(1, 2).reshape(y.shape))
+        return x + self.down(torch.relu(self.gate(x)))
+
+
+class Stacked(nn.Module):
+    """Layers that all read one mask; `wide` makes one of them another module in the middle."""
+
+    def __init__(self, wide: bool = False) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 5)
+        self.layers = nn.ModuleList(Layer() for _ in range(COUNT))
+        if wide:
+            self.layers[COUNT // 2].gate = nn.Linear(WIDTH, 8 * WIDTH)
+            self.layers[COUNT // 2].down = nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x.mean(-1) > 0)[:, None, None, :]
+        y = self.first(x)
+        for layer in self.layers:
+            y = layer(y, mask)
+        return self.head(y)
+
+
+def case(model: nn.Module) -> TrainingCase:
+    example = as_batch((torch.randn(2, LENGTH, 3),), {}, torch.zeros(2, LENGTH, dtype=torch.long))
+    return TrainingCase.of(model, example, loss, None)
+
+
+def loss(out: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def without_numbers(graph: ModelGraph) -> dict[str, Any]:
+    """Returns the graph without the numbers of slots and storages, which only have to be different."""
+    fields = graph.model_dump()
+    storages: dict[int, int] = {}
+    for value in fields["values"]:
+        value["storage"] = storages.setdefault(value["storage"], len(storages))
+        del value["id"]
+    return fields
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+def test_figures_of_a_few_layers_are_those_of_all(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = case(Stacked()).under(precision)
+    recorded: list[tuple[int, int]] = []
+    one = TrainingCase.captured
+
+    def counted(self: TrainingCase, samples: int) -> Any:
+        captured = one(self, samples)
+        recorded.append((samples, len(captured.graph.units)))
+        return captured
+
+    monkeypatch.setattr(TrainingCase, "captured", counted)
+    graph_at = CostSource().graphs(asked, always=True)
+    sizes = (4, 2, 1, 16)
+    derived = {samples: graph_at(samples) for samples in sizes}
+    whole = max(units for _, units in recorded)
+    assert {samples for samples, units in recorded if units == whole} == {4}
+    monkeypatch.undo()
+    for samples in sizes:
+        fresh = case(asked.module).under(precision)
+        expected = styled(fresh, fresh.captured(samples), 1, True)
+        assert without_numbers(derived[samples]) == without_numbers(expected)
+
+
+def test_a_stack_with_another_layer_is_recorded_whole() -> None:
+    asked = case(Stacked(wide=True))
+    graph_at = CostSource().graphs(asked)
+    for samples in (4, 2):
+        expected = case(asked.module).captured(samples).graph
+        assert without_numbers(graph_at(samples)) == without_numbers(expected)
+    assert {samples for *_, samples in asked.known} == {4, 2}
+
+
+def test_names_are_those_of_the_layers_that_stand_for_them() -> None:
+    model = Stacked()
+    stacks = Stacks.in_model(model)
+    assert stacks.of == {"layers": (0, COUNT)}
+    names = [f"layers.{n}.q.weight" for n in (0, 1, 2, 9, COUNT - 2, COUNT - 1)]
+    assert [stacks.like(name).split(".")[1] for name in names] == ["0", "1", "2", "2", "2", "3"]
+    assert stacks.like("head.weight") == "head.weight"
+    with stacks.shortened(model):
+        assert len(model.layers) == LAYERS
+    assert len(model.layers) == COUNT
