@@ -38,6 +38,8 @@ from abc import ABC
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, final
 
+from outsize.visible import visible_lines
+
 
 class OutsizeError(Exception, ABC):
     """Base of all errors raised on purpose; `exit_code` is what the command line returns.
@@ -62,7 +64,7 @@ class OutsizeError(Exception, ABC):
         head = f"{type(self).__name__} [{self.code}]: {self.what}"
         head = f"{head}; {self.numbers}" if self.numbers else head
         line = f"{head}. Next: {self.next_step}" if self.next_step else f"{head}."
-        return f"{line}\n{self.picture}" if self.picture else line
+        return visible_lines(f"{line}\n{self.picture}" if self.picture else line)
 
 
 class InputError(OutsizeError, ABC):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from outsize.errors import OutsizeError
+from outsize.visible import visible, visible_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -35,12 +36,14 @@ class Screen:
 
     def _print(self, table: RenderableType) -> None:
         """Writes the table to stdout; into a file or a pipe without the blanks that fill its columns."""
+        from outsize.report.tables.table_style import Shown
+
         console = self._console(stderr=False)
         if console.is_terminal:
-            console.print(table)
+            console.print(Shown(table))
             return
         with console.capture() as captured:
-            console.print(table)
+            console.print(Shown(table))
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
     def emit(self, document: Mapping[str, Any]) -> None:
@@ -50,7 +53,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Writes a line to stderr, apart from the result."""
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(visible_lines(text) + "\n")
 
     def fail(self, error: OutsizeError) -> None:
         """Writes the error's one line (and picture) to stderr, and under --json a JSON object to stdout."""
@@ -60,12 +63,14 @@ class Screen:
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
         """Shows a spinner with `what` on a terminal; under --json, what the model prints goes to stderr."""
+        from outsize.report.tables.table_style import Shown
+
         console = self._console(stderr=True)
         with contextlib.ExitStack() as stack:
             if self.as_json:
                 stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             if console.is_terminal:
-                stack.enter_context(console.status(what))
+                stack.enter_context(console.status(Shown(what)))
             yield
 
     @contextlib.contextmanager
@@ -75,15 +80,17 @@ class Screen:
         from rich.progress import Progress as Bars
 
         console = self._console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        description = TextColumn("{task.description}", markup=False)
+        columns = (description, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-            task = bars.add_task(what, total=None)
+            task = bars.add_task(visible(what), total=None)
             yield lambda done, total: bars.update(task, completed=done, total=total)
 
     def _console(self, *, stderr: bool) -> Console:
         from rich.console import Console
 
-        return Console(stderr=stderr, highlight=False)
+        # A name such as `[/x]` or `:fire:` is shown as it is.
+        return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
 def warn_on_one_line() -> None:
@@ -92,7 +99,7 @@ def warn_on_one_line() -> None:
 
 
 def _one_line(message: Warning | str, category: type[Warning], *_place: object) -> str:
-    return f"{category.__name__}: {message}\n"
+    return visible_lines(f"{category.__name__}: {message}\n")
 
 
 def error_document(error: OutsizeError) -> dict[str, Any]:

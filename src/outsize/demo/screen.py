@@ -16,7 +16,7 @@ class DemoScreen:
     """Writes the parts of the demo one below the other."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, markup=False, emoji=False)
 
     def heading(self, text: str) -> None:
         """Writes a ruled heading below an empty line."""
@@ -36,7 +36,7 @@ class DemoScreen:
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
         """Shows a spinner and `what` while the block runs."""
-        with self._console.status(what) if self._console.is_terminal else contextlib.nullcontext():
+        with self._console.status(Text(what)) if self._console.is_terminal else contextlib.nullcontext():
             yield
 
 

@@ -11,18 +11,19 @@ The function uses locals instead of a dictionary, `del` at the last use, and wei
 each call (an optimizer or a checkpoint may have replaced them), as is a number that is an input of the
 program (`n0.value()`). A tied parameter that another stage owns
 arrives as an argument (`p0`) and is in the module only around the call. Modes that differ from the ambient
-ones become `with` blocks. The function's attribute `source` has the text, so that a user can read a stage. A
-Python number that a leaf returned has determined the code after it when the tape was made: `expect` checks
-it.
+ones become `with` blocks. No name becomes code: names of the model are in the text as quoted constants, and
+in comments without line ends. The function's attribute `source` has the text, so that a user can read a
+stage. A Python number that a leaf returned has determined the code after it when the tape was made: `expect`
+checks it.
 """
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from keyword import iskeyword
 from types import FrameType
 from typing import Any, Final, final
 
@@ -34,8 +35,9 @@ from outsize.program.modes import entering
 from outsize.program.python_reads import NumberInput
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
-from outsize.program.tree import leaves, paths
+from outsize.program.tree import FIELD, ITEM, Steps, accessor, leaves, paths
 from outsize.program.weight_lookup import weight_named
+from outsize.visible import visible
 
 _LITERALS = (
     int,
@@ -172,12 +174,12 @@ class _FunctionWriter:
         refs = list(paths(instruction.out, lambda leaf: isinstance(leaf, Ref) and leaf.slot not in unread))
         call = f"{self._callee(instruction)}({self._arguments(instruction)})"
         expected = self._expectations(instruction, unread)
-        if len(refs) == 1 and refs[0][0] == "":
+        if len(refs) == 1 and not refs[0][0]:
             lines += self._guarded(instruction, f"v{refs[0][1].slot} = {call}")
         else:
             named = refs or expected
             lines += self._guarded(instruction, f"out = {call}" if named else call)
-            lines += [*expected, *(f"v{ref.slot} = out{path}" for path, ref in refs)]
+            lines += [*expected, *(f"v{ref.slot} = {self._part('out', steps)}" for steps, ref in refs)]
             lines += ["del out"] if named else []
         if instruction.writes_twice:
             arguments = self._arguments(instruction)
@@ -191,14 +193,16 @@ class _FunctionWriter:
         """
         if not instruction.is_leaf:
             return []
-        checks = [(f"out{path}", value) for path, value in paths(instruction.out, _is_python)]
-        checks += [(f"len(out{path})", items) for path, items in _lengths(instruction.out, unread)]
-        place = f"{instruction.name!r}, {instruction.where!r}"
+        values = paths(instruction.out, _is_python)
+        checks = [(self._part("out", steps), value) for steps, value in values]
+        lengths = _lengths(instruction.out, unread)
+        checks += [(f"len({self._part('out', steps)})", items) for steps, items in lengths]
+        place = f"{str(instruction.name)!r}, {str(instruction.where)!r}"
         return [f"expect({text}, {self._value(value)}, {place})" for text, value in checks]
 
     def _guarded(self, instruction: Instruction, line: str) -> list[str]:
         """Returns the call, inside a swap of tied parameters where it uses some that live elsewhere."""
-        comment = f"  # {instruction.name}"
+        comment = f"  # {visible(instruction.name)}"
         named = {leaf for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Weight)}
         swapped_in = [w.name for w in instruction.weights if w.name in self._elsewhere and w not in named]
         if not swapped_in:
@@ -227,7 +231,9 @@ class _FunctionWriter:
 
     def _arguments(self, instruction: Instruction) -> str:
         positional = [self._value(a) for a in instruction.args]
-        return ", ".join(positional + [f"{k}={self._value(v)}" for k, v in instruction.kwargs.items()])
+        named = [(key, self._value(value)) for key, value in instruction.kwargs.items()]
+        words = [f"{key}={text}" if _is_word(key) else f"**{{{str(key)!r}: {text}}}" for key, text in named]
+        return ", ".join(positional + words)
 
     def _value(self, tree: Any) -> str:
         """Returns the Python text of an argument."""
@@ -240,7 +246,7 @@ class _FunctionWriter:
         if type(tree) in (tuple, list):
             inner = "".join(f"{self._value(item)}, " for item in tree)
             return f"({inner})" if type(tree) is tuple else f"[{inner}]"
-        if type(tree) is dict and all(isinstance(k, str) for k in tree):
+        if type(tree) is dict and all(type(k) is str for k in tree):
             return "{" + ", ".join(f"{k!r}: {self._value(v)}" for k, v in tree.items()) + "}"
         if isinstance(tree, slice):
             return f"slice({self._value(tree.start)}, {self._value(tree.stop)}, {self._value(tree.step)})"
@@ -254,7 +260,7 @@ class _FunctionWriter:
         slots = {leaf.slot for leaf in leaves(tree) if isinstance(leaf, Ref)}
         env = ", ".join(f"{s}: v{s}" for s in sorted(slots))
         weights = [leaf for leaf in leaves(tree) if isinstance(leaf, Weight)]
-        table = ", ".join(f"{w.name!r}: {self._value(w)}" for w in weights)
+        table = ", ".join(f"{str(w.name)!r}: {self._value(w)}" for w in weights)
         return f"resolve({self._bind(tree, 'k')}, {{{env}}}, {{{table}}})"
 
     def _casts(self, instruction: Instruction) -> dict[str, str]:
@@ -273,19 +279,48 @@ class _FunctionWriter:
         return f"{self._bind(self._spec.through[name], 'f')}({plain})"
 
     def _weight(self, weight: Weight) -> str:
-        path = re.match(r"^(?:(.*)\.)?([^.\[]+)(\[.*)?$", weight.name)
-        assert path is not None, weight.name
-        owner = self._modules[path[1] or ""]
-        table = {"parameter": owner._parameters, "buffer": owner._buffers, "attribute": owner.__dict__}[
-            weight.kind
-        ]
-        return f"{self._bind(table, 't')}[{path[2]!r}]{path[3] or ''}"
+        if weight.kind == "attribute":
+            owner, key, steps = self._attribute(weight.name)
+            return self._part(f"{self._bind(owner.__dict__, 't')}[{key!r}]", steps)
+        path, _, key = weight.name.rpartition(".")
+        owner = self._modules[path]
+        table = owner._parameters if weight.kind == "parameter" else owner._buffers
+        return f"{self._bind(table, 't')}[{key!r}]"
+
+    def _attribute(self, name: str) -> tuple[nn.Module, str, Steps]:
+        """Returns the module, its attribute, and the steps in it that lead to a tensor of this name."""
+        for fqn, module in self._modules.items():
+            prefix = f"{fqn}." if fqn else ""
+            for key, value in module.__dict__.items() if name.startswith(prefix) else ():
+                if name.startswith(prefix + key):
+                    for steps, _ in paths(value, lambda leaf: isinstance(leaf, Tensor)):
+                        if name == f"{prefix}{key}{accessor(steps)}":
+                            return module, key, steps
+        raise KeyError(name)
+
+    def _part(self, text: str, steps: Steps) -> str:
+        """Returns the Python text of a part; a key that is no plain text or number is bound to a name."""
+        for kind, key in steps:
+            if kind == FIELD and _is_word(key):
+                text += f".{key}"
+            elif kind == ITEM and type(key) in (int, str):
+                text += f"[{key!r}]"
+            elif kind == ITEM:
+                text += f"[{self._bind(key, 'k')}]"
+            else:
+                text = f"getattr({text}, {str(key)!r})"
+        return text
 
     def _bind(self, value: Any, prefix: str) -> str:
         if id(value) not in self._name_of:
             name = f"{prefix}{len(self._name_of)}"
             self._name_of[id(value)], self._names[name] = name, value
         return self._name_of[id(value)]
+
+
+def _is_word(name: object) -> bool:
+    """Tells whether a name can be written as it is: an ASCII identifier that Python does not reserve."""
+    return type(name) is str and name.isascii() and name.isidentifier() and not iskeyword(name)
 
 
 def expect(actual: object, recorded: object, name: str, where: str) -> None:
@@ -308,8 +343,8 @@ def _is_python(leaf: Any) -> bool:
     return isinstance(leaf, int | float | str)
 
 
-def _lengths(out: Any, unread: set[int]) -> Iterator[tuple[str, int]]:
-    """Yields (accessor, number of items) of each list and tuple from which something is read by its index."""
+def _lengths(out: Any, unread: set[int]) -> Iterator[tuple[Steps, int]]:
+    """Yields (steps, number of items) of each list and tuple from which something is read by its index."""
     for place, items in paths(out, lambda part: isinstance(part, tuple | list)):
         if any(isinstance(leaf, Ref) and leaf.slot not in unread for leaf in leaves(items)):
             yield place, len(items)

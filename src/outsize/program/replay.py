@@ -20,7 +20,7 @@ from torch.utils._device import _device_constructors
 
 from outsize.program.python_reads import NumberInput
 from outsize.program.tape import Instruction, Ref, Tape, Weight
-from outsize.program.tree import leaves, map_leaves, paths
+from outsize.program.tree import leaves, map_leaves, part_at, paths
 
 Env = dict[int, Any]
 
@@ -57,8 +57,8 @@ def evaluate(instructions: Iterable[Instruction], env: Env, weights: Mapping[str
 def bindings(tree: Any, out: Any) -> Env:
     """Maps slots to values, by walking the recorded structure of a result and the real one together."""
     values: Env = {}
-    for path, ref in paths(tree, lambda leaf: isinstance(leaf, Ref)):
-        values[ref.slot] = eval(f"out{path}", {"out": out})
+    for steps, ref in paths(tree, lambda leaf: isinstance(leaf, Ref)):
+        values[ref.slot] = part_at(out, steps)
     return values
 
 

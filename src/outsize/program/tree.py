@@ -11,13 +11,18 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from outsize.program.containers import refill
 
 Fn = Callable[[Any], Any]
+ITEM: Final = "[]"
+FIELD: Final = "."
+Step = tuple[str, Any]
+"""Is ITEM with an index or a key, or FIELD with a name."""
+Steps = tuple[Step, ...]
 
 
 def map_leaves(fn: Fn, tree: Any) -> Any:
@@ -102,25 +107,35 @@ def _walk_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
     return None
 
 
-def children(tree: Any) -> list[tuple[str, Any]]:
-    """Returns (accessor, item) of a container: `('[0]', x)`, `('["loss"]', y)`, `('.field', z)`; of a leaf,
-    none.
-    """
+def children(tree: Any) -> list[tuple[Step, Any]]:
+    """Returns (step, item) of a container: `(("[]", 0), x)`, `((".", "loss"), y)`; of a leaf, none."""
     if isinstance(tree, tuple | list):
-        return [(f"[{index}]", item) for index, item in enumerate(tree)]
+        return [((ITEM, index), item) for index, item in enumerate(tree)]
     if isinstance(tree, Mapping):
-        return [(f"[{key!r}]", item) for key, item in tree.items()]
+        return [((ITEM, key), item) for key, item in tree.items()]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not _is_ref(tree):
-        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+        return [((FIELD, field.name), getattr(tree, field.name)) for field in dataclasses.fields(tree)]
     return []
 
 
-def paths(tree: Any, wanted: Callable[[Any], bool], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (accessor, part) of the parts, containers too, that are wanted: `('[0].loss', x)`."""
+def paths(tree: Any, wanted: Callable[[Any], bool], steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
+    """Yields (steps, part) of the parts, containers too, that are wanted."""
     if wanted(tree):
-        yield at, tree
-    for accessor, item in children(tree):
-        yield from paths(item, wanted, at + accessor)
+        yield steps, tree
+    for step, item in children(tree):
+        yield from paths(item, wanted, (*steps, step))
+
+
+def part_at(tree: Any, steps: Steps) -> Any:
+    """Returns the part to which the steps of `paths` lead, in a tree of the same structure."""
+    for kind, key in steps:
+        tree = tree[key] if kind == ITEM else getattr(tree, key)
+    return tree
+
+
+def accessor(steps: Steps) -> str:
+    """Returns steps as a reader writes them: `[0].loss`. It is a name, and nothing runs it."""
+    return "".join(f"[{key!r}]" if kind == ITEM else f".{key}" for kind, key in steps)
 
 
 def with_copied_tensors(tree: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from outsize.program.tape import Ref
-from outsize.program.tree import leaves, map_leaves, paths
+from outsize.program.tree import accessor, leaves, map_leaves, part_at, paths
 
 Pair = namedtuple("Pair", "left right")
 
@@ -48,7 +48,8 @@ def test_mapping_identity_gives_an_equal_tree_of_the_same_types(tree: Any) -> No
 def test_paths_lead_to_the_leaves_in_order(tree: Any) -> None:
     found = list(paths(tree, lambda leaf: isinstance(leaf, int)))
     assert [leaf for _, leaf in found] == [leaf for leaf in leaves(tree) if isinstance(leaf, int)]
-    assert all(eval(f"tree{path}", {"tree": tree}) == leaf for path, leaf in found)
+    assert all(part_at(tree, steps) == leaf for steps, leaf in found)
+    assert all(eval(f"tree{accessor(steps)}", {"tree": tree}) == leaf for steps, leaf in found)
 
 
 def test_the_original_is_not_changed() -> None:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from outsize.program.objects import NUMBERS_AND_TEXT, Comparison, Scope, fingerprint, snapshot, walk
 from outsize.program.tape import Weight
-from outsize.program.tree import map_leaves, paths
+from outsize.program.tree import accessor, map_leaves, paths
 
 _TABLES = ("_parameters", "_buffers")
 _CHILDREN = "_modules"
@@ -140,7 +140,10 @@ class FakeModel:
                     self.real[name] = tensor
 
     def _fake_tree(self, value: Any, name: str) -> Any:
-        names = {id(t): f"{name}{path}" for path, t in paths(value, lambda leaf: isinstance(leaf, Tensor))}
+        names = {
+            id(t): f"{name}{accessor(steps)}"
+            for steps, t in paths(value, lambda leaf: isinstance(leaf, Tensor))
+        }
 
         def swap(leaf: Any) -> Any:
             return self._fake(leaf, Weight(names[id(leaf)], "attribute")) if id(leaf) in names else leaf

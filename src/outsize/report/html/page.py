@@ -44,6 +44,7 @@ from outsize.report.tables.plan_tables import (
 )
 from outsize.report.tables.stage_units import short_units
 from outsize.report.wording import advised, sentence, sentences
+from outsize.visible import visible_lines
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -116,6 +117,7 @@ def _shown_of_plan(plan: Plan, expected: Expected | None) -> dict[str, Any]:
     """Returns what the template reads of the plan alone."""
     return {
         "plan": plan,
+        "plan_json": visible_lines(plan.to_json()),
         "expected": expected,
         "lead": f"{_count(len(plan.stages), 'stage')} on {plan.cluster}, {how_text(plan)}",
         "what_if": what_if_text(plan) if plan.beyond else "",
@@ -149,8 +151,11 @@ def _environment() -> Environment:
 
 
 def _unbroken(value: object) -> object:
-    """Keeps a per cent sign on the line of its number; markup and the plan's JSON stay unchanged."""
-    return value.replace(" %", "\u00a0%") if type(value) is str else value
+    """Keeps a per cent sign on the line of its number, and shows characters that act (`\\u202e`) as text.
+
+    Markup and the plan's JSON stay unchanged.
+    """
+    return visible_lines(value).replace(" %", "\u00a0%") if type(value) is str else value
 
 
 def _count(number: int, what: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import final
 from xml.etree import ElementTree
 
+from outsize.visible import visible, visible_lines
+
 Number = float | int | str
 
 
@@ -19,8 +21,8 @@ class Svg:
     def __init__(self, key: str, height: float, title: str, description: str) -> None:
         marks = {"class": "figure", "width": "100%", "height": f"{height:g}", "role": "img"}
         self.root = ElementTree.Element("svg", {**marks, "aria-labelledby": f"{key}-title {key}-desc"})
-        ElementTree.SubElement(self.root, "title", {"id": f"{key}-title"}).text = title
-        ElementTree.SubElement(self.root, "desc", {"id": f"{key}-desc"}).text = description
+        ElementTree.SubElement(self.root, "title", {"id": f"{key}-title"}).text = visible(title)
+        ElementTree.SubElement(self.root, "desc", {"id": f"{key}-desc"}).text = visible(description)
 
     def add(self, tag: str, text: str = "", *, tip: str = "", **attributes: Number) -> None:
         """Adds an element; `tip` is shown on hover. `class_` and `text_anchor` become `class`,
@@ -28,9 +30,9 @@ class Svg:
         """
         named = {k.rstrip("_").replace("_", "-"): _plain(v) for k, v in attributes.items()}
         element = ElementTree.SubElement(self.root, tag, named)
-        element.text = text or None
+        element.text = visible(text) or None
         if tip:
-            ElementTree.SubElement(element, "title").text = tip
+            ElementTree.SubElement(element, "title").text = visible_lines(tip)
 
     def nest(self, view_box: str, **attributes: Number) -> Svg:
         """Returns a drawing area of its own scale inside; its content is stretched to the area."""
@@ -51,4 +53,4 @@ def percent(share: float) -> str:
 
 
 def _plain(value: Number) -> str:
-    return value if isinstance(value, str) else f"{value:.6g}"
+    return visible(value) if isinstance(value, str) else f"{value:.6g}"

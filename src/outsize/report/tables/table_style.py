@@ -11,14 +11,32 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
+
+from outsize.visible import visible, visible_lines
 
 Column = tuple[str, Literal["left", "right"]]
 FLUID = {"unit", "units", "instead", "what it costs", "stages begin with"}
 # A word with the blanks after it, and a piece of a name up to a separator.
 _WORD, _PIECE = re.compile(r"\S+\s*"), re.compile(r"[^.:_/]*[.:_/]|[^.:_/]+")
+
+
+@final
+class Shown:
+    """What it shows has no character that acts on a terminal, whatever names are in it."""
+
+    def __init__(self, part: RenderableType) -> None:
+        self._part = Text(part) if isinstance(part, str) else part
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self._part)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self._part, options):
+            yield segment if segment.control else Segment(visible_lines(segment.text), segment.style)
 
 
 @final
@@ -61,11 +79,10 @@ class NameTable(Table):
         self, *renderables: RenderableType | None, style: StyleType | None = None, end_section: bool = False
     ) -> None:
         """Adds a row; text in a column that may wrap becomes a NameCell."""
+        texts = [Text(visible(cell)) if isinstance(cell, str) else cell for cell in renderables]
         cells = [
-            NameCell(Text(cell) if isinstance(cell, str) else cell)
-            if isinstance(cell, str | Text) and not column.no_wrap
-            else cell
-            for column, cell in zip(self.columns, renderables, strict=False)
+            NameCell(cell) if isinstance(cell, Text) and not column.no_wrap else cell
+            for column, cell in zip(self.columns, texts, strict=False)
         ]
         super().add_row(*cells, style=style, end_section=end_section)
 
@@ -94,7 +111,7 @@ def facts(pairs: Sequence[tuple[str, str]]) -> Table:
     """Returns a table of names, each with its text."""
     made = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for name, text in pairs:
-        made.add_row(Text(name, "dim"), text)
+        made.add_row(Text(visible(name), "dim"), Text(visible(text)))
     return made
 
 
@@ -104,7 +121,7 @@ def listed(heading: str, sentences: Sequence[str]) -> list[RenderableType]:
         return []
     made = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     for sentence in sentences:
-        made.add_row("-", Text(sentence))
+        made.add_row("-", Text(visible(sentence)))
     return [Group(Text(heading, "bold"), made)]
 
 
