@@ -30,15 +30,19 @@
 Only leaves are raised; the inner classes are for `except`. The message is one line:
 `NoFeasiblePlan [E201]: what; numbers. Next: what to type.`
 A picture (the grid of a schedule) follows on lines of its own.
+
+Names in it, of a model, a file or another process, may hold an escape sequence that moves a terminal's cursor,
+a mark that turns the order of what follows, or a line end that forges a line. `visible` writes such characters
+as JSON does: `\\u001b`, `\\n`.
 """
 
 from __future__ import annotations
 
+import json
 from abc import ABC
 from collections.abc import Iterator, Mapping
 from typing import ClassVar, final
-
-from outsize.visible import visible_lines
+from unicodedata import category
 
 
 class OutsizeError(Exception, ABC):
@@ -250,3 +254,20 @@ def _leaves(kind: type[OutsizeError]) -> Iterator[type[OutsizeError]]:
     yield from (leaf for one in below for leaf in _leaves(one))
     if not below:
         yield kind
+
+
+def visible(text: object, keep: str = "") -> str:
+    """Returns a text with its control, format and separator characters escaped, but those to `keep`."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(one if _is_shown(one) or one in keep else json.dumps(one)[1:-1] for one in shown)
+
+
+def visible_lines(text: object) -> str:
+    """Returns a text of several lines with all but its line ends and tabs escaped."""
+    return visible(text, keep="\n\t")
+
+
+def _is_shown(one: str) -> bool:
+    return one.isprintable() or category(one) == "Zs"

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
-from outsize.errors import OutsizeError
-from outsize.visible import visible, visible_lines
+from outsize.errors import OutsizeError, visible, visible_lines
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -30,14 +30,13 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import OutsizeError, ReplayMismatch
+from outsize.errors import OutsizeError, ReplayMismatch, visible
 from outsize.program.modes import entering
 from outsize.program.python_reads import NumberInput
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.program.tree import FIELD, ITEM, Steps, accessor, leaves, paths
 from outsize.program.weight_lookup import weight_named
-from outsize.visible import visible
 
 _LITERALS = (
     int,

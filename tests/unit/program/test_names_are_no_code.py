@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from splits import captured
 from torch import Tensor, nn
 
+from outsize.errors import visible
 from outsize.program.generate import SliceSpec, compile_slice
 from outsize.program.replay import bindings
 from outsize.program.tape import Ref
-from outsize.visible import visible
 
 RAN = "doors_ran"
 CALL = f"{RAN}()"

@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 
 from outsize import errors
 from outsize.cli.screen import Screen
+from outsize.errors import visible, visible_lines
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.base import Record
 from outsize.ir.plan import Plan
@@ -26,7 +27,6 @@ from outsize.report.tables.explain_plan import why_table
 from outsize.report.tables.measured import profile_tables
 from outsize.report.tables.plan_tables import check_table, plan_table, run_table, units_table
 from outsize.report.trace import perfetto
-from outsize.visible import visible, visible_lines
 
 HOSTILE = (
     "[/x]",

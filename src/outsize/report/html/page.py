@@ -9,6 +9,7 @@ from typing import Any, final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from outsize.errors import visible_lines
 from outsize.ir.answers.advice import Advice
 from outsize.ir.answers.curve import ThroughputCurve
 from outsize.ir.answers.verdict import Verdict
@@ -44,7 +45,6 @@ from outsize.report.tables.plan_tables import (
 )
 from outsize.report.tables.stage_units import short_units
 from outsize.report.wording import advised, sentence, sentences
-from outsize.visible import visible_lines
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import final
 from xml.etree import ElementTree
 
-from outsize.visible import visible, visible_lines
+from outsize.errors import visible, visible_lines
 
 Number = float | int | str
 

@@ -16,7 +16,7 @@ from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
-from outsize.visible import visible, visible_lines
+from outsize.errors import visible, visible_lines
 
 Column = tuple[str, Literal["left", "right"]]
 FLUID = {"unit", "units", "instead", "what it costs", "stages begin with"}
