@@ -31,9 +31,9 @@ Only leaves are raised; the inner classes are for `except`. The message is one l
 `NoFeasiblePlan [E201]: what; numbers. Next: what to type.`
 A picture (the grid of a schedule) follows on lines of its own.
 
-Names in it, of a model, a file or another process, may hold an escape sequence that moves a terminal's cursor,
-a mark that turns the order of what follows, or a line end that forges a line. `visible` writes such characters
-as JSON does: `\\u001b`, `\\n`.
+Names in it, of a model, a file or another process, may hold an escape sequence that moves a terminal's
+cursor, a mark that turns the order of what follows, or a line end that forges a line. `visible` writes such
+characters as JSON does: `\\u001b`, `\\n`.
 """
 
 from __future__ import annotations
