@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         parallelize,
         plan,
         rank_clusters,
+        resume,
         tune,
     )
     from outsize.errors import OutsizeError
@@ -64,6 +65,7 @@ _HOME = {
     "parallelize": "outsize.api",
     "plan": "outsize.api",
     "rank_clusters": "outsize.api",
+    "resume": "outsize.api",
     "tensor_parallel": "outsize.train.tensor_parallel",
     "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.api",
@@ -108,6 +110,7 @@ __all__ = [
     "parallelize",
     "plan",
     "rank_clusters",
+    "resume",
     "tensor_parallel",
     "tensor_styles",
     "tune",

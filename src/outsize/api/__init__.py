@@ -5,6 +5,7 @@ costs  = estimate(graph, cluster) | measure(model, ...)  what does each unit cos
 plan   = plan(model, args, kwargs, cluster="2xcpu")      how to split it
 report = check(model, args, kwargs, stages=3)            does the split compute the same
 engine = parallelize(model, args, kwargs, plan=plan)     run it
+engine = resume(folder, model, args, kwargs)             go on from a checkpoint
 tuned  = tune(model, args, kwargs)                       which one is really fastest
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outsize.api.planning import capture, estimate, fit, measure, outlook, plan, price
     from outsize.api.renting import rank_clusters
-    from outsize.api.running import check, parallelize
+    from outsize.api.running import check, parallelize, resume
     from outsize.api.sizes import largest, largest_batch
     from outsize.api.tuning import tune
 
@@ -33,6 +34,7 @@ __all__ = [
     "plan",
     "price",
     "rank_clusters",
+    "resume",
     "tune",
 ]
 _HOME = {
@@ -41,6 +43,7 @@ _HOME = {
     "largest_batch": "sizes",
     "parallelize": "running",
     "rank_clusters": "renting",
+    "resume": "running",
     "tune": "tuning",
 }
 

@@ -130,6 +130,7 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     captures: int
     own_batches: bool
     offload_folder: str | Path | None
+    resume: str | Path | None
     compiled: str | None
     backend: str | None
 

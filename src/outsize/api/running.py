@@ -1,14 +1,15 @@
-"""Trains by a plan, and checks that its numbers are those of one process."""
+"""Trains by a plan, goes on from a checkpoint, and checks that its numbers are those of one process."""
 
 from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, Unpack
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from outsize.api.options import (
@@ -23,7 +24,7 @@ from outsize.api.planning import Args, Kwargs, plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run, find_cluster
 from outsize.device.accelerators import CPU, device_type, is_accelerator
-from outsize.errors import BadOption
+from outsize.errors import BadCheckpoint, BadOption
 from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.cluster import Cluster
@@ -33,6 +34,8 @@ from outsize.planner.advice.utilisation import utilisation
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
 from outsize.program.objects import model_copy
+from outsize.run.checkpoint.manifest import published
+from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.stage.batchnorm import use_local_statistics
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.safetensors import WeightFiles
@@ -40,6 +43,8 @@ from outsize.schedules.families import DEFAULT
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch_dims import SplitTable
 from outsize.train.check.check import Question, enough_steps, verify
+from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint
+from outsize.train.checkpoint.weights import CheckpointWeights
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_for, places_of
 from outsize.train.engine.engine import Engine
@@ -83,13 +88,16 @@ def parallelize(
     - `weights`: a .safetensors file, an index, or a folder with one, for a model on meta: every rank reads
       its own tensors only.
     - `offload_folder`: the folder for the files of weights, gradients or states that a plan puts on the host.
+    - `resume`: a folder of `engine.save`: goes on from its newest complete checkpoint, which may be of
+      another layout; begins where there is none. Without a plan, that of the checkpoint is used if it fits.
     - `captures`: how many shapes of a microbatch keep their recorded programs.
     - `compiled`: a backend of torch.compile for the stages' functions: "inductor" fuses kernels,
       "aot_eager" keeps every bit.
     - `backend`: torch's name of the communication backend ("mpi", "nccl"); by default gloo for CPUs and the
       device's own. A process group that exists already is used as it is.
 
-    Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice.
+    Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice,
+    BadCheckpoint.
     """
     _check_plan(plan, options)
     devices = options.get("devices")
@@ -104,6 +112,10 @@ def parallelize(
         _check_no_devices(named, world)
         use_local_statistics(model)
         shake_hands(host, plan, model, options.get("loss_fn"))
+    saved = _saved(options.get("resume"), world, host)
+    if saved is not None:
+        engine_options = _with_weights(engine_options, model, saved)
+        plan = plan or _saved_plan(saved, options, kind, group)
     with warnings.catch_warnings():
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
@@ -126,7 +138,30 @@ def parallelize(
     )
     replica_count = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
     engine.prepare(case.batch.resized(max(1, plan.batch_size // replica_count)))
+    if saved is not None:
+        engine.resume(saved.folder)
     return engine
+
+
+def resume(
+    folder: str | Path,
+    model: nn.Module,
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+    *,
+    plan: Plan | None = None,
+    **options: Unpack[ParallelizeOptions],
+) -> Engine:
+    """Returns an engine that goes on from the newest complete checkpoint in `folder`, of any layout.
+
+    It is `parallelize(..., resume=folder)`, but for a folder without a checkpoint, which is an error.
+    `engine.steps` says where it goes on. Raises BadCheckpoint and as `parallelize`.
+    """
+    if not published(Path(folder)):
+        raise BadCheckpoint(
+            f"no complete checkpoint in {folder}", next_step=f"ls {folder}; engine.save({str(folder)!r})"
+        )
+    return parallelize(model, args, kwargs, plan=plan, **{**options, "resume": folder})
 
 
 @reads_options(CheckOptions)
@@ -192,6 +227,37 @@ def _engine_options(options: ParallelizeOptions) -> EngineOptions:
     if chosen.get("weights") is not None:
         chosen["weights"] = WeightFiles(chosen["weights"])
     return EngineOptions(explain=utilisation, **chosen)
+
+
+def _saved(
+    folder: str | Path | None, world: World, host: dist.ProcessGroup | None
+) -> CheckpointReader | None:
+    """Returns the newest checkpoint in the folder; None without a folder, or where it has none."""
+    if folder is None:
+        return None
+    saved = newest_checkpoint(folder, host)
+    if saved is None and world.rank == 0:
+        warnings.warn(f"no checkpoint in {folder}: the run begins at step 0", ResumeNote, stacklevel=4)
+    return saved
+
+
+def _with_weights(options: EngineOptions, model: nn.Module, saved: CheckpointReader) -> EngineOptions:
+    """Returns options by which a model on meta gets its weights from the checkpoint."""
+    on_meta = any(weight.is_meta for weight in model.parameters())
+    if options.weights is not None or not on_meta:
+        return options
+    return replace(options, weights=CheckpointWeights(saved))
+
+
+def _saved_plan(
+    saved: CheckpointReader, options: ParallelizeOptions, kind: str, group: dist.ProcessGroup | None
+) -> Plan | None:
+    """Returns the checkpoint's plan, where no other is asked for and these ranks can run it."""
+    plan = Plan.model_validate(saved.values["plan"])
+    asked = planning_options(options) or options.get("devices") is not None
+    is_here = is_accelerator(plan.stages[0].device) == is_accelerator(kind)
+    ranks = plan.axes.group_size == 1 if group is None else plan.axes.world_size == group.size()
+    return plan if ranks and is_here and not asked else None
 
 
 def _here(world: World, kind: str) -> Cluster | int | str:

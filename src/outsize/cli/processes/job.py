@@ -29,7 +29,9 @@ from outsize.report.wording import idle_next_step, idle_sentence
 class RunJob(Record):
     """A run that trains MODEL for some AdamW steps on one random batch, by `plan` or by one for `request`.
 
-    `devices` are set where one process uses several devices.
+    `devices` are set where one process uses several devices. With `checkpoint` the run goes on from the
+    newest checkpoint in this folder, up to `steps` in all. It saves there `every` so many steps or so long,
+    and at the end; the newest `keep` stay.
     """
 
     model: str
@@ -41,6 +43,9 @@ class RunJob(Record):
     plan: Plan | None = None
     weights: Path | None = None
     devices: tuple[str, ...] = ()
+    checkpoint: Path | None = None
+    every: str | None = None
+    keep: int | None = None
     measure: bool = False
     watch_memory: bool = False
     as_json: bool = False

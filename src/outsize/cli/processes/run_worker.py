@@ -30,13 +30,14 @@ from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.cli.model_input import ModelInput, make_model_input
 from outsize.cli.processes.job import JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document, warn_on_one_line
-from outsize.errors import OutsizeError
+from outsize.errors import BadOption, OutsizeError
 from outsize.ir.base import Record
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice.overview import Outlook
 from outsize.run.transport.control_messages import all_gather_json, broadcast_json
+from outsize.train.checkpoint.every import SaveInterval, SaveTimer
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
@@ -96,7 +97,7 @@ def train(job: RunJob, world: World) -> RunOutcome:
     engine = _engine(job, inputs, chosen.plan)
     watch = MemoryWatch(engine.crew.device or engine.crew.device_of(0))
     with watch if job.watch_memory else contextlib.nullcontext():
-        losses, steps_s, timelines = _steps(engine, inputs, job.steps, screen)
+        losses, steps_s, timelines = _steps(engine, inputs, job, screen)
     origin_s, middle = sorted(timelines, key=lambda t: t[1].duration_s)[len(timelines) // 2]
     return RunOutcome(
         plan=chosen.plan,
@@ -170,25 +171,53 @@ def _engine(job: RunJob, inputs: ModelInput, plan: Plan) -> Engine:
         seed=job.seed,
         weights=job.weights,
         devices=job.devices or None,
+        resume=job.checkpoint,
     )
 
 
 def _steps(
-    engine: Engine, inputs: ModelInput, steps: int, screen: Screen
+    engine: Engine, inputs: ModelInput, job: RunJob, screen: Screen
 ) -> tuple[tuple[float, ...], tuple[float, ...], list[Timed]]:
-    """Returns loss and seconds of each step, and the last timelines; the batch is the same in all."""
+    """Returns loss and seconds of each step, and the last timelines; the batch is the same in all.
+
+    Raises BadOption where the checkpoint has all steps already.
+    """
     losses, seconds, timelines = [], [], deque[Timed](maxlen=WATCHED)
+    first, save = engine.steps, _saver(engine, job)
+    if first >= job.steps:
+        raise BadOption(
+            f"{job.checkpoint} has a run of {first} steps already",
+            numbers=f"--steps {job.steps} counts all of them",
+            next_step=f"--steps {first + job.steps}, or another --checkpoint DIR",
+        )
     with screen.bar("training") as progress:
-        progress(0, steps)
-        for done in range(steps):
+        progress(first, job.steps)
+        for done in range(first, job.steps):
             start = time.perf_counter()
             result = engine.step(*inputs.args, target=inputs.objective.target, **inputs.kwargs)
             losses.append(float(result.loss))
             seconds.append(time.perf_counter() - start)
             origin_s = min((s[3] for s in engine.crew.own_spans()), default=start)
             timelines.append((origin_s, engine.timeline()))
-            progress(done + 1, steps)
+            save()
+            progress(done + 1, job.steps)
     return tuple(losses), tuple(seconds), list(timelines)
+
+
+def _saver(engine: Engine, job: RunJob) -> Callable[[], None]:
+    """Returns what saves a checkpoint after a step, where one is due."""
+    folder = job.checkpoint
+    if folder is None:
+        return lambda: None
+    group = None if engine.crew.mesh is None else engine.crew.mesh.group.host
+    timer = None if job.every is None else SaveTimer(SaveInterval.parse(job.every), group)
+
+    def save() -> None:
+        due = timer is not None and timer.is_due(engine.steps)
+        if due or engine.steps == job.steps:
+            engine.save(folder, keep=job.keep)
+
+    return save
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from outsize.cli.screen import Screen
 from outsize.cli.verbs.trace import outcome_tables, write_trace
 from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions
+from outsize.train.checkpoint.every import SaveInterval
 from outsize.train.launch.launch import processes_for
 
 STEPS: Final = 10
@@ -30,6 +31,7 @@ _PROCESSES: Final = "Processes (torchrun's flags, before TARGET)"
 _FOR_MODELS: Final = (
     *("steps", "input", "batch", "lr", "plan", "weights", "stages", "devices", "microbatches", "schedule"),
     *("exact", "measure", "seed", "report", "trace", "json"),
+    *("checkpoint", "every", "keep"),
 )
 # These options are passed on unchanged. Their names are torchrun's, whose parser also reads PET_* variables.
 _FOR_TORCHRUN: Final = (
@@ -103,6 +105,19 @@ Devices = Annotated[
 Report = Annotated[
     Path | None, typer.Option("--report", metavar="FILE", help="Write an offline HTML report.")
 ]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint", metavar="DIR", help="Save the run here, and go on from the newest checkpoint here."
+    ),
+]
+Every = Annotated[
+    str | None,
+    typer.Option(
+        "--every", metavar="INTERVAL", help="Save every 500 (steps), 90s, 10m or 2h, and at the end."
+    ),
+]
+Keep = Annotated[int | None, typer.Option("--keep", min=1, help="How many checkpoints stay (default: all).")]
 Trace = Annotated[
     Path | None, typer.Option("--trace", metavar="FILE", help="Write a timeline for ui.perfetto.dev.")
 ]
@@ -155,6 +170,9 @@ def run(
     exact: options.Exact = False,
     measure: options.Measure = False,
     seed: options.Seed = 0,
+    checkpoint: Checkpoint = None,
+    every: Every = None,
+    keep: Keep = None,
     report: Report = None,
     trace: Trace = None,
     json: options.Json = False,
@@ -179,6 +197,7 @@ def run(
             f"{arguments[0]!r} follows the MODEL, which takes only options",
             next_step="outsize run MODEL --steps 10",
         )
+    _check_checkpoint(checkpoint, every, keep)
     screen = Screen(json)
     layout: LayoutOptions = {
         "stages": stages,
@@ -197,6 +216,9 @@ def run(
         plan=chosen,
         weights=weights,
         devices=tuple(devices.split(",")) if devices else (),
+        checkpoint=checkpoint,
+        every=every,
+        keep=keep,
         measure=measure,
         watch_memory=trace is not None,
         as_json=json,
@@ -205,6 +227,18 @@ def run(
     if outcome is not None:
         _deliver(screen, job, outcome)
         _write_files(outcome, report, trace)
+
+
+def _check_checkpoint(folder: Path | None, every: str | None, keep: int | None) -> None:
+    """Raises BadOption for an interval that makes no sense, or where there is no folder to save in."""
+    if folder is None and (every is not None or keep is not None):
+        option = "--every" if every is not None else "--keep"
+        raise BadOption(
+            f"{option} is for checkpoints, and there is no folder for them",
+            next_step="--checkpoint DIR",
+        )
+    if every is not None:
+        SaveInterval.parse(every)
 
 
 def _is_model(target: object, module: bool) -> bool:

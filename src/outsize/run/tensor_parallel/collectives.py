@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -30,9 +31,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional
 
+from outsize.errors import BadOption
 from outsize.program.tensor_parallel.local_tape import Collectives
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.run.tensor_parallel.attention import by_heads, one_mask
@@ -246,6 +249,50 @@ def local_of(weight: Tensor) -> Tensor:
 def full_of(weight: Tensor) -> Tensor:
     """Returns the whole weight (or gradient) on every rank; all of them must call it."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """The box of a tensor that this rank has: the shape of the whole, and where the rank's part begins.
+
+    `first`: of the ranks that have this very part, it is the first.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    first: bool = True
+
+
+def local_box(weight: Tensor) -> LocalBox:
+    """Returns which part of a tensor this rank has. Raises BadOption where the part is no box."""
+    if not isinstance(weight, DTensor):
+        return LocalBox(tuple(weight.shape), (0,) * weight.ndim)
+    for placement in weight.placements:
+        if not isinstance(placement, Replicate) and type(placement) is not Shard:
+            raise BadOption(
+                f"a tensor is divided over ranks as {placement}, which is no box of it",
+                next_step="tp= of outsize.parallelize, whose parts are known",
+            )
+    mesh = weight.device_mesh
+    _, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+    place = mesh.get_coordinate() or ()
+    first = all(at == 0 for at, p in zip(place, weight.placements, strict=True) if isinstance(p, Replicate))
+    return LocalBox(tuple(weight.shape), tuple(offsets), first)
+
+
+def divided_like(local: Tensor, weight: Tensor) -> Tensor:
+    """Returns this rank's part of a new tensor as a tensor that is divided as `weight` is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from outsize.errors import BadWeights
 from outsize.run.stage.rng import borrowed_generators, seeder
 from outsize.run.weights.ownership import like, places, replace
-from outsize.run.weights.safetensors import TensorPart, WeightFiles
+from outsize.run.weights.safetensors import TensorPart, WeightSource
 
 _SHOWN = 3
 
@@ -34,7 +34,7 @@ _SHOWN = 3
 @torch.no_grad()
 def load_weights(
     model: nn.Module,
-    files: WeightFiles,
+    files: WeightSource,
     device: torch.device,
     foreign: set[str],
     part_of: Callable[[str], TensorPart | None] = lambda name: None,
@@ -80,7 +80,7 @@ def saved_names(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _insist_on_all(model: nn.Module, files: WeightFiles, missing: list[str]) -> None:
+def _insist_on_all(model: nn.Module, files: WeightSource, missing: list[str]) -> None:
     if not missing:
         return
     near = get_close_matches(missing[0], files.names, n=2, cutoff=0.5)
@@ -95,7 +95,7 @@ def _insist_on_all(model: nn.Module, files: WeightFiles, missing: list[str]) -> 
 
 
 def _insist_on_shapes(
-    files: WeightFiles, saved_name: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
+    files: WeightSource, saved_name: Mapping[str, str], wanted: Mapping[str, tuple[int, ...]]
 ) -> None:
     shapes = files.shapes(saved_name.values())
     wrong = [first for first, name in saved_name.items() if shapes[name] != wanted[first]]
@@ -113,7 +113,7 @@ def _shape(tensor: Tensor, part: TensorPart | None) -> tuple[int, ...]:
     return tuple(tensor.shape) if part is None else part.whole(tensor.shape)
 
 
-def _unknown(files: WeightFiles, aliases: Mapping[str, list[str]]) -> list[str]:
+def _unknown(files: WeightSource, aliases: Mapping[str, list[str]]) -> list[str]:
     known = {name for names in aliases.values() for name in names}
     extra = [name for name in files.names if name not in known]
     return [f"{files.path}: {len(extra)} names are not the model's: {_few(extra)}"] if extra else []

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +41,29 @@ class TensorPart:
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the whole tensor, given the shape of the part."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+
+class WeightSource(Protocol):
+    """Where the weights of a model on meta come from; `path` is its name in messages."""
+
+    path: Path
+
+    def __contains__(self, name: str) -> bool:
+        """Tells whether it has a tensor of this name."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of all tensors."""
+        ...
+
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Maps names to shapes of whole tensors."""
+        ...
+
+    def read(self, name: str, into: Tensor, part: TensorPart | None = None) -> str | None:
+        """Copies a tensor, or the part of it that `into` holds, and returns its dtype where it is another."""
+        ...
 
 
 @final

@@ -37,10 +37,25 @@ class ReplicaBatches(Sampler[list[int]]):
         self._samples, self._batch_size, self._index, self._count = len(data), batch_size, index, count
         self._shuffle, self._seed, self._epoch = shuffle, seed, 0
         self._least = batch_size if drop_last else count
+        self._left_out = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Selects another order, the same on all ranks."""
         self._epoch = epoch
+
+    @property
+    def epoch(self) -> int:
+        """Returns the epoch whose order is selected."""
+        return self._epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Returns the samples of a batch, those of all replicas together."""
+        return self._batch_size
+
+    def leave_out(self, samples: int) -> None:
+        """Begins the next pass, and no other, behind so many samples of the whole batch's order."""
+        self._left_out = samples
 
     def __len__(self) -> int:
         whole, remainder = divmod(self._samples, self._batch_size)
@@ -51,7 +66,9 @@ class ReplicaBatches(Sampler[list[int]]):
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(self._samples, generator=generator)
-        for batch in order.split(self._batch_size)[: len(self)]:
+        used, self._left_out = self._left_out, 0
+        left = max(len(self) - used // self._batch_size, 0)
+        for batch in order[used:].split(self._batch_size)[:left]:
             part_size, remainder = divmod(len(batch), self._count)
             first = self._index * part_size + min(self._index, remainder)
             yield batch[first : first + part_size + (self._index < remainder)].tolist()

@@ -24,7 +24,7 @@ from outsize.run.moves.fsdp import may_be_sharded
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.ownership import free_foreign, move_weights, places
 from outsize.run.weights.placement import Holders, Placement
-from outsize.run.weights.safetensors import TensorPart, WeightFiles
+from outsize.run.weights.safetensors import TensorPart, WeightSource
 from outsize.train.crew.crew import Crew, device_of
 from outsize.train.ranks.gradient_allreduce import ByStage
 from outsize.train.ranks.tensor_parallel import TensorRanks
@@ -39,7 +39,7 @@ class Ownership:
         model: nn.Module,
         plan: Plan,
         crew: Crew,
-        files: WeightFiles | None,
+        files: WeightSource | None,
         tensor: TensorRanks | None = None,
     ) -> None:
         self._model, self._plan, self._crew, self._files = model, plan, crew, files
@@ -243,7 +243,7 @@ class Ownership:
         copied = self._files is not None or self._crew.local_replicas > 1
         return len(ranks) > 1 or bool(devices) or divided or copied
 
-    def _load(self, files: WeightFiles, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
+    def _load(self, files: WeightSource, wanted: Callable[[str], bool], notes: dict[str, None]) -> None:
         default_device = self._crew.device or device_of(self._plan)
         device_by_name = {n: self.device_of(n) or default_device for n in self.placement.home}
         for device in dict.fromkeys(device_by_name.values()) or [default_device]:

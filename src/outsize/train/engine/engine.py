@@ -10,7 +10,7 @@ loop; an Executor (executor.py) runs them, and the Ownership knows which rank ow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -43,6 +43,9 @@ from outsize.train.batch.checks import (
     wants_closure,
 )
 from outsize.train.batch.sampler import ReplicaBatches
+from outsize.train.checkpoint.checkpoints import Checkpoints, Moment, RunSettings, newest_checkpoint
+from outsize.train.checkpoint.loaders import CountedLoader
+from outsize.train.checkpoint.weights import HeldWeights
 from outsize.train.crew.apply_named import NamedCall, NamedCalls
 from outsize.train.crew.crew import Crew, device_of
 from outsize.train.crew.devices import insist_on_one_device
@@ -94,6 +97,9 @@ class Engine:
         rejects = rejects if self._tensor is None else self._tensor.whole()(rejects)
         self._dims = BatchDims(rejects, options.batch_dims)
         self._scaling = Scaling(scaler, crew, _loss_device(model, crew, plan)) if scaler is not None else None
+        held = HeldWeights(model, crew, self._ownership, self._tensor)
+        settings = RunSettings(plan, options.seed, options.loss_fn, scaler)
+        self._checkpoints = Checkpoints(held, settings, lambda: self.steps)
         recording = RecordingOptions(options.counting, home, self._tensor, options.captures)
         self._executor: Executor = (
             ByModules(model, plan, crew, self._ownership, options)
@@ -130,6 +136,7 @@ class Engine:
             )
         insist_on_own_weights()
         self.crew.insist_on_ended_steps()
+        self._checkpoints.warn_of_unclaimed()
         grad_scale = None if self._scaling is None else self._scaling.scale()
         parts = self._microbatches(args, kwargs, target)
         self._compare_batches(parts)
@@ -266,6 +273,43 @@ class Engine:
             return gathered(self.model, home, self.crew, self._tensor)
         save(self.model, home, self.crew, Path(to), shard_bytes, self._tensor)
         return {}
+
+    def save(self, root: str | Path, *, keep: int | None = None) -> Path:
+        """Saves the run to a new folder in `root` and returns it; every rank calls this.
+
+        It has weights, optimizer, scaler, random generators, steps, and what `attach` and `batches` were
+        given. Any layout goes on from it (`outsize.resume`, `parallelize(..., resume=root)`). `keep`: how
+        many complete checkpoints stay; all by default. Raises BadOption before anything is written, NotSaved.
+        """
+        self.crew.insist_on_ended_steps()
+        return self._checkpoints.save(Path(root), Moment(self.steps, self.optimizer), keep)
+
+    def resume(self, root: str | Path) -> int | None:
+        """Goes on from the newest complete checkpoint in `root`; returns its steps, or None where there is
+        none.
+
+        Every rank calls this. Raises ModelMismatch, BadCheckpoint, BadOption.
+        """
+        saved = newest_checkpoint(root, None if self.crew.mesh is None else self.crew.mesh.group.host)
+        if saved is None:
+            return None
+        self.steps = self._checkpoints.restore(saved, self.optimizer)
+        return self.steps
+
+    def attach(self, **objects: Any) -> None:
+        """Saves these objects with each checkpoint (`scheduler=scheduler`).
+
+        In a run that goes on from one, they get their saved states now. Each has `state_dict()` and
+        `load_state_dict(state)`; states hold numbers, texts, containers and tensors. Raises BadOption.
+        """
+        self._checkpoints.attach(objects)
+
+    def batches(self, loader: Iterable[Any]) -> CountedLoader:
+        """Returns the loader with its position, which is saved: a run goes on behind the batches it has used.
+
+        `epoch` counts the passes that are over: `for epoch in range(batches.epoch, 10): for x, y in batches`.
+        """
+        return self._checkpoints.counted(loader)
 
     def timeline(self) -> Timeline:
         """Returns the measured timeline of the last step, over all ranks; every rank must call this."""

@@ -16,7 +16,7 @@ from outsize.errors import BadOption
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
-from outsize.run.weights.safetensors import WeightFiles
+from outsize.run.weights.safetensors import WeightSource
 from outsize.train.batch.batch_dims import Asked
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting
 from outsize.train.crew.grad_clip import Clipping
@@ -42,7 +42,7 @@ class EngineOptions:
     clipping: Clipping = "exact"
     counting: Counting = FROM_LOSS
     seed: int = 0
-    weights: WeightFiles | None = None
+    weights: WeightSource | None = None
     batch_dims: Asked | None = None
     scaler: GradScaler | None = None
     explain: Explain | None = None

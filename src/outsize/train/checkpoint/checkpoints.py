@@ -1,0 +1,411 @@
+"""Defines Checkpoints: what one engine saves in a folder, and how it goes on from there.
+
+    root/step-00000012/   manifest, checksums, and the tensors of each rank (run/checkpoint)
+
+    values (JSON)         steps, seed, plan, code of the model, groups of optimizers, scaler, loaders
+    model/, buffers/      weights under the user's names
+    optimizer/, optimizers/NAME/   states by weight
+    random/RANK/          random generators of each rank
+    also/                 tensors of attached objects
+
+Each rank writes what it has, and reads what it has under the new plan. Rank 0 gathers no tensors: it gets
+facts of each rank as JSON, and publishes the folder when all have written theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final, final
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from outsize.errors import BadOption
+from outsize.ir.plan import Plan
+from outsize.run.checkpoint.chunk import Chunk
+from outsize.run.checkpoint.manifest import PartFacts, published, step_of
+from outsize.run.checkpoint.read import CheckpointReader
+from outsize.run.checkpoint.write import abandon, begin, publish, write_part
+from outsize.train.checkpoint.agreement import shared_facts
+from outsize.train.checkpoint.generators import generator_states, set_generator_states
+from outsize.train.checkpoint.loaders import CountedLoader
+from outsize.train.checkpoint.optimizers import NamedOptimizer, merged
+from outsize.train.checkpoint.plain_values import read, written
+from outsize.train.checkpoint.weights import HeldWeights, code_of, first_difference
+
+RANDOM: Final = "random"
+ALSO: Final = "also"
+OWN: Final = "optimizer"
+Facts = dict[str, Any]
+
+
+@final
+class ResumeNote(UserWarning):
+    """Says once how a run goes on from a checkpoint: from the beginning, or by another plan."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What a checkpoint tells of the run besides its tensors."""
+
+    plan: Plan
+    seed: int
+    loss_fn: Callable[..., Any] | None = None
+    scaler: GradScaler | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a run is: the steps that it has taken, and the engine's optimizer."""
+
+    steps: int
+    optimizer: Optimizer | None
+
+
+@final
+@dataclass(slots=True)
+class _Attached:
+    """Objects of the user that are saved too, and loaders, in the order in which they were met."""
+
+    objects: dict[str, Any] = field(default_factory=dict)
+    loaders: list[CountedLoader] = field(default_factory=list)
+
+
+@final
+class Checkpoints:
+    """Saves and restores the state of one engine, on all ranks of its run together."""
+
+    def __init__(self, held: HeldWeights, settings: RunSettings, steps: Callable[[], int]) -> None:
+        """Takes `steps`, which tells how many steps the engine has taken."""
+        self._held, self._settings, self._steps = held, settings, steps
+        self._attached = _Attached()
+        self._resumed: CheckpointReader | None = None
+        self._unclaimed: list[str] = []
+        self._restored: list[tuple[NamedOptimizer, Facts]] = []
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        mesh = self._held.crew.mesh
+        return None if mesh is None else mesh.group.host
+
+    # -- saving ------------------------------------------------------------------------------------------
+
+    def save(self, root: Path, moment: Moment, keep: int | None) -> Path:
+        """Writes the run's state to a new folder in `root` and returns it; all ranks call this together.
+
+        Of complete checkpoints the newest `keep` stay. Raises BadOption before anything is written, NotSaved.
+        """
+        group, rank = self._group, self._held.crew.global_rank
+        optimizers, tensors = self._optimizers(moment.optimizer), dict[str, Tensor]()
+        cards = shared_facts(group, lambda: self._card(moment, optimizers, tensors))
+        apart = [name for name in self._attached.objects if len({c["digests"].get(name) for c in cards}) > 1]
+        chunks = [*self._chunks(optimizers), *self._own_chunks(tensors, apart)]
+        folder = Path(shared_facts(group, lambda: str(begin(root, moment.steps)) if rank == 0 else "")[0])
+        try:
+            texts = shared_facts(group, lambda: write_part(folder, rank, chunks).to_json())
+        except BaseException:
+            if rank == 0:
+                abandon(folder)
+            raise
+
+        def finish() -> None:
+            if rank == 0:
+                parts = [PartFacts.model_validate_json(text) for text in texts]
+                publish(folder, parts, self._values(cards, apart), keep)
+
+        shared_facts(group, finish)
+        return folder
+
+    def _optimizers(self, own: Optimizer | None) -> dict[str, NamedOptimizer]:
+        found = {} if own is None else {OWN: NamedOptimizer(own, self._held, OWN)}
+        for name, each in self._attached.objects.items():
+            if isinstance(each, Optimizer):
+                found[f"{OWN}s/{name}"] = NamedOptimizer(each, self._held, f"{OWN}s/{name}")
+        return found
+
+    def _card(
+        self, moment: Moment, optimizers: Mapping[str, NamedOptimizer], tensors: dict[str, Tensor]
+    ) -> Facts:
+        """Returns what rank 0 must know of this rank, and puts tensors of attached objects into `tensors`."""
+        if moment.optimizer is not None:
+            insist_on_no_gradients(moment.optimizer)
+        self._warn_of_schedulers(moment.optimizer)
+        facts = {name: optimizer.facts() for name, optimizer in optimizers.items()}
+        for optimizer in optimizers.values():
+            optimizer.parts()  # It raises for what cannot be saved, on all ranks, before a folder is made.
+        states: Facts = {}
+        for name, each in self._attached.objects.items():
+            if not isinstance(each, Optimizer):
+                states[name] = written(each.state_dict(), name, tensors)
+        loaders = [
+            written(loader.state_dict(), f"loader{number}", tensors)
+            for number, loader in enumerate(self._attached.loaders)
+        ]
+        digests = {name: _digest(name, state, tensors) for name, state in states.items()}
+        return {"optimizers": facts, "also": states, "loaders": loaders, "digests": digests}
+
+    def _warn_of_schedulers(self, optimizer: Optimizer | None) -> None:
+        scheduled = optimizer is not None and any("initial_lr" in g for g in optimizer.param_groups)
+        if scheduled and not self._attached.objects and self._held.crew.global_rank == 0:
+            warnings.warn(
+                "the optimizer's learning rate scheduler is not saved: engine.attach(scheduler=scheduler)",
+                ResumeNote,
+                stacklevel=6,
+            )
+
+    def _chunks(self, optimizers: Mapping[str, NamedOptimizer]) -> list[Chunk]:
+        states = [part for optimizer in optimizers.values() for part in optimizer.parts()]
+        return [
+            Chunk(part.name, part.at.shape, region.offsets, memory)
+            for part in (*self._held.parts(), *states)
+            if part.at.writes
+            for region, memory in part.regions()
+        ]
+
+    def _own_chunks(self, tensors: Mapping[str, Tensor], apart: Sequence[str]) -> list[Chunk]:
+        """Returns the generators of this rank, and the tensors of attached objects that it writes."""
+        rank = self._held.crew.global_rank
+        named = {f"{RANDOM}/{rank}/{name}": t for name, t in generator_states(self._devices()).items()}
+        for number, loader in enumerate(self._attached.loaders):
+            named |= {f"{RANDOM}/{rank}/loader{number}/{n}": t for n, t in loader.generators().items()}
+        for name, tensor in tensors.items():
+            is_apart = _owner(name) not in self._attached.objects or _owner(name) in apart
+            if is_apart or rank == 0:
+                named[_stored_name(name, rank if is_apart else None)] = tensor
+        return [Chunk(name, tuple(t.shape), (0,) * t.ndim, t) for name, t in named.items()]
+
+    def _devices(self) -> list[torch.device]:
+        crew = self._held.crew
+        found = [crew.device, *(crew.device_of(stage) for stage in crew.stages)]
+        return list(dict.fromkeys(device for device in found if device is not None))
+
+    def _values(self, cards: Sequence[Facts], apart: Sequence[str]) -> Facts:
+        settings = self._settings
+        scaler = None if settings.scaler is None else written(settings.scaler.state_dict(), "scaler", {})
+        return {
+            "outsize": version("outsize"),
+            "torch": version("torch"),
+            "steps": self._steps(),
+            "seed": settings.seed,
+            "ranks": len(cards),
+            "plan": settings.plan.model_dump(mode="json"),
+            "code": code_of(self._held.model, settings.loss_fn),
+            "optimizers": {
+                name: merged(card["optimizers"][name] for card in cards) for name in cards[0]["optimizers"]
+            },
+            "scaler": scaler,
+            "loaders": [card["loaders"] for card in cards],
+            "also": {
+                name: {"by_rank": [card["also"][name] for card in cards]}
+                if name in apart
+                else {"same": state}
+                for name, state in cards[0]["also"].items()
+            },
+        }
+
+    # -- going on ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self, saved: CheckpointReader, optimizer: Optimizer | None) -> int:
+        """Sets weights, optimizer, scaler, generators and positions to what was saved; returns the steps.
+
+        All ranks call this together. Raises ModelMismatch, BadCheckpoint, BadOption.
+        """
+        shared_facts(self._group, lambda: self._restore(saved, optimizer))
+        self._note(saved)
+        return saved.values["steps"]
+
+    def _restore(self, saved: CheckpointReader, optimizer: Optimizer | None) -> None:
+        values, settings = saved.values, self._settings
+        self._held.insist_on_model(saved, str(saved.folder))
+        for part in self._held.parts():
+            part.fill(saved)
+        self._resumed, self._restored = saved, []
+        if optimizer is not None:
+            self._restore_optimizer(NamedOptimizer(optimizer, self._held, OWN), OWN)
+        if settings.scaler is not None and values["scaler"] is not None:
+            settings.scaler.load_state_dict(read(values["scaler"], saved.read))
+        set_generator_states(self._random(saved, ""), self._devices())
+        self._unclaimed = [*values["also"], *(n.partition("/")[2] for n in values["optimizers"] if n != OWN)]
+        for number, _ in enumerate(self._attached.loaders):
+            self._place_loader(number)
+        for name in self._attached.objects:
+            self._restore_object(name)
+
+    def _restore_optimizer(self, optimizer: NamedOptimizer, name: str) -> None:
+        assert self._resumed is not None
+        facts = self._resumed.values["optimizers"].get(name)
+        if facts is not None:
+            optimizer.restore(facts, self._resumed)
+            self._restored.append((optimizer, facts))
+
+    def _random(self, saved: CheckpointReader, below: str) -> dict[str, Tensor]:
+        """Returns generators as this rank had them; those of rank 0 where fewer ranks have saved."""
+        rank = self._held.crew.global_rank
+        prefix = f"{RANDOM}/{rank if rank < saved.values['ranks'] else 0}/{below}"
+        names = (name for name in saved.names() if name.startswith(prefix))
+        return {
+            name.removeprefix(prefix): saved.read(name)
+            for name in names
+            if "/" not in name.removeprefix(prefix)
+        }
+
+    def _note(self, saved: CheckpointReader) -> None:
+        """Says on rank 0 what is not as it was when the checkpoint was saved."""
+        before, now = Plan.model_validate(saved.values["plan"]), self._settings.plan
+        changed = first_difference(saved.values["code"], code_of(self._held.model, self._settings.loss_fn))
+        if self._held.crew.global_rank:
+            return
+        if changed is not None:
+            warnings.warn(
+                f"{changed} has another code than when {saved.folder} was saved", ResumeNote, stacklevel=5
+            )
+        if _layout(before) != _layout(now):
+            warnings.warn(
+                f"going on at step {saved.values['steps']} from {saved.folder} with {_layout(now)}; "
+                f"it was saved with {_layout(before)}",
+                ResumeNote,
+                stacklevel=5,
+            )
+
+    # -- what else is saved ------------------------------------------------------------------------------
+
+    def attach(self, objects: Mapping[str, Any]) -> None:
+        """Saves these objects too; where the run goes on from a checkpoint, sets them to their saved states.
+
+        Raises BadOption for an object without `state_dict` and `load_state_dict`.
+        """
+        for name, each in objects.items():
+            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise BadOption(
+                    f"{name} is a {type(each).__name__}, whose state cannot be saved",
+                    next_step="an object with state_dict() and load_state_dict(state)",
+                )
+            self._attached.objects[name] = each
+            if self._resumed is not None:
+                self._restore_object(name)
+
+    def _restore_object(self, name: str) -> None:
+        each, saved = self._attached.objects[name], self._resumed
+        assert saved is not None
+        self._unclaimed = [other for other in self._unclaimed if other != name]
+        if isinstance(each, Optimizer):
+            self._restore_optimizer(NamedOptimizer(each, self._held, f"{OWN}s/{name}"), f"{OWN}s/{name}")
+            return
+        state = saved.values["also"].get(name)
+        if state is None:
+            warnings.warn(f"{saved.folder} has no {name!r}; it starts anew", ResumeNote, stacklevel=4)
+            return
+        rank, ranks = self._held.crew.global_rank, 0 if "same" in state else len(state["by_rank"])
+        if ranks and ranks != _ranks(self._group):
+            raise BadOption(
+                f"{name!r} had a state of its own on each rank, so it goes on with as many ranks only",
+                numbers=f"{ranks} ranks saved it, there are {_ranks(self._group)} now",
+                next_step=f"run with {ranks} ranks, or leave {name}= out of attach()",
+            )
+        text = state["by_rank"][rank] if ranks else state["same"]
+        each.load_state_dict(
+            read(text, lambda part: saved.read(_stored_name(part, rank if ranks else None)).clone())
+        )
+        # What a scheduler's constructor has changed, loading its state does not undo.
+        for optimizer, facts in self._restored:
+            optimizer.restore_groups(facts)
+
+    def warn_of_unclaimed(self) -> None:
+        """Says once, at the first step, which objects of the checkpoint were not attached again."""
+        if self._unclaimed and self._held.crew.global_rank == 0:
+            names = ", ".join(f"{name}=..." for name in self._unclaimed)
+            warnings.warn(
+                f"the checkpoint has more than was asked for: engine.attach({names})",
+                ResumeNote,
+                stacklevel=3,
+            )
+        self._unclaimed = []
+
+    def counted(self, loader: Iterable[Any]) -> CountedLoader:
+        """Returns the loader with its position, which is saved; the same one for the same loader."""
+        for known in self._attached.loaders:
+            if known.loader is loader:
+                return known
+        self._attached.loaders.append(CountedLoader(loader, self._steps))
+        if self._resumed is not None:
+            self._place_loader(len(self._attached.loaders) - 1)
+        return self._attached.loaders[-1]
+
+    def _place_loader(self, number: int) -> None:
+        saved, rank = self._resumed, self._held.crew.global_rank
+        assert saved is not None
+        by_rank = saved.values["loaders"]
+        positions, loader = by_rank[rank if rank < len(by_rank) else 0], self._attached.loaders[number]
+        if number < len(positions):
+            position = read(positions[number], lambda name: saved.read(_stored_name(name, rank)).clone())
+            loader.load_state_dict(position, self._random(saved, f"loader{number}/"))
+
+
+def insist_on_no_gradients(optimizer: Optimizer) -> None:
+    """Raises BadOption where gradients are accumulated for a step that is not yet taken."""
+    weights = (p for group in optimizer.param_groups for p in group["params"])
+    if any(p.grad is not None for p in weights):
+        raise BadOption(
+            "gradients are accumulated for a step that is not taken yet, and a checkpoint has none",
+            next_step="engine.save(...) after engine.update(), or after a step without update=False",
+        )
+
+
+def newest_checkpoint(root: str | Path, group: dist.ProcessGroup | None) -> CheckpointReader | None:
+    """Returns the newest complete checkpoint in `root` that rank 0 sees, or `root` itself where it is one.
+
+    None where there is none. All ranks call this together.
+    """
+    is_first = group is None or group.rank() == 0
+
+    def chosen() -> str | None:
+        path = Path(root)
+        if not is_first or not path.is_dir():
+            return None
+        found = [path] if step_of(path) is not None else published(path)
+        return str(found[0]) if found else None
+
+    name = shared_facts(group, chosen)[0]
+    if name is None:
+        return None
+    readers = list[CheckpointReader]()
+    shared_facts(group, lambda: readers.append(CheckpointReader(Path(name))))
+    return readers[0]
+
+
+def _ranks(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def _owner(tensor: str) -> str:
+    """Returns the name of the attached object that a tensor is of."""
+    return tensor.partition("#")[0].partition(".")[0]
+
+
+def _stored_name(tensor: str, rank: int | None) -> str:
+    return f"{ALSO}/{'all' if rank is None else rank}/{tensor}"
+
+
+def _digest(name: str, state: Any, tensors: Mapping[str, Tensor]) -> str:
+    """Returns a text that is equal where an object has the same state."""
+    own = (tensor for key, tensor in tensors.items() if _owner(key) == name)
+    sums = [crc32(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) for t in own]
+    return f"{crc32(json.dumps(state, sort_keys=True).encode()):08x} {sums}"
+
+
+def _layout(plan: Plan) -> str:
+    """Returns a plan's layout in a few words."""
+    axes = ", ".join(filter(None, (f"pp {plan.axes.pp}", str(plan.axes.beyond_pp or ""))))
+    return f"{axes}, {len(plan.stages)} stages, {plan.microbatches} microbatches, weights {plan.weights}"

@@ -1,0 +1,195 @@
+"""Names the weights of a rank, and where each lies in the whole one.
+
+model/layers.0.weight      what the model's state_dict has, under the first of its names
+buffers/rotary.inv_freq    buffers that it leaves out; they may have changed in training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from outsize.errors import ModelMismatch
+from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.weights.freed import FreedWeight
+from outsize.run.weights.load import saved_names
+from outsize.run.weights.ownership import places
+from outsize.run.weights.safetensors import TensorPart
+from outsize.train.checkpoint.regions import Division, Located, Region, Sizes, located
+from outsize.train.crew.crew import Crew
+from outsize.train.crew.weight_ownership import Ownership
+from outsize.train.launch.model_facts import facts_of
+from outsize.train.ranks.tensor_parallel import TensorRanks
+
+MODEL: Final = "model"
+BUFFERS: Final = "buffers"
+_SHOWN: Final = 3
+
+
+class SavedTensors(Protocol):
+    """The tensors of a checkpoint, as CheckpointReader has them."""
+
+    folder: Path
+
+    def names(self) -> Iterable[str]:
+        """Returns the names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> Sizes:
+        """Returns the shape of a whole tensor."""
+        ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype of a tensor."""
+        ...
+
+    def read(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
+        """Returns a box of a tensor, or all of it, on the CPU."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """What this rank has of one named tensor; it writes it unless another rank has the same."""
+
+    name: str
+    tensor: Tensor
+    at: Located
+
+    def regions(self) -> Iterator[tuple[Region, Tensor]]:
+        """Yields each region and the memory that it has here."""
+        local = local_of(self.tensor.detach())
+        return ((region, region.of(local)) for region in self.at.regions)
+
+    def fill(self, saved: SavedTensors) -> None:
+        """Copies the saved values of this rank's regions into its tensor."""
+        for region, memory in self.regions():
+            memory.copy_(saved.read(self.name, region.offsets, region.sizes))
+
+
+@final
+class HeldWeights:
+    """The weights of one rank of a run: which it has, where they lie, and which of them it writes."""
+
+    def __init__(self, model: nn.Module, crew: Crew, ownership: Ownership, ranks: TensorRanks | None) -> None:
+        self.model, self.crew, self._ownership, self._ranks = model, crew, ownership, ranks
+
+    def division(self, name: str) -> Division | None:
+        """Returns how tensor-parallel ranks divide a weight; None where each has all of it."""
+        share = None if self._ranks is None else self._ranks.share(name)
+        return None if share is None or self._ranks is None else Division(share, self._ranks.group.place)
+
+    def placed(self, name: str, tensor: Tensor, division: Division | None) -> Located:
+        """Returns where a tensor that belongs to a weight lies in the whole one, and whether this rank writes
+        it.
+        """
+        at = located(tensor, division)
+        first = at.writes if tensor is not local_of(tensor) else self.crew.replicas.index == 0
+        alone = division is not None or self._ranks is None or self._ranks.first
+        return replace(at, writes=first and alone and self._ownership.is_own(name))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns parameters and buffers by their first names; those of other ranks without values."""
+        return {name: table[key] for table, key, name in places(self.model) if table[key] is not None}
+
+    def parts(self) -> list[HeldPart]:
+        """Returns the parts of all weights whose values are on this rank."""
+        names = self.names()
+        return [
+            HeldPart(names[name], tensor, self.placed(name, tensor, self.division(name)))
+            for name, tensor in self.tensors().items()
+            if not isinstance(tensor, FreedWeight)
+        ]
+
+    def names(self) -> dict[str, str]:
+        """Maps each weight to the name of its tensor in a checkpoint."""
+        saved = saved_names(self.model)
+        return {name: f"{MODEL if name in saved else BUFFERS}/{name}" for name in self.tensors()}
+
+    def shapes(self) -> dict[str, Sizes]:
+        """Returns the shape of each whole weight, under its name in a checkpoint; the same on all ranks."""
+        names = self.names()
+        return {names[n]: located(tensor, self.division(n)).shape for n, tensor in self.tensors().items()}
+
+    def insist_on_model(self, saved: SavedTensors, where: str) -> None:
+        """Raises ModelMismatch where the checkpoint is of a model with other names or shapes."""
+        groups = (f"{MODEL}/", f"{BUFFERS}/")
+        there = {name: tuple(saved.shape(name)) for name in saved.names() if name.startswith(groups)}
+        here = self.shapes()
+        wrong = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+        if wrong:
+            pairs = ((name, _shape(there.get(name)), _shape(here.get(name))) for name in wrong[:_SHOWN])
+            shown = "; ".join(
+                f"{name.partition('/')[2]} {one} saved, {other} here" for name, one, other in pairs
+            )
+            error = ModelMismatch(
+                f"the checkpoint {where} is of another model than this {type(self.model).__name__}",
+                numbers=f"{len(wrong)} weights differ: {shown}",
+                next_step="build the model as it was when it was saved, or resume= another folder",
+            )
+            error.shared = True
+            raise error
+
+
+@final
+class CheckpointWeights:
+    """The weights of a checkpoint, as the files of a model on meta are read; each rank reads its own."""
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self.path, self._saved = saved.folder, saved
+        self._names = tuple(n.partition("/")[2] for n in saved.names() if n.startswith(f"{MODEL}/"))
+        self._known = frozenset(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of all weights."""
+        return self._names
+
+    def shapes(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Maps names to shapes of whole weights."""
+        return {name: tuple(self._saved.shape(f"{MODEL}/{name}")) for name in names}
+
+    def read(self, name: str, into: Tensor, part: TensorPart | None = None) -> str | None:
+        """Copies a weight, or a part of it, into a tensor; returns the saved dtype if it is another one."""
+        full = f"{MODEL}/{name}"
+        if part is None:
+            into.copy_(self._saved.read(full))
+        else:
+            shape, done = part.whole(into.shape), 0
+            for start, stop in part.ranges:
+                offsets = (*((0,) * part.dim), start, *((0,) * (len(shape) - part.dim - 1)))
+                sizes = (*shape[: part.dim], stop - start, *shape[part.dim + 1 :])
+                into.narrow(part.dim, done, stop - start).copy_(self._saved.read(full, offsets, sizes))
+                done += stop - start
+        dtype = self._saved.dtype(full)
+        return str(dtype).removeprefix("torch.") if dtype != into.dtype else None
+
+
+def _shape(sizes: Sizes | None) -> str:
+    return "none" if sizes is None else str(list(sizes))
+
+
+def code_of(model: nn.Module, loss_fn: Any) -> dict[str, str]:
+    """Returns a short digest of the code of each module's class and forward, and of the loss.
+
+    What a run itself changes (a counter, the mode) is no part of it.
+    """
+    facts = facts_of(model, loss_fn)
+    known = {name: text for name, text in facts.items() if name.rpartition(".")[2] in ("class", "forward")}
+    known |= {name: text for name, text in facts.items() if name == "loss_fn"}
+    return {name: f"{crc32(text.encode()):08x}" for name, text in known.items()}
+
+
+def first_difference(saved: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """Returns the first name of which the code is another one; None where all of it is the same."""
+    return next((name for name in {**saved, **here} if saved.get(name) != here.get(name)), None)
