@@ -20,6 +20,7 @@ from torch import nn
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
+    "docs/checkpoints.md",
     "docs/from-pytorch-tutorial.md",
     "docs/scripts.md",
     "docs/tour.md",

@@ -34,7 +34,6 @@ from outsize.planner.advice.utilisation import utilisation
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
 from outsize.program.objects import model_copy
-from outsize.run.checkpoint.manifest import published
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.stage.batchnorm import use_local_statistics
 from outsize.run.weights.load import load_weights
@@ -43,7 +42,7 @@ from outsize.schedules.families import DEFAULT
 from outsize.schedules.refine import by_blocks
 from outsize.train.batch.batch_dims import SplitTable
 from outsize.train.check.check import Question, enough_steps, verify
-from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint
+from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint, newest_folder
 from outsize.train.checkpoint.weights import CheckpointWeights
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_for, places_of
@@ -157,7 +156,7 @@ def resume(
     It is `parallelize(..., resume=folder)`, but for a folder without a checkpoint, which is an error.
     `engine.steps` says where it goes on. Raises BadCheckpoint and as `parallelize`.
     """
-    if not published(Path(folder)):
+    if newest_folder(folder) is None:
         raise BadCheckpoint(
             f"no complete checkpoint in {folder}", next_step=f"ls {folder}; engine.save({str(folder)!r})"
         )

@@ -30,7 +30,8 @@ def shared_facts(group: dist.ProcessGroup | None, make: Callable[[], T]) -> list
         card = {"made": make()}
     except Exception as raised:
         error = raised if isinstance(raised, OutsizeError) else _failed(group.rank(), raised)
-        card, error.shared = {"error": error.fields}, True
+        error.shared = True
+        card = {"error": error.fields()}
         if error is not raised:
             error.__cause__ = raised
     cards = all_gather_json(card, group)

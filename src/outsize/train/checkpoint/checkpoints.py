@@ -363,21 +363,22 @@ def insist_on_no_gradients(optimizer: Optimizer) -> None:
         )
 
 
+def newest_folder(root: str | Path) -> str | None:
+    """Returns the folder of the newest complete checkpoint in `root`, or `root` where it is a checkpoint."""
+    path = Path(root)
+    if not path.is_dir():
+        return None
+    found = [path] if step_of(path) is not None else published(path)
+    return str(found[0]) if found else None
+
+
 def newest_checkpoint(root: str | Path, group: dist.ProcessGroup | None) -> CheckpointReader | None:
     """Returns the newest complete checkpoint in `root` that rank 0 sees, or `root` itself where it is one.
 
     None where there is none. All ranks call this together.
     """
     is_first = group is None or group.rank() == 0
-
-    def chosen() -> str | None:
-        path = Path(root)
-        if not is_first or not path.is_dir():
-            return None
-        found = [path] if step_of(path) is not None else published(path)
-        return str(found[0]) if found else None
-
-    name = shared_facts(group, chosen)[0]
+    name = shared_facts(group, lambda: newest_folder(root) if is_first else None)[0]
     if name is None:
         return None
     readers = list[CheckpointReader]()

@@ -24,7 +24,7 @@ from outsize.errors import BadOption
 from outsize.run.tensor_parallel.collectives import divided_like, local_of
 from outsize.train.checkpoint.plain_values import no_tensor, read, written
 from outsize.train.checkpoint.regions import Division, Located, Sizes, located
-from outsize.train.checkpoint.weights import HeldPart, HeldWeights, SavedTensors
+from outsize.train.checkpoint.weights import HeldPart, HeldWeights, CheckpointTensors
 
 HOW: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 _ON_HOST: Final = ("step", "mu_product")  # where torch leaves them unless a step is fused or capturable
@@ -129,7 +129,7 @@ class NamedOptimizer:
     # -- going on ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def restore(self, facts: Facts, saved: SavedTensors) -> None:
+    def restore(self, facts: Facts, saved: CheckpointTensors) -> None:
         """Gives the optimizer the saved hyperparameters, and each of its weights the saved states.
 
         Raises BadOption where one group now has weights of groups that differ.
@@ -179,7 +179,7 @@ class NamedOptimizer:
             )
         return distinct[0] if distinct else {}
 
-    def _made(self, weight: Tensor, name: str, key: str, group: Facts, saved: SavedTensors) -> Tensor:
+    def _made(self, weight: Tensor, name: str, key: str, group: Facts, saved: CheckpointTensors) -> Tensor:
         """Returns this rank's part of a saved state, on the device where the optimizer wants it."""
         full = f"{self._group}/{name}/{key}"
         shape, division = tuple(saved.shape(full)), self._held.division(name)
@@ -196,7 +196,7 @@ class NamedOptimizer:
 
     @staticmethod
     def _of_other_shape(
-        weight: Tensor, full: str, shape: Sizes, division: Division | None, saved: SavedTensors
+        weight: Tensor, full: str, shape: Sizes, division: Division | None, saved: CheckpointTensors
     ) -> Tensor:
         """Reads a state that is not as large as its weight: what belongs to this rank's part of it."""
         dim = division.share.dim if division is not None else 0

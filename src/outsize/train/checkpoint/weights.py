@@ -32,7 +32,7 @@ BUFFERS: Final = "buffers"
 _SHOWN: Final = 3
 
 
-class SavedTensors(Protocol):
+class CheckpointTensors(Protocol):
     """The tensors of a checkpoint, as CheckpointReader has them."""
 
     folder: Path
@@ -68,7 +68,7 @@ class HeldPart:
         local = local_of(self.tensor.detach())
         return ((region, region.of(local)) for region in self.at.regions)
 
-    def fill(self, saved: SavedTensors) -> None:
+    def fill(self, saved: CheckpointTensors) -> None:
         """Copies the saved values of this rank's regions into its tensor."""
         for region, memory in self.regions():
             memory.copy_(saved.read(self.name, region.offsets, region.sizes))
@@ -118,7 +118,7 @@ class HeldWeights:
         names = self.names()
         return {names[n]: located(tensor, self.division(n)).shape for n, tensor in self.tensors().items()}
 
-    def insist_on_model(self, saved: SavedTensors, where: str) -> None:
+    def insist_on_model(self, saved: CheckpointTensors, where: str) -> None:
         """Raises ModelMismatch where the checkpoint is of a model with other names or shapes."""
         groups = (f"{MODEL}/", f"{BUFFERS}/")
         there = {name: tuple(saved.shape(name)) for name in saved.names() if name.startswith(groups)}
@@ -142,7 +142,7 @@ class HeldWeights:
 class CheckpointWeights:
     """The weights of a checkpoint, as the files of a model on meta are read; each rank reads its own."""
 
-    def __init__(self, saved: SavedTensors) -> None:
+    def __init__(self, saved: CheckpointTensors) -> None:
         self.path, self._saved = saved.folder, saved
         self._names = tuple(n.partition("/")[2] for n in saved.names() if n.startswith(f"{MODEL}/"))
         self._known = frozenset(self._names)

@@ -1,0 +1,375 @@
+"""What a checkpoint holds besides weights, and what it says where a run cannot go on from it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+import outsize
+from outsize.errors import BadCheckpoint, BadOption, ModelMismatch
+from outsize.train.checkpoint.checkpoints import ResumeNote
+from outsize.train.engine.engine import Engine
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 3, (8,), generator=torch.Generator().manual_seed(1))
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 3))
+
+
+def engine(stages: int = 2, make: MakeOptimizer | None = adamw, **how: Any) -> Engine:
+    loss: dict[str, Any] = {"loss_fn": F.cross_entropy, "target": Y}
+    asks = "resume" not in how or stages != 2
+    layout: dict[str, Any] = {"stages": stages, "microbatches": 2} if asks else {}
+    net = how.pop("net", None) or model()
+    return outsize.parallelize(net, (X,), **loss, optimizer=make, **layout, **how)
+
+
+def losses(of: Engine, count: int) -> list[float]:
+    return [float(of.step(X, target=Y).loss) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResumeNote)
+        yield
+
+
+# -- going on -------------------------------------------------------------------------------------------------
+
+
+def test_the_same_script_begins_and_goes_on(tmp_path: Path) -> None:
+    whole = losses(engine(), 4)
+    with pytest.warns(ResumeNote, match="no checkpoint in .*: the run begins at step 0"):
+        first = engine(resume=tmp_path / "run", stages=3)
+    assert losses(first, 2) == whole[:2]
+    folder = first.save(tmp_path / "run")
+    again = engine(resume=tmp_path / "run")
+    assert again.plan == first.plan  # the saved one, since none is asked for
+    assert (again.steps, losses(again, 2)) == (2, whole[2:])
+    with pytest.warns(ResumeNote, match=r"going on at step 2 from .* with pp 1, .* it was saved with pp 3"):
+        other = outsize.resume(
+            folder,
+            model(),
+            (X,),
+            loss_fn=F.cross_entropy,
+            target=Y,
+            optimizer=adamw,
+            stages=1,
+            microbatches=2,
+        )
+    assert losses(other, 2) == whole[2:]
+
+
+def test_a_model_on_meta_gets_its_weights_from_the_checkpoint(tmp_path: Path) -> None:
+    first = engine()
+    losses(first, 2)
+    first.save(tmp_path)
+    with torch.device("meta"):
+        net = model()
+    assert losses(engine(net=net, resume=tmp_path), 2) == losses(first, 2)
+
+
+def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="no complete checkpoint in"):
+        outsize.resume(tmp_path, model(), (X,), loss_fn=F.cross_entropy, target=Y)
+
+
+def test_weights_are_files_that_others_load(tmp_path: Path) -> None:
+    first = engine()
+    folder = first.save(tmp_path)
+    files = sorted(folder.glob("model-*.safetensors"))
+    state = {name: t for file in files for name, t in load_file(file).items()}
+    assert state.keys() == model().state_dict().keys()
+    assert all(torch.equal(state[name], t) for name, t in first.full_state_dict().items())
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    run = engine()
+    for _ in range(3):
+        losses(run, 1)
+        run.save(tmp_path, keep=2)
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000003"]
+
+
+# -- what else is saved -----------------------------------------------------------------------------------
+
+
+def schedule(kind: str, optimizer: torch.optim.Optimizer) -> Any:
+    if kind == "sequential":
+        parts: list[Any] = [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+            lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        ]
+        return lr_scheduler.SequentialLR(optimizer, parts, [2])
+    if kind == "steps":
+        return lr_scheduler.MultiStepLR(optimizer, [1, 3, 3])
+    if kind == "cycle":
+        return lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
+    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "steps", "cycle", "plateau"])
+def test_learning_rate_schedulers_go_on(kind: str, tmp_path: Path) -> None:
+    """Their constructors change the learning rate; the saved one is set again behind them."""
+
+    def run(of: Engine, count: int, folder: Path | None = None) -> list[float]:
+        scheduler = schedule(kind, of.optimizer)
+        of.attach(scheduler=scheduler)
+        found = []
+        for _ in range(count):
+            found += losses(of, 1)
+            scheduler.step(*([found[-1]] if kind == "plateau" else []))
+        if folder is not None:
+            of.save(folder)
+        return [*found, of.optimizer.param_groups[0]["lr"]]
+
+    whole = run(engine(), 6)
+    run(engine(), 3, tmp_path)
+    assert run(engine(resume=tmp_path), 3) == whole[3:]
+
+
+def test_a_scaler_goes_on(tmp_path: Path) -> None:
+    def scaler() -> GradScaler:
+        return GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+
+    whole = engine(scaler=scaler())
+    expected = losses(whole, 5)
+    first = engine(scaler=scaler())
+    losses(first, 4)
+    first.save(tmp_path)
+    again = scaler()
+    assert losses(engine(resume=tmp_path, scaler=again), 1) == expected[4:]
+    assert again.get_scale() == 2048.0
+
+
+def test_generators_go_on(tmp_path: Path) -> None:
+    def draws() -> list[float]:
+        return [float(torch.rand(())), random.random(), float(np.random.rand()), float(np.random.randn())]
+
+    run = engine()
+    torch.manual_seed(5), random.seed(6), np.random.seed(7)
+    draws()
+    run.save(tmp_path)
+    expected = draws()
+    engine(resume=tmp_path)
+    assert draws() == expected
+
+
+def test_objects_that_are_not_attached_again_are_named_once(tmp_path: Path) -> None:
+    run = engine()
+    run.attach(
+        scheduler=lr_scheduler.StepLR(run.optimizer, 1), ema=torch.optim.swa_utils.AveragedModel(model())
+    )
+    run.save(tmp_path)
+    again = engine(resume=tmp_path)
+    again.attach(scheduler=lr_scheduler.StepLR(again.optimizer, 1))
+    with pytest.warns(ResumeNote, match=r"more than was asked for: engine.attach\(ema=...\)"):
+        losses(again, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses(again, 1)
+
+
+def test_a_scheduler_that_is_not_saved_is_told(tmp_path: Path) -> None:
+    run = engine()
+    lr_scheduler.StepLR(run.optimizer, 1)
+    with pytest.warns(ResumeNote, match=r"scheduler is not saved: engine.attach\(scheduler=scheduler\)"):
+        run.save(tmp_path)
+
+
+def test_a_second_optimizer_is_saved_by_the_names_of_its_weights(tmp_path: Path) -> None:
+    def extended(stages: int, **how: Any) -> tuple[Engine, torch.optim.Optimizer]:
+        run = engine(stages, make=None, **how)
+        own = torch.optim.Adam(run.module.parameters(), lr=0.1)
+        run.attach(own=own)
+        return run, own
+
+    def step(run: Engine, own: torch.optim.Optimizer) -> float:
+        loss = float(run.step(X, target=Y, update=False).loss)
+        own.step()
+        own.zero_grad()
+        return loss
+
+    whole = extended(1)
+    expected = [step(*whole) for _ in range(4)]
+    first = extended(3)
+    assert [step(*first) for _ in range(2)] == expected[:2]
+    first[0].save(tmp_path)
+    second = extended(2, resume=tmp_path)
+    assert [step(*second) for _ in range(2)] == expected[2:]
+
+
+# -- positions in the data --------------------------------------------------------------------------------
+
+DATA = TensorDataset(torch.arange(40.0).reshape(40, 1).expand(40, 4), torch.arange(40) % 3)
+
+
+def loader_of(run: Engine, kind: str) -> Any:
+    if kind == "engine's":
+        sampler = run.batch_sampler(DATA, shuffle=True, seed=3)
+        return DataLoader(DATA, batch_sampler=sampler)
+    workers = 1 if kind == "workers" else 0
+    return DataLoader(DATA, batch_size=8, shuffle=True, num_workers=workers)
+
+
+def seen_by(run: Engine, loader: Any, steps: int, epochs: int = 3) -> list[list[float]]:
+    """The first values of the samples of each step, until so many steps are taken in all."""
+    seen, batches = list[list[float]](), run.batches(loader)
+    for epoch in range(batches.epoch, epochs):
+        if hasattr(loader.batch_sampler, "set_epoch"):
+            loader.batch_sampler.set_epoch(epoch)
+        for x, y in run.batches(loader):
+            seen.append(x[:, 0].tolist())
+            run.step(x, target=y)
+            if run.steps == steps:
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["engine's", "plain", pytest.param("workers", marks=pytest.mark.full)])
+@pytest.mark.parametrize("at", [3, 5, 7])
+def test_loaders_go_on_behind_what_was_used(kind: str, at: int, tmp_path: Path) -> None:
+    """In an epoch, at its end, and in the second one; each of the 40 samples comes once an epoch."""
+    whole, first = engine(1), engine(1)
+    torch.manual_seed(11)
+    expected = seen_by(whole, loader_of(whole, kind), 12)
+    torch.manual_seed(11)
+    assert seen_by(first, loader_of(first, kind), at) == expected[:at]
+    first.save(tmp_path)
+    second = engine(1, resume=tmp_path)
+    assert seen_by(second, loader_of(second, kind), 12) == expected[at:]
+
+
+def test_a_batch_that_no_step_has_used_comes_again(tmp_path: Path) -> None:
+    run = engine(1)
+    for number, (x, y) in enumerate(run.batches(loader_of(run, "engine's"))):
+        if number == 2:
+            run.save(tmp_path)
+            expected = x
+            break
+        run.step(x, target=y)
+    again = engine(1, resume=tmp_path)
+    assert torch.equal(next(iter(again.batches(loader_of(again, "engine's"))))[0], expected)
+
+
+def test_another_epoch_than_the_saved_one_is_refused(tmp_path: Path) -> None:
+    run = engine(1)
+    seen_by(run, loader_of(run, "engine's"), 7)
+    run.save(tmp_path)
+    again = engine(1, resume=tmp_path)
+    with pytest.raises(BadOption, match=r"goes on within epoch 1, .* another one; epoch 0"):
+        next(iter(again.batches(loader_of(again, "engine's"))))
+
+
+class Stateful:
+    """As torchdata's StatefulDataLoader: it goes on where its state says."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.batch_sampler = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "inner": {"seen": {1, 2}, 3: (torch.arange(2), float("inf"))}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["inner"]["seen"] == {1, 2}
+        assert torch.equal(state["inner"][3][0], torch.arange(2))
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while self.at < 5:
+            self.at += 1
+            yield torch.full((8, 4), float(self.at)), Y
+        self.at = 0
+
+
+def test_a_loader_with_a_state_is_set_to_it(tmp_path: Path) -> None:
+    run = engine(1)
+    assert [row[0] for row in seen_by(run, Stateful(), 3)] == [1, 2, 3]
+    run.save(tmp_path)
+    again = engine(1, resume=tmp_path)
+    assert [row[0] for row in seen_by(again, Stateful(), 8)] == [4, 5, 1, 2, 3]
+
+
+# -- what is refused --------------------------------------------------------------------------------------
+
+
+def test_another_model_is_named_with_its_first_differences(tmp_path: Path) -> None:
+    engine().save(tmp_path)
+    other = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Tanh(), nn.Linear(6, 3))
+    with pytest.raises(ModelMismatch) as caught:
+        engine(3, net=other, resume=tmp_path)
+    said = "3 weights differ: 0.weight [8, 4] saved, [6, 4] here; 0.bias [8] saved, [6] here"
+    assert said in str(caught.value)
+
+
+def test_other_code_is_told(tmp_path: Path) -> None:
+    engine().save(tmp_path)
+    other = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+    with pytest.warns(ResumeNote, match="2.class has another code than when"):
+        engine(3, net=other, resume=tmp_path)
+
+
+def test_accumulated_gradients_are_not_lost_without_a_word(tmp_path: Path) -> None:
+    run = engine()
+    run.step(X, target=Y, update=False)
+    with pytest.raises(BadOption, match="gradients are accumulated"):
+        run.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_optimizer_over_all_weights_together_is_refused(tmp_path: Path) -> None:
+    run = engine(1, make=lambda parameters: torch.optim.LBFGS(parameters))
+    losses(run, 1)
+    with pytest.raises(BadOption, match="LBFGS has a state that is not of one weight"):
+        run.save(tmp_path)
+
+
+def test_a_state_that_only_a_pickle_could_hold_is_named(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"a": [1, {"b": object()}]}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    run = engine()
+    run.attach(odd=Odd())
+    with pytest.raises(BadOption, match=r"odd.a.1.b is a object, which a checkpoint cannot hold"):
+        run.save(tmp_path)
+    with pytest.raises(BadOption, match="odd is a int, whose state cannot be saved"):
+        run.attach(odd=3)
+
+
+def test_groups_that_fall_into_one_must_agree(tmp_path: Path) -> None:
+    def two(parameters: Any) -> torch.optim.Optimizer:
+        known = list(parameters)
+        flat = [p for p in known if p.ndim < 2]
+        return torch.optim.SGD(
+            [{"params": [p for p in known if p.ndim > 1], "lr": 1.0}, {"params": flat}], lr=0.1
+        )
+
+    engine(make=two).save(tmp_path)
+    with pytest.raises(BadOption, match="has weights of groups that were saved with other hyperparameters"):
+        engine(3, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1), resume=tmp_path)
