@@ -21,6 +21,7 @@ OUTSIZE: Final = str(Path(__file__).parents[2] / "src" / "outsize")
 ALLOWED: Final = {
     "train/check/check.py:_launch": "a live model, where nothing can be forked: in a folder of mode 0700",
     "train/check/worker.py:_loaded": "reads that file; the folder belongs to the same user",
+    "torch/utils/data": "a user's own worker processes send batches by pipes from this one",
     "torch/_inductor": "compiled code, which torch.compile keeps in the user's own folder",
     "torch/_functorch": "the same",
     "torch/_dynamo": "the same",

@@ -24,7 +24,7 @@ from outsize.errors import BadOption
 from outsize.run.tensor_parallel.collectives import divided_like, local_of
 from outsize.train.checkpoint.plain_values import no_tensor, read, written
 from outsize.train.checkpoint.regions import Division, Located, Sizes, located
-from outsize.train.checkpoint.weights import HeldPart, HeldWeights, CheckpointTensors
+from outsize.train.checkpoint.weights import CheckpointTensors, HeldPart, HeldWeights
 
 HOW: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 _ON_HOST: Final = ("step", "mu_product")  # where torch leaves them unless a step is fused or capturable
