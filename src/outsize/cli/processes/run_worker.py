@@ -37,7 +37,8 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice.overview import Outlook
 from outsize.run.transport.control_messages import all_gather_json, broadcast_json
-from outsize.train.checkpoint.every import SaveInterval, SaveTimer
+from outsize.train.checkpoint.interval import SaveInterval
+from outsize.train.checkpoint.timer import SaveTimer
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine

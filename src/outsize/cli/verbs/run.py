@@ -23,7 +23,7 @@ from outsize.cli.screen import Screen
 from outsize.cli.verbs.trace import outcome_tables, write_trace
 from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions
-from outsize.train.checkpoint.every import SaveInterval
+from outsize.train.checkpoint.interval import SaveInterval
 from outsize.train.launch.launch import processes_for
 
 STEPS: Final = 10

@@ -11,7 +11,6 @@ INSTEAD: Mapping[str, str] = {
     "forward": "engine.evaluate(x), whose outputs are those of the model",
     "load_state_dict": "engine.module.load_state_dict(state, strict=False), or parallelize(weights='FOLDER')",
     "parameters": "engine.module.parameters(), those of this rank",
-    "save": "engine.full_state_dict(to='FOLDER')",
     "state_dict": "engine.full_state_dict() for the model on rank 0, engine.module.state_dict() for a rank",
     "to": "the plan's devices; the engine has placed the model there",
     "train": "engine.model.train(), the mode of the next steps",
