@@ -25,7 +25,8 @@
     └── RunError              doing
         ├── RankFailed          E401   a process of the run failed
         ├── BoundaryMismatch    E402   a tensor on the wire is not what the tape promised
-        └── NotSaved            E403   a checkpoint could not be written; the older ones are whole
+        ├── NotSaved            E403   a checkpoint could not be written; the older ones are whole
+        └── RunHung             E404   ranks wait for one that will not come
 
 Only leaves are raised; the inner classes are for `except`. The message is one line:
 `NoFeasiblePlan [E201]: what; numbers. Next: what to type.`
@@ -238,6 +239,13 @@ class NotSaved(RunError):
     """A checkpoint could not be written, as on a full disk; the older ones are whole."""
 
     code = "E403"
+
+
+@final
+class RunHung(RunError):
+    """Ranks wait for one that is stopped, gone or deadlocked; the text names it and shows its stack."""
+
+    code = "E404"
 
 
 def error_of(fields: Mapping[str, str | bool]) -> OutsizeError:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions, PlanRequest, RequestOptions
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
+from outsize.run.watchdog.options import OnHang
 from outsize.schedules.planned import read, written
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     resume: str | Path | None
     compiled: str | None
     backend: str | None
+    hang_timeout: float
+    on_hang: OnHang
 
 
 PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})

@@ -36,6 +36,7 @@ from outsize.planner.search.search import search
 from outsize.program.objects import model_copy
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.stage.batchnorm import use_local_statistics
+from outsize.run.watchdog.options import WatchOptions
 from outsize.run.weights.load import load_weights
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.schedules.families import DEFAULT
@@ -51,6 +52,7 @@ from outsize.train.engine.factory import agreed, make_engine
 from outsize.train.engine.options import EngineOptions, RankOptions
 from outsize.train.launch.handshake import shake_hands
 from outsize.train.launch.launch import World, join
+from outsize.train.launch.watch import watch
 from outsize.train.measure.training_case import TrainingCase
 from outsize.train.ranks.tensor_parallel import insist_on_bits
 
@@ -94,6 +96,8 @@ def parallelize(
       "aot_eager" keeps every bit.
     - `backend`: torch's name of the communication backend ("mpi", "nccl"); by default gloo for CPUs and the
       device's own. A process group that exists already is used as it is.
+    - `hang_timeout`: after so many seconds without progress ranks find out whom they wait for (10, and five
+      steps at least); 0: never. `on_hang`: "end" ends a run that cannot go on, "wait" only says so.
 
     Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice,
     BadCheckpoint.
@@ -139,6 +143,7 @@ def parallelize(
     engine.prepare(case.batch.resized(max(1, plan.batch_size // replica_count)))
     if saved is not None:
         engine.resume(saved.folder)
+    watch(engine.crew.progress, world, _watch_options(options, world))
     return engine
 
 
@@ -257,6 +262,14 @@ def _saved_plan(
     is_here = is_accelerator(plan.stages[0].device) == is_accelerator(kind)
     ranks = plan.axes.group_size == 1 if group is None else plan.axes.world_size == group.size()
     return plan if ranks and is_here and not asked else None
+
+
+def _watch_options(options: ParallelizeOptions, world: World) -> WatchOptions:
+    """Returns the watchdog's options: those given here, else those of the launcher. Raises BadOption."""
+    launched = world.watch
+    return WatchOptions(
+        options.get("hang_timeout", launched.timeout_s), options.get("on_hang", launched.on_hang)
+    )
 
 
 def _here(world: World, kind: str) -> Cluster | int | str:

@@ -313,6 +313,26 @@ What to do
   Run  outsize check MODEL : it names the first unit that diverges. Keep values
   with varying shapes inside one stage, or move the cut: see the plan's units.
 """
+_E404 = """
+RunHung [E404]: ranks wait for one that will not come.
+
+Nothing has moved for 10 s, or for five times the length of a step, and every
+rank that others wait for is stopped, gone, or waits itself. The lines below
+the message say what each rank does and whose message it waits for; the Python
+stack is that of the rank that holds up the others.
+
+Usual causes
+  - a process that was stopped (SIGSTOP, a suspended container), or has ended
+  - a collective of your own (all_reduce, barrier) that not all ranks call, or
+    that they call in another order
+  - a rank that leaves its loop earlier: its loader has fewer batches
+  - a call in the model that waits for something outside of it
+
+What to do
+  Read the named line. Ranks that are slow, not stuck, end no run: they are
+  only named.  --on-hang wait  goes on in any case,  --hang-timeout 60  asks
+  later, and  --hang-timeout 0  never.
+"""
 
 _E403 = """
 NotSaved [E403]: a checkpoint could not be written.
@@ -374,6 +394,7 @@ TEXTS = MappingProxyType(
         "E401": _E401,
         "E402": _E402,
         "E403": _E403,
+        "E404": _E404,
         "W210": _W210,
     }
 )

@@ -14,7 +14,8 @@ from outsize.cli.screen import Screen, error_document
 from outsize.errors import BadOption, RankFailed, WorldMismatch
 from outsize.ir.base import Record
 from outsize.ir.hardware.devices import places_in
-from outsize.train.launch.launch import processes_for, run_script
+from outsize.run.watchdog.options import WatchOptions
+from outsize.train.launch.launch import LaunchSpec, launch, processes_for
 
 PROCESSES = 2
 
@@ -22,10 +23,11 @@ PROCESSES = 2
 @final
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The number of processes on this machine, and torchrun's other options as they were given, by name."""
+    """The number of processes on this machine, torchrun's options by name, and those of the watchdog."""
 
     nproc_per_node: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    watch: WatchOptions | None = None
 
     @property
     def nnodes(self) -> int:
@@ -41,7 +43,10 @@ class LaunchPlace:
 
     def launch(self, argv: list[str], nproc_per_node: int, *, module: bool, shown_as: str = "") -> int:
         """Runs the processes of this machine and returns their exit code."""
-        return run_script(argv, nproc_per_node, options=self.flags, module=module, shown_as=shown_as)
+        spec = LaunchSpec(
+            tuple(argv), nproc_per_node, self.flags, module=module, shown_as=shown_as, watch=self.watch
+        )
+        return launch(spec)
 
 
 def _flag(flag: str, value: Any) -> tuple[str, ...]:

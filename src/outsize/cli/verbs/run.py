@@ -7,6 +7,7 @@ outsize run MODEL --steps 20 --report report.html    options may follow the MODE
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from outsize.cli.screen import Screen
 from outsize.cli.verbs.trace import outcome_tables, write_trace
 from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions
+from outsize.run.watchdog.options import WatchOptions
 from outsize.train.checkpoint.interval import SaveInterval
 from outsize.train.launch.launch import processes_for
 
@@ -90,6 +92,27 @@ Tee = Annotated[
     str | None, _torchruns("tee", "Output to files and to the terminal; values as of --redirects.", "-t")
 ]
 Shutdown = Annotated[int | None, _torchruns("shutdown-timeout", "Seconds from SIGTERM to SIGKILL (5).")]
+HangTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--hang-timeout",
+        metavar="SECONDS",
+        help="Without progress for so long (10, and five steps at least) ranks find out for whom they wait; "
+        "0: never.",
+        rich_help_panel=_PROCESSES,
+        show_default=False,
+    ),
+]
+HangAction = Annotated[
+    str | None,
+    typer.Option(
+        "--on-hang",
+        metavar="end|wait",
+        help="What follows when a run cannot go on: end it (default), or wait.",
+        rich_help_panel=_PROCESSES,
+        show_default=False,
+    ),
+]
 Module = Annotated[
     bool,
     typer.Option("-m", "--module", help="TARGET is a module, as in python -m.", rich_help_panel=_PROCESSES),
@@ -156,6 +179,8 @@ def run(
     redirects: Redirects = None,
     tee: Tee = None,
     shutdown_timeout: Shutdown = None,
+    hang_timeout: HangTimeout = None,
+    on_hang: HangAction = None,
     module: Module = False,
     steps: Steps = STEPS,
     input: options.Input = None,
@@ -187,6 +212,7 @@ def run(
     place = LaunchPlace(
         nproc_per_node,
         {name: value for name, value in torchrun_options.items() if value not in (None, False)},
+        WatchOptions.given(hang_timeout, on_hang, os.environ),
     )
     if not _is_model(target, module):
         _refuse_for_scripts(ctx)

@@ -148,6 +148,19 @@ class Interpreter:
         """Returns whether the next action is one of compute."""
         return self._at < len(self._ops) and self._ops[self._at].lane == "compute"
 
+    def place(self) -> tuple[int, bool]:
+        """Returns how many actions of the row are done, and whether the next one waits for its messages.
+
+        Another thread may ask: the marks of the step say it.
+        """
+        times = self._times
+        low, high = 0, len(times) // 3
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if times[3 * middle + 2] else (low, middle)
+        waits = low < len(self._ops) and self._ops[low].gather is not None and not times[3 * low + 1]
+        return low, waits
+
     def current(self) -> str:
         """Returns the action that `advance` would run next."""
         return self._ops[min(self._at, len(self._ops) - 1)].text

@@ -50,6 +50,7 @@ from outsize.run.transport.base import CHANNELS, Transport
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.transport.process_group import SENDS_AHEAD, TransportGroups
 from outsize.run.transport.same_host import connect
+from outsize.run.watchdog.progress import Progress
 from outsize.schedules.check import check
 from outsize.schedules.lower import lower
 from outsize.schedules.message import wires
@@ -103,6 +104,11 @@ class ProcessPlace:
     mesh: Mesh | None = None
     device: torch.device | None = None
 
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Returns the numbers in the run of the ranks of this pipeline."""
+        return (0,) if self.mesh is None else dist.get_process_group_ranks(self.mesh.pipeline.host)
+
 
 _DEFAULTS: Final = CrewOptions()
 
@@ -118,6 +124,8 @@ class Crew(ABC):
         self._moves = options.moves or Resident()
         self.activations = options.activations or ActivationOffload.of(plan)
         self._marks: list[tuple[int, Marks]] = []
+        expected_s = plan.expected.step_s if plan.expected is not None else 0.0
+        self.progress = Progress(place.ranks, expected_s)
         self._built = LruCache[_Combination, list[Interpreter]](_BUILT)
         self._schedules = LruCache[Any, Schedule](_SCHEDULES)
         self._executors: dict[tuple[int, int, int], StageExecutor] = {}  # by variant, stage, replica
@@ -489,6 +497,7 @@ class ProcessCrew(Crew):
         own = own_inputs(self._streams, self._place, load.inputs, partial(_used, interpreter, load.variants))
         interpreter.begin(StepInputs(own, load.weights, load.seeds, load.grad_scale))
         self._has_failed = True  # Unless it ends.
+        self.progress.runner = interpreter
         with self.moves.step_context(optimizer):
             result = interpreter.run()
         self._has_failed = False

@@ -33,6 +33,7 @@ from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
+from outsize.run.watchdog.progress import watched
 from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.checks import (
@@ -117,6 +118,7 @@ class Engine:
             self._executor.prepare(self._parts(batch))
         self._equip()
 
+    @watched("step")
     def step(
         self, *args: Any, target: Any = None, update: bool = True, loss_scale: float = 1.0, **kwargs: Any
     ) -> StepResult:
@@ -171,6 +173,7 @@ class Engine:
             next_step="engine.step(x, target=y) to train, engine.evaluate(x) for outputs",
         )
 
+    @watched("evaluate")
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
         """Runs a forward in eval mode, at any batch size, or over microbatches as in `step`.
 
@@ -183,6 +186,7 @@ class Engine:
         self._equip()
         return result
 
+    @watched("generate")
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model's own `generate` (of transformers) in eval mode, on every rank with the same

@@ -32,10 +32,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from outsize.run.watchdog.processes import look_at
 from outsize.train.launch.failure import Failure, first_failure, read_failure
 from outsize.train.launch.rendezvous import ENDED, LOOPBACK, loopback_store
 
-SETTLE_S, POLL_S = 0.3, 0.05
+SETTLE_S, ABSENCE_S, POLL_S = 0.3, 2.0, 0.05
 STORE_S = 300.0
 STDOUT, STDERR = 1, 2
 FAILED = "outsize/failed"
@@ -83,7 +84,7 @@ class Agent(LocalElasticAgent):
             *self._failures(worker_group),
             *filter(None, [published or self._published(worker_group)]),
         ]
-        self.failure = first_failure(failures)
+        self.failure = self._cause(worker_group, first_failure(failures))
         if published is not None:
             self._remaining_restarts = 0  # on that machine the last attempt has ended
         self._context.close(signal.SIGTERM, self._grace_s)
@@ -119,6 +120,22 @@ class Agent(LocalElasticAgent):
         )
         return [failure for failure in failures if failure is not None]
 
+    def _cause(self, group: WorkerGroup, first: Failure) -> Failure:
+        """Returns the failure, or the absence of a rank here that it follows from.
+
+        A rank leaves its connections before its process ends, so those that still run get a while.
+        """
+        deadline = time.monotonic() + (ABSENCE_S if first.is_consequence else 0.0)
+        while time.monotonic() < deadline:
+            processes = [(rank, one.proc) for rank, one in self._context.subprocess_handlers.items()]
+            for local_rank, process in processes:
+                if absence := _absence(process.poll(), process.pid):
+                    return first.blamed_on(group.workers[local_rank].global_rank, process.pid, absence)
+            if all(process.poll() is not None for _, process in processes):
+                break
+            time.sleep(POLL_S)
+        return first
+
     def _publish(self, group: WorkerGroup) -> None:
         """Publishes the failure to the other machines, unless it may be a consequence, or elastic tries
         again.
@@ -152,6 +169,14 @@ class Agent(LocalElasticAgent):
         deadline, processes = time.monotonic() + timeout_s, self._context.subprocess_handlers.values()
         while time.monotonic() < deadline and any(one.proc.poll() is None for one in processes):
             time.sleep(POLL_S)
+
+
+def _absence(exit_code: int | None, pid: int) -> str:
+    """Returns how a rank has left the others without an error; "" for one that has not."""
+    if exit_code == 0:
+        return "has ended, while others still trained"
+    look = look_at(pid) if exit_code is None else None
+    return "is stopped (SIGSTOP)" if look is not None and look.letter == "T" else ""
 
 
 def _shared(group: WorkerGroup) -> Store | None:

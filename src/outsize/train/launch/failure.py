@@ -8,7 +8,8 @@ A worker that ends with an exception writes a record in torch elastic's error-fi
                                "time_ns": 1730000000123456789, "shown": ..., "exit_code": 1, "ours": false}}}
 
 One failure brings the others down: when rank 1 dies, rank 0 sees "connection closed by peer". So the ranks
-are ordered by (is the text one of a lost connection, time), and the least of them is the root cause. A
+are ordered by (is the text one of a lost connection, time), and the least of them is the root cause. Where
+all have lost a connection, a rank that has ended well or is stopped is the cause: it has left the others. A
 process that left no record (a signal, `os._exit`) counts with the time at which it was found dead.
 Oracle: tests/unit/train/launch/test_launch.py for the order; tests/dist/test_launch_processes.py, real
 processes.
@@ -23,7 +24,7 @@ import textwrap
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
@@ -33,7 +34,7 @@ from outsize.program.source_line import is_outsize_file
 
 _LOST_CONNECTION = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|gloo/transport"
-    r"|Dist(Network|Backend|Store)Error|remote process exited"
+    r"|Dist(Network|Backend|Store)Error|remote process exited|rank \d+ (has gone|sent nothing)"
 )
 _ENTRY_FILES = ("runpy", "<frozen runpy>", str(Path(__file__).with_name("worker.py")))
 
@@ -41,7 +42,10 @@ _ENTRY_FILES = ("runpy", "<frozen runpy>", str(Path(__file__).with_name("worker.
 @final
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended: `exit_code` is negative for a signal; `shown` is the text that the user reads."""
+    """How one rank ended: `exit_code` is negative for a signal; `shown` is the text that the user reads.
+
+    `absence` says how a rank left the others without an error of its own; the rest is of one that it left.
+    """
 
     rank: int
     pid: int
@@ -51,6 +55,7 @@ class Failure:
     shown: str = ""
     call_stack: str = ""
     ours: bool = False
+    absence: str = ""
 
     def to_json(self) -> str:
         """Returns the failure as text for the agents of other machines."""
@@ -65,6 +70,10 @@ class Failure:
     def lost(cls, message: str) -> Self:
         """Returns the failure of rank 0 when its machine no longer answers."""
         return cls(0, 0, 1, time.time_ns(), message=message, call_stack=message)
+
+    def blamed_on(self, rank: int, pid: int, absence: str) -> Self:
+        """Returns this failure as that of the rank whose absence has caused it."""
+        return replace(self, rank=rank, pid=pid, absence=absence)
 
     @property
     def is_consequence(self) -> bool:

@@ -13,11 +13,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT, SIGKILL
 from typing import TYPE_CHECKING, Any
 
 from outsize.errors import BadOption, RankFailed
+from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
 from outsize.train.launch.exit import end_well_outside_workers
 from outsize.train.launch.failure import Failure, signal_name
@@ -97,6 +99,7 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(name, loopback_interface())
     world = join_world(env, device_type, timeout_s, backend)
+    world = replace(world, watch=WatchOptions.of_environment(env), is_supervised=ON_HANG in env)
     if world.owned:
         end_well_outside_workers(error_file(), world.rank)
     return world
@@ -128,6 +131,7 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     args, config = _config(spec, folder)
     loopback = _is_local(args, config)
     extra_environment = worker_environment(spec.nproc_per_node, os.environ, loopback=loopback, cores=_cores())
+    extra_environment |= (spec.watch or WatchOptions.of_environment(os.environ)).environment()
     if "OMP_NUM_THREADS" in extra_environment:
         _say(f"outsize: {spec.processes}, OMP_NUM_THREADS={extra_environment['OMP_NUM_THREADS']} each")
     logs = Logs(args.log_dir, args, extra_environment, config.log_line_prefix_template or "[${rank}] ")
@@ -252,9 +256,10 @@ def _report(spec: LaunchSpec, failure: Failure, world_size: int) -> int:
         _say(failure.shown.rstrip("\n"))
     if failure.ours:
         return failure.exit_code
+    then = "another rank then ended: " if failure.absence else ""
     rank_failed = RankFailed(
-        f"rank {failure.rank} of {world_size} failed first",
-        numbers=f"{failure.ending}, pid {failure.pid}",
+        f"rank {failure.rank} of {world_size} {failure.absence or 'failed first'}",
+        numbers=f"{then}{failure.ending}, pid {failure.pid}",
         next_step=_next_step(spec, failure, world_size),
     )
     _say(str(rank_failed))
@@ -262,6 +267,8 @@ def _report(spec: LaunchSpec, failure: Failure, world_size: int) -> int:
 
 
 def _next_step(spec: LaunchSpec, failure: Failure, world_size: int) -> str:
+    if failure.absence:
+        return "run as many steps on every rank, and stop none"
     if failure.exit_code == -SIGKILL:
         return "dmesg | grep -i 'killed process' (the kernel kills what outgrows the memory)"
     if failure.is_consequence and world_size > spec.nproc_per_node:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import final
 
 from outsize.errors import BadOption
+from outsize.run.watchdog.options import WatchOptions
 from outsize.train.launch.rendezvous import loopback_interface
 
 
@@ -22,7 +23,8 @@ class LaunchSpec:
     `options` are torchrun's, as on its command line (without --nproc-per-node). `shown_as` is what the user
     typed, where argv is something else (a MODEL, which our own worker module builds). `grace_s` is how long
     processes may take to end after a failure or a signal, in seconds, before they are killed; torchrun's
-    --shutdown-timeout overrides it. Raises BadOption (E106).
+    --shutdown-timeout overrides it. `watch` are the watchdog's options; None: the environment's. Raises
+    BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -31,6 +33,7 @@ class LaunchSpec:
     module: bool = False
     grace_s: int = 5
     shown_as: str = ""
+    watch: WatchOptions | None = None
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""

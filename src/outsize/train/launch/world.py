@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, final
 
 from outsize.errors import BadOption, UnknownDevice
+from outsize.run.watchdog.options import DEFAULTS, WatchOptions
 from outsize.train.launch.rendezvous import LOOPBACK_NAMES, meet
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ class World:
 
     `owned` says that `join` has made the group, so `leave` destroys it. `host` are the same ranks, which tell
     each other numbers and objects: the group itself, or one over gloo where that is for a device alone.
-    Each process has a device of `device_type`; `machines` counts the processes of each machine, where that is
-    no CPU.
+    `watch` are the launcher's options of the watchdog; `is_supervised`: the launcher is ours, and shows what
+    ends a rank. Each process has a device of `device_type`; `machines` counts the processes of each machine,
+    where that is no CPU.
     """
 
     rank: int
@@ -44,6 +46,8 @@ class World:
     host: ProcessGroup | None = None
     device_type: str = "cpu"
     machines: tuple[int, ...] = ()
+    watch: WatchOptions = DEFAULTS
+    is_supervised: bool = False
 
 
 def join_world(

@@ -1,0 +1,99 @@
+"""Records what this rank does now: two short calls a step, and the marks that the interpreter makes anyway.
+
+The main thread writes and the watcher's thread reads. Each field is one word, so no lock is needed; a reader
+that comes between two writes sees a rank that has just moved.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, final
+
+from outsize.ir.schedule import Schedule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_RECENT: Final = 8
+
+
+class Runner(Protocol):
+    """Describes the part of an interpreter that is looked at."""
+
+    rank: int
+    schedule: Schedule
+
+    def place(self) -> tuple[int, bool]:
+        """Returns how many actions of the row are done, and whether the next one waits for its messages."""
+        ...
+
+
+@final
+class Progress:
+    """Says what a rank does: `doing` is "step", "evaluate" or "generate", and "" between these calls.
+
+    `ranks` are the numbers in the run of the ranks of this pipeline. `moves` counts the begins and ends of
+    calls; `step` is the number of the step that runs, or of the next one, `done` counts those that have
+    ended, and `steps_s` are the seconds of the latest.
+    """
+
+    def __init__(self, ranks: Sequence[int] = (0,), expected_s: float = 0.0) -> None:
+        self.ranks, self.expected_s = tuple(ranks), expected_s
+        self.doing, self.step, self.moves, self.done = "", 0, 0, 0
+        self.thread = threading.get_ident()
+        self.steps_s: deque[float] = deque(maxlen=_RECENT)
+        self.runner: Runner | None = None
+        self.absent: Callable[[], str] = str  # Who watches says here which ranks have left the run.
+        self._began_s = 0.0
+
+    def begin(self, doing: str, step: int) -> None:
+        """Says that a call of the engine has begun."""
+        self.thread, self._began_s, self.runner = threading.get_ident(), time.perf_counter(), None
+        self.step, self.doing = step, doing
+        self.moves += 1
+
+    def end(self, *, failed: bool = False) -> None:
+        """Says that the call has ended."""
+        if self.doing == "step" and not failed:
+            self.steps_s.append(time.perf_counter() - self._began_s)
+            self.done += 1
+            self.step += 1
+        self.doing, self.runner = "", None
+        self.moves += 1
+
+    def place(self) -> tuple[int, int]:
+        """Returns what changes whenever the rank has moved."""
+        runner = self.runner
+        return self.moves, runner.place()[0] if runner is not None else -1
+
+    def step_s(self) -> float:
+        """Returns the seconds of the longest of the latest steps, and the predicted ones at least."""
+        return max(self.expected_s, *self.steps_s, 0.0)
+
+
+def watched(
+    doing: str,
+) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+    """Marks a method of an engine as a call in which ranks wait for each other."""
+
+    def decorate(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+        @functools.wraps(method)
+        def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+            progress: Progress = self.crew.progress
+            progress.begin(doing, self.steps)
+            try:
+                result = method(self, *args, **kwargs)
+            except BaseException as error:
+                progress.end(failed=True)
+                if isinstance(error, RuntimeError | OSError) and (note := progress.absent()):
+                    error.add_note(f"outsize: {note}")
+                raise
+            progress.end()
+            return result
+
+        return call
+
+    return decorate

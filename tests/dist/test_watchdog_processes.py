@@ -1,0 +1,78 @@
+"""Faults of real processes are named: the rank, what it does, and where.
+
+Two cheap cases run always; `make parity` runs each fault on each rank, twenty times in all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forked_launcher import ForkedLauncher, Result, launch_in_fork
+
+pytestmark = pytest.mark.dist
+WORKER = Path(__file__).with_name("watchdog_worker.py")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[object]:
+    launched: list[ForkedLauncher] = []
+
+    def begin(fault: str, rank: int, ranks: int = 2, timeout_s: float = 1.0) -> Result:
+        env = {"OUTSIZE_HANG_TIMEOUT": str(timeout_s), "OMP_NUM_THREADS": "1"}
+        name = f"launcher{len(launched)}"
+        launched.append(launch_in_fork(tmp_path, [str(WORKER), fault, str(rank)], ranks, env=env, name=name))
+        return launched[-1].finish()
+
+    yield begin
+    for one in launched:
+        one.clean_up()
+
+
+# For each fault: what is said of the rank, and the exit code.
+FAULTS = {
+    "stop": ("RunHung [E404]: rank {} is stopped (SIGSTOP) in step 5; ", 4),
+    "inside": ("RunHung [E404]: rank {} waits in torch.distributed.all_reduce of watchdog_worker.py:", 4),
+    "loop": ("RunHung [E404]: rank {} waits in torch.distributed.barrier of watchdog_worker.py:", 4),
+    "leave": ("rank {} has left the run after step 4", 4),
+    "disk": ("outsize: rank {} has not called step 5; it is in watchdog_worker.py:", 0),
+}
+
+
+def check(run: object, fault: str, rank: int, ranks: int) -> None:
+    start = time.monotonic()
+    result = run(fault, rank, ranks)  # pyright: ignore[reportCallIssue]
+    text, code = FAULTS[fault]
+    assert text.format(rank) in result.err, result.err
+    assert result.code == code, result.err
+    assert time.monotonic() - start < 40
+    others = [text.format(other) for other in range(ranks) if other != rank]
+    assert not any(other in result.err for other in others), result.err
+
+
+def test_a_stopped_rank_is_named(run: object) -> None:
+    check(run, "stop", 1, 2)
+
+
+def test_a_rank_that_leaves_its_loop_is_named_and_not_those_that_lose_it(run: object) -> None:
+    result = run("leave", 1)  # pyright: ignore[reportCallIssue]
+    assert "RankFailed [E401]: rank 1 of 2 has ended, while others still trained; " in result.err
+    assert "failed first" not in result.err
+    assert "outsize: rank 1 has left the run after step 4" in result.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("again", range(2))
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named_on_each_rank(run: object, fault: str, rank: int, again: int) -> None:
+    check(run, fault, rank, 3)
+
+
+@pytest.mark.full
+def test_slow_ranks_alarm_nobody(run: object) -> None:
+    """Noise: slow first steps, evaluations, gaps below the limit, and computing for longer than it."""
+    result = run("noise", 1, 3)  # pyright: ignore[reportCallIssue]
+    assert (result.code, result.err.count("outsize: ")) == (0, 1), result.err  # the line on threads alone

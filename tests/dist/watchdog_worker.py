@@ -1,0 +1,65 @@
+"""A training in which one rank has a fault: `watchdog_worker.py FAULT RANK`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import outsize
+
+FAULT, RANK = sys.argv[1], int(sys.argv[2])
+AT = 5
+torch.set_num_threads(1)
+torch.manual_seed(0)
+ranks = int(os.environ["WORLD_SIZE"])
+model = nn.Sequential(*(layer for _ in range(ranks) for layer in (nn.Linear(8, 8), nn.Tanh())))
+x = torch.randn(8, 8)
+engine = outsize.parallelize(
+    model,
+    (x,),
+    loss_fn=nn.functional.mse_loss,
+    target=x,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    stages=ranks,
+    microbatches=2,
+    cluster=f"{ranks}xcpu",
+)
+faulty = engine.rank == RANK
+
+
+def spin(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        torch.ones(64, 64) @ torch.ones(64, 64)
+
+
+def hook(parameter: Tensor) -> None:
+    if engine.steps == AT and FAULT == "inside":
+        dist.all_reduce(torch.ones(2))
+    if engine.steps in (0, AT) and FAULT == "noise":
+        spin(2.5)
+
+
+if faulty:
+    for _, parameter in engine.named_parameters():
+        parameter.register_post_accumulate_grad_hook(hook)  # pyright: ignore[reportArgumentType]
+for step in range(8):
+    if step == AT and faulty:
+        if FAULT == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if FAULT == "loop":
+            dist.barrier()
+        if FAULT == "leave":
+            break
+        if FAULT == "disk":
+            time.sleep(3)
+    if FAULT == "noise":
+        time.sleep(0.5 * faulty)
+        engine.evaluate(x, target=x)
+    engine.step(x, target=x)
