@@ -109,7 +109,7 @@ def _rank(rank: int, request: dict[str, Any]) -> None:
         choose_order(request["order"])
     world = World(0, 1, 0, None, device_type=request["device_type"])
     if request["count"] > 1:
-        take_place(rank, request["count"], request["port"])
+        take_place(rank, request["count"], Path(request["folder"]) / f"store{request['port']}")
         world = join(request["device_type"], timeout_s=request["limit_s"])
     found = getattr(import_module(request["module"]), request["scenario"])(world, **request["given"])
     torch.save(found, Path(request["folder"]) / f"rank{rank}.pt")

@@ -282,12 +282,50 @@ inodes = {os.readlink(link) for link in links if os.path.lexists(link)}
 rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
 mine = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes]
 assert mine, "gloo listens"
+assert os.path.getsize(os.environ["OUTSIZE_STORE"]), "the ranks have met in a file"
 assert all(address.startswith(("0100007F:", "0" * 24 + "01000000:")) for address in mine), mine
 dist.barrier()
 leave(world)
 """
     result = start(JOINED + body).finish()
     assert (result.code, result.out) == (0, ""), result.err
+
+
+def test_a_rank_that_leaves_its_loop_early_is_named_and_not_the_one_that_waits(start: Start) -> None:
+    body = """
+if rank == 0:
+    dist.all_reduce(ones)
+leave(world)
+"""
+    result = start(JOINED + body).finish()
+    assert result.code == 4
+    said = "RankFailed [E401]: rank 1 of 2 has ended, while others still trained"
+    assert said in result.err, result.err
+    assert "failed first" not in result.err
+
+
+def test_an_allocator_error_says_what_to_ask(start: Start) -> None:
+    body = "if rank == 0: time.sleep(60)\nraise torch.OutOfMemoryError('CUDA out of memory.')"
+    result = start(JOINED + body).finish()
+    assert "rank 1 of 2 failed first; exit code 1, OutOfMemoryError: CUDA out of memory." in result.err
+    assert "Next: outsize fit" in result.err
+
+
+def test_a_killed_launcher_leaves_no_folder(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    launcher = start(JOINED + "Path(f'in{rank}').touch()\ntime.sleep(60)")
+    launcher.wait_for("in0", "in1")
+    (folder,) = (tmp_path / "temporary").glob("outsize-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "store").stat().st_size
+    assert isinstance(launcher.process, ForkedLauncher)
+    launcher.process.send_signal(signal.SIGKILL)
+    launcher.finish()
+    launcher.assert_all_gone(within_s=ENDS_S)
+    assert list((tmp_path / "temporary").glob("outsize-*")) == []
 
 
 @pytest.mark.interpreters

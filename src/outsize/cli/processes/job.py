@@ -7,7 +7,6 @@ launcher  <-  folder/outcome.json   from rank 0, or folder/error.json from a ran
 from __future__ import annotations
 
 import shlex
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.report.wording import idle_next_step, idle_sentence
+from outsize.train.launch.spec import private_folder
 
 
 @final
@@ -125,8 +125,8 @@ class JobFolder(Record):
     @contextmanager
     def temporary(cls) -> Iterator[Self]:
         """Yields a folder that exists as long as the block."""
-        with tempfile.TemporaryDirectory(prefix="outsize-run-") as path:
-            yield cls(path=Path(path))
+        with private_folder("outsize-run-") as path:
+            yield cls(path=path)
 
     @property
     def job(self) -> Path:

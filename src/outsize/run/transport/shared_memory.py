@@ -76,6 +76,7 @@ class SharedMemory:
     def make(cls, size: int) -> Self:
         """Allocates zeroed memory; its pages are backed when they are touched."""
         file = os.memfd_create("outsize")
+        os.fchmod(file, 0o600)  # of an anonymous file the mode is 0777, and /proc shows it
         os.ftruncate(file, size)
         return cls(file, size)
 

@@ -7,7 +7,8 @@ points (`_monitor_workers` of the agent, `LogsSpecs.reify`, `RendezvousHandler`)
   it ran on another machine: an agent leaves its failure in the store that the agents share;
 - `grace_s` instead of 30 s between the signal and the kill, and the kill reaches each worker's children;
 - rank 0 has the terminal, the lines of the others are prefixed with `[rank] ` (elastic's tee);
-- on one machine the agents' store listens on the loopback interface alone;
+- on one machine the ranks meet in a file; a port is open, on the loopback interface, only for scripts of the
+  user's, which may make the process group themselves; between machines the store listens on one interface;
 - a pipe whose write end only this process has: at its end of file a worker knows that its launcher is gone.
 
 Restarts and changing node counts are elastic's, unchanged; the failure that ended an attempt is shown when it
@@ -26,15 +27,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast, final
 
-from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from outsize.run.watchdog.processes import look_at
 from outsize.train.launch.failure import Failure, first_failure, read_failure
-from outsize.train.launch.rendezvous import ENDED, LOOPBACK, loopback_store
+from outsize.train.launch.rendezvous import ENDED, LOOPBACK, RUN_ID, reach, served_store
 
 SETTLE_S, ABSENCE_S, POLL_S = 0.3, 2.0, 0.05
 STORE_S = 300.0
@@ -50,12 +52,18 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(
-        self, spec: WorkerSpec, logs: Logs, grace_s: int, ended: Callable[[Failure, int, int], None]
+        self,
+        spec: WorkerSpec,
+        logs: Logs,
+        grace_s: int,
+        ended: Callable[[Failure, int, int], None],
+        meeting: Store | None = None,
     ) -> None:
+        """`meeting` is the ranks' store where it is not the agents'."""
         super().__init__(
             spec, logs, shutdown_timeout=grace_s, log_line_prefix_template=logs.prefix, start_method="spawn"
         )
-        self._grace_s, self._ended = grace_s, ended
+        self._grace_s, self._ended, self._meeting = grace_s, ended, meeting
         self.failure: Failure | None = None
         self._published_ended: set[int] = set()
 
@@ -151,7 +159,8 @@ class Agent(LocalElasticAgent):
             if local_rank not in self._published_ended and one.proc.poll() == 0:
                 self._published_ended.add(local_rank)
                 with contextlib.suppress(DistError):
-                    cast("Store", group.store).set(f"{ENDED}/{group.workers[local_rank].global_rank}", "")
+                    store = self._meeting or cast("Store", group.store)
+                    store.set(f"{ENDED}/{group.workers[local_rank].global_rank}", "")
 
     def _published(self, group: WorkerGroup) -> Failure | None:
         """Returns the failure that another machine has published; a store that is gone went with the
@@ -224,14 +233,19 @@ class Lines(io.TextIOBase):
 
 @final
 class Loopback(RendezvousHandler):
-    """A rendezvous of one machine: each attempt has a store of its own, on the loopback interface."""
+    """A rendezvous of one machine: each attempt has a store of its own, for `env://` of the user's scripts.
 
-    def __init__(self, port: int) -> None:
+    Without a port nothing listens; modules of outsize meet in a file.
+    """
+
+    def __init__(self, port: int | None) -> None:
         self._port = port
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns the rendezvous of one agent, which is its first and only one."""
-        store = loopback_store(self._port, STORE_S)
+        """Returns the rendezvous of one agent, which is its first and only one. Raises BadOption."""
+        if self._port is None:
+            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
+        store = served_store(LOOPBACK, self._port, STORE_S)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
 
     @property
@@ -245,7 +259,7 @@ class Loopback(RendezvousHandler):
 
     def get_run_id(self) -> str:
         """Returns what workers see as TORCHELASTIC_RUN_ID."""
-        return "outsize"
+        return RUN_ID
 
     def is_closed(self) -> bool:
         """Returns False: it never closes."""
@@ -261,6 +275,29 @@ class Loopback(RendezvousHandler):
     def shutdown(self) -> bool:
         """Returns True: the stores end with the process."""
         return True
+
+
+@final
+class FixedMeeting(StaticTCPRendezvous):
+    """torch's rendezvous of machines at a fixed address; the server listens on that address alone."""
+
+    @classmethod
+    def of(cls, handler: RendezvousHandler) -> RendezvousHandler:
+        """Returns torch's own handler with that change; one of another kind as it is."""
+        if type(handler) is not StaticTCPRendezvous:
+            return handler
+        timeout_s = int(handler.timeout.total_seconds())
+        place = handler.master_addr, handler.master_port, handler.rank, handler.world_size
+        return cls(*place, handler.run_id, timeout_s)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Returns the rendezvous. Raises BadOption for a port in use, RankFailed for one out of reach."""
+        address, port, timeout_s = self.master_addr, self.master_port, self.timeout.total_seconds()
+        if self.rank:
+            reach(address, port, timeout_s, f"node {self.rank}")
+        elif self._store is None:
+            self._store = served_store(address, port, timeout_s)
+        return super().next_rendezvous()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import sys
 import textwrap
 import time
 import traceback
@@ -36,6 +37,8 @@ _LOST_CONNECTION = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|gloo/transport"
     r"|Dist(Network|Backend|Store)Error|remote process exited|rank \d+ (has gone|sent nothing)"
 )
+_TIMED_OUT = re.compile(r"[Tt]imed out|Timeout")
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|(can't|Cannot) allocate memory")
 _ENTRY_FILES = ("runpy", "<frozen runpy>", str(Path(__file__).with_name("worker.py")))
 
 
@@ -80,6 +83,19 @@ class Failure:
         """Tells whether the text is one of a peer whose connection was lost."""
         return _is_lost_connection(self.call_stack)
 
+    def told(self, world_size: int) -> str:
+        """Returns what happened in words; who only lost its connection is not called the first to fail."""
+        who = f"rank {self.rank} of {world_size}"
+        if self.absence or not self.is_consequence:
+            return f"{who} {self.absence or 'failed first'}"
+        how = "waited in vain for" if _TIMED_OUT.search(self.call_stack) else "lost its connection to"
+        return f"{who} {how} another rank, and no rank has said why"
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Tells whether an allocator has refused."""
+        return bool(_OUT_OF_MEMORY.search(self.message))
+
     @property
     def ending(self) -> str:
         """Returns `exit code 1, ValueError: boom` or `killed by SIGKILL`."""
@@ -109,8 +125,11 @@ def write_failure(path: Path, error: BaseException, exit_code: int) -> None:
     }
     record = {"message": {"message": _summary(error), "errorCode": exit_code, "extraInfo": extra}}
     draft = path.with_name(path.name + ".draft")
-    draft.write_text(json.dumps(record), encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(record), encoding="utf-8")
+        draft.replace(path)
+    except OSError as full:  # the disk has no place for it: the user reads it here
+        sys.stderr.write(f"{shown(error, call_stack)}\n{path} is not written: {full.strerror}\n")
 
 
 def read_failure(record: Path, *, rank: int, pid: int, exit_code: int | None) -> Failure | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import socket
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ from outsize.errors import OutsizeError, RankFailed, error_of
 from outsize.train.launch.exit import exit_code
 from outsize.train.launch.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.launch.launch import take_place
-from outsize.train.launch.rendezvous import LOOPBACK
+from outsize.train.launch.spec import private_folder
 
 GRACE_S = 5.0  # how long the other ranks may take to end after a failure
 
@@ -46,12 +44,10 @@ def run_in_forks(ranks: int, work: Callable[[], None]) -> None:
     The first rank that fails ends the others. Its traceback goes to stderr, and RankFailed is raised; an
     error of outsize is raised itself.
     """
-    with tempfile.TemporaryDirectory(prefix="outsize-") as name, socket.create_server((LOOPBACK, 0)) as free:
-        folder, port = Path(name), int(free.getsockname()[1])
-        free.close()  # rank 0 serves there
+    with private_folder("outsize-") as folder:
         context = multiprocessing.get_context("fork")
         processes = [
-            context.Process(target=_run_rank, args=(folder, rank, (ranks, port), work), daemon=True)
+            context.Process(target=_run_rank, args=(folder, rank, ranks, work), daemon=True)
             for rank in range(ranks)
         ]
         try:
@@ -93,19 +89,19 @@ def _insist_on_success(folder: Path, processes: Sequence[ForkProcess]) -> None:
         raise error_of(json.loads((folder / f"{first.rank}.fields").read_text(encoding="utf-8")))
     sys.stderr.write(first.shown)
     raise RankFailed(
-        f"rank {first.rank} of {len(processes)} failed first",
+        first.told(len(processes)),
         numbers=f"{first.ending}, pid {first.pid}",
         next_step="see its traceback above",
     )
 
 
-def _run_rank(folder: Path, rank: int, run: tuple[int, int], work: Callable[[], None]) -> None:
+def _run_rank(folder: Path, rank: int, ranks: int, work: Callable[[], None]) -> None:
     """Works in a new thread of this fork, records its error, and ends with its exit code."""
     errors: list[BaseException] = []
 
     def guarded() -> None:
         try:
-            take_place(rank, *run)
+            take_place(rank, ranks, folder / "store")
             work()
         except BaseException as error:
             errors.append(error)

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +22,8 @@ from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
 from outsize.train.launch.exit import end_well_outside_workers
 from outsize.train.launch.failure import Failure, signal_name
-from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, loopback_interface
-from outsize.train.launch.spec import LaunchSpec, lifeline_in, worker_environment
+from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, file_store, loopback_interface
+from outsize.train.launch.spec import LaunchSpec, lifeline_in, private_folder, worker_environment
 from outsize.train.launch.world import World, join_world, leave, on_one_machine
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ def launch(spec: LaunchSpec) -> int:
     longest wait after a failure or a signal is `spec.grace_s` seconds. Raises BadOption (E106); RankFailed
     when the machines do not meet.
     """
-    with tempfile.TemporaryDirectory(prefix="outsize-") as folder, _quiet_elastic():
-        return _run(spec, Path(folder))
+    with private_folder("outsize-") as folder, _quiet_elastic():
+        return _run(spec, folder)
 
 
 def processes_for(nproc: str) -> int:
@@ -105,13 +104,13 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
     return world
 
 
-def take_place(rank: int, ranks: int, port: int) -> None:
-    """Makes this process, a fork, a rank of a run on this machine; `join` finds its place."""
+def take_place(rank: int, ranks: int, store: Path) -> None:
+    """Makes this process, a fork, a rank of a run on this machine; `join` finds its place and the file."""
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(number) for name, number in numbers.items()})
-    os.environ.update(MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port))
+    os.environ.update({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0", STORE: str(store)})
 
 
 def error_file() -> Path | None:
@@ -126,7 +125,7 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from outsize.train.launch.agent import Agent, Logs, catchable_signals, lifeline
+    from outsize.train.launch.agent import STORE_S, Agent, Logs, catchable_signals, lifeline
 
     args, config = _config(spec, folder)
     loopback = _is_local(args, config)
@@ -134,6 +133,8 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     extra_environment |= (spec.watch or WatchOptions.of_environment(os.environ)).environment()
     if "OMP_NUM_THREADS" in extra_environment:
         _say(f"outsize: {spec.processes}, OMP_NUM_THREADS={extra_environment['OMP_NUM_THREADS']} each")
+    meeting = file_store(folder / "store", STORE_S) if loopback else None
+    extra_environment |= {STORE: str(folder / "store")} if loopback else {}
     logs = Logs(args.log_dir, args, extra_environment, config.log_line_prefix_template or "[${rank}] ")
     codes: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -144,7 +145,7 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
         try:
             worker = _worker(spec, folder, args, config, loopback=loopback)
             show = _reporter(spec, config.max_restarts, codes)
-            agent = Agent(worker, logs, config.shutdown_timeout or 0, show)
+            agent = Agent(worker, logs, config.shutdown_timeout or 0, show, meeting)
             stack.callback(agent.kill)  # whatever happens below, nothing is left running
             result: Any = agent.run()
             if agent.failure is not None:
@@ -213,8 +214,9 @@ def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, 
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from outsize.train.launch.agent import Loopback
+    from outsize.train.launch.agent import FixedMeeting, Loopback
 
+    port = None if spec.is_ours else args.master_port
     meeting = RendezvousParameters(
         config.rdzv_backend,
         config.rdzv_endpoint,
@@ -228,7 +230,7 @@ def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, 
     return WorkerSpec(
         role=config.role,
         local_world_size=spec.nproc_per_node,
-        rdzv_handler=Loopback(args.master_port) if loopback else get_rendezvous_handler(meeting),
+        rdzv_handler=Loopback(port) if loopback else FixedMeeting.of(get_rendezvous_handler(meeting)),
         entrypoint=sys.executable,
         args=tuple(spec.command(folder)),
         max_restarts=config.max_restarts,
@@ -258,7 +260,7 @@ def _report(spec: LaunchSpec, failure: Failure, world_size: int) -> int:
         return failure.exit_code
     then = "another rank then ended: " if failure.absence else ""
     rank_failed = RankFailed(
-        f"rank {failure.rank} of {world_size} {failure.absence or 'failed first'}",
+        failure.told(world_size),
         numbers=f"{then}{failure.ending}, pid {failure.pid}",
         next_step=_next_step(spec, failure, world_size),
     )
@@ -271,6 +273,8 @@ def _next_step(spec: LaunchSpec, failure: Failure, world_size: int) -> str:
         return "run as many steps on every rank, and stop none"
     if failure.exit_code == -SIGKILL:
         return "dmesg | grep -i 'killed process' (the kernel kills what outgrows the memory)"
+    if failure.is_out_of_memory:
+        return "outsize fit for what it needs; more --microbatches, --recompute full or --weights host"
     if failure.is_consequence and world_size > spec.nproc_per_node:
         return "see what the other machines say: the cause is there"
     if world_size > 1:

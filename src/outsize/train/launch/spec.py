@@ -4,8 +4,11 @@ imported.
 
 from __future__ import annotations
 
+import errno
 import shlex
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -13,6 +16,8 @@ from typing import final
 from outsize.errors import BadOption
 from outsize.run.watchdog.options import WatchOptions
 from outsize.train.launch.rendezvous import loopback_interface
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 @final
@@ -53,6 +58,11 @@ class LaunchSpec:
         return ["-P", "-m", "outsize.train.launch.worker", str(lifeline_in(folder)), kind, *self.argv]
 
     @property
+    def is_ours(self) -> bool:
+        """Tells whether it is a module of outsize, whose ranks meet by `join` alone."""
+        return self.module and self.argv[0].startswith("outsize.")
+
+    @property
     def processes(self) -> str:
         """Returns the number of this machine's processes, in words."""
         return "1 process" if self.nproc_per_node == 1 else f"{self.nproc_per_node} processes"
@@ -61,6 +71,33 @@ class LaunchSpec:
     def shown(self) -> str:
         """Returns the target as the user types it."""
         return self.shown_as or shlex.join(["-m", self.argv[0]] if self.module else [self.argv[0]])
+
+
+@contextmanager
+def private_folder(prefix: str) -> Iterator[Path]:
+    """Makes a temporary folder of mode 0700, which is gone afterwards.
+
+    Raises BadOption where there is no place for it, or its disk is full later on.
+    """
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise _no_place(error) from error
+    with folder as name:
+        try:
+            yield Path(name)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise _no_place(error) from error
+
+
+def _no_place(error: OSError) -> BadOption:
+    return BadOption(
+        "there is no place for the run's temporary files",
+        numbers=error.strerror or str(error),
+        next_step="TMPDIR=/a/folder/with/space before the command",
+    )
 
 
 def lifeline_in(folder: Path) -> Path:

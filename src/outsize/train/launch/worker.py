@@ -8,7 +8,7 @@ Compared with `python TARGET ARGS...` a script sees the same `sys.argv`, `sys.pa
   shows the one that matters;
 - the process leaves without finalizing the interpreter (exit.py says why);
 - LIFELINE is a named pipe that only the launcher holds open for writing: at its end of file the launcher is
-  gone, however it died, and the worker kills its own process group.
+  gone, however it died, and the worker removes its temporary folders and kills its own process group.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import faulthandler
 import io
 import os
 import runpy
+import shutil
 import signal
 import sys
 import threading
@@ -30,7 +31,9 @@ from outsize.train.launch.launch import error_file
 def main(argv: list[str]) -> None:
     """Runs TARGET and ends the process."""
     lifeline, kind, target, *arguments = argv
-    threading.Thread(target=_die_with_launcher, args=(lifeline,), daemon=True).start()
+    theirs = [Path(lifeline).parent, *(map(Path, arguments) if target.startswith("outsize.") else ())]
+    folders = [path for path in theirs if path.name.startswith("outsize-")]
+    threading.Thread(target=_die_with_launcher, args=(lifeline, folders), daemon=True).start()
     _write_whole_lines()
     record = error_file()
     if record is not None:
@@ -65,11 +68,14 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _die_with_launcher(lifeline: str) -> None:
+def _die_with_launcher(lifeline: str, folders: list[Path]) -> None:
+    """Waits until the launcher has died; removes its temporary folders, and ends this process group."""
     # Opened without blocking: a launcher that has died already would never open its end.
     descriptor = os.open(lifeline, os.O_RDONLY | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     os.read(descriptor, 1)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

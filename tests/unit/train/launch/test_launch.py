@@ -15,7 +15,7 @@ from outsize.errors import BadOption, RankFailed, UnknownDevice
 from outsize.ir.plan import Axes, Plan, Stage
 from outsize.train.launch.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.launch.launch import launch, processes_for
-from outsize.train.launch.rendezvous import ENDED, loopback_store, meet
+from outsize.train.launch.rendezvous import ENDED, LOOPBACK, meet, served_store
 from outsize.train.launch.spec import LaunchSpec, worker_environment
 from outsize.train.launch.world import World, device_index, device_type_for, join_world
 
@@ -208,20 +208,20 @@ def _here(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def test_who_has_not_come_is_named() -> None:
-    store = loopback_store(0, 60)
+    store = served_store(LOOPBACK, 0, 60)
     with pytest.raises(RankFailed, match=r"2 ranks \(1, 2\) of 3 did not join the others; waited 0 s"):
         meet(_here(0, 3, store.port), 0.1)
 
 
 def test_a_process_that_ended_without_joining_is_not_waited_for() -> None:
-    store = loopback_store(0, 60)
+    store = served_store(LOOPBACK, 0, 60)
     store.set(f"{ENDED}/1", "")
     with pytest.raises(RankFailed, match="rank 1 of 3 ended without joining the others"):
         meet(_here(0, 3, store.port), 600)
 
 
 def test_each_attempt_of_a_restart_meets_anew() -> None:
-    store, one = loopback_store(0, 60), {"RANK": "0", "WORLD_SIZE": "1"}
+    store, one = served_store(LOOPBACK, 0, 60), {"RANK": "0", "WORLD_SIZE": "1"}
     first = meet(_here(0, 1, store.port), 60)
     first.set("left", "behind")
     second = meet({**_here(0, 1, store.port), **one, "TORCHELASTIC_RESTART_COUNT": "1"}, 60)
