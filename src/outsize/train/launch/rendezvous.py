@@ -176,7 +176,7 @@ def _wait_for_all(store: Store, agents: Store, rank: int, world_size: int, timeo
             raise _never_joined(ended_ranks or missing, world_size, waited_s, ended=bool(ended_ranks))
         if missing and waited_s > WARN_S and not warned:
             warned = True
-            warnings.warn(f"{named_ranks(missing)} of {world_size} not here after 10 s", stacklevel=6)
+            warnings.warn(f"{_named(missing)} of {world_size} not here after 10 s", stacklevel=6)
         time.sleep(pause_s)  # Store.wait would write a warning to stderr at each of its timeouts
         pause_s = min(1.5 * pause_s, LAST_LOOK_S)
 
@@ -184,12 +184,12 @@ def _wait_for_all(store: Store, agents: Store, rank: int, world_size: int, timeo
 def _never_joined(ranks: list[int], world_size: int, waited_s: float, *, ended: bool) -> RankFailed:
     how = "ended without joining the others" if ended else "did not join the others"
     return RankFailed(
-        f"{named_ranks(ranks)} of {world_size} {how}",
+        f"{_named(ranks)} of {world_size} {how}",
         numbers=f"waited {waited_s:.0f} s",
         next_step="call outsize.parallelize on every rank, and start as many processes as the run has",
     )
 
 
-def named_ranks(ranks: list[int]) -> str:
+def _named(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"
