@@ -35,6 +35,7 @@ from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import PartFacts, published, step_of
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.checkpoint.write import abandon, begin, publish, write_part
+from outsize.run.tensor_parallel.collectives import local_of
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.generators import generator_states, set_generator_states
 from outsize.train.checkpoint.loaders import CountedLoader
@@ -234,7 +235,7 @@ class Checkpoints:
         self._resumed, self._restored = saved, []
         if optimizer is not None:
             self._restore_optimizer(NamedOptimizer(optimizer, self._held, OWN), OWN)
-        if settings.scaler is not None and values["scaler"] is not None:
+        if settings.scaler is not None and values["scaler"]:
             settings.scaler.load_state_dict(read(values["scaler"], saved.read))
         set_generator_states(self._random(saved, ""), self._devices())
         self._unclaimed = [*values["also"], *(n.partition("/")[2] for n in values["optimizers"] if n != OWN)]
@@ -356,7 +357,8 @@ class Checkpoints:
 def insist_on_no_gradients(optimizer: Optimizer) -> None:
     """Raises BadOption where gradients are accumulated for a step that is not yet taken."""
     weights = (p for group in optimizer.param_groups for p in group["params"])
-    if any(p.grad is not None for p in weights):
+    grads = (weight.grad for weight in weights if weight.grad is not None)
+    if any(bool(local_of(grad).count_nonzero()) for grad in grads):
         raise BadOption(
             "gradients are accumulated for a step that is not taken yet, and a checkpoint has none",
             next_step="engine.save(...) after engine.update(), or after a step without update=False",

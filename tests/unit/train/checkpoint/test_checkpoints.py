@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -373,3 +374,27 @@ def test_groups_that_fall_into_one_must_agree(tmp_path: Path) -> None:
     engine(make=two).save(tmp_path)
     with pytest.raises(BadOption, match="has weights of groups that were saved with other hyperparameters"):
         engine(3, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1), resume=tmp_path)
+
+
+class Decides(nn.Module):
+    """Runs by modules: its forward decides on activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.a(x))
+        return self.b(hidden if hidden.sum() > 0 else -hidden)
+
+
+def test_a_model_that_runs_by_modules_goes_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = Decides()
+    whole = engine(1, net=copy.deepcopy(net))
+    assert whole.plan.form == "modules"
+    expected = losses(whole, 4)
+    first = engine(1, net=copy.deepcopy(net))
+    assert losses(first, 2) == expected[:2]
+    first.save(tmp_path)
+    assert losses(engine(2, net=copy.deepcopy(net), resume=tmp_path), 2) == expected[2:]
