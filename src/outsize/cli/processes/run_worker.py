@@ -214,9 +214,9 @@ def _saver(engine: Engine, job: RunJob) -> Callable[[], None]:
     timer = None if job.every is None else SaveTimer(SaveInterval.parse(job.every), group)
 
     def save() -> None:
-        due = timer is not None and timer.is_due(engine.steps)
-        if due or engine.steps == job.steps:
-            engine.save(folder, keep=job.keep)
+        due, last = timer is not None and timer.is_due(engine.steps), engine.steps == job.steps
+        if due or last:
+            engine.save(folder, keep=job.keep, wait=last)
 
     return save
 

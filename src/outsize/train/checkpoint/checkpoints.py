@@ -32,11 +32,12 @@ from torch.optim import Optimizer
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.checkpoint.chunk import Chunk
-from outsize.run.checkpoint.manifest import PartFacts, published, step_of
+from outsize.run.checkpoint.manifest import published, step_of
 from outsize.run.checkpoint.read import CheckpointReader
-from outsize.run.checkpoint.write import abandon, begin, publish, write_part
+from outsize.run.checkpoint.write import begin
 from outsize.run.tensor_parallel.collectives import local_of
 from outsize.train.checkpoint.agreement import shared_facts
+from outsize.train.checkpoint.background import BackgroundSaves, WrittenSave
 from outsize.train.checkpoint.generators import generator_states, set_generator_states
 from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.optimizers import NamedOptimizer, merged
@@ -90,7 +91,7 @@ class Checkpoints:
     def __init__(self, held: HeldWeights, settings: RunSettings, steps: Callable[[], int]) -> None:
         """Takes `steps`, which tells how many steps the engine has taken."""
         self._held, self._settings, self._steps = held, settings, steps
-        self._attached = _Attached()
+        self._attached, self._background = _Attached(), BackgroundSaves()
         self._resumed: CheckpointReader | None = None
         self._unclaimed: list[str] = []
         self._restored: list[tuple[NamedOptimizer, Facts]] = []
@@ -102,31 +103,31 @@ class Checkpoints:
 
     # -- saving ------------------------------------------------------------------------------------------
 
-    def save(self, root: Path, moment: Moment, keep: int | None) -> Path:
+    def save(self, root: Path, moment: Moment, keep: int | None, *, wait: bool = True) -> Path:
         """Writes the run's state to a new folder in `root` and returns it; all ranks call this together.
 
-        Of complete checkpoints the newest `keep` stay. Raises BadOption before anything is written, NotSaved.
+        Of complete checkpoints the newest `keep` stay. Without `wait` it returns when the state is copied to
+        the host, and a thread writes; a save waits for the one before it. Raises BadOption before anything is
+        written, NotSaved, also for the save before.
         """
+        self._background.finish()
         group, rank = self._group, self._held.crew.global_rank
         optimizers, tensors = self._optimizers(moment.optimizer), dict[str, Tensor]()
         cards = shared_facts(group, lambda: self._card(moment, optimizers, tensors))
         apart = [name for name in self._attached.objects if len({c["digests"].get(name) for c in cards}) > 1]
         chunks = [*self._chunks(optimizers), *self._own_chunks(tensors, apart)]
+        values = self._values(cards, apart) if rank == 0 else {}
         folder = Path(shared_facts(group, lambda: str(begin(root, moment.steps)) if rank == 0 else "")[0])
-        try:
-            texts = shared_facts(group, lambda: write_part(folder, rank, chunks).to_json())
-        except BaseException:
-            if rank == 0:
-                abandon(folder)
-            raise
-
-        def finish() -> None:
-            if rank == 0:
-                parts = [PartFacts.model_validate_json(text) for text in texts]
-                publish(folder, parts, self._values(cards, apart), keep)
-
-        shared_facts(group, finish)
+        written = WrittenSave(folder, rank, values, keep)
+        if wait:
+            written.write(chunks, group)
+        else:
+            self._background.write(written, chunks, group)
         return folder
+
+    def finish(self) -> None:
+        """Waits until the last save is on the disk; raises what it raised."""
+        self._background.finish()
 
     def _optimizers(self, own: Optimizer | None) -> dict[str, NamedOptimizer]:
         found = {} if own is None else {OWN: NamedOptimizer(own, self._held, OWN)}
@@ -223,6 +224,7 @@ class Checkpoints:
 
         All ranks call this together. Raises ModelMismatch, BadCheckpoint, BadOption.
         """
+        self._background.finish()
         shared_facts(self._group, lambda: self._restore(saved, optimizer))
         self._note(saved)
         return saved.values["steps"]

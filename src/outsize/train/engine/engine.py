@@ -278,15 +278,24 @@ class Engine:
         save(self.model, home, self.crew, Path(to), shard_bytes, self._tensor)
         return {}
 
-    def save(self, root: str | Path, *, keep: int | None = None) -> Path:
+    def save(self, root: str | Path, *, keep: int | None = None, wait: bool = True) -> Path:
         """Saves the run to a new folder in `root` and returns it; every rank calls this.
 
         It has weights, optimizer, scaler, random generators, steps, and what `attach` and `batches` were
         given. Any layout goes on from it (`outsize.resume`, `parallelize(..., resume=root)`). `keep`: how
-        many complete checkpoints stay; all by default. Raises BadOption before anything is written, NotSaved.
+        many complete checkpoints stay; all by default. `wait=False` returns when the state is copied to host
+        memory, and a thread writes it: `finish_saving` waits, as the next save does. Raises BadOption before
+        anything is written, NotSaved.
         """
         self.crew.insist_on_ended_steps()
-        return self._checkpoints.save(Path(root), Moment(self.steps, self.optimizer), keep)
+        return self._checkpoints.save(Path(root), Moment(self.steps, self.optimizer), keep, wait=wait)
+
+    def finish_saving(self) -> None:
+        """Waits until the last `save(..., wait=False)` is on the disk. Every rank calls this.
+
+        Raises NotSaved.
+        """
+        self._checkpoints.finish()
 
     def resume(self, root: str | Path) -> int | None:
         """Goes on from the newest complete checkpoint in `root`; returns its steps, or None where there is

@@ -7,6 +7,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import outsize
-from outsize.errors import BadCheckpoint, BadOption, ModelMismatch
+from outsize.errors import BadCheckpoint, BadOption, ModelMismatch, NotSaved
+from outsize.run.checkpoint.write import write_part
+from outsize.train.checkpoint import background
 from outsize.train.checkpoint.checkpoints import ResumeNote
 from outsize.train.engine.engine import Engine
 
@@ -398,3 +401,45 @@ def test_a_model_that_runs_by_modules_goes_on(tmp_path: Path) -> None:
     assert losses(first, 2) == expected[:2]
     first.save(tmp_path)
     assert losses(engine(2, net=copy.deepcopy(net), resume=tmp_path), 2) == expected[2:]
+
+
+# -- beside the steps -------------------------------------------------------------------------------------
+
+
+def test_a_save_beside_steps_has_the_state_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread writes after two more steps were taken; a second save waits for it."""
+    go_on, written = Event(), list[int]()
+
+    def late(folder: Path, rank: int, chunks: Any) -> Any:
+        go_on.wait()
+        written.append(len(written))
+        return write_part(folder, rank, chunks)
+
+    whole = losses(engine(), 4)
+    run = engine()
+    losses(run, 2)
+    monkeypatch.setattr(background, "write_part", late)
+    first = run.save(tmp_path, wait=False)
+    assert losses(run, 2) == whole[2:]
+    assert not (first / "manifest.json").exists()
+    go_on.set()
+    run.save(tmp_path / "other")
+    assert written == [0, 1]
+    assert losses(engine(3, resume=first), 2) == whole[2:]
+
+
+def test_an_error_of_the_thread_is_raised_where_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, rank: int, chunks: Any) -> Any:
+        raise NotSaved("the disk is full")
+
+    run = engine()
+    monkeypatch.setattr(background, "write_part", full)
+    run.save(tmp_path, wait=False)
+    with pytest.raises(NotSaved, match="the disk is full"):
+        run.finish_saving()
+    assert not list(tmp_path.glob("step-*"))
+    run.finish_saving()
