@@ -26,6 +26,7 @@ from outsize.run.weights.ownership import free_foreign, move_weights, places
 from outsize.run.weights.placement import Holders, Placement
 from outsize.run.weights.safetensors import TensorPart, WeightSource
 from outsize.train.crew.crew import Crew, device_of
+from outsize.train.crew.pretrained import refuse_parts
 from outsize.train.ranks.gradient_allreduce import ByStage
 from outsize.train.ranks.tensor_parallel import TensorRanks
 
@@ -218,6 +219,7 @@ class Ownership:
         if self._crew.world_size > 1:
             ranks = {name: min(map(self._crew.rank_of, placement.holders[name])) for name in self._foreign}
             free_foreign(self._model, {name: f"rank {rank}" for name, rank in ranks.items()})
+            refuse_parts(self._model)
 
     def _insist_on_one_memory(self, placement: Placement) -> None:
         """Raises BadOption for weights that share memory, where they would have memories of their own.

@@ -44,6 +44,7 @@ from outsize.train.batch.checks import (
     wants_closure,
 )
 from outsize.train.batch.sampler import ReplicaBatches
+from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.checkpoints import Checkpoints, Moment, RunSettings, newest_checkpoint
 from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.weights import HeldWeights
@@ -53,6 +54,7 @@ from outsize.train.crew.devices import insist_on_one_device
 from outsize.train.crew.grad_clip import clip_by_global_norm, speculation_for
 from outsize.train.crew.grad_scaler import Scaling
 from outsize.train.crew.module_view import own_module
+from outsize.train.crew.pretrained import has_adapters, insist_on_pretrained, save_with_configs
 from outsize.train.crew.state_dict import gathered, save
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.by_modules import ByModules
@@ -277,6 +279,22 @@ class Engine:
             return gathered(self.model, home, self.crew, self._tensor)
         save(self.model, home, self.crew, Path(to), shard_bytes, self._tensor)
         return {}
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes a folder that `from_pretrained` reads: a model of transformers, or the adapters of peft.
+
+        Every rank calls this. Raises BadOption for another model, BadWeights.
+        """
+        insist_on_pretrained(self.model)
+        adapters = has_adapters(self.model)
+        state = self.full_state_dict(None if adapters else folder)
+        host = None if self.crew.mesh is None else self.crew.mesh.group.host
+
+        def write() -> None:
+            if self.crew.global_rank == 0:
+                save_with_configs(self.model, Path(folder), state if adapters else None)
+
+        shared_facts(host, write)
 
     def save(self, root: str | Path, *, keep: int | None = None, wait: bool = True) -> Path:
         """Saves the run to a new folder in `root` and returns it; every rank calls this.
