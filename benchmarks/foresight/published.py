@@ -1,24 +1,14 @@
-"""Question: how far is `outsize.plan` from well-known published runs, in the layout that they had?
+"""Well-known published runs, planned by `outsize.plan` in the layout that they had.
 
-    python benchmarks/foresight/published.py            # a table, and results/<date>_published_<machine>.json
-    python benchmarks/foresight/published.py --json
-
-Each row is a model on meta, planned for the run's devices and layout; what is compared is the tokens a second
-and device that follow from the plan's step. The rows are facts with their source; none was used to set a
-constant of the product. Where a paper gives FLOP/s of the model, tokens follow from its own formula.
+Each is a model on meta; what is compared is the tokens a second and device that follow from the plan's step.
+The rows are facts with their source; none was used to set a constant of the product. Where a paper gives
+FLOP/s of the model, tokens follow from its own formula.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
-import sys
 import time
-import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +17,6 @@ import outsize
 from outsize.capture.models.load import load
 from outsize.errors import OutsizeError
 
-HERE = Path(__file__).parent
 LLAMA_7B = (
     "transformers:LlamaConfig?hidden_size=4096&num_hidden_layers=32&num_attention_heads=32"
     "&intermediate_size=11008&vocab_size=32000"
@@ -163,37 +152,7 @@ def row_of(run: PublishedRun) -> dict[str, Any]:
     devices = plan.axes.world_size
     row["predicted_tokens_per_s"] = run.batch * run.tokens / plan.expected.step_s / devices
     row["step_s"], row["update_s"] = plan.expected.step_s, plan.expected.update_s
-    row["error"] = run.tokens_per_s / row["predicted_tokens_per_s"] - 1
+    row["published_s"] = run.batch * run.tokens / run.tokens_per_s / devices
+    row["error"] = round(plan.expected.step_s / row["published_s"] - 1, 4)
     row["cpu_s"] = round(time.process_time() - start_s, 1)
     return row
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The same for people; an error above zero is a step that is predicted too long."""
-    lines = [f"{'run':30s} {'published':>10s} {'predicted':>10s} {'error':>7s}   tokens/s and device"]
-    for row in rows:
-        told = row.get("predicted_tokens_per_s")
-        figures = "refused" if told is None else f"{told:10.0f} {row['error']:+7.1%}"
-        lines.append(f"{row['name']:30s} {row['published_tokens_per_s']:10.0f} {figures}")
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """The table, and results/<date>_published_<machine>.json."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    rows = [row_of(run) for run in RUNS if options.only is None or options.only in run.name]
-    result = {"date": str(datetime.date.today()), "rows": rows}
-    if options.only is None:
-        machine = f"{platform.machine()}-{platform.system().lower()}"
-        path = HERE / "results" / f"{result['date']}_published_{machine}.json"
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if options.json else table(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

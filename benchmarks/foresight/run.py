@@ -1,146 +1,166 @@
-"""Question: how far from published runs are the predicted step time, the choice of a plan, and the memory?
+"""Question: how far is the product from published runs: seconds of a step, the choice of a layout, memory?
 
-    python benchmarks/foresight/run.py --runs CSV --memory CSV --calibrate 10 [--json]
+    python benchmarks/foresight/run.py               # all; tables, and results/<date>_<machine>.json
+    python benchmarks/foresight/run.py --only steps  # step times and choices; also: memory, published
+    python benchmarks/foresight/run.py --data DIR    # with published_runs.csv, published_memory.csv
+    python benchmarks/foresight/run.py --json        # one JSON, with every row
 
-The files are not part of the project; without them the benchmark says so and ends with status 2. README.md
-says what is measured and how the constants were tuned on one half of the rows.
+The CSV files are not part of the project (`../shared/data` beside the repository unless --data says where);
+without them their parts are skipped with a word. Published runs need no file. Nothing here computes a second
+or a byte: every figure is the product's, by capture (README.md).
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import math
-import statistics
+import platform
+import re
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import runs
-import steptime
+import peaks
+import published
+import rows
+import step_times
 
-import golden
-
+HERE = Path(__file__).resolve().parent
+DATA = HERE.parents[2] / "shared" / "data"
+PARTS = ("steps", "memory", "published")
+TARGETS = {
+    "single node": "8 %, bias 5 %",
+    "multi node": "10 %, bias 5 %",
+    "large": "10 %, bias 5 %",
+    "regret": "mean 1.02, worst 1.15",
+    "images": "within 10 % for 80 %",
+    "Megatron-LM": "median 3 %, 95 % within 10 %",
+    "published": "each within 10 %",
+}
 Result = dict[str, Any]
-HALVES = {"tuned_half": 0, "reported_half": 1}
 
 
-def report(runs_csv: Path, memory_csv: Path, calibrate: int) -> Result:
-    """All figures: of all rows, and of each half apart."""
-    found, skipped = runs.read_all(runs_csv)
-    timed = steptime.time_all(found, calibrate)
-    errors, memory_skipped = memory_errors(memory_csv)
-    result: Result = {"calibrate": calibrate, **figures(timed, [error for _, error in errors])}
-    for name, half in HALVES.items():
-        of_half = [t for t in timed if t.run.half == half]
-        result[name] = figures(of_half, [error for which, error in errors if which == half])
-    result["systems"] = {name: rounded(steptime.mape(of)) for name, of in by_system(timed).items()}
-    result["runs"] = {
-        "used": len(found),
-        "calibrated_on": sum(t.seen for t in timed),
-        "skipped": dict(skipped),
-    }
-    result["memory"] = {"used": len(errors), "skipped": dict(memory_skipped)}
-    return result
-
-
-def figures(timed: Sequence[steptime.Timed], errors: Sequence[float]) -> Result:
-    """The figures of the question for some rows; None where no row tells."""
-    vtrain = [t for t in timed if t.run.vtrain]
-    regrets = steptime.regrets(timed)
+def steps(path: Path) -> Result:
+    """Errors of step times and regrets of choices."""
+    found, skipped = rows.read_all(path)
+    timed = step_times.timed(found)
+    chosen = step_times.choices(timed)
     return {
-        "step_time_mape_single": rounded(steptime.mape(t for t in vtrain if t.run.nodes == 1)),
-        "step_time_mape_multi": rounded(steptime.mape(t for t in vtrain if t.run.nodes > 1)),
-        "step_time_mape_calculon": rounded(steptime.mape(t for t in timed if t.run.calculon)),
-        "choice_regret_mean": rounded(statistics.fmean(regrets) if regrets else None),
-        "choice_regret_worst": rounded(max(regrets, default=None)),
-        "choices": len(regrets),
-        "memory_median": rounded(statistics.median(errors) if errors else None),
-        "memory_p95": rounded(p95(errors)),
+        "errors": step_times.errors_of(timed),
+        "regrets": step_times.regrets_of(chosen),
+        "choices": chosen,
+        "refused": sum("refused" in row for row in timed),
+        "skipped": dict(skipped),
+        "rows": timed,
     }
 
 
-def memory_errors(path: Path) -> tuple[list[tuple[int, float]], Counter[str]]:
-    """(half, |predicted / measured - 1|) of each Megatron golden row, and how many others by reason."""
-    errors: list[tuple[int, float]] = []
-    skipped: Counter[str] = Counter()
-    for row in runs.read_rows(path):
-        if row["id"] != "megatron-golden":
-            skipped[f"not Megatron's golden values: {row['id']}"] += 1
-            continue
-        try:
-            predicted = golden.peak_bytes(golden.read(row))
-            error = abs(predicted / measured_bytes(row) - 1)
-        except golden.Skip as reason:
-            skipped[str(reason)] += 1
-            continue
-        except (ValueError, ArithmeticError):
-            skipped["not a run that can be: a number is no number, or out of range"] += 1
-            continue
-        errors.append((runs.half_of([row["model"]]), error))
-    return errors, skipped
+def memory(path: Path) -> Result:
+    """Errors of peaks."""
+    judged, skipped = peaks.judged(rows.read_rows(path))
+    return {"errors": peaks.errors_of(judged), "skipped": dict(skipped), "rows": judged}
 
 
-def measured_bytes(row: dict[str, str]) -> float:
-    """The peak. Raises golden.Skip for one that is none."""
-    if not 0 < float(row["mem_value"]) < math.inf:
-        raise golden.Skip("peak not positive")
-    return float(row["mem_value"])
-
-
-def by_system(timed: Sequence[steptime.Timed]) -> dict[str, list[steptime.Timed]]:
-    """The runs of each system on each machine."""
-    found: dict[str, list[steptime.Timed]] = {}
-    for t in timed:
-        found.setdefault(f"{t.run.system}, {t.run.site[1]}", []).append(t)
-    return found
-
-
-def p95(errors: Sequence[float]) -> float | None:
-    """The smallest error that 95 % of the rows do not exceed."""
-    return sorted(errors)[-(-95 * len(errors) // 100) - 1] if errors else None
-
-
-def rounded(value: float | None) -> float | None:
-    """Four decimals."""
-    return None if value is None else round(value, 4)
+def runs(only: str) -> Result:
+    """Errors of well-known runs."""
+    return {"rows": [published.row_of(run) for run in published.RUNS if only in run.name]}
 
 
 def table(result: Result) -> str:
-    """For people: each figure of all rows and of the halves, then what was left out and why."""
-    names = [name for name, value in result["reported_half"].items() if not isinstance(value, dict)]
-    lines = [f"{'':26}{'all':>10}{'tuned on':>10}{'reported':>10}"]
-    for name in names:
-        cells = (result[name], result["tuned_half"][name], result["reported_half"][name])
-        lines.append(f"{name:26}" + "".join(f"{'-' if cell is None else cell:>10}" for cell in cells))
-    for kind in ("runs", "memory"):
-        lines.append(f"\n{kind}: {result[kind]['used']} rows used; left out:")
-        lines += [f"{count:6}  {reason}" for reason, count in Counter(result[kind]["skipped"]).most_common()]
+    """The same for people."""
+    lines = list[str]()
+    if "steps" in result:
+        lines += _steps_table(result["steps"])
+    if "memory" in result:
+        lines += _memory_table(result["memory"])
+    if "published" in result:
+        lines += [
+            f"\n{'published run':30s} {'published':>10} {'predicted':>10} {'step':>7}   tokens/s and device"
+        ]
+        for row in result["published"]["rows"]:
+            told = row.get("predicted_tokens_per_s")
+            figures = "refused" if told is None else f"{told:10.0f} {row['error']:+7.1%}"
+            lines.append(f"{row['name']:30s} {row['published_tokens_per_s']:10.0f} {figures}")
+        lines.append(f"target: {TARGETS['published']}")
     return "\n".join(lines)
 
 
+def _steps_table(found: Result) -> list[str]:
+    lines = [f"{'step times of':42} {'rows':>5} {'MAPE':>7} {'bias':>7} {'worst':>7}  target"]
+    for name, f in found["errors"].items():
+        target = TARGETS.get(name.rpartition(",")[0], "")
+        lines.append(
+            f"{name:42} {f['rows']:5d} {f['mape']:7.1%} {f['bias']:+7.1%} {f['worst']:+7.1%}  {target}"
+        )
+    lines += [f"\n{'regret of choices':42} {'groups':>6} {'mean':>7} {'worst':>7}  target"]
+    for name, f in found["regrets"].items():
+        lines.append(f"{name:42} {f['choices']:6d} {f['mean']:7.3f} {f['worst']:7.3f}  {TARGETS['regret']}")
+    lines += ["", f"{'choice':84} {'half':>8} {'layouts':>7} {'regret':>6}  chosen, best"]
+    for c in found["choices"]:
+        words = c["chosen"] if c["regret"] == 1 else f"{c['chosen']}, {c['best']}"
+        lines.append(f"{c['group'][:84]:84} {c['half']:>8} {c['layouts']:7d} {c['regret']:6.3f}  {words}")
+    return [*lines, f"refused by the product: {found['refused']}", *_left_out(found["skipped"])]
+
+
+def _memory_table(found: Result) -> list[str]:
+    heads = f"{'median':>7} {'95 %':>7} {'bias':>7} {'within 10 %':>12}"
+    lines = [f"\n{'peak bytes of':30} {'rows':>5} {heads}  target"]
+    for name, f in found["errors"].items():
+        target = next(words for kind, words in TARGETS.items() if name.startswith(kind))
+        lines.append(
+            f"{name:30} {f['rows']:5d} {f['median']:7.1%} {f['p95']:7.1%} {f['bias']:+7.1%}"
+            f" {f['within_10']:12.0%}  {target}"
+        )
+    return [*lines, *_left_out(found["skipped"])]
+
+
+def _left_out(skipped: Mapping[str, int]) -> list[str]:
+    return ["left out:", *(f"{count:6}  {reason}" for reason, count in Counter(skipped).most_common())]
+
+
 def main() -> int:
-    """0, or 2 when a file is not there."""
+    """Always 0: a part whose file is not there is skipped with a word."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=Path, required=True, help="CSV of published runs")
-    parser.add_argument("--memory", type=Path, required=True, help="CSV of published peak memory")
-    parser.add_argument("--calibrate", type=int, default=10, help="runs that may be looked at")
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--only", choices=PARTS)
+    parser.add_argument("--run", default="", help="of the published runs, those with this in their name")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    for path in (options.runs, options.memory):
+    warnings.simplefilter("ignore")
+    result: Result = {"date": str(datetime.date.today())}
+    for part, name in (("steps", "published_runs.csv"), ("memory", "published_memory.csv")):
+        path = options.data / name
+        if options.only not in (None, part):
+            continue
         if not path.is_file():
-            print(
-                f"no file {path}: pass --runs and --memory the CSV files of published figures",
-                file=sys.stderr,
-            )
-            return 2
-    result = report(options.runs, options.memory, options.calibrate)
-    print(json.dumps(result, indent=1) if options.json else table(result))
+            print(f"{part}: skipped, as there is no file {path} (--data DIR)", file=sys.stderr)
+            continue
+        result[part] = steps(path) if part == "steps" else memory(path)
+    if options.only in (None, "published"):
+        result["published"] = runs(options.run)
+    if options.only is None:
+        machine = f"{platform.machine()}-{platform.system().lower()}"
+        save(result, HERE / "results" / f"{result['date']}_{machine}.json")
+    print(json.dumps(result) if options.json else table(result))
     return 0
+
+
+def save(result: Result, path: Path) -> None:
+    """One JSON, each row on one line."""
+    text = json.dumps(result, indent=1)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(_rows_on_lines(text) + "\n", encoding="utf-8")
+
+
+def _rows_on_lines(text: str) -> str:
+    """Innermost objects, which are rows and figures, on one line each."""
+    return re.sub(r"\{[^{}]*\}", lambda found: re.sub(r"\n\s*", " ", found[0]), text)
 
 
 if __name__ == "__main__":

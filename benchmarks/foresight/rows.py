@@ -1,4 +1,4 @@
-"""Rows of published runs as jobs that the planner can time, or the reason why not.
+"""Rows of published step times as a transformer and how it was divided, or the reason why not.
 
 Columns: system, hardware, num_layers, hidden, heads, seq_len, n_gpus, tp, pp, vpp, dp, cp, ep, shard,
 micro_batch, global_batch, recompute, precision, pp_schedule, and a step time as iter_time_s, samples_per_s
@@ -13,16 +13,14 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from pathlib import Path
 
-from transformer import Recompute, Sharding, Transformer
-from transformer_step import Job
+from priced import Division, Recompute, Shape
 
 from outsize.errors import OutsizeError
-from outsize.ir.cluster import Cluster, parse_cluster
 
+Row = dict[str, str]
 NODE = 8
 NEEDED = (
     "num_layers",
@@ -41,6 +39,8 @@ CHOICE = ("system", "hardware", "model", "num_layers", "hidden", "n_gpus", "glob
 HALVED_BY = CHOICE[:7]
 GPT2_VOCABULARY = 50257
 MOST_GPUS = 1 << 17
+LARGE = 6144  # hidden size from which a model counts as large (18B parameters and more)
+HALVES = ("tuned", "held out")
 # GPUs as tables of published runs call them, newest first: a GB200 is no H200.
 GPUS = {
     "gb200": "b200-180gb",
@@ -59,30 +59,25 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One published run. `site` is what calibration holds for: the same system on the same machine."""
+    """One published run; rows of one `group` are layouts of the same training."""
 
     system: str
-    site: tuple[str, str]
-    job: Job
-    cluster: Cluster
+    shape: Shape
+    division: Division
+    gpus: int
     seconds: float
     half: int
-    vtrain: bool
-    calculon: bool
-    recompute_certain: bool
     group: tuple[str, ...]
 
     @property
-    def nodes(self) -> int:
-        return -(-len(self.cluster.devices) // NODE)
-
-    def with_recompute(self, recompute: Recompute) -> Run:
-        """The run, had it recomputed like this."""
-        sharding = self.job.sharding.model_copy(update={"recompute": recompute})
-        return replace(self, job=self.job.model_copy(update={"sharding": sharding}))
+    def kind(self) -> str:
+        """Single node, several, or a large model."""
+        if self.shape.hidden >= LARGE:
+            return "large"
+        return "single node" if self.gpus <= NODE else "multi node"
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[Row]:
     """All rows of a CSV file; a column that the file or the row does not have is empty."""
     with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         return [
@@ -92,7 +87,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def read_all(path: Path) -> tuple[list[Run], Counter[str]]:
-    """Every row that can be timed, and how many cannot, by reason."""
+    """Every row that can be built, and how many cannot, by reason."""
     found: list[Run] = []
     skipped: Counter[str] = Counter()
     for row in read_rows(path):
@@ -110,35 +105,26 @@ def half_of(words: Iterable[str], salt: str = "g") -> int:
     return hashlib.sha256("|".join((salt, *words)).encode()).digest()[0] % 2
 
 
-def read(row: dict[str, str]) -> Run:
+def read(row: Row) -> Run:
     """A row as a Run. Raises Skip, and ValueError, ArithmeticError or OutsizeError for impossible numbers."""
     _refuse(row)
-    job = Job(
-        model=_model(row),
-        sharding=_sharding(row),
-        pp=int(row["pp"]),
-        chunks=_chunks(row),
-        dp=int(row["dp"]),
-        microbatches=_microbatches(row),
-    )
-    if job.pp > job.model.layers:
+    shape, division = _shape(row), _division(row)
+    if shape.hidden % shape.heads or min(shape.hidden, shape.heads, shape.length) < 1:
+        raise ValueError("no heads that divide the hidden size")
+    if shape.layers + 2 < division.pp * division.chunks:  # the ends may be without a layer
         raise Skip("more stages than layers")
-    where = row["hardware"]
     return Run(
         system=row["system"],
-        site=(row["system"], where),
-        job=job,
-        cluster=_cluster(where, int(row["n_gpus"])),
-        seconds=_seconds(row, job),
+        shape=shape,
+        division=division,
+        gpus=int(row["n_gpus"]),
+        seconds=_seconds(row, shape),
         half=half_of(row[c] for c in HALVED_BY),
-        vtrain="vTrain" in row["source"],
-        calculon="calculon" in row["source"],
-        recompute_certain="config files" not in row["recompute"],
         group=tuple(row[c] for c in CHOICE),
     )
 
 
-def _refuse(row: dict[str, str]) -> None:
+def _refuse(row: Row) -> None:
     if not any(row[c] for c in ("iter_time_s", "samples_per_s", "tflops_per_gpu")):
         raise Skip("no step time (nor TFLOP/s or samples/s to get it from)")
     missing = [c for c in NEEDED if not re.fullmatch("[0-9]+", row[c])]
@@ -158,74 +144,72 @@ def _refuse(row: dict[str, str]) -> None:
         raise Skip(f"schedule {row['pp_schedule']} is not modelled")
 
 
-def _model(row: dict[str, str]) -> Transformer:
+def _shape(row: Row) -> Shape:
     """GPT; a vocabulary that nobody names is GPT-2's. Megatron-LM pads it to a multiple of 128 tp."""
     named = re.search(r"vocab (\d+)", row["notes"])
     vocabulary, multiple = int(named[1]) if named else GPT2_VOCABULARY, 128 * int(row["tp"])
-    return Transformer(
+    return Shape(
         layers=int(row["num_layers"]),
         hidden=int(row["hidden"]),
         heads=int(row["heads"]),
-        seq_len=int(row["seq_len"]),
+        length=int(row["seq_len"]),
         vocabulary=-(-vocabulary // multiple) * multiple,
     )
 
 
-def _sharding(row: dict[str, str]) -> Sharding:
+def _division(row: Row) -> Division:
     label = row["recompute"].lower()
     recompute: Recompute = "full" if "full" in label else "selective" if "selective" in label else "none"
-    return Sharding(
-        microbatch=int(row["micro_batch"]),
+    if int(row["n_gpus"]) <= NODE and "config files" in label:
+        # At the label's FLOPs matmuls would run above an A100's peak (README.md).
+        recompute = "none"
+    microbatch, dp = int(row["micro_batch"]), int(row["dp"])
+    return Division(
         tp=int(row["tp"]),
+        pp=int(row["pp"]),
+        chunks=_chunks(row),
+        dp=dp,
+        microbatch=microbatch,
+        microbatches=max(1, int(row["global_batch"]) // (microbatch * dp)),
         sequence_parallel="sequence parallel" in label,
         recompute=recompute,
-        dtype="bfloat16" if "bf16" in row["precision"] else "float16",
+        cluster=_cluster(row["hardware"], int(row["n_gpus"])),
     )
 
 
-def _chunks(row: dict[str, str]) -> int:
+def _chunks(row: Row) -> int:
     if row["vpp"].isdigit():
+        if row["vpp"] == "0":
+            raise ValueError("no chunk")
         return int(row["vpp"])
     return -(-int(row["num_layers"]) // int(row["pp"])) if row["vpp"] else 1
 
 
-def _microbatches(row: dict[str, str]) -> int:
-    return max(1, int(row["global_batch"]) // (int(row["micro_batch"]) * int(row["dp"])))
-
-
-def _seconds(row: dict[str, str], job: Job) -> float:
+def _seconds(row: Row, shape: Shape) -> float:
     """The step as measured."""
-    seconds = _seconds_of(row, job)
+    seconds = _seconds_of(row, shape)
     if not 0 < seconds < math.inf:
         raise Skip("step time not positive")
     return seconds
 
 
-def _seconds_of(row: dict[str, str], job: Job) -> float:
+def _seconds_of(row: Row, shape: Shape) -> float:
     """Given, or by a rate; TFLOP/s of Megatron-LM's papers count recompute too (arXiv 2104.04473, eq. 3)."""
     if row["iter_time_s"]:
         return float(row["iter_time_s"])
     batch = int(row["global_batch"])
     if row["samples_per_s"]:
         return batch / float(row["samples_per_s"])
-    m = job.model
-    inner = 1 + m.seq_len / (6 * m.hidden) + m.vocabulary / (16 * m.layers * m.hidden)
-    flops = 96 * batch * m.seq_len * m.layers * m.hidden**2 * inner
+    inner = 1 + shape.length / (6 * shape.hidden) + shape.vocabulary / (16 * shape.layers * shape.hidden)
+    flops = 96 * batch * shape.length * shape.layers * shape.hidden**2 * inner
     return flops / (float(row["tflops_per_gpu"]) * 1e12 * int(row["n_gpus"]))
 
 
-def _cluster(hardware: str, gpus: int) -> Cluster:
+def _cluster(hardware: str, gpus: int) -> str:
     """The machine by its GPU's name; `800 Gb/s inter-node` is the node's, as that many NICs of 100 Gb/s."""
     known = next((kind for name, kind in GPUS.items() if name in hardware.lower()), None)
     if known is None:
         raise Skip(f"hardware {hardware!r} is not in the table of devices")
     per_node = min(gpus, NODE)
     network = re.search(r"(\d+)00 Gb/s inter-node", hardware)
-    return _machine(
-        f"{-(-gpus // per_node)}x{per_node}x{known}" + (f"@{network[1]}xib100" if network else "")
-    )
-
-
-@lru_cache(maxsize=256)
-def _machine(name: str) -> Cluster:
-    return parse_cluster(name)
+    return f"{-(-gpus // per_node)}x{per_node}x{known}" + (f"@{network[1]}xib100" if network else "")
