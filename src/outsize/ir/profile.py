@@ -49,8 +49,8 @@ class UnitCost(Record):
 class Profile(Record):
     """Holds costs of all units of a graph, in its order; `device` names the kind they are valid for.
 
-    `host` and `threads` say where and how it was measured; empty and 0 for an estimate. `precision` is the
-    training's, as a plan names it.
+    `host`, `threads` and `beside` (how many processes computed on the same host meanwhile) say where and how
+    it was measured; empty and 0 for an estimate. `precision` is the training's, as a plan names it.
     """
 
     fingerprint: str
@@ -59,6 +59,7 @@ class Profile(Record):
     units: tuple[UnitCost, ...]
     host: str = ""
     threads: int = 0
+    beside: int = 0
     precision: str = "fp32"
 
     def recomputed(self) -> Self:

@@ -1,6 +1,6 @@
 """Stores unit times from run to run: one file per environment, one entry per unit key.
 
-    FOLDER/<digest of device, torch, threads>.json     {version, environment, timings: {key: seconds}}
+    FOLDER/<digest of device, torch, threads, beside>.json     {version, environment, timings: {key: seconds}}
 
 The caller chooses the folder. A file that cannot be read or is of another version is ignored with a warning,
 and replaced at the next save; a save is atomic (written to a temporary file, then renamed), the last of two
@@ -37,11 +37,14 @@ class Timing(Record):
 
 @final
 class Environment(Record):
-    """Says where times are valid: the device's name, torch's version, threads of a process."""
+    """Says where times are valid: the device's name, torch's version, threads of a process, and how many
+    processes computed beside it.
+    """
 
     device: str
     torch: str
     threads: int
+    beside: int = 0
 
 
 @final

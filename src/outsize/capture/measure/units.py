@@ -4,7 +4,8 @@
 
 Two copies of a repeated block are timed and their laps pooled. Gradients, buffers and generators are restored
 afterwards; the process computes with the asked number of threads, on the CPU with one thread on its own core,
-as a stage of a run does.
+as a stage of a run does, and beside as many processes on the other cores as a step's ranks are
+(neighbours.py).
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, final
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.unit_key import unit_keys
 from outsize.capture.measure.cache import Environment, ProfileCache, Timing
+from outsize.capture.measure.neighbours import Lap, neighbours
 from outsize.capture.measure.stopwatch import WARM_UP, Clock, Laps, Seed, Stopwatch
 from outsize.capture.recording.python_random import restored_python_generators
 from outsize.device.accelerators import forked_generators, is_accelerator, properties, synchronize
@@ -46,6 +49,7 @@ class UnitTimingOptions:
 
     repeats   laps of each kind after the warm-up; medians count
     threads   of the process while it measures
+    beside    processes that compute the same on other cores meanwhile, with one thread on a CPU
     every     time every unit by itself, also copies of one another
     cache     folder of stored times; None stores none
     fresh     time again what is stored, and store the new times
@@ -55,6 +59,7 @@ class UnitTimingOptions:
 
     repeats: int = 5
     threads: int = 1
+    beside: int = 0
     every: bool = False
     cache: Path | None = None
     fresh: bool = False
@@ -86,6 +91,7 @@ def measure_units(
         units=tuple(_cost(u, t) for u, t in zip(captured.graph.units, timings, strict=True)),
         host=device_name(device),
         threads=how.threads,
+        beside=how.beside,
     )
 
 
@@ -122,7 +128,9 @@ class _Timer:
         if self.how.cache is None:
             return None
         name, threads = device_name(self.device), self.how.threads
-        environment = Environment(device=name, torch=torch.__version__, threads=threads)
+        environment = Environment(
+            device=name, torch=torch.__version__, threads=threads, beside=self.how.beside
+        )
         return ProfileCache(self.how.cache, environment)
 
     def _laps(self, wanted: Sequence[int], progress: Progress | None) -> Laps:
@@ -134,10 +142,28 @@ class _Timer:
             if progress is not None:
                 progress(done, total)
 
-        with _undisturbed(self.model, self.captured), _at_work(self.how.threads, self.device):
-            clock = self.how.clock or _wall_clock(self.device)
-            watch = Stopwatch(self.captured, self.model, self.inputs, wanted, clock=clock, seed=self.how.seed)
-            return watch.laps(self.how.repeats, tick)
+        def elsewhere() -> Lap:
+            with torch.no_grad():
+                for weight in self.model.parameters():
+                    weight.data = weight.data.clone()  # a fork's are its parent's until they are written to
+            watch = self._stopwatch(wanted)
+            return lambda: watch.laps(1, lambda: None)
+
+        with (
+            _undisturbed(self.model, self.captured),
+            _at_work(self.how.threads, self.device) as others,
+            neighbours(elsewhere, others[: min(self.how.beside, self._room())]),
+        ):
+            return self._stopwatch(wanted).laps(self.how.repeats, tick)
+
+    def _room(self) -> int:
+        """Returns for how many neighbours the host has memory: weights, gradients, values."""
+        weights = sum(p.nbytes for p in self.model.parameters())
+        return psutil.virtual_memory().available // max(1, 4 * weights)
+
+    def _stopwatch(self, wanted: Sequence[int]) -> Stopwatch:
+        clock = self.how.clock or _wall_clock(self.device)
+        return Stopwatch(self.captured, self.model, self.inputs, wanted, clock=clock, seed=self.how.seed)
 
 
 def wanted_units(keys: Sequence[str], known: Mapping[str, Timing], *, every: bool) -> list[int]:
@@ -221,8 +247,11 @@ def _wall_clock(device: torch.device) -> Clock:
 
 
 @contextmanager
-def _at_work(threads: int, device: torch.device) -> Iterator[None]:
-    """Computes with so many threads; one thread of a CPU stays on one core, where the system can do that."""
+def _at_work(threads: int, device: torch.device) -> Iterator[Sequence[int]]:
+    """Computes with so many threads; one thread of a CPU stays on one core, where the system can do that.
+
+    Yields the cores that are left then.
+    """
     before = torch.get_num_threads()
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     pins = device.type == "cpu" and threads == 1 and len(cores) > 1
@@ -230,7 +259,7 @@ def _at_work(threads: int, device: torch.device) -> Iterator[None]:
     if pins:
         os.sched_setaffinity(0, {max(cores)})
     try:
-        yield
+        yield sorted(cores - {max(cores)}, reverse=True) if pins else ()
     finally:
         torch.set_num_threads(before)
         if pins:

@@ -117,7 +117,9 @@ def with_values_in(case: TrainingCase, precision: str) -> TrainingCase:
 
 def how_on(cluster: Cluster) -> UnitTimingOptions:
     """Returns how to measure for this cluster: with the threads of a process when all share this machine's
-    cores.
+    cores, and beside as many others as ranks of a CPU cluster share a host, where each has one core.
     """
-    cores = psutil.cpu_count(logical=True) or 1
-    return UnitTimingOptions(threads=max(1, min(torch.get_num_threads(), cores // cluster.devices_per_node)))
+    cores, ranks = psutil.cpu_count(logical=True) or 1, cluster.devices_per_node
+    threads = max(1, min(torch.get_num_threads(), cores // ranks))
+    shares = threads == 1 and cluster.devices[0].kind == CPU
+    return UnitTimingOptions(threads=threads, beside=min(ranks, cores) - 1 if shares else 0)
