@@ -63,7 +63,14 @@ RUNS = (
         2048,
         8192,
         of_flops(400e12, 405e9, 126, 16384, 8192),
-        {"tp": 8, "stages": 16, "dp_shard": 128, "weights": "resident", "microbatches": 16, "schedule": "interleaved"},
+        {
+            "tp": 8,
+            "stages": 16,
+            "dp_shard": 128,
+            "weights": "resident",
+            "microbatches": 16,
+            "schedule": "interleaved",
+        },
     ),
     PublishedRun(
         "Llama-3 405B, 8,192 H100",
@@ -73,7 +80,14 @@ RUNS = (
         2048,
         8192,
         of_flops(430e12, 405e9, 126, 16384, 8192),
-        {"tp": 8, "stages": 16, "dp_shard": 64, "weights": "resident", "microbatches": 32, "schedule": "interleaved"},
+        {
+            "tp": 8,
+            "stages": 16,
+            "dp_shard": 64,
+            "weights": "resident",
+            "microbatches": 32,
+            "schedule": "interleaved",
+        },
     ),
     PublishedRun(
         "Llama-2 7B, 128 A100, FSDP",
