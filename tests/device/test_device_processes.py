@@ -102,17 +102,22 @@ def test_a_transformer_in_parts_has_the_numbers(
     assert {name: far for rank in found for name, far in rank.items() if not far <= within} == {}
 
 
-@pytest.mark.parametrize("microbatches", [4, 16])
+CLIPPED: dict[str, Any] = {"clip_norm": 0.05}
+SCALED = {"scaler": True, "autocast": True, **CLIPPED}
+COUNTED = [
+    (2, {"stages": 2}, CLIPPED, 4),
+    (2, {"stages": 2}, SCALED, 16),
+    pytest.param(2, {"stages": 2}, CLIPPED, 16, marks=pytest.mark.full),
+    pytest.param(3, {"stages": 3}, CLIPPED, 16, marks=pytest.mark.full),
+    pytest.param(2, {"stages": 1, "dp_replicate": 2}, CLIPPED, 16, marks=pytest.mark.full),
+    pytest.param(2, {"stages": 1, "dp_shard": 2}, CLIPPED, 16, marks=pytest.mark.full),
+]
+
+
 @pytest.mark.parametrize(
-    ("count", "axes", "how"),
-    [
-        (2, {"stages": 2}, {"clip_norm": 0.05}),
-        (2, {"stages": 2}, {"scaler": True, "autocast": True, "clip_norm": 0.05}),
-        pytest.param(3, {"stages": 3}, {"clip_norm": 0.05}, marks=pytest.mark.full),
-        pytest.param(2, {"stages": 1, "dp_replicate": 2}, {"clip_norm": 0.05}, marks=pytest.mark.full),
-        pytest.param(2, {"stages": 1, "dp_shard": 2}, {"clip_norm": 0.05}, marks=pytest.mark.full),
-    ],
-    ids=["stages", "scaler", "three stages", "replicas", "shards"],
+    ("count", "axes", "how", "microbatches"),
+    COUNTED,
+    ids=["stages-4", "scaler-16", "stages-16", "three stages", "replicas", "shards"],
 )
 def test_the_host_of_each_rank_waits_at_most_once_in_a_step(
     ranks_of: Servers, count: int, axes: dict[str, Any], how: dict[str, Any], microbatches: int

@@ -52,8 +52,11 @@ def engine_and_batch(
     return engine, x, y
 
 
-@pytest.mark.parametrize("scaler", [False, True], ids=["", "scaler"])
-@pytest.mark.parametrize("microbatches", [4, 16])
+@pytest.mark.parametrize(
+    ("microbatches", "scaler"),
+    [(4, False), pytest.param(16, False, marks=pytest.mark.full), (16, True)],
+    ids=["4", "16", "16-scaler"],
+)
 @pytest.mark.parametrize("places", PLACES)
 def test_the_host_waits_at_most_once_in_a_step(places: str, microbatches: int, scaler: bool) -> None:
     from host_waits import host_waits

@@ -106,7 +106,7 @@ def test_dropout_on_the_device_does_not_know_the_layout(name: str, device: str) 
     insist_on_equal_bits(name, device, dropout=True, schedule="gpipe")
 
 
-@pytest.mark.parametrize("device", everywhere())
+@pytest.mark.parametrize("device", everywhere(orders=("lazy",)))
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_an_engine_trains_on_the_device(name: str, device: str) -> None:
     insist_on_training(name, device)

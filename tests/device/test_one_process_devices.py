@@ -34,7 +34,7 @@ PLACES = [
     pytest.param(("sim:0", "cpu"), marks=SIM, id="sim-cpu-lazy"),
     pytest.param(("cpu", "sim:0"), marks=SIM, id="cpu-sim-seed3"),
     pytest.param(("sim:0", "sim:1"), marks=SIM, id="sim0-sim1-lazy"),
-    pytest.param(("sim:0", "sim:1"), marks=SIM, id="sim0-sim1-seed1"),
+    pytest.param(("sim:0", "sim:1"), marks=[SIM, pytest.mark.full], id="sim0-sim1-seed1"),
 ]
 WIDTH, LAYERS, SAMPLES, MICROBATCHES = 64, 8, 32, 8
 

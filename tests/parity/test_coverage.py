@@ -21,8 +21,11 @@ STEP = 32
 STAND_INS = ("deeplabv3_resnet", "diffusers_pixart", "llava", "lora_gpt2")
 # Each microbatch of another shape, recorded several times: only with --all; test_packed.py has their inputs.
 LONG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-# Six to twenty seconds each, of kinds that others of the slice or test_one_process.py have; with --all.
-SLOW = ("qwen3_moe_padded", "dbrx", "vjepa2", "r3d", "mobilenet_v3_large", "deeplabv3_resnet")
+# Four to twenty seconds each, of kinds that others of the slice or test_one_process.py have; with --all.
+SLOW = (
+    *("qwen3_moe_padded", "dbrx", "zamba2", "vjepa2", "r3d", "mobilenet_v3_large"),
+    *("deeplabv3_resnet", "diffusers_dit"),
+)
 GOAL = 0.95
 
 

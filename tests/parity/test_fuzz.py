@@ -10,7 +10,7 @@ from fuzz_cases import Case, differing, plain, plan_of, restore, split
 from fuzz_pieces import READS
 from guard_models import KINDS
 
-FEW, MANY = 17, 300
+FEW, MANY = 10, 300
 FOUND = (82, 97, 255)  # A list and counts, written by one piece that several places use.
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -262,7 +262,7 @@ LOOPS: dict[str, tuple[Callable[[Engine], None], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("loop", "hosted"), in_turns(LOOPS, HOSTED, each=2))
+@pytest.mark.parametrize(("loop", "hosted"), in_turns(LOOPS, HOSTED, each=1))
 def test_whatever_a_loop_does(loop: str, hosted: Weights) -> None:
     """As a pipeline in one process, which is itself the plain loop to the bit."""
     run, how = LOOPS[loop]

@@ -5,23 +5,34 @@ there before; and a process that has it cannot fork into others that use autogra
 pytest process do both. The hook of tests/conftest.py calls `run` for each such test; the first test of a file
 starts a child, which loads the device, runs all chosen tests of the file, and writes its reports to a file.
 A test has its time limit in the child; here the first test of a file takes the time of all.
+
+Children are forks of a server, because a new interpreter spends four seconds of CPU on its imports. The
+server has imported what they need and has neither the device nor a backward behind it. It is
+`python sim_process.py`, reads a command on each line, and answers with the end of what that has printed.
 """
 
 from __future__ import annotations
 
+import _posixsubprocess
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, final
+from typing import IO, Any, Final, final
 
 import pytest
 
 _REPORTS: Final = "SIMDEV_REPORTS"  # In a child: the file of its reports.
 _FOUND: Final = pytest.StashKey[dict[str, list[Any]]]()
 _OPTIONS: Final = ("--all",)
+_LAST_CHARACTERS: Final = 6000
+_TESTS: Final = Path(__file__).parents[1]
+_PRELOADED: Final = ("hypothesis", "transformers.models.gpt2.modeling_gpt2")
+"""What tests and models of the children import, after torchvision and transformers."""
 
 
 def is_child() -> bool:
@@ -43,9 +54,13 @@ class _Writer:
 
 
 def prepare_child(config: pytest.Config) -> None:
-    """Loads the device, before anything uses autograd, and reports to the parent."""
+    """Loads the device, before anything uses autograd, and reports to the parent.
+
+    What its tests start are programs again, because a process with the device cannot be forked.
+    """
     import simdev
 
+    setattr(subprocess, "_fork_exec", _posixsubprocess.fork_exec)  # noqa: B010 - forked_python.py's is inherited
     simdev.load()
     config.pluginmanager.register(_Writer(config))
 
@@ -99,20 +114,13 @@ def _child(config: pytest.Config, nodes: list[str], reports: dict[str, list[Any]
         ]
         hidden = {"PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST"}
         given = {key: value for key, value in os.environ.items() if key not in hidden}
-        done = subprocess.run(
-            command,
-            cwd=config.rootpath,
-            env={**given, _REPORTS: str(path), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
+        variables = {**given, _REPORTS: str(path), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        printed = _server().run(command, str(config.rootpath), variables)
         for line in path.read_text(encoding="utf-8").splitlines():
             data = json.loads(line)
             report = config.hook.pytest_report_from_serializable(config=config, data=data)
             reports.setdefault(report.nodeid, []).append(report)
-    return done.stdout[-6000:]
+    return printed
 
 
 def _made(item: pytest.Item, outcome: Any, why: Any) -> pytest.TestReport:
@@ -120,3 +128,65 @@ def _made(item: pytest.Item, outcome: Any, why: Any) -> pytest.TestReport:
     return pytest.TestReport(
         item.nodeid, item.location, keywords, outcome, why, "call" if outcome == "failed" else "setup"
     )
+
+
+@final
+class _Server:
+    """Starts children as its forks, one after the other."""
+
+    def __init__(self) -> None:
+        paths = [str(_TESTS.parent / "src"), str(_TESTS / "unit"), os.environ.get("PYTHONPATH", "")]
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"},
+        )
+
+    def run(self, command: list[str], folder: str, variables: dict[str, str]) -> str:
+        """Returns the end of what the command has printed, when it is over."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"args": command, "cwd": folder, "env": variables}
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+        except (BrokenPipeError, json.JSONDecodeError):
+            return "the server of simulated devices has ended"
+
+
+@cache
+def _server() -> _Server:
+    """The server of this process, started at its first use; it ends when its standard input does."""
+    return _Server()
+
+
+def _serve(answers: IO[str]) -> None:
+    from forked_python import forked_interpreters, preload
+
+    from outsize.capture.models.imports import import_transformers
+
+    preload()
+    import_transformers()
+    for name in _PRELOADED:
+        import_module(name)
+    with forked_interpreters():
+        for line in sys.stdin:
+            done = subprocess.run(
+                **json.loads(line),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            answers.write(json.dumps(done.stdout[-_LAST_CHARACTERS:]) + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the server itself prints is no answer
+    _serve(answers)

@@ -1,13 +1,15 @@
 """Compiles the C++ part of the simulated accelerator: once, and behind a lock.
 
-The library lies in `build/simdev/<key>/`, which git ignores; the key is a hash of the sources and of torch's
-version, so a changed source is a new library, and two processes that want one at once build it once.
+The library lies in `~/.cache/outsize-simdev/<key>/`, because a build takes 40 seconds of CPU and all clones
+of the repository may use it. The key is a hash of the sources and of torch's version and place, so a changed
+source is a new library, and two processes that want one at once build it once.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 
 _SOURCES = Path(__file__).parents[1] / "csrc"
-_CACHE = Path(__file__).parents[3] / "build" / "simdev"
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outsize-simdev"
 _WITH_ALL_OPERATORS = ("autocast", "group")
 _FLAGS = ("-O1", "-std=c++20", "-fPIC", "-w", "-DAT_PER_OPERATOR_HEADERS")
 
@@ -32,7 +34,7 @@ def compiler() -> str | None:
 def library() -> Path:
     """Returns the path of the built library. Raises RuntimeError with the compiler's words where it fails."""
     torch_home = Path(torch.__file__).parent
-    key = hashlib.sha256(f"{torch.__version__} {_FLAGS}".encode())
+    key = hashlib.sha256(f"{torch.__version__} {torch_home} {_FLAGS}".encode())
     for source in sorted(_SOURCES.iterdir()):
         key.update(source.name.encode() + source.read_bytes())
     folder = _CACHE / key.hexdigest()[:16]

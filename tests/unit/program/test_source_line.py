@@ -64,6 +64,7 @@ def test_the_packages_own_frames_are_left_out() -> None:
     assert own == [__file__]
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize("folder", ["outsize", "torch"])
 def test_an_error_names_the_line_of_a_script_in_such_a_folder(tmp_path: Path, folder: str) -> None:
     script = tmp_path / folder / "job.py"

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from outsize.capture.fakes.fake_model import is_fake
 
 _CACHED: Any = type(functools.lru_cache(int))
+# Most of what globals and caches hold: no tensors, no cached functions, and nothing that holds one.
+_PLAIN = frozenset({str, bytes, int, float, complex, bool, type(None)})
 Call = tuple[Callable[..., Any], Any]  # a cached function, the key of one call
 
 
@@ -93,16 +95,21 @@ def _globals(module_name: str) -> list[Any]:
 
 def _look(value: Any, cached_functions: dict[int, Any], depth: int = 3) -> None:
     """Adds cached functions inside closures and classes."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return
     if isinstance(value, _CACHED):
         cached_functions[id(value)] = value
-    elif depth and isinstance(value, staticmethod | classmethod):
-        _look(value.__func__, cached_functions, depth)
-    elif depth and isinstance(value, FunctionType):
+    elif not depth:
+        return
+    elif kind is FunctionType:
         for cell in value.__closure__ or ():
             _look(next(iter(gc.get_referents(cell)), None), cached_functions, depth - 1)
-    elif depth and isinstance(value, type):
+    elif isinstance(value, type):
         for member in list(vars(value).values()):
             _look(member, cached_functions, depth - 1)
+    elif isinstance(value, (staticmethod, classmethod)):
+        _look(value.__func__, cached_functions, depth)
 
 
 def _holds_no_values(cached: Any) -> bool:
@@ -124,7 +131,7 @@ def _holds(value: Any, wanted: Callable[[Tensor], bool], depth: int = 4) -> bool
     if depth == 0 or not isinstance(value, tuple | list | dict):
         return False
     items = value.values() if isinstance(value, dict) else value
-    return any(_holds(item, wanted, depth - 1) for item in items)
+    return any(_holds(item, wanted, depth - 1) for item in items if type(item) not in _PLAIN)
 
 
 def _keys(cached: Any) -> list[Any]:

@@ -264,7 +264,8 @@ _LLAMA = "num_hidden_layers=8&hidden_size=32&intermediate_size=48&num_attention_
         ("transformers:GPT2Config?n_layer=8&n_embd=32&n_head=4&vocab_size=64", "16", 130),
         (f"transformers:LlamaConfig?vocab_size=64&{_LLAMA}", "16", 220),
         ("torchvision:resnet101", "3x64x64", 190),
-        ("torchvision:swin_t", "3x32x32", 0),  # no two blocks drop with one probability
+        # No two blocks drop with one probability.
+        pytest.param("torchvision:swin_t", "3x32x32", 0, marks=pytest.mark.full),
     ],
 )
 def test_models_of_libraries(monkeypatch: pytest.MonkeyPatch, spec: str, shape: str, least: int) -> None:

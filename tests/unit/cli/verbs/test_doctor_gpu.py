@@ -87,6 +87,7 @@ def test_every_schedule_holds_here() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked_python")
 def test_a_joint_check_runs_over_processes() -> None:
     shown = list[tuple[int, int]]()
     (found,) = run_checks([named("replicas")], 2, WIDTH, lambda done, count: shown.append((done, count)))
@@ -109,6 +110,7 @@ def test_one_process_skips_what_needs_two() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("forked_python")
 def test_a_crash_and_a_hang_end_alone() -> None:
     """Page-locked memory needs an accelerator; no check is over in a hundredth of a second."""
     if torch.accelerator.is_available():

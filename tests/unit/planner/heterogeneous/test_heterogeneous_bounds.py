@@ -92,7 +92,7 @@ class Small:
 
 
 smalls = st.composite(lambda draw: Small(draw))()
-some = settings(max_examples=60, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
+some = settings(max_examples=40, derandomize=True, deadline=None, phases=[Phase.explicit, Phase.generate])
 
 
 @some

@@ -28,7 +28,7 @@ BATCH = 8
 # Steps within one percent count as equal; the one that needs less memory is chosen. A mesh has to be faster
 # than a pipeline by more than a prediction's error.
 TIE = BITS * CLOSE * (1 + 1e-9)
-few = settings(max_examples=8, derandomize=True, deadline=None)
+few = settings(max_examples=5, derandomize=True, deadline=None)
 rows = st.lists(st.integers(1, 9), min_size=4, max_size=6)
 MIB = 1 << 20
 

@@ -66,7 +66,7 @@ def step_s(plan: Plan) -> float:
 questions = given(graphs(max_units=5), st.integers(2, 3), st.integers(100, 900), st.booleans())
 
 
-@settings(max_examples=15, derandomize=True, deadline=None)
+@settings(max_examples=9, derandomize=True, deadline=None)
 @questions
 def test_nothing_beats_the_plan_by_more_than_its_gap(
     model: Model, devices: int, memory_bytes: int, free: bool

@@ -23,7 +23,7 @@ Models = dict[int, tuple[ModelGraph, Profile]]
 BATCH = 8
 # Steps within one percent count as equal; the one that needs less memory is chosen.
 TIE = 1.01
-few = settings(max_examples=12, derandomize=True, deadline=None)
+few = settings(max_examples=8, derandomize=True, deadline=None)
 rows = st.lists(st.integers(1, 9), min_size=4, max_size=7)
 
 

@@ -336,7 +336,7 @@ def test_what_cannot_be_split_by_modules_is_refused_as_before() -> None:
 
 
 NAMES = [c.name for c in CASES if c.name != "toy"]  # of which there are two units
-FEW = ("unet", "lstm", "t5", "mixtral")
+FEW = ("unet", "lstm", "mixtral")
 
 
 @pytest.mark.dist
