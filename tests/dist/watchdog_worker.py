@@ -44,12 +44,14 @@ def hook(parameter: Tensor) -> None:
         dist.all_reduce(torch.ones(2))
     if engine.steps in (0, AT) and FAULT == "noise":
         spin(2.5)
+    if FAULT == "slow":
+        time.sleep(0.2 if faulty and engine.steps > 1 else 0.1)  # it takes none of this machine's cores
 
 
-if faulty:
+if faulty or FAULT == "slow":
     for _, parameter in engine.named_parameters():
         parameter.register_post_accumulate_grad_hook(hook)  # pyright: ignore[reportArgumentType]
-for step in range(8):
+for step in range(10):
     if step == AT and faulty:
         if FAULT == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -59,6 +61,8 @@ for step in range(8):
             break
         if FAULT == "disk":
             time.sleep(3)
+    if FAULT == "input":
+        time.sleep(0.6 * faulty)
     if FAULT == "noise":
         time.sleep(0.5 * faulty)
         engine.evaluate(x, target=x)

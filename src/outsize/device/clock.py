@@ -30,6 +30,10 @@ class TimedEvent(Protocol):
         """Returns the milliseconds from this event to `end_event`, both of which have passed."""
         ...
 
+    def query(self) -> bool:
+        """Tells whether the device has passed the event."""
+        ...
+
 
 class Clock(ABC):
     """Marks points in the work of one device."""
@@ -46,6 +50,13 @@ class Clock(ABC):
         """
 
     @abstractmethod
+    def offsets(self, marks: Sequence[Any]) -> list[float] | None:
+        """Returns when each mark was passed, in seconds since any moment before; 0 stands for no mark.
+
+        It does not wait: None where the device has not passed all of them.
+        """
+
+    @abstractmethod
     def free(self, marks: Sequence[Any]) -> None:
         """Takes back marks that nobody reads any more."""
 
@@ -59,6 +70,9 @@ class HostClock(Clock):
         return perf_counter
 
     def seconds(self, marks: Sequence[Any]) -> list[float]:
+        return list(marks)
+
+    def offsets(self, marks: Sequence[Any]) -> list[float] | None:
         return list(marks)
 
     def free(self, marks: Sequence[Any]) -> None:
@@ -84,6 +98,13 @@ class EventClock(Clock):
 
     def free(self, marks: Sequence[Any]) -> None:
         self._free += [mark for mark in marks if mark]
+
+    def offsets(self, marks: Sequence[Any]) -> list[float] | None:
+        first = next((mark for mark in marks if mark), None)
+        if first is None or not all(mark.query() for mark in marks if mark):
+            return None
+        # The first one is passed at 1, since 0 stands for no mark.
+        return [1.0 + first.elapsed_time(mark) / 1000 if mark else 0.0 for mark in marks]
 
     def _recorded(self) -> TimedEvent:
         event = self._free.pop() if self._free else self._make()

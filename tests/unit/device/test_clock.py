@@ -80,3 +80,36 @@ def test_events_are_recorded_again_once_nobody_reads_them() -> None:
         assert len(made) == 3, f"step {step}"
         marks.drop()
         assert list(marks.spans()) == []
+
+
+def test_lent_marks_are_read_without_waiting_and_are_not_recorded_again() -> None:
+    device = Played()
+    passed = [False]
+
+    class LateEvent(PlayedEvent):
+        def query(self) -> bool:
+            return passed[0]
+
+    made = list[LateEvent]()
+
+    def make() -> LateEvent:
+        made.append(LateEvent())
+        return made[-1]
+
+    clock = EventClock(make, device.record, device.idle)
+    marks = Marks([("0F0", "compute"), ("0SEND_F0", "send"), ("0B0", "compute")], clock=clock)
+    marks.times[:] = [clock.mark(), clock.mark(), clock.mark(), clock.mark(), 0.0, clock.mark()]
+    marks.times += [clock.mark(), 0.0, clock.mark()]
+    read = marks.lend()
+    marks.drop()
+    assert read() is None, "the device has not passed them"
+    passed[0] = True
+    assert read() == pytest.approx(2.0), "the forward without its wait, and the backward"
+    assert device.idled == 0
+    assert clock.mark() not in made[:7], "they were not given back"
+
+
+def test_marks_of_the_host_are_read_at_once() -> None:
+    marks = Marks([("0F0", "compute")])
+    marks.times[:] = [5.0, 6.0, 8.0]
+    assert marks.lend()() == 2.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from outsize.device.clock import HOST, Clock
@@ -18,11 +18,32 @@ class Marks:
     ) -> None:
         self._names, self._clock = names, clock
         self.times = times or [0.0] * (3 * len(names))
+        self._is_lent = False
 
     def drop(self) -> None:
-        """Gives the marks back to their clock; afterwards there are no spans."""
-        self._clock.free(self.times)
-        self.times = [0.0] * len(self.times)
+        """Gives the marks back to their clock, unless they are lent; afterwards there are no spans."""
+        if not self._is_lent:
+            self._clock.free(self.times)
+        self.times, self._is_lent = [0.0] * len(self.times), False
+
+    def lend(self) -> Callable[[], float | None]:
+        """Returns a function for another thread that reads, once, the seconds of compute actions.
+
+        It returns None as long as the device has not passed all marks. They are no longer the clock's to
+        record again before that.
+        """
+        times, clock, names = self.times, self._clock, self._names
+        self._is_lent = True
+
+        def read() -> float | None:
+            offsets = clock.offsets(times)
+            if offsets is None:
+                return None
+            ends = ((offsets[3 * at + 1] or offsets[3 * at], offsets[3 * at + 2]) for at in computes)
+            return sum(end - start for start, end in ends if end)
+
+        computes = [at for at, (_, lane) in enumerate(names) if lane == "compute"]
+        return read
 
     def spans(self) -> Iterator[tuple[str, Lane, float, float]]:
         """Yields action, lane, start and end of each action that has run."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, final
 
 from outsize.ir.schedule import Schedule
@@ -32,16 +33,44 @@ class Runner(Protocol):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One step that was sampled: the seconds of the user's code before it, and what reads its compute."""
+
+    step: int
+    input_s: float
+    computes: tuple[Callable[[], float | None], ...]
+
+    def compute_s(self) -> float | None:
+        """Returns the seconds of compute; None as long as the device is in the step."""
+        parts = [read() for read in self.computes]
+        known = [part for part in parts if part is not None]
+        return sum(known) if len(known) == len(parts) else None
+
+
+@final
 class Progress:
     """Says what a rank does: `doing` is "step", "evaluate" or "generate", and "" between these calls.
 
     `ranks` are the numbers in the run of the ranks of this pipeline. `moves` counts the begins and ends of
     calls; `step` is the number of the step that runs, or of the next one, `done` counts those that have
-    ended, and `steps_s` are the seconds of the latest.
+    ended, and `steps_s` are the seconds of the latest. `samples` asks for a sample of the next step, which is
+    then `sampled`.
     """
 
-    def __init__(self, ranks: Sequence[int] = (0,), expected_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] = (0,),
+        expected_s: float = 0.0,
+        stages: Sequence[int] = (),
+        planned_s: float = 0.0,
+    ) -> None:
         self.ranks, self.expected_s = tuple(ranks), expected_s
+        self.stages, self.planned_s = tuple(stages), planned_s
+        self.samples = False
+        self.sampled: StepSample | None = None
+        self._kept: list[Callable[[], float | None]] = []
+        self._input_s = self._ended_s = 0.0
         self.doing, self.step, self.moves, self.done = "", 0, 0, 0
         self.thread = threading.get_ident()
         self.steps_s: deque[float] = deque(maxlen=_RECENT)
@@ -53,6 +82,7 @@ class Progress:
         """Says that a call of the engine has begun."""
         self.thread, self._began_s, self.runner = threading.get_ident(), time.perf_counter(), None
         self.step, self.doing = step, doing
+        self._input_s = self._began_s - self._ended_s if self._ended_s else 0.0
         self.moves += 1
 
     def end(self, *, failed: bool = False) -> None:
@@ -61,8 +91,18 @@ class Progress:
             self.steps_s.append(time.perf_counter() - self._began_s)
             self.done += 1
             self.step += 1
+            if self._kept:
+                self.sampled, self.samples = (
+                    StepSample(self.step - 1, self._input_s, tuple(self._kept)),
+                    False,
+                )
+        self._kept, self._ended_s = [], time.perf_counter()
         self.doing, self.runner = "", None
         self.moves += 1
+
+    def keep(self, computes: Callable[[], float | None]) -> None:
+        """Takes what reads the seconds of compute of a part of the step, where one is wanted (`samples`)."""
+        self._kept.append(computes)
 
     def place(self) -> tuple[int, int]:
         """Returns what changes whenever the rank has moved."""

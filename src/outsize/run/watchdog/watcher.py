@@ -28,8 +28,9 @@ from outsize.run.watchdog.processes import State, look_at, machine, state_betwee
 from outsize.run.watchdog.progress import Progress
 from outsize.run.watchdog.reports import Card, RankReport, SilentRank
 from outsize.run.watchdog.stacks import Stack, stack_of
+from outsize.run.watchdog.stragglers import Pace, Stragglers
 from outsize.run.watchdog.waits import awaited
-from outsize.run.watchdog.words import hang, notice
+from outsize.run.watchdog.words import hang, notice, slow
 
 BEAT_S: Final = 1.0
 BEATS_PER_TIMEOUT: Final = 8
@@ -80,6 +81,7 @@ class Watchdog:
         self._beat_s = min(BEAT_S, shares) * max(1.0, run.world_size / _RANKS_PER_BEAT)
         self._card = Card(run.rank, socket.gethostname(), machine(), os.getpid())
         self._alarm, self._stall = 0, _Stall()
+        self._stragglers = Stragglers()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="outsize-watchdog", daemon=True)
         self._tell("card", progress)
@@ -128,11 +130,27 @@ class Watchdog:
             self._tell("card", progress)
         else:
             stall.stalled_s += passed_s
+        self._pace(progress)
         if self._run.store.check([self._key("alarm")]):
             self._answer(progress)
         elif self._is_stalled(progress) and self._waits(progress):
             self._run.store.set(self._key("alarm"), str(self._run.rank))
             self._answer(progress)
+
+    def _pace(self, progress: Progress) -> None:
+        """Tells of a step of this rank, and asks for the next one; rank 0 looks for stragglers."""
+        sample, store, rank = progress.sampled, self._run.store, self._run.rank
+        compute_s = sample.compute_s() if sample is not None else None
+        if sample is not None and compute_s is not None:
+            pace = Pace(sample.step, compute_s, progress.planned_s, sample.input_s, progress.stages)
+            store.set(f"{self._number}/pace/{rank}", pace.to_json())
+            progress.sampled = sample = None
+        progress.samples = sample is None
+        keys = [f"{self._number}/pace/{one}" for one in range(self._run.world_size)]
+        if rank == 0 and compute_s is not None and store.check(keys):
+            paces = {one: Pace.from_json(store.get(key)) for one, key in enumerate(keys)}
+            if (straggler := self._stragglers.look(paces)) is not None:
+                self._run.say(slow(straggler, self._card_of(straggler.rank).host))
 
     def _limit_s(self, progress: Progress) -> float:
         return max(self._options.timeout_s, STEPS * progress.step_s())

@@ -13,6 +13,7 @@ from typing import Final
 from outsize.errors import RunHung
 from outsize.run.watchdog.diagnosis import Diagnosis
 from outsize.run.watchdog.reports import Card, RankReport, SilentRank
+from outsize.run.watchdog.stragglers import Straggler
 
 _LINES: Final = 16
 _STATES: Final = {
@@ -42,6 +43,22 @@ def hang(
 def notice(diagnosis: Diagnosis, reports: Mapping[int, RankReport]) -> str:
     """Returns one line on ranks that hold up others, and may still come."""
     return f"outsize: {_between(diagnosis.culprits, reports)}; {_waited(diagnosis, reports)}"
+
+
+def slow(straggler: Straggler, host: str) -> str:
+    """Returns one line on a straggler, with its likely cause and the next step."""
+    one, plural = straggler, "s" if len(straggler.stages) > 1 else ""
+    stages = f"stage{plural} {', '.join(map(str, one.stages))}"
+    if one.cause == "input":
+        how = f"its code before a step takes {one.own:.2f} s, that of others {one.others:.2f} s (input)"
+        next_step = "look at its loader and disk"
+    else:
+        how = (
+            f"it computes {one.own / one.others:.1f}x as long as the others, by the plan's seconds (compute)"
+        )
+        next_step = f"look at what else runs on {host}, or outsize tune MODEL for a plan that fits its speed"
+    what = f"rank {one.rank} ({stages}) holds up the others in step {one.step}"
+    return f"outsize: {what}: {how}. Next: {next_step}"
 
 
 def _what(

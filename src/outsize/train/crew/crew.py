@@ -125,7 +125,7 @@ class Crew(ABC):
         self.activations = options.activations or ActivationOffload.of(plan)
         self._marks: list[tuple[int, Marks]] = []
         expected_s = plan.expected.step_s if plan.expected is not None else 0.0
-        self.progress = Progress(place.ranks, expected_s)
+        self.progress = Progress(place.ranks, expected_s, place.stages, _planned_s(plan, place.stages))
         self._built = LruCache[_Combination, list[Interpreter]](_BUILT)
         self._schedules = LruCache[Any, Schedule](_SCHEDULES)
         self._executors: dict[tuple[int, int, int], StageExecutor] = {}  # by variant, stage, replica
@@ -295,6 +295,8 @@ class Crew(ABC):
         """Records the time marks of a rank in this step, for the timeline."""
         if torch.is_grad_enabled():
             self._marks.append((rank, marks))
+            if self.progress.samples:
+                self.progress.keep(marks.lend())
         else:
             marks.drop()
 
@@ -462,6 +464,14 @@ class LocalCrew(Crew):
 
     def gather_spans(self) -> list[RawSpan]:
         return self.own_spans()
+
+
+def _planned_s(plan: Plan, stages: Sequence[int]) -> float:
+    """Returns the seconds in which a rank of these stages computes in a step, as planned; 0: nobody knows."""
+    if plan.expected is None or len(plan.expected.stages) != len(plan.stages):
+        return 0.0
+    expected = (plan.expected.stages[stage] for stage in stages)
+    return plan.microbatches * sum(one.forward_s + one.backward_s for one in expected)
 
 
 def device_of(plan: Plan) -> torch.device:
