@@ -150,7 +150,7 @@ def estimate_cut(
     pipeline: Pipeline, bounds: Sequence[int], choices: Sequence[int], floor_s: float = 0.0
 ) -> Estimate:
     """Simulates and accounts one cut; `choices[stage]` is the index of the stage's case."""
-    edges = edges_of(pipeline.case.flows, bounds)
+    edges = _edges(pipeline.case, tuple(bounds))
     cases = tuple(pipeline.options[stage][choice] for stage, choice in enumerate(choices))
     depths = in_flight(pipeline.layout) if any(case.host_copies for case in cases) else (1,) * len(cases)
     runs = zip(cases, pairwise(bounds), depths, strict=True)
@@ -171,7 +171,7 @@ def estimate_cut(
 
 def waits_s(estimate: Estimate) -> float:
     """Returns the seconds by which the step would be shorter if links cost nothing."""
-    edges, layout = edges_of(estimate.pipeline.case.flows, estimate.bounds), estimate.layout
+    edges, layout = _edges(estimate.pipeline.case, estimate.bounds), estimate.layout
     simulated = simulated_microbatches(layout)
     seconds = _seconds(estimate.pipeline, edges, estimate.costs, simulated)
     free = {cost: 0.0 if cost[-1] >= 0 else cost_s for cost, cost_s in seconds.items()}
@@ -241,7 +241,7 @@ def _seconds(
 
 def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) -> Timeline:
     """Returns the predicted Timeline of the simulated microbatches."""
-    layout, edges = pipeline.layout, edges_of(pipeline.case.flows, bounds)
+    layout, edges = pipeline.layout, _edges(pipeline.case, tuple(bounds))
     simulated = simulated_microbatches(layout)
     lowered = lower_along(edges, planned(*layout.schedule_key(simulated)))
     first_of = {rank: stage for stage, rank in reversed(tuple(enumerate(layout.ranks)))}
@@ -273,7 +273,7 @@ def _memories(
         return tuple(_account(*of) for of in zip(cases, runs, states, strict=True))
     stage_edges = frozenset[Edge](), frozenset[Edge]()
     if layout.actions:
-        edges = edges_of(pipeline.case.flows, bounds)
+        edges = _edges(pipeline.case, tuple(bounds))
         stage_edges = frozenset({*edges.forward, *edges.step}), frozenset(edges.backward)
     worst_states: dict[int, InFlightState] = {}
     for rank in range(layout.axes.pp):
@@ -281,6 +281,12 @@ def _memories(
         cases_and_runs = tuple(cases[s] for s in own), tuple(runs[s] for s in own)
         worst_states |= dict(zip(own, _worst_states(*cases_and_runs, key, stage_edges, rank), strict=True))
     return tuple(_account(*of, (worst_states[s],)) for s, of in enumerate(zip(cases, runs, strict=True)))
+
+
+# Options of stages are tried with the same cut.
+@lru_cache(maxsize=128)
+def _edges(case: PricedModel, bounds: tuple[int, ...]) -> Edges:
+    return edges_of(case.flows, bounds)
 
 
 # Cuts that are compared differ in a stage or two: the memory of the others is cached. The last tables stay

@@ -44,7 +44,10 @@ def or_offloaded(
     if not possible or all(case.recompute == "none" for case in best.cases):
         return None
     layouts = dict.fromkeys(e.layout for e in sorted(priced, key=lambda e: e.step_s))
-    tried = [option for layout in list(layouts)[:TRIED] for option in _offload_options(layout, tables)]
+    most_s = best.step_s / CLOSE
+    tried = [
+        option for layout in list(layouts)[:TRIED] for option in _offload_options(layout, tables, most_s)
+    ]
     if not tried:
         return None
     candidate = polish(choose(tried))
@@ -91,12 +94,15 @@ def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
         )
 
 
-def _offload_options(layout: Layout, tables: CostTables) -> Iterator[Estimate]:
-    """Yields the best cuts of a layout that fit."""
+def _offload_options(layout: Layout, tables: CostTables, most_s: float) -> Iterator[Estimate]:
+    """Yields the best cuts of a layout that fit, where a step may be as short as `most_s`."""
     if layout.hosted:
         return
     for pipeline in tables.pipelines(layout, ("none", "offload")):
-        cut = StagePrices(pipeline).split()
+        prices = StagePrices(pipeline)
+        if max(prices.least_busy_s(), prices.floor_below(most_s)) > most_s:
+            continue
+        cut = prices.split()
         candidate = None if cut is None else estimate_cut(pipeline, cut.bounds, cut.choices)
         if candidate is not None and candidate.may_be_chosen:
             yield candidate

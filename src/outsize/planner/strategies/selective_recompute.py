@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final, Self, final
 
@@ -67,11 +68,19 @@ class UnitLevelModel:
     @classmethod
     def of(cls, tables: CostTables, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
         """Builds the model as the stage's device runs it."""
+        kinds = [pipeline.device(other).kind for other in range(stage + 1)]
+        return cls._of_kind(tables, pipeline, kinds.index(kinds[stage]), optimizer)
+
+    # The stages of a cut share the model of a kind of device, and tries of units share stages.
+    @classmethod
+    @lru_cache(maxsize=16)
+    def _of_kind(cls, tables: CostTables, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
         layout = pipeline.layout
         graph, profile, seconds = tables.whole(layout, pipeline.device(stage))
         gradients = owned_gradients(graph, optimizer_bytes(optimizer))
         return cls(graph, profile, seconds, gradients, tables.ends(layout))
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def stage(self, run: Run) -> StageBytes:
         """Returns the bytes of the stage with a run of pieces."""
         first, end = self.ends[run[0]], self.ends[run[1]]
@@ -209,6 +218,7 @@ def _limit(empty: RangeTables, state: InFlightState) -> Limit:
     return Limit(bytes_in_state(empty, state), state.in_flight - (phase != NOTHING), phase)
 
 
+@lru_cache(maxsize=64)
 def _case(saving: PricedModel, run: Run, chosen: Units, fine: UnitLevelModel) -> PricedModel:
     """Returns the tables with this run's own bytes, and the seconds of units that are recomputed."""
     first, end = fine.ends[run[0]], fine.ends[run[1]]

@@ -1,0 +1,191 @@
+"""Question: how many CPU seconds does an answer take from the model to the plan, recording included?
+
+    python benchmarks/planning-time/whole.py            # the table: seconds, targets, plans
+    python benchmarks/planning-time/whole.py --only plan-70b-16 --json
+
+Each answer is the public function in a process of its own, on one core, in which Python's cycle collector
+rests as in the command line. What counts is the CPU time of `outsize.plan` or `outsize.fit` on a model
+that is built on meta: recording at every microbatch size, what tensor parallelism divides, and the search.
+Imports and the model itself are not in it (2 to 4 s). A busy machine makes CPU seconds longer, so a fixed loop is
+timed beside each answer: `loop_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Literal, final
+
+from cases import gpt, llama
+
+import outsize
+from outsize.train.measure.training_case import TrainingCase
+
+LLAMA_70B: Final = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "max_position_embeddings": 4096,
+}
+LLAMA_405B: Final = {
+    "num_hidden_layers": 126,
+    "hidden_size": 16384,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "intermediate_size": 53248,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@final
+@dataclass(frozen=True)
+class Answer:
+    """One question to the product, and the CPU seconds that it should take at most."""
+
+    name: str
+    verb: Literal["plan", "fit"]
+    build: Callable[[], TrainingCase]
+    cluster: str
+    batch_size: int
+    precision: str
+    target_s: float
+    target_gap: float | None = None
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+ANSWERS: Final = (
+    Answer("fit-70b-8", "fit", partial(llama, 4096, **LLAMA_70B), "8xh100-80gb", 8, "bf16", 5.0),
+    Answer("fit-70b-16", "fit", partial(llama, 4096, **LLAMA_70B), "2x8xh100-80gb", 16, "bf16", 5.0),
+    Answer("plan-70b-16", "plan", partial(llama, 4096, **LLAMA_70B), "2x8xh100-80gb", 16, "bf16", 8.0),
+    Answer(
+        "plan-175b-1024",
+        "plan",
+        partial(gpt, 96, 12288, 96, 2048),
+        "128x8xa100-80gb",
+        1536,
+        "bf16-mixed",
+        30.0,
+    ),
+    Answer(
+        "plan-405b-16384",
+        "plan",
+        partial(llama, 8192, **LLAMA_405B),
+        "2048x8xh100-80gb",
+        2048,
+        "bf16-mixed",
+        30.0,
+    ),
+    Answer(
+        "plan-three-kinds-768",
+        "plan",
+        partial(gpt, 1024, 8192, 64, 2048),
+        "32x8xh100-80gb+32x8xa100-80gb+32x8xv100-32gb",
+        4096,
+        "fp16-mixed",
+        30.0,
+        0.05,
+        {"microbatches": 4096},
+    ),
+)
+
+
+def answered(answer: Answer) -> dict[str, Any]:
+    """Asks the product in this process."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    case = answer.build()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    loop_s, begin = _loop_s(), time.process_time()
+    ask: Any = getattr(outsize, answer.verb)
+    example = case.batch.args, case.batch.kwargs
+    found = ask(
+        case.module,
+        *example,
+        cluster=answer.cluster,
+        batch_size=answer.batch_size,
+        precision=answer.precision,
+        **answer.options,
+    )
+    cpu_s = time.process_time() - begin
+    return {"cpu_s": cpu_s, "loop_s": (loop_s + _loop_s()) / 2, **_figures(found)}
+
+
+def _figures(found: Any) -> dict[str, Any]:
+    if isinstance(found, outsize.Plan):
+        assert found.expected is not None, "the search has priced it"
+        return {"axes": found.axes.used, "step_s": found.expected.step_s, "gap": found.expected.gap}
+    return {"answer": found.answer, "changes": [change.options for change in found.changes]}
+
+
+def _loop_s() -> float:
+    """Returns the CPU seconds of a loop that is always the same."""
+    begin = time.process_time()
+    total = 0
+    for n in range(2_000_000):
+        total += n & 7
+    return time.process_time() - begin
+
+
+def timed(answer: Answer, most_s: int) -> dict[str, Any]:
+    """Asks in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, "--only", answer.name, "--here"]
+    row = {"answer": answer.name, "target_s": answer.target_s, "target_gap": answer.target_gap}
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=most_s)
+    except subprocess.TimeoutExpired:
+        return {**row, "error": f"ended after {most_s} s by the clock"}
+    if ran.returncode:
+        return {**row, "error": (ran.stderr.strip().splitlines() or ["no word"])[-1]}
+    return {**row, "figures": json.loads(ran.stdout.splitlines()[-1])}
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table."""
+    head = f"{row['answer']:22s} target {row['target_s']:4.0f} s  "
+    if "error" in row:
+        return f"{head}{row['error']}"
+    figures = row["figures"]
+    gap, most = figures.get("gap"), row["target_gap"]
+    met = figures["cpu_s"] <= row["target_s"] and (most is None or (gap is not None and gap <= most))
+    rest = {name: value for name, value in figures.items() if name not in ("cpu_s", "loop_s")}
+    verdict = "met" if met else "MISSED"
+    return f"{head}{figures['cpu_s']:6.1f} s {verdict}, loop {figures['loop_s']:.2f} s, {rest}"
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description="How long does an answer take, recording included?")
+    parser.add_argument("--only", help="one answer by name")
+    parser.add_argument("--most-s", type=int, default=600, help="seconds by the clock, then it is ended")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--here", action="store_true", help="in this process: what the others start")
+    options = parser.parse_args(arguments)
+    chosen = [answer for answer in ANSWERS if options.only in (None, answer.name)]
+    if options.here:
+        print(json.dumps(answered(chosen[0])))
+        return 0
+    rows: list[dict[str, Any]] = []
+    for answer in chosen:
+        rows.append(timed(answer, options.most_s))
+        if not options.json:
+            print(line(rows[-1]), flush=True)
+    if options.json:
+        print(json.dumps(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
