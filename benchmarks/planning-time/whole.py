@@ -4,10 +4,10 @@
     python benchmarks/planning-time/whole.py --only plan-70b-16 --json
 
 Each answer is the public function in a process of its own, on one core, in which Python's cycle collector
-rests as in the command line. What counts is the CPU time of `outsize.plan` or `outsize.fit` on a model
-that is built on meta: recording at every microbatch size, what tensor parallelism divides, and the search.
-Imports and the model itself are not in it (2 to 4 s). A busy machine makes CPU seconds longer, so a fixed loop is
-timed beside each answer: `loop_s`.
+rests as in the command line. What counts is the CPU time of `outsize.plan` or `outsize.fit` on a model that
+is on meta: recording at every microbatch size, what tensor parallelism divides, and the search. Imports and
+the model itself are not in it (2 to 4 s). A busy machine makes CPU seconds longer, so a fixed loop is timed
+beside each answer: `loop_s`.
 """
 
 from __future__ import annotations

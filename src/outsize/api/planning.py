@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
+from outsize.api.cheapest import cheapest
 from outsize.api.options import (
     FitOptions,
     MeasureOptions,
@@ -118,6 +119,8 @@ def plan(
       optimizer and its states on the host, "host" weights and gradients as well, "host-activations" also
       what stages send to each other. By default the host is used where nothing else fits.
     - `what_if`: adds what this version can only plan (see `Plan.beyond`).
+    - `objective`: "cost" takes the plan with the least money per sample, on as many devices as are to be
+      rented for it, instead of the fastest one; each device needs a price (`price_per_hour`).
     - `loss_fn`, `target`: the loss is `loss_fn(output, *target)`; without it the output holds the loss.
     - `batch_dims`: maps an argument's name or position, or "target", to the dim along which its samples lie
       (None: it holds none). Where each sample has rows of its own, the name of the argument that counts them,
@@ -138,10 +141,23 @@ def plan_case(
     case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
 ) -> tuple[SearchProblem, Plan]:
     """Returns the best plan, and the problem that it solves; `search` says what is tried in which order."""
+    if request.objective == "cost":
+        return _cheapest_case(case, request, cluster, source)
     _insist_on_common_casts(request, cluster)
     problem = SearchProblem.of(case, request, cluster, source)
     smallest = functools.partial(problem.with_smallest, case, source)
     return problem, search(request, problem.candidates, cluster, smallest)
+
+
+def _cheapest_case(
+    case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
+) -> tuple[SearchProblem, Plan]:
+    """Returns the plan that costs least per sample; its problem is that of the whole cluster."""
+    fastest = request.model_copy(update={"objective": "time"})
+    problem, plan = cheapest(cluster, lambda part: plan_case(case, fastest, part, source))
+    there, solved = case.under(request.precision).on(cluster), problem.candidates.items()
+    candidates = {count: (graph, source.profile(there, graph, cluster)) for count, (graph, _) in solved}
+    return SearchProblem(fastest, cluster, candidates), plan
 
 
 def _insist_on_common_casts(request: PlanRequest, cluster: Cluster) -> None:

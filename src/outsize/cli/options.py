@@ -11,7 +11,7 @@ import typer
 from outsize.errors import BadOption
 from outsize.ir import offload
 from outsize.ir import plan as plans
-from outsize.ir.answers.request import AxisSearch, LayoutOptions
+from outsize.ir.answers.request import AxisSearch, LayoutOptions, Objective
 from outsize.ir.plan import Plan, ScheduleName
 from outsize.ir.schedule import Schedule
 from outsize.schedules.families import offered
@@ -169,6 +169,14 @@ WhatIf = Annotated[
     typer.Option(
         "--what-if",
         help="Add what this version can only plan: sequences shared by devices (cp).",
+    ),
+]
+ObjectiveOption = Annotated[
+    Objective,
+    typer.Option(
+        "--objective",
+        help="What the plan has least of. time: seconds of a step; cost: money per sample, by the prices of "
+        "a cluster file, on the devices that are to be rented for it.",
     ),
 ]
 PlanFile = Annotated[

@@ -80,6 +80,21 @@ class CutsBetweenBlocks(Finding):
 
 
 @final
+class CheapestDevices(Finding):
+    """Says that a plan was chosen by money per sample: it needs `devices` of the cluster, and the others need
+    not be rented. `fastest` is the plan with the shortest step of all parts of the cluster.
+    """
+
+    code: Literal["cheapest-devices"] = "cheapest-devices"
+    devices: int
+    of_devices: int
+    price_per_million: float
+    fastest_devices: int
+    fastest_step_s: float
+    fastest_price_per_million: float
+
+
+@final
 class UntrainedStages(Finding):
     """Names stages without trainable weights; `trained_units` of the model's `units` have some."""
 
@@ -464,6 +479,7 @@ Reason = Annotated[
     SlowestStage
     | FullestDevice
     | CutsBetweenBlocks
+    | CheapestDevices
     | UntrainedStages
     | DeviceKindUse
     | MemoryShortage

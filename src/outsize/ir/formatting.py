@@ -54,6 +54,11 @@ def rate_text(per_s: float) -> str:
     return _three_digits(per_s)
 
 
+def price_text(price: float) -> str:
+    """Returns a price with cents, or with three digits below one."""
+    return f"{price:.2f}" if price >= 1 or not price else f"{price:.3g}"
+
+
 def _three_digits(number: float) -> str:
     return f"{number:.2f}" if abs(number) < 10 else f"{number:.1f}" if abs(number) < 100 else f"{number:.0f}"
 

@@ -46,6 +46,7 @@ from outsize.ir.findings import (
     AllRecomputed,
     BubbleBound,
     CaptureNote,
+    CheapestDevices,
     ComposedSchedule,
     ComputeBound,
     ContextParallel,
@@ -93,6 +94,7 @@ from outsize.ir.formatting import (
     microbatches_text,
     needs_text,
     percent_text,
+    price_text,
     rate_text,
     seconds_text,
     stages_text,
@@ -177,6 +179,19 @@ def _sizes(largest: Iterable[tuple[str, int]]) -> str:
 def _cuts_between_blocks(f: CutsBetweenBlocks) -> str:
     longer = f"{(f.step_s / f.fastest_step_s - 1) * 100:.1f} %"
     return f"stages are cut between blocks; cuts inside of them would save {longer} of a step"
+
+
+@sentence.register
+def _cheapest_devices(f: CheapestDevices) -> str:
+    rented = (
+        f"all {f.devices} devices" if f.devices == f.of_devices else f"{f.devices} of {f.of_devices} devices"
+    )
+    text = f"least money per sample: {price_text(f.price_per_million)} for a million samples on {rented}"
+    if f.devices == f.fastest_devices:
+        return text
+    many = "device takes" if f.fastest_devices == 1 else "devices take"
+    dear = price_text(f.fastest_price_per_million)
+    return f"{text}; {f.fastest_devices} {many} {seconds_text(f.fastest_step_s)} a step, for {dear}"
 
 
 @sentence.register

@@ -80,6 +80,7 @@ def plan(
     sequence_parallel: options.SequenceParallel = None,
     weights: options.WeightPlace = None,
     what_if: options.WhatIf = False,
+    objective: options.ObjectiveOption = "time",
     measure: options.Measure = False,
     profile: Profile = None,
     out: Out = None,
@@ -106,6 +107,7 @@ def plan(
         "sequence_parallel": sequence_parallel,
         "weights": weights,
         "what_if": what_if or None,
+        "objective": None if objective == "time" else objective,
     }
     options.check_not_planned(edited, "--check", asked)
     wanted: OutlookOptions = {

@@ -14,6 +14,11 @@ from outsize.ir.plan import Axes, Precision, Recompute
 HOUR_S: Final = 3600.0
 
 
+def price_per_million(price_per_hour: float, step_s: float, batch_size: int) -> float:
+    """Returns the price of a million samples on devices that cost so much together."""
+    return price_per_hour / HOUR_S * step_s / batch_size * 1e6
+
+
 @final
 class RankedCluster(Record):
     """Describes a cluster and its fastest plan; where none fits, `refused` says why and the plan's fields are
@@ -44,7 +49,7 @@ class RankedCluster(Record):
         """Returns the price of a million samples; None where nothing fits or a price is unknown."""
         if self.price_per_hour is None or not self.step_s:
             return None
-        return self.price_per_hour / HOUR_S * self.step_s / self.batch_size * 1e6
+        return price_per_million(self.price_per_hour, self.step_s, self.batch_size)
 
 
 @final

@@ -24,6 +24,10 @@ AxisSearch = Literal["pp", "all"]
 """Says which axes that are not given are searched: "all" every one that runs, "pp" none of them."""
 
 
+Objective = Literal["time", "cost"]
+"""Says what the best plan has least of: seconds of a step, or money per sample."""
+
+
 class LayoutOptions(TypedDict, total=False):
     """Lists the options that say how a step is laid on the devices; None means that the option is not
     given.
@@ -50,6 +54,7 @@ class RequestOptions(LayoutOptions, total=False):
 
     optimizer: str | None
     weights: Weights | None
+    objective: Objective | None
 
 
 @final
@@ -61,7 +66,8 @@ class PlanRequest(Record):
     given, "pp" none of them. `exact` keeps to layouts whose results are bit-identical to one device's:
     pipelines, and where none fits, weights on the host. `what_if` adds layouts that this version only plans.
     `sequence_parallel` None prices both values. `weights` None shards weights over dp_shard, and keeps them
-    on the host where the devices are too small for them. `every_device`: none may be left out, as in a run.
+    on the host where the devices are too small for them. `objective` "cost" chooses also which
+    devices are rented. `every_device`: none may be left out, as in a run.
     Raises BadOption for options that contradict each other.
     """
 
@@ -81,6 +87,7 @@ class PlanRequest(Record):
     sequence_parallel: bool | None = None
     weights: Weights | None = None
     what_if: bool = False
+    objective: Objective = "time"
     every_device: bool = False
     actions: tuple[str, ...] = ()
 

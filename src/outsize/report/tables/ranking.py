@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outsize.ir.answers.ranking import ClusterRanking, RankedCluster
-from outsize.ir.formatting import axes_text, count_text, percent_text, rate_text, seconds_text
+from outsize.ir.formatting import axes_text, count_text, percent_text, price_text, rate_text, seconds_text
 from outsize.ir.offload import HOSTED
 from outsize.report.tables import table_style
 from outsize.report.tables.fit import COLOURS
@@ -68,6 +68,4 @@ def _how(cluster: RankedCluster) -> str:
 
 def _money(price: float | None) -> str:
     """Returns a price with cents, or with three digits below one; `?` where it is unknown."""
-    if price is None:
-        return "?"
-    return f"{price:.2f}" if price >= 1 or not price else f"{price:.3g}"
+    return "?" if price is None else price_text(price)

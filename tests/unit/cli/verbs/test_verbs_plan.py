@@ -109,3 +109,14 @@ def test_a_schedule_of_ones_own(outsize: Outsize, tmp_path: Path) -> None:
     missing = outsize("plan", "toy:build", "--schedule", "1f1c")
     assert missing.code == 2
     assert "neither a schedule nor a file" in missing.err
+
+
+def test_the_cheapest_plan_names_the_devices_to_rent(outsize: Outsize, folder: Path) -> None:
+    h100 = [{"kind": "h100-80gb", "name": f"cuda:{n}", "price_per_hour": 3.0} for n in range(2)]
+    (folder / "lab.json").write_text(json.dumps({"devices": h100, "inner": "nvlink4", "outer": "eth10"}))
+    call = ("plan", "toy:build", "--cluster", "lab.json", "--objective", "cost")
+    answer = outsize(*call, "--json")
+    assert (answer.code, answer.err) == (0, "")
+    why = json.loads(answer.out)["why"][0]
+    assert (why["code"], why["devices"], why["of_devices"]) == ("cheapest-devices", 1, 2)
+    assert "least money per sample" in " ".join(outsize(*call).out.split())
