@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from outsize.cli.options import BATCH, check_not_planned
 from outsize.errors import BadOption
+from outsize.files.replace import replace_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,7 +127,7 @@ def load_profile(path: Path | None) -> ProfileSet | None:
 def write_text(path: Path, text: str) -> None:
     """Writes an output file. Raises BadOption when the place cannot be written to."""
     try:
-        path.write_text(text, encoding="utf-8")
+        replace_text(path, text)
     except OSError as error:
         raise BadOption(
             f"cannot write {path}", numbers=str(error.strerror), next_step=f"ls -ld {path.parent}"

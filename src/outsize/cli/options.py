@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from outsize.errors import BadOption
+from outsize.files.strict_json import BadJson, read_text
 from outsize.ir import offload
 from outsize.ir import plan as plans
 from outsize.ir.answers.request import AxisSearch, LayoutOptions, Objective
@@ -19,6 +20,7 @@ from outsize.schedules.families import offered
 # The number of samples of a batch when neither --batch nor a plan says it.
 BATCH: Final = 8
 JSON: Final = "--json"
+_MOST_SCHEDULE_BYTES: Final = 16 << 20
 
 
 def _offered_schedule(name: str | None) -> str | None:
@@ -210,8 +212,8 @@ def schedule_or_file(text: str | None) -> ScheduleName | Schedule | None:
     if text is None or text in offered():
         return text
     try:
-        lines = Path(text).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+        lines = read_text(text, _MOST_SCHEDULE_BYTES).splitlines()
+    except (OSError, BadJson) as error:
         raise BadOption(
             f"--schedule {text!r} is neither a schedule nor a file that can be read",
             numbers=f"schedules: {', '.join(offered())}; {error}",

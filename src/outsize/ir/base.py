@@ -1,10 +1,30 @@
-"""Defines the base of all persisted nouns: frozen, strict about unknown keys, JSON in and out."""
+"""Defines the base of all persisted nouns: frozen, strict about unknown keys, JSON in and out.
+
+Numbers of files that strangers may have written are bounded by their types here, so that no reader needs a check
+of its own: seconds and bytes are finite and not negative, counts are at least 1.
+"""
 
 from __future__ import annotations
 
+import json
 from abc import ABC
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outsize.files.replace import replace_text
+from outsize.files.strict_json import BadJson, parse_object, read_text
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Whole = Annotated[int, Field(ge=0, le=2**31)]
+Bytes = Annotated[int, Field(ge=0, le=2**62)]
+Operations = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Speed = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]+$", max_length=200)]
+"""A name without spaces, such as that of a device or an optimizer."""
 
 
 class Record(BaseModel, ABC):
@@ -15,3 +35,26 @@ class Record(BaseModel, ABC):
     def to_json(self) -> str:
         """Returns the record as indented JSON; equal records give equal text."""
         return self.model_dump_json(indent=2)
+
+    def write(self, path: str | Path) -> None:
+        """Writes the record's JSON; the old file stays whole until the new one is. Raises OSError."""
+        replace_text(path, self.to_json() + "\n")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Reads a file that a stranger may have written.
+
+        Raises OSError, and BadJson, which names the line or the field. Numbers are numbers: neither `"3"` nor
+        `true` is 3.
+        """
+        return cls.of_document(parse_object(read_text(path)))
+
+    @classmethod
+    def of_document(cls, document: dict[str, Any]) -> Self:
+        """Returns the record of a JSON object. Raises BadJson, which names the field."""
+        try:
+            return cls.model_validate_json(json.dumps(document), strict=True)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in problem["loc"]) or "file"
+            raise BadJson(f"{field}: {problem['msg']}") from None

@@ -19,23 +19,24 @@ from typing import Final, Self, final
 from pydantic import Field, model_validator
 
 from outsize.errors import BadOption, UnknownDevice
-from outsize.ir.base import Record
+from outsize.ir.base import Count, Record, Speed
 from outsize.ir.hardware.devices import GIB, STAND_IN, TABLE, Device, DeviceKind, kind_named
 from outsize.ir.hardware.links import NETWORKS, Link
 
 __all__ = ["GIB", "KINDS", "Cluster", "Device", "Link", "Part", "make_cluster", "parse_cluster"]
 
 KINDS: Final = tuple(TABLE)
+MAX_DEVICES: Final = 1 << 15
 
 
 @final
 class Part(Record):
     """Describes equal nodes: the devices in all, and the devices of each node."""
 
-    devices: int = Field(ge=1)
-    devices_per_node: int = Field(ge=1)
+    devices: Count
+    devices_per_node: Count
     inner: Link
-    nics_per_node: int = Field(default=1, ge=1)
+    nics_per_node: Count = 1
 
     @property
     def nodes(self) -> int:
@@ -53,14 +54,14 @@ class Cluster(Record):
     """
 
     name: str
-    devices: tuple[Device, ...] = Field(min_length=1)
-    devices_per_node: int = Field(ge=1)
+    devices: tuple[Device, ...] = Field(min_length=1, max_length=MAX_DEVICES)
+    devices_per_node: Count
     inner: Link
     outer: Link
-    nics_per_node: int = Field(default=1, ge=1)
-    parts: tuple[Part, ...] = ()
-    host_memory_bytes: int | None = Field(default=None, gt=0)
-    disk_bytes_per_s: float | None = Field(default=None, gt=0)
+    nics_per_node: Count = 1
+    parts: tuple[Part, ...] = Field(default=(), max_length=MAX_DEVICES)
+    host_memory_bytes: int | None = Field(default=None, gt=0, le=2**62)
+    disk_bytes_per_s: Speed | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -131,9 +132,9 @@ class Cluster(Record):
 
 # -- by name ---------------------------------------------------------------------------------------------
 
-_PART = re.compile(r"^(?:(\d+)x)?(\d+)x([a-z0-9.\-]+)$")
-_SIZE = re.compile(r"^(-?\d+(?:\.\d+)?)gb$")
-_NETWORK = re.compile(r"^(?:(\d+)x)?([a-z]+\d*)$")
+_PART = re.compile(r"^(?:([0-9]{1,18})x)?([0-9]{1,18})x([a-z0-9.\-]+)$")
+_SIZE = re.compile(r"^(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)gb$")
+_NETWORK = re.compile(r"^(?:([0-9]{1,6})x)?([a-z]+[0-9]*)$")
 
 
 @final
@@ -155,6 +156,13 @@ def parse_cluster(text: str) -> Cluster:
     """
     devices, at, network = text.strip().lower().partition("@")
     specs = [_spec(part, text) for part in devices.split("+")]
+    count = sum(spec.nodes * spec.count for spec in specs)
+    if count > MAX_DEVICES:
+        raise BadOption(
+            f"cluster {text!r} has too many devices",
+            numbers=f"{count}; at most {MAX_DEVICES}",
+            next_step="--cluster 2xcpu",
+        )
     return _cluster(text, specs, _network(network, text) if at else None)
 
 

@@ -9,13 +9,11 @@ A device may be the name of a kind, or an object: what it leaves out is taken fr
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from outsize.errors import BadOption, UnknownDevice
+from outsize.files.strict_json import BadJson, parse, read_text
 from outsize.ir.cluster import KINDS, Cluster
 from outsize.ir.hardware.devices import TABLE, DeviceKind, kind_named
 from outsize.ir.hardware.links import LINKS, NETWORKS
@@ -26,7 +24,7 @@ _EXAMPLE = '{"devices": ["a100-40gb", "a100-40gb"], "inner": "nvlink3", "outer":
 
 def save_cluster(cluster: Cluster, path: str | Path) -> None:
     """Writes the complete record as JSON."""
-    Path(path).write_text(cluster.to_json() + "\n", encoding="utf-8")
+    cluster.write(path)
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -36,14 +34,9 @@ def load_cluster(path: str | Path) -> Cluster:
     lacks some of its figures.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        return Cluster.model_validate_json(json.dumps(_filled(json.loads(text), path)))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        return Cluster.of_document(_filled(parse(read_text(path)), path))
+    except (OSError, BadJson) as error:
         raise _no_cluster(path, str(error)) from None
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in problem["loc"]) or "file"
-        raise _no_cluster(path, f"{place}: {problem['msg']}") from None
 
 
 def _filled(document: Any, path: str | Path) -> dict[str, Any]:

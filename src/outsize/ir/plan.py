@@ -12,11 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, final
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
-from outsize.ir.base import Record
+from outsize.files.strict_json import BadJson
+from outsize.ir.base import Bytes, Count, Finite, Record, Seconds, Whole, Word
 from outsize.ir.findings import REJECTIONS, Bottleneck, PeakMargin, Reason
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.offload import HOSTED, Degree, Weights, weights_text
@@ -41,7 +42,6 @@ Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
 # This version of outsize runs these axes.
 RUN: Final = frozenset({"pp", "dp_replicate", "tp"})
-Count = Annotated[int, Field(ge=1)]
 
 
 @final
@@ -110,7 +110,7 @@ class Stage(Record):
     """
 
     units: tuple[str, ...]
-    device: str
+    device: Word
     recompute: Recompute | None = None
     recomputed: tuple[str, ...] = ()
 
@@ -125,22 +125,22 @@ class StageFigures(Record):
     recomputed where the stage recomputes some.
     """
 
-    units: int
-    parameters: int
-    forward_s: float
-    backward_s: float
-    weights_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
-    boundary_bytes: int
-    busy: float
-    device_bytes: int = 0
-    p50_bytes: int = 0
-    p95_bytes: int = 0
-    context_bytes: int = 0
-    kept_bytes: int = 0
-    recomputed: int = 0
+    units: Whole
+    parameters: Bytes
+    forward_s: Seconds
+    backward_s: Seconds
+    weights_bytes: Bytes
+    gradients_bytes: Bytes
+    optimizer_bytes: Bytes
+    activations_bytes: Bytes
+    boundary_bytes: Bytes
+    busy: Finite
+    device_bytes: Bytes = 0
+    p50_bytes: Bytes = 0
+    p95_bytes: Bytes = 0
+    context_bytes: Bytes = 0
+    kept_bytes: Bytes = 0
+    recomputed: Whole = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -159,13 +159,13 @@ class Expected(Record):
     what each degree of offload costs, where the plan has one.
     """
 
-    step_s: float
-    bubble: float
-    samples_per_s: float
+    step_s: Seconds
+    bubble: Finite
+    samples_per_s: Finite
     stages: tuple[StageFigures, ...]
     source: Literal["measured", "roofline"]
-    update_s: float = 0.0
-    gap: float | None = None
+    update_s: Seconds = 0.0
+    gap: Finite | None = None
     limited_by: Bottleneck | None = None
     margins: tuple[PeakMargin, ...] = ()
     degrees: tuple[Degree, ...] = ()
@@ -185,9 +185,9 @@ class Alternative(Record):
     weights: Weights = "resident"
     sequence_parallel: bool = False
     recompute: Recompute = "none"
-    step_s: float
-    samples_per_s: float
-    peak_bytes: int
+    step_s: Seconds
+    samples_per_s: Finite
+    peak_bytes: Bytes
     what_if: bool = False
 
 
@@ -225,7 +225,7 @@ class Plan(Record):
     schedule: ScheduleName
     actions: tuple[str, ...] = ()
     stages: tuple[Stage, ...]
-    optimizer: str = "adamw"
+    optimizer: Word = "adamw"
     precision: Precision = "fp32"
     weights: Weights = "resident"
     sequence_parallel: bool = False
@@ -285,7 +285,7 @@ class Plan(Record):
         how, patterns = self.recompute_of(stage), self.stages[stage].recomputed
         if how != "selective":
             return frozenset(range(len(names)) if how == "full" else ())
-        wanted = {name for pattern in patterns for name in unroll(pattern)}
+        wanted = {name for pattern in patterns for name in unroll(pattern, len(names))}
         return frozenset(u for u, name in enumerate(names) if wanted.intersection(prefixes(name)))
 
     def microbatches_of(self, samples: int) -> int:
@@ -300,7 +300,7 @@ class Plan(Record):
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        self.write(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -308,15 +308,13 @@ class Plan(Record):
         field.
         """
         try:
-            return cls.model_validate_json(Path(path).read_text())
+            return cls.read(path)
         except OSError as error:
             raise BadPlan(
                 f"cannot read {path}", numbers=str(error), next_step="outsize plan MODEL --out FILE"
             ) from None
-        except ValidationError as error:
-            raise BadPlan(
-                f"{path} is no plan", numbers=_first_problem(error), next_step="outsize plan MODEL"
-            ) from None
+        except BadJson as error:
+            raise BadPlan(f"{path} is no plan", numbers=str(error), next_step="outsize plan MODEL") from None
 
     def check_model(self, graph: ModelGraph) -> None:
         """Raises ModelMismatch when the plan was made for another model, BadPlan where it does not say."""
@@ -443,11 +441,6 @@ def _units_of(number: int, stage: Stage, names: list[str]) -> list[int]:
 def _not_once(unit: str, numbers: str) -> BadPlan:
     what = f"every unit belongs to exactly one stage; trouble at {unit!r}"
     return BadPlan(what, numbers=numbers, next_step="outsize plan MODEL --units to list the units in order")
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    return f"{'.'.join(str(p) for p in problem['loc']) or 'file'}: {problem['msg']}"
 
 
 def stages_from_bounds(graph: ModelGraph, bounds: Sequence[int], devices: Sequence[str]) -> tuple[Stage, ...]:

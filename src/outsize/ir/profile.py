@@ -12,10 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Self, final
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from outsize.errors import BadOption, ModelMismatch
-from outsize.ir.base import Record
+from outsize.files.strict_json import BadJson
+from outsize.ir.base import Bytes, Count, Operations, Record, Seconds, Whole
 from outsize.ir.graph import ModelGraph
 
 Source = Literal["measured", "roofline"]
@@ -30,14 +31,14 @@ class UnitCost(Record):
     """
 
     name: str
-    forward_s: float
-    backward_input_s: float
-    backward_weight_s: float
-    saved_bytes: int
-    workspace_bytes: int
-    flops: int
+    forward_s: Seconds
+    backward_input_s: Seconds
+    backward_weight_s: Seconds
+    saved_bytes: Bytes
+    workspace_bytes: Bytes
+    flops: Operations
     source: Source
-    spread_s: float = 0.0
+    spread_s: Seconds = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -55,11 +56,11 @@ class Profile(Record):
 
     fingerprint: str
     device: str
-    microbatch_size: int
+    microbatch_size: Count
     units: tuple[UnitCost, ...]
     host: str = ""
-    threads: int = 0
-    beside: int = 0
+    threads: Whole = 0
+    beside: Whole = 0
     precision: str = "fp32"
 
     def recomputed(self) -> Self:
@@ -171,19 +172,15 @@ class ProfileSet(Record):
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        self.write(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Reads a profile file. Raises BadOption that says what is wrong with it."""
         try:
-            return cls.model_validate_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+            return cls.read(path)
+        except (OSError, BadJson) as error:
             raise _no_profile(path, str(error)) from None
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            place = ".".join(str(part) for part in problem["loc"]) or "file"
-            raise _no_profile(path, f"{place}: {problem['msg']}") from None
 
 
 def _between(below: Profile, above: Profile, size: int) -> Profile:

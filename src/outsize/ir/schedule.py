@@ -53,7 +53,8 @@ CUSTOM_NAME: Final = "custom"
 
 # A transfer has this other end unless the text names one.
 _NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
-_GRAMMAR = re.compile(r"^(\d+)([A-Z]+(?:_[A-Z]+)?)(\d*)(?:@(\d+))?$")
+# A step has fewer than a million stages and microbatches.
+_GRAMMAR = re.compile(r"^([0-9]{1,6})([A-Z]+(?:_[A-Z]+)?)([0-9]{0,6})(?:@([0-9]{1,6}))?$")
 
 
 @final

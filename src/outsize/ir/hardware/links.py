@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from pydantic import Field
-
-from outsize.ir.base import Record
+from outsize.ir.base import Record, Seconds, Speed
 
 
 @final
@@ -27,9 +25,9 @@ class Link(Record):
     """
 
     name: str
-    latency_s: float = Field(ge=0)
-    bytes_per_s: float = Field(gt=0)
-    hop_s: float | None = Field(default=None, ge=0)
+    latency_s: Seconds
+    bytes_per_s: Speed
+    hop_s: Seconds | None = None
     source: str = ""
 
     def seconds(self, size_bytes: int) -> float:

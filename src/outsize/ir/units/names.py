@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 
-_RANGE = re.compile(r"^(.*\.)?(\d+)-(\d+)$")
+_RANGE = re.compile(r"^(.*\.)?([0-9]{1,18})-([0-9]{1,18})$")
 
 
 @lru_cache(maxsize=1 << 16)
@@ -70,22 +70,28 @@ def _unfold(item: tuple[str, int, int] | str) -> str:
 
 def expand(patterns: Sequence[str], names: Sequence[str]) -> list[int]:
     """Returns indices of the units that the patterns cover, in order; KeyError names a pattern that covers
-    none.
+    none, or a range of which one end is none of them.
     """
+    below: dict[str, list[int]] = {}
+    for unit, name in enumerate(names):
+        for prefix in prefixes(name):
+            below.setdefault(prefix, []).append(unit)
     wanted: set[int] = set()
     for pattern in patterns:
-        plain = set(unroll(pattern))
-        hits = {i for i, name in enumerate(names) if not plain.isdisjoint(prefixes(name))}
-        if not hits:
+        plain = unroll(pattern, len(names))
+        if not plain or plain[0] not in below or plain[-1] not in below:
             raise KeyError(pattern)
-        wanted |= hits
+        wanted.update(unit for prefix in plain for unit in below.get(prefix, ()))
     return sorted(wanted)
 
 
-def unroll(pattern: str) -> list[str]:
-    """Returns `h.0, h.1, h.2` for `h.0-2`; any other pattern is returned alone."""
+def unroll(pattern: str, most: int) -> list[str]:
+    """Returns `h.0, h.1, h.2` for `h.0-2`; any other pattern is returned alone.
+
+    `most` is the number of units of the model: a range of more covers none of them, and is not listed.
+    """
     match = _RANGE.match(pattern)
     if match is None:
         return [pattern]
-    head = match[1] or ""
-    return [f"{head}{i}" for i in range(int(match[2]), int(match[3]) + 1)]
+    head, low, high = match[1] or "", int(match[2]), int(match[3])
+    return [f"{head}{i}" for i in range(low, high + 1)] if high - low < most else []

@@ -10,6 +10,7 @@ from typing import Any, final
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from outsize.errors import visible_lines
+from outsize.files.replace import replace_text
 from outsize.ir.answers.advice import Advice
 from outsize.ir.answers.curve import ThroughputCurve
 from outsize.ir.answers.verdict import Verdict
@@ -82,7 +83,7 @@ class PageFacts:
 
 def write(path: str | Path, facts: PageFacts) -> None:
     """Writes the page to `path`."""
-    Path(path).write_text(render(facts), encoding="utf-8")
+    replace_text(path, render(facts))
 
 
 def render(facts: PageFacts) -> str:

@@ -2,7 +2,7 @@
 
     rank 0     begin        a new folder, whose name no other one has
     each rank  write_part   safetensors files, synced; a CRC-32 of each part goes with the facts to rank 0
-    rank 0     publish      folder synced -> manifest synced, renamed -> `latest` renamed -> old ones go
+    rank 0     publish      manifest synced, folder synced, manifest renamed -> `latest` renamed -> old ones go
 
 A folder is part of the store from the moment in which its manifest has its name. Nothing is ever written into
 a folder that has one, and an old folder loses its manifest before it loses files.
@@ -55,7 +55,7 @@ def begin(root: str | Path, step: int, files: FileSystem = DISK) -> Path:
     """
     root = Path(root)
     with _said(root):
-        root.mkdir(parents=True, exist_ok=True)
+        _make_folders(root, files)
         taken = {step_of(folder): folder for folder in root.iterdir() if step_of(folder) is not None}
         for folder in taken.values():
             if not (folder / MANIFEST).exists():
@@ -64,6 +64,13 @@ def begin(root: str | Path, step: int, files: FileSystem = DISK) -> Path:
         files.make_folder(folder)
         files.sync_folder(root)
         return folder
+
+
+def _make_folders(path: Path, files: FileSystem) -> None:
+    if not path.is_dir():
+        _make_folders(path.parent, files)
+        files.make_folder(path)
+        files.sync_folder(path.parent)
 
 
 def abandon(folder: Path, files: FileSystem = DISK) -> None:
@@ -142,7 +149,6 @@ def publish(
         index = _index(manifest)
         if index:
             write_synced(folder / INDEX, [index.encode()], files)
-        files.sync_folder(folder)
         write_sealed(folder / MANIFEST, manifest.model_dump(mode="json"), files)
         older = [each for each in _published(folder.parent) if each != folder]
         kept = older if keep is None else older[: max(0, keep - 1)]

@@ -8,7 +8,6 @@ resident memory of the process until it is closed. Opening costs about 1 ms for 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from outsize.errors import BadWeights
+from outsize.files.strict_json import parse_object, read_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -129,8 +129,8 @@ def _file_of(path: Path) -> dict[str, Path]:
         with _opened(path) as handle:
             return dict.fromkeys(handle.keys(), path)
     try:
-        names: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        table = {name: path.parent / file for name, file in names.items()}
+        names: dict[str, str] = parse_object(read_text(path))["weight_map"]
+        table = {name: path.parent / _file_name(file) for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadWeights(
             f"{path} is no index of safetensors",
@@ -145,6 +145,13 @@ def _file_of(path: Path) -> dict[str, Path]:
             next_step=f"ls {path.parent}, and fetch them",
         )
     return table
+
+
+def _file_name(name: str) -> str:
+    """Returns the name; raises ValueError unless it is that of a file beside the index."""
+    if not name or name in (".", "..") or any(mark in name for mark in "/\\\0"):
+        raise ValueError(f"{name!r} is no file beside the index")
+    return name
 
 
 def _insist_on_fresh_index(file: Path, lost: list[str]) -> None:

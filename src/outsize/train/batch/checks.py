@@ -78,7 +78,8 @@ def insist_on_model(plan: Plan, graph: ModelGraph) -> None:
     if plan.fingerprint == graph.fingerprint:
         return
     names = {pattern for unit in graph.units for pattern in prefixes(unit.name)}
-    missing = [s for s in plan.stages if names.isdisjoint(name for p in s.units for name in unroll(p))]
+    most = len(graph.units)
+    missing = [s for s in plan.stages if names.isdisjoint(name for p in s.units for name in unroll(p, most))]
     if plan.model != graph.model or missing or not plan.fingerprint:
         plan.check_model(graph)
 

@@ -45,6 +45,7 @@ from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.number_inputs import another_number, with_number_inputs
 
 KEPT = 32
+_MOST_UNITS: Final = 1 << 20
 
 
 @final
@@ -328,4 +329,4 @@ def _pattern_owner(plan: Plan) -> Callable[[str], int | None]:
 
 
 def _unrolled(patterns: Sequence[str]) -> list[str]:
-    return [name for pattern in patterns for name in unroll(pattern)]
+    return [name for pattern in patterns for name in unroll(pattern, _MOST_UNITS)]

@@ -45,5 +45,6 @@ def test_a_pattern_that_covers_nothing_is_named() -> None:
 
 def test_prefixes_and_ranges() -> None:
     assert prefixes("a.b:op#1") == ("a.b:op#1", "a.b", "a")
-    assert unroll("h.2-4") == ["h.2", "h.3", "h.4"]
-    assert unroll("h") == ["h"]
+    assert unroll("h.2-4", 3) == ["h.2", "h.3", "h.4"]
+    assert unroll("h", 0) == ["h"]
+    assert unroll("h.0-2000000000", 120) == []

@@ -1,0 +1,290 @@
+"""Files are lost in no way: killed, without power, on a full disk, cut and with flipped bits, at every operation.
+
+The law: a reader finds all of the old state or all of the new one, or an error that names the damaged file and the
+next older checkpoint that is whole. `make test` plays 200 cases, `make parity` 10,000.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+from faulty_files import FaultyFiles, Killed
+from torch import Tensor
+
+from outsize.errors import BadCheckpoint, NotSaved, OutsizeError
+from outsize.files.file_system import DISK, FileSystem
+from outsize.files.replace import replace_text
+from outsize.run.checkpoint.chunk import Chunk
+from outsize.run.checkpoint.manifest import published
+from outsize.run.checkpoint.read import CheckpointReader
+from outsize.run.checkpoint.write import begin, publish, write_part
+from outsize.run.weights.safetensors import WeightFiles
+from outsize.run.weights.save import ShardWriter, shards
+
+COUNTS = [
+    pytest.param(1, id="some"),
+    pytest.param(50, id="all", marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
+]
+NOTHING = "nothing"
+
+
+def state(number: int) -> dict[str, Tensor]:
+    """A state that shares no value with another one, of sizes that depend on it."""
+    return {
+        "model/w": torch.full((4, 2 + number % 2), float(number)),
+        "model/b": torch.tensor(float(number)),
+        "optimizer/w/exp_avg": torch.full((4,), -float(number)),
+    }
+
+
+def save(root: Path, number: int, step: int, keep: int | None, files: FileSystem = DISK) -> None:
+    """Two ranks; the first tensor is divided among them."""
+    ranks: list[list[Chunk]] = [[], []]
+    for name, tensor in state(number).items():
+        shape = tuple(tensor.shape)
+        if name == "model/w":
+            ranks[0].append(Chunk(name, shape, (0, 0), tensor[:1]))
+            ranks[1].append(Chunk(name, shape, (1, 0), tensor[1:]))
+        else:
+            ranks[number % 2].append(Chunk(name, shape, (0,) * len(shape), tensor))
+    folder = begin(root, step, files)
+    parts = [write_part(folder, rank, chunks, files) for rank, chunks in enumerate(ranks)]
+    publish(folder, parts, {"number": number}, keep, files)
+
+
+def found(path: Path) -> int | str:
+    """The number of the state that is found, of which every tensor is compared; or NOTHING."""
+    try:
+        reader = CheckpointReader(path)
+    except BadCheckpoint as error:
+        if "no checkpoint" in error.what:
+            return NOTHING
+        raise
+    number = reader.values["number"]
+    assert set(reader.names()) == set(state(number))
+    for name, tensor in state(number).items():
+        assert torch.equal(reader.read(name), tensor), f"{name} of state {number}"
+    return number
+
+
+@final
+class Case:
+    """One random case: some states that are there, and one more that is saved while something goes wrong."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.draw = random.Random(seed)
+        self.root = folder / "root"
+        self.root.mkdir()
+        self.before = self.draw.randint(0, 2)
+        self.keep = self.draw.choice([None, 1, 2])
+        self.step = self.draw.choice([1, 2, 3, 9])  # steps that are there already, and those that are not
+        for number in range(1, self.before + 1):
+            save(self.root, number, number, None)
+        if self.draw.random() < 0.3:  # what a killed save has left
+            begin(self.root, self.step)
+        self.old = self.before or NOTHING
+        self.new = self.before + 1
+
+    def faulty(self, fault: str) -> FaultyFiles:
+        # Half of them end where the manifest and the list get their names.
+        last = self.draw.choice([range(1, 45), range(20, 40)])
+        return FaultyFiles(self.root, self.draw.choice(last), fault, self.draw)
+
+    def save(self, files: FileSystem) -> None:
+        save(self.root, self.new, self.step, self.keep, files)
+
+
+def cases(count: int, tmp_path: Path) -> Iterator[Case]:
+    for seed in range(count):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        yield Case(seed, folder)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_kill_and_a_power_cut_leave_the_old_or_the_new_state(tmp_path: Path, count: int) -> None:
+    ends = set()
+    for case in cases(count * 80, tmp_path):
+        files, done = case.faulty("kill"), False
+        try:
+            case.save(files)
+            done = True
+        except Killed:
+            pass
+        allowed = {case.new} if done else {case.old, case.new}
+        after = found(case.root)
+        survived = files.after_power_cut(case.root, case.root.parent / "survived")
+        assert {after, found(survived)} <= allowed
+        ends.add((done, after == case.new))
+        for root in (
+            case.root,
+            survived,
+        ):  # the next save ends, and leaves what is vouched for and nothing else
+            save(root, 7, 9, keep=1)
+            assert found(root) == 7
+            assert sorted(path.name for path in root.iterdir()) == ["latest", published(root)[0].name]
+    assert ends == {(True, True), (False, True), (False, False)}  # each has happened
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_full_disk_is_an_error_and_leaves_the_old_or_the_new_state(tmp_path: Path, count: int) -> None:
+    failures = 0
+    for case in cases(count * 30, tmp_path):
+        allowed = {case.old, case.new}
+        try:
+            case.save(case.faulty("full"))
+            allowed = {case.new}
+        except NotSaved as error:
+            assert "No space left" in str(error)
+            assert "are free" in error.numbers
+            failures += 1
+        assert found(case.root) in allowed
+    assert failures > count * 5
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_cut_end_and_a_flipped_bit_are_never_read(tmp_path: Path, count: int) -> None:
+    seen = 0
+    for case in cases(count * 40, tmp_path):
+        save(case.root, 5, 8, None)
+        save(case.root, 6, 9, None)
+        damaged = case.draw.choice([p for p in case.root.rglob("*") if p.is_file() and "0009" in str(p)] +
+                                   [case.root / "latest"])  # fmt: skip
+        raw = bytearray(damaged.read_bytes())
+        if case.draw.random() < 0.5:
+            del raw[case.draw.randrange(len(raw)) :]
+        else:
+            raw[case.draw.randrange(len(raw))] ^= 1 << case.draw.randrange(8)
+        damaged.write_bytes(raw)
+        try:
+            assert found(case.root) == 6  # a bit that means nothing, as in the padding of a header
+        except BadCheckpoint as error:
+            seen += 1
+            assert str(damaged) in str(error)
+            whole = 6 if damaged.name == "latest" else 5
+            older = error.next_step.split("'")[1]
+            assert found(Path(older)) == whole
+    assert seen > count * 20
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_saved_weights_are_the_old_or_the_new_ones(tmp_path: Path, count: int) -> None:
+    def write(folder: Path, value: float, limit: int, files: FileSystem) -> None:
+        tensors = {name: torch.full((4,), value) for name in ("a", "b", "c")}
+        parts = shards(tensors, limit)
+        writer = ShardWriter(folder, parts, files)
+        for number, part in enumerate(parts):
+            writer.write(number, iter(part.values()))
+        writer.publish()
+
+    def read(folder: Path) -> float:
+        files, values = WeightFiles(folder), set[float]()
+        for name in ("a", "b", "c"):
+            into = torch.empty(4)
+            files.read(name, into)
+            values |= set(into.tolist())
+        assert len(values) == 1, f"a mixture: {values}"
+        return values.pop()
+
+    for seed in range(count * 30):
+        draw, folder = random.Random(seed), tmp_path / f"{seed}"
+        write(folder, 1.0, draw.choice([16, 32, 100]), DISK)
+        files = FaultyFiles(folder, draw.randint(1, 30), "kill", draw)
+        allowed = {1.0, 2.0}
+        try:
+            write(folder, 2.0, draw.choice([16, 32, 100]), files)
+            allowed = {2.0}
+        except Killed:
+            pass
+        assert {read(folder), read(files.after_power_cut(folder, tmp_path / f"{seed}.cut"))} <= allowed
+        write(folder, 3.0, 32, DISK)
+        assert read(folder) == 3.0
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_text_file_is_the_old_or_the_new_one(tmp_path: Path, count: int) -> None:
+    old, new = json.dumps({"plan": 1}), json.dumps({"plan": [2] * 100})
+    for seed in range(count * 16):
+        draw, folder = random.Random(seed), tmp_path / f"{seed}"
+        folder.mkdir()
+        path = folder / "plan.json"
+        path.write_text(old)
+        fault = draw.choice(["kill", "full"])
+        files, allowed = FaultyFiles(folder, draw.randint(1, 6), fault, draw), {old, new}
+        try:
+            replace_text(path, new, files)
+            allowed = {new}
+        except (Killed, OSError):
+            pass
+        survived = files.after_power_cut(folder, tmp_path / f"{seed}.cut")
+        assert {path.read_text(), (survived / "plan.json").read_text()} <= allowed
+        if fault == "full":
+            assert [p.name for p in folder.iterdir()] == ["plan.json"]
+
+
+def test_a_killed_process_leaves_the_old_or_the_new_state(tmp_path: Path) -> None:
+    for case in cases(4, tmp_path):
+        files = FaultyFiles(case.root, case.draw.randint(1, 50), "die", case.draw)
+        child = os.fork()
+        if child == 0:
+            try:
+                case.save(files)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert found(case.root) in {case.old, case.new}
+
+
+# -- the harness can fail ------------------------------------------------------------------------------------
+
+
+def careless(root: Path, number: int, files: FileSystem) -> None:
+    """Writes over the old file."""
+    file = files.create(root / "state")
+    files.write(file, json.dumps([number] * 20).encode())
+    files.sync(file)
+    files.close(file)
+
+
+def unsynced(root: Path, number: int, files: FileSystem) -> None:
+    """Renames without a sync."""
+    file = files.create(root / "draft")
+    files.write(file, json.dumps([number] * 20).encode())
+    files.close(file)
+    files.rename(root / "draft", root / "state")
+
+
+@pytest.mark.parametrize("write", [careless, unsynced])
+def test_the_harness_finds_a_careless_writer(tmp_path: Path, write: Callable[..., Any]) -> None:
+    faults = 0
+    for seed in range(30):
+        draw, root = random.Random(seed), tmp_path / str(seed)
+        root.mkdir()
+        write(root, 1, DISK)
+        files = FaultyFiles(root, draw.randint(1, 5), "kill", draw)
+        try:
+            write(root, 2, files)
+        except Killed:
+            pass
+        for folder in (root, files.after_power_cut(root, tmp_path / f"{seed}.cut")):
+            try:
+                assert json.loads((folder / "state").read_text())[0] in (1, 2)
+            except (ValueError, OSError):
+                faults += 1
+    assert faults > 3
+
+
+def test_the_law_sees_a_mixture(tmp_path: Path) -> None:
+    save(tmp_path, 1, 1, None)
+    save(tmp_path, 3, 3, None)
+    name = "model-00000.safetensors"
+    (tmp_path / "step-00000003" / name).write_bytes((tmp_path / "step-00000001" / name).read_bytes())
+    with pytest.raises(OutsizeError, match=rf"E108.*{name} is damaged.*step-00000001"):
+        found(tmp_path)
