@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 SITE   := .venv-docs
 HOUSE  := $(wildcard src tests benchmarks examples)
 
-.PHONY: help demo test test-quick mutations parity check bench bench-optimality docs docs-site clean clean-venv
+.PHONY: help demo test test-quick fuzz mutations parity check bench bench-optimality docs docs-site clean clean-venv
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -24,6 +24,10 @@ test: $(STAMP)  ## run all tests, one process per core; benchmarks/test-time has
 
 test-quick: $(STAMP)  ## run the tests nearest to your change from main, in about a minute
 	OMP_NUM_THREADS=1 $(BIN)/python tests/quick.py
+
+FILES := 1000000
+fuzz: $(STAMP)  ## read a million changed files, of which `make test` reads 500; FILES=N reads another number
+	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -u tests/unit/files/hostile_files.py $(FILES)
 
 mutations: $(STAMP)  ## leave out each wait of device code in turn and see it found; writes docs/waits.md
 	OMP_NUM_THREADS=1 $(BIN)/python -u tests/device/mutations/ordering_proof.py --page docs/waits.md

@@ -125,7 +125,7 @@ class FaultyFiles(FileSystem):
         self._pending = [change for change in self._pending if change.folder != path]
 
     def after_power_cut(self, root: Path, fresh: Path) -> Path:
-        """Writes what survives into a fresh folder: any part of the changes and bytes that were not synced."""
+        """Writes what survives into a fresh folder: any part of what was not synced."""
         names = dict(self._durable)
         for change in self._pending:
             if self._draw.random() < 0.5:

@@ -1,7 +1,7 @@
 """Defines the base of all persisted nouns: frozen, strict about unknown keys, JSON in and out.
 
-Numbers of files that strangers may have written are bounded by their types here, so that no reader needs a check
-of its own: seconds and bytes are finite and not negative, counts are at least 1.
+Numbers of files that strangers may have written are bounded by their types here, so that no reader needs a
+check of its own: seconds and bytes are finite and not negative, counts are at least 1.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self, final
 
-from pydantic import AfterValidator, field_validator, model_validator
+from pydantic import AfterValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
@@ -236,17 +236,15 @@ class Plan(Record):
     alternatives: tuple[Alternative, ...] = ()
     why: tuple[Reason, ...] = ()
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_sentences(cls, data: Any) -> Any:
-        """Reads version 1, whose reasons were sentences: they are dropped, the decision is the same."""
-        if not isinstance(data, dict) or data.get("version") != 1:
-            return data
-        plan = {**data, "version": 2, "why": ()}
-        if isinstance(expected := plan.get("expected"), dict):
-            words = {"limited_by", "margins"}
-            plan["expected"] = {name: value for name, value in expected.items() if name not in words}
-        return plan
+    def of_document(cls, document: dict[str, Any]) -> Self:
+        """Reads version 1, too, whose reasons were sentences: they are dropped, the decision is the same."""
+        if type(document.get("version")) is int and document["version"] == 1:
+            document = {**document, "version": 2, "why": []}
+            if isinstance(expected := document.get("expected"), dict):
+                words = {"limited_by", "margins"}
+                document["expected"] = {name: v for name, v in expected.items() if name not in words}
+        return super().of_document(document)
 
     @field_validator("actions")
     @classmethod

@@ -2,7 +2,7 @@
 
     rank 0     begin        a new folder, whose name no other one has
     each rank  write_part   safetensors files, synced; a CRC-32 of each part goes with the facts to rank 0
-    rank 0     publish      manifest synced, folder synced, manifest renamed -> `latest` renamed -> old ones go
+    rank 0     publish      manifest and folder synced, manifest renamed, `latest` renamed, old ones go
 
 A folder is part of the store from the moment in which its manifest has its name. Nothing is ever written into
 a folder that has one, and an old folder loses its manifest before it loses files.

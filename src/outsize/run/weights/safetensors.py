@@ -22,6 +22,7 @@ from outsize.files.strict_json import parse_object, read_text
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_LONGEST_NAME = 255
 
 
 @final
@@ -149,8 +150,9 @@ def _file_of(path: Path) -> dict[str, Path]:
 
 def _file_name(name: str) -> str:
     """Returns the name; raises ValueError unless it is that of a file beside the index."""
-    if not name or name in (".", "..") or any(mark in name for mark in "/\\\0"):
-        raise ValueError(f"{name!r} is no file beside the index")
+    plain = name not in ("", ".", "..") and not any(mark in name for mark in "/\\\0")
+    if not plain or len(name.encode()) > _LONGEST_NAME:
+        raise ValueError(f"{name[:40]!r} is no file beside the index")
     return name
 
 
