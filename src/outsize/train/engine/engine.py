@@ -10,6 +10,7 @@ loop; an Executor (executor.py) runs them, and the Ownership knows which rank ow
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
@@ -102,7 +103,9 @@ class Engine:
         self._scaling = Scaling(scaler, crew, _loss_device(model, crew, plan)) if scaler is not None else None
         held = HeldWeights(model, crew, self._ownership, self._tensor)
         settings = RunSettings(plan, options.seed, options.loss_fn, scaler)
-        self._checkpoints = Checkpoints(held, settings, lambda: self.steps)
+        # An engine in a cycle would keep what it has recorded until the garbage is collected.
+        itself = weakref.ref(self)
+        self._checkpoints = Checkpoints(held, settings, lambda: engine.steps if (engine := itself()) else 0)
         recording = RecordingOptions(options.counting, home, self._tensor, options.captures)
         self._executor: Executor = (
             ByModules(model, plan, crew, self._ownership, options)
