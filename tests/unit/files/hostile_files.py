@@ -23,13 +23,12 @@ from outsize.errors import BadPlan, OutsizeError
 from outsize.files.sealed_json import seal
 from outsize.ir.cluster import parse_cluster
 from outsize.ir.cluster_file import load_cluster
-from outsize.ir.plan import Plan
+from outsize.ir.plan import Axes, Expected, Plan, Stage
 from outsize.ir.profile import Profile, ProfileSet, UnitCost
 from outsize.ir.units.names import expand
 from outsize.run.checkpoint.manifest import Manifest
 from outsize.run.weights.safetensors import WeightFiles
 
-GOLDEN = Path(__file__).parents[2] / "golden"
 LONGEST_S = 2.0
 STRANGE: list[Any] = [
     *(-1, 0, 1, 2**31, 2**63, 10**30, -0.5, 1e308, -1e-300, True, False, None, "", "0", "rm -rf"),
@@ -71,11 +70,13 @@ KINDS: dict[str, tuple[str, Loader]] = {
 def valid(kind: str, draw: Random) -> Any:
     """The document of a valid file: JSON, or text."""
     if kind == "plan":
-        chosen = draw.choice(sorted((GOLDEN / "plans").glob("*.json")))
-        plan = json.loads(chosen.read_text())
-        plan = plan.get("plan", plan)
-        plan["stages"] = [{"units": [f"h.{n}"], "device": f"cuda:{n}"} for n in range(4)]
-        return plan
+        stages = tuple(Stage(units=(f"h.{n}",), device=f"cuda:{n}") for n in range(4))
+        expected = Expected(step_s=0.5, bubble=0.1, samples_per_s=4.0, stages=(), source="roofline")
+        plan = Plan(
+            model="m", fingerprint="f", cluster="4xa100-40gb", axes=Axes(pp=4), batch_size=8, microbatches=4,
+            schedule=draw.choice(["1f1b", "gpipe"]), stages=stages, expected=expected,
+        )  # fmt: skip
+        return json.loads(plan.to_json())
     if kind == "cluster":
         whole = json.loads(parse_cluster("2x2xa100-40gb").to_json())
         short = {"devices": ["a100-40gb", {"kind": "t4", "memory_bytes": 1 << 33}], "inner": "pcie4"}
