@@ -49,6 +49,7 @@ def write_synced(path: Path, data: Iterable[Buffer], files: FileSystem = DISK) -
     try:
         for piece in data:
             files.write(file, piece)
+            del piece  # Otherwise what it is a part of would live while the next one is made.
         files.sync(file)
     finally:
         files.close(file)
