@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 SITE   := .venv-docs
+WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 HOUSE  := $(wildcard src tests benchmarks examples)
 
 .PHONY: help demo test test-quick fuzz mutations parity check bench bench-optimality docs docs-site clean clean-venv
@@ -17,10 +18,10 @@ demo: $(STAMP)  ## plan, split, check and train real models over two processes; 
 	$(BIN)/outsize demo
 
 # A file stays in one process, which shares its fixtures and captures; the longest files come first (conftest.py)
-# and are not sorted again by their number of tests. One thread each, because libgomp's would spin. The house
+# and are not sorted again by their number of tests. One process more than cores: tests of real runs wait for them. One thread each, because libgomp's would spin. The house
 # rules are those of `make check`.
-test: $(STAMP)  ## run all tests, one process per core; benchmarks/test-time has their times
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/house -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+test: $(STAMP)  ## run all tests, in parallel; benchmarks/test-time has their times
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/house -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-quick: $(STAMP)  ## run the tests nearest to your change from main, in about a minute
 	OMP_NUM_THREADS=1 $(BIN)/python tests/quick.py

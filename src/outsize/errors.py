@@ -26,7 +26,8 @@
         ├── RankFailed          E401   a process of the run failed
         ├── BoundaryMismatch    E402   a tensor on the wire is not what the tape promised
         ├── NotSaved            E403   a checkpoint could not be written; the older ones are whole
-        └── RunHung             E404   ranks wait for one that will not come
+        ├── RunHung             E404   ranks wait for one that will not come
+        └── Preempted           E405   a signal asked the run to end, and it has saved itself
 
 Only leaves are raised; the inner classes are for `except`. The message is one line:
 `NoFeasiblePlan [E201]: what; numbers. Next: what to type.`
@@ -246,6 +247,17 @@ class RunHung(RunError):
     """Ranks wait for one that is stopped, gone or deadlocked; the text names it and shows its stack."""
 
     code = "E404"
+
+
+@final
+class Preempted(RunError):
+    """The run was asked to end (SIGTERM, SIGUSR1) and has saved itself; the same command goes on.
+
+    Its exit code is EX_TEMPFAIL of sysexits.h, "try again later".
+    """
+
+    code = "E405"
+    exit_code = 75
 
 
 def error_of(fields: Mapping[str, str | bool]) -> OutsizeError:

@@ -16,7 +16,7 @@ from forked import on_ranks
 
 ANY_PICKLE = re.compile(
     r"import (c?[pP]ickle|shelve|marshal|dill|cloudpickle)\b"
-    r"|\w+_object\(\w+, \w|_object_list\(|torch\.(save|load)\(|joblib"
+    r"|(gather|broadcast|scatter|send|recv)_object(_list)?\(|torch\.(save|load)\(|joblib"
 )
 
 

@@ -24,7 +24,9 @@ Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0)]  # infinity, which no file can hold, stands for a free link in a model
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]+$", max_length=200)]
-"""A name without spaces, such as that of a device or an optimizer."""
+"""A name without spaces, such as that of an optimizer."""
+DeviceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]+(/[0-9]+)?$", max_length=200)]
+"""The name of a device; `cuda:0/1` shares the memory of `cuda:0`."""
 
 
 class Record(BaseModel, ABC):

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
 from outsize.files.strict_json import BadJson
-from outsize.ir.base import Bytes, Count, Finite, Record, Seconds, Whole, Word
+from outsize.ir.base import Bytes, Count, DeviceName, Finite, Record, Seconds, Whole, Word
 from outsize.ir.findings import REJECTIONS, Bottleneck, PeakMargin, Reason
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.offload import HOSTED, Degree, Weights, weights_text
@@ -110,7 +110,7 @@ class Stage(Record):
     """
 
     units: tuple[str, ...]
-    device: Word
+    device: DeviceName
     recompute: Recompute | None = None
     recomputed: tuple[str, ...] = ()
 

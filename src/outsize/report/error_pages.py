@@ -313,6 +313,17 @@ What to do
   Run  outsize check MODEL : it names the first unit that diverges. Keep values
   with varying shapes inside one stage, or move the cut: see the plan's units.
 """
+_E405 = """
+Preempted [E405]: the run was asked to end, and has saved itself.
+
+SIGTERM or SIGUSR1 has reached a rank: somebody, SLURM or Kubernetes takes the
+machine away. The step was finished, the run is saved, and it ends with exit
+code 75 ("try again later"), which asks for a restart.
+
+Start the same command again: it goes on from the folder that the message names,
+on any layout, with the same losses. Where a save takes longer than the launcher
+waits between SIGTERM and SIGKILL, give it more:  --shutdown-timeout 120
+"""
 _E404 = """
 RunHung [E404]: ranks wait for one that will not come.
 
@@ -395,6 +406,7 @@ TEXTS = MappingProxyType(
         "E402": _E402,
         "E403": _E403,
         "E404": _E404,
+        "E405": _E405,
         "W210": _W210,
     }
 )

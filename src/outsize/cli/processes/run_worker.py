@@ -37,8 +37,6 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice.overview import Outlook
 from outsize.run.transport.control_messages import all_gather_json, broadcast_json
-from outsize.train.checkpoint.interval import SaveInterval
-from outsize.train.checkpoint.timer import SaveTimer
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
@@ -210,13 +208,12 @@ def _saver(engine: Engine, job: RunJob) -> Callable[[], None]:
     folder = job.checkpoint
     if folder is None:
         return lambda: None
-    group = None if engine.crew.mesh is None else engine.crew.mesh.group.host
-    timer = None if job.every is None else SaveTimer(SaveInterval.parse(job.every), group)
 
     def save() -> None:
-        due, last = timer is not None and timer.is_due(engine.steps), engine.steps == job.steps
-        if due or last:
-            engine.save(folder, keep=job.keep, wait=last)
+        if engine.steps == job.steps:
+            engine.save(folder, keep=job.keep)
+        else:
+            engine.checkpoint(folder, every=job.every, keep=job.keep)
 
     return save
 

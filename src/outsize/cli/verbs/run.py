@@ -35,6 +35,8 @@ _FOR_MODELS: Final = (
     *("exact", "measure", "seed", "report", "trace", "json"),
     *("checkpoint", "every", "keep"),
 )
+# A run that saves itself gets as long after a signal as SLURM and Kubernetes give it.
+SAVING_S: Final = 30
 # These options are passed on unchanged. Their names are torchrun's, whose parser also reads PET_* variables.
 _FOR_TORCHRUN: Final = (
     *("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
@@ -91,7 +93,9 @@ Redirects = Annotated[
 Tee = Annotated[
     str | None, _torchruns("tee", "Output to files and to the terminal; values as of --redirects.", "-t")
 ]
-Shutdown = Annotated[int | None, _torchruns("shutdown-timeout", "Seconds from SIGTERM to SIGKILL (5).")]
+Shutdown = Annotated[
+    int | None, _torchruns("shutdown-timeout", "Seconds from SIGTERM to SIGKILL (5; to save: 30).")
+]
 HangTimeout = Annotated[
     float | None,
     typer.Option(
@@ -209,6 +213,8 @@ def run(
     MODEL is trained on a random batch, one process per stage; measured and predicted figures are shown.
     """
     torchrun_options = {name: ctx.params[name] for name in _FOR_TORCHRUN}
+    if checkpoint is not None and shutdown_timeout is None:
+        torchrun_options["shutdown_timeout"] = SAVING_S
     place = LaunchPlace(
         nproc_per_node,
         {name: value for name, value in torchrun_options.items() if value not in (None, False)},

@@ -25,12 +25,11 @@ class SaveInterval:
     seconds: float = 0.0
 
     @classmethod
-    def parse(cls, text: str) -> SaveInterval:
+    def parse(cls, text: str | int) -> SaveInterval:
         """Reads `500` or `10m`. Raises BadOption."""
+        text = str(text)
         found = re.fullmatch(r"([0-9]{1,9})([smh]?)", text.strip())
         if found is None or not int(found[1]):
-            raise BadOption(
-                f"--every {text!r} is no interval", next_step="--every 500 (steps), 90s, 10m or 2h"
-            )
+            raise BadOption(f"every {text!r} is no interval", next_step="500 (steps), 90s, 10m or 2h")
         number, unit = int(found[1]), found[2]
         return cls(None, number * _SECONDS[unit]) if unit else cls(number)

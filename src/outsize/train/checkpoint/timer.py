@@ -1,15 +1,24 @@
-"""Says after each step whether to save; where the clock decides, it is rank 0's, told to all of them."""
+"""Says after each step whether to save; where the clock decides, it is rank 0's, told to all of them.
+
+loop:  engine.step(...)        engine.checkpoint("run", every="10m")
+                                   asked to end by a signal?  save, wait, raise Preempted
+                                   due?                       save beside the next steps
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, final
 
 import torch.distributed as dist
 
+from outsize.errors import Preempted
 from outsize.run.transport.control_messages import broadcast_json
 from outsize.train.checkpoint.interval import SaveInterval
+from outsize.train.checkpoint.preemption import PreemptionWatch
 
 
 @final
@@ -35,3 +44,54 @@ class SaveTimer:
         if due:
             self._last_s = self._clock()
         return due
+
+
+class Save(Protocol):
+    """Saves the run to a new folder in `root`; where it does not wait, a thread writes."""
+
+    def __call__(self, root: Path, *, keep: int | None, wait: bool) -> object: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SaveRule:
+    """Where a run saves itself, how often (None: only when it is asked to end), and how many saves stay."""
+
+    root: Path
+    every: SaveInterval | None = None
+    keep: int | None = None
+
+
+@final
+class StepSaver:
+    """Saves a run after its steps by one rule, and when a signal asks it to end."""
+
+    def __init__(self, rule: SaveRule, group: dist.ProcessGroup | None) -> None:
+        self.rule = rule
+        self._timer = None if rule.every is None else SaveTimer(rule.every, group)
+        self._preemption = PreemptionWatch(group)
+
+    def after_step(self, steps: int, save: Save) -> bool:
+        """Saves if that is due after so many steps, and returns whether it did.
+
+        All ranks call this together. Raises Preempted, NotSaved.
+        """
+        signal_name = self._preemption.asked_by()
+        if signal_name is not None:
+            save(self.rule.root, keep=self.rule.keep, wait=True)
+            self._preemption.close()
+            ended = Preempted(
+                f"{signal_name} has asked the run to end, and it is saved",
+                numbers=f"step {steps}, in {self.rule.root}",
+                next_step="start the same command again; it goes on from there",
+            )
+            ended.shared = True
+            raise ended
+        is_due = self._timer is not None and self._timer.is_due(steps)
+        if is_due:
+            save(self.rule.root, keep=self.rule.keep, wait=False)
+        return is_due
+
+    def close(self) -> None:
+        """Gives the signals back."""
+        self._preemption.close()

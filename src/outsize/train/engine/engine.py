@@ -47,7 +47,9 @@ from outsize.train.batch.checks import (
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.checkpoints import Checkpoints, Moment, RunSettings, newest_checkpoint
+from outsize.train.checkpoint.interval import SaveInterval
 from outsize.train.checkpoint.loaders import CountedLoader
+from outsize.train.checkpoint.timer import SaveRule, StepSaver
 from outsize.train.checkpoint.weights import HeldWeights
 from outsize.train.crew.apply_named import NamedCall, NamedCalls
 from outsize.train.crew.crew import Crew, device_of
@@ -93,6 +95,7 @@ class Engine:
         self._speculation = speculation_for(options.clipping, options.clip_norm, scaler, crew, plan)
         self.steps = 0
         self._watch = LossWatch()
+        self._saver: StepSaver | None = None
         self.optimizer: Optimizer | None = None
         home = _home(model, crew, len(plan.stages))
         self._tensor = tensor_ranks(model, plan, crew.mesh, compiled=options.compiled is not None)
@@ -310,6 +313,23 @@ class Engine:
         """
         self.crew.insist_on_ended_steps()
         return self._checkpoints.save(Path(root), Moment(self.steps, self.optimizer), keep, wait=wait)
+
+    def checkpoint(
+        self, root: str | Path, *, every: int | str | None = None, keep: int | None = None
+    ) -> bool:
+        """Saves the run when that is due; returns whether it did. Every rank calls this after each step.
+
+        `every`: so many steps (500), or so long ("90s", "10m", "2h"); a thread writes while the run goes on,
+        `finish_saving` after the loop waits for it. From the first call on, SIGTERM and SIGUSR1 (a machine is
+        taken away: SLURM, Kubernetes) let the step end; then this call saves and raises Preempted, which ends
+        the process with code 75. Raises BadOption, NotSaved.
+        """
+        rule = SaveRule(Path(root), None if every is None else SaveInterval.parse(every), keep)
+        if self._saver is None or self._saver.rule != rule:
+            if self._saver is not None:
+                self._saver.close()
+            self._saver = StepSaver(rule, None if self.crew.mesh is None else self.crew.mesh.group.host)
+        return self._saver.after_step(self.steps, self.save)
 
     def finish_saving(self) -> None:
         """Waits until the last `save(..., wait=False)` is on the disk. Every rank calls this.

@@ -107,6 +107,12 @@ class Agent(LocalElasticAgent):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(pid, signal.SIGKILL)
 
+    def exit_codes(self) -> list[int | None]:
+        """Returns how each worker here has ended; None for one that runs."""
+        context = self._pcontext
+        handlers = context.subprocess_handlers if isinstance(context, SubprocessContext) else {}
+        return [handler.proc.poll() for handler in handlers.values()]
+
     @property
     def _context(self) -> SubprocessContext:
         assert isinstance(self._pcontext, SubprocessContext)
@@ -319,7 +325,8 @@ def catchable_signals(*, meets: bool) -> Iterator[str]:
     While machines meet, C++ code handles no signal for minutes; during that time a Ctrl-C ends the process at
     once.
     """
-    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+    handled = [getattr(signal, name) for name in names if hasattr(signal, name)]
     previous = {one: signal.getsignal(one) for one in handled}
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and meets and previous[signal.SIGINT] is not signal.SIG_IGN:

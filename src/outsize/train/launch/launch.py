@@ -17,7 +17,7 @@ from pathlib import Path
 from signal import SIGINT, SIGKILL
 from typing import TYPE_CHECKING, Any
 
-from outsize.errors import BadOption, RankFailed
+from outsize.errors import BadOption, Preempted, RankFailed
 from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
 from outsize.train.launch.exit import end_well_outside_workers
@@ -53,11 +53,11 @@ def run_script(
 def launch(spec: LaunchSpec) -> int:
     """Runs the processes of this machine to their end and returns the exit code of the whole.
 
-    0: every process ended well. 128 + n: signal n asked for the end (130 for Ctrl-C). Otherwise stderr got
-    the first failing rank's traceback and a RankFailed [E401] line (its code is 4), or, for an error of
-    outsize itself, that one line (with that error's code). No process of the run outlives this call, and the
-    longest wait after a failure or a signal is `spec.grace_s` seconds. Raises BadOption (E106); RankFailed
-    when the machines do not meet.
+    0: every process ended well. 75: a signal asked for the end, and the run has saved itself. 128 + n: signal
+    n asked for the end (130 for Ctrl-C). Otherwise stderr got the first failing rank's traceback and a
+    RankFailed [E401] line (its code is 4), or, for an error of outsize itself, that one line (with that
+    error's code). No process of the run outlives this call, and the longest wait after a failure or a signal
+    is `spec.grace_s` seconds. Raises BadOption (E106); RankFailed when the machines do not meet.
     """
     with private_folder("outsize-") as folder, _quiet_elastic():
         return _run(spec, folder)
@@ -137,6 +137,7 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     extra_environment |= {STORE: str(folder / "store")} if loopback else {}
     logs = Logs(args.log_dir, args, extra_environment, config.log_line_prefix_template or "[${rank}] ")
     codes: list[int] = []
+    agent: Agent | None = None
     with contextlib.ExitStack() as stack:
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stack.enter_context(
             catchable_signals(meets=not loopback)
@@ -153,6 +154,9 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
             return RankFailed.exit_code if result is not None and result.is_failed() else 0
         except (SignalException, KeyboardInterrupt) as stop:
             signum = stop.sigval if isinstance(stop, SignalException) else SIGINT
+            if agent is not None and set(agent.exit_codes()) == {Preempted.exit_code}:
+                _say(f"outsize: stopped by {signal_name(signum)}; the run is saved, the same command goes on")
+                return Preempted.exit_code
             _say(f"outsize: stopped by {signal_name(signum)}, {spec.processes} ended")
             return 128 + signum
         except (RendezvousError, DistError) as error:

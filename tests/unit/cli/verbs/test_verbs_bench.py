@@ -102,7 +102,7 @@ def test_tune_writes_the_winning_plan(
 
 
 def test_a_failed_tuning_is_an_object_under_json(outsize: Outsize, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "run_script", lambda *_, **__: 4)
+    monkeypatch.setattr(launch, "launch", lambda _: 4)
     answer = outsize("tune", "toy:build", "--json")
     assert answer.code == 4
     assert '"exit_code": 4' in answer.out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from outsize.cli.processes.launch import LaunchPlace
 from outsize.cli.verbs.run import _FOR_TORCHRUN  # pyright: ignore[reportPrivateUsage]
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.answers.utilisation import Idle
+from outsize.train.launch.spec import LaunchSpec
 
 Outsize = Callable[..., Any]
 Calls = list[tuple[list[str], int, dict[str, Any]]]
@@ -24,13 +25,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What would have been started."""
     calls: Calls = []
 
-    def run_script(argv: Sequence[str], nproc_per_node: int, **rest: Any) -> int:
-        calls.append((list(argv), nproc_per_node, rest))
-        if argv[0] == "outsize.cli.processes.run_worker":
-            rest["job"] = RunJob.model_validate_json((Path(argv[1]) / "job.json").read_text())
+    def start(spec: LaunchSpec) -> int:
+        rest = {"module": spec.module, "options": spec.options, "shown_as": spec.shown_as}
+        calls.append((list(spec.argv), spec.nproc_per_node, rest))
+        if spec.argv[0] == "outsize.cli.processes.run_worker":
+            rest["job"] = RunJob.model_validate_json((Path(spec.argv[1]) / "job.json").read_text())
         return 7
 
-    monkeypatch.setattr(launch, "run_script", run_script)
+    monkeypatch.setattr(launch, "launch", start)
     return calls
 
 
