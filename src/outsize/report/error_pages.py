@@ -320,9 +320,10 @@ SIGTERM or SIGUSR1 has reached a rank: somebody, SLURM or Kubernetes takes the
 machine away. The step was finished, the run is saved, and it ends with exit
 code 75 ("try again later"), which asks for a restart.
 
-Start the same command again: it goes on from the folder that the message names,
-on any layout, with the same losses. Where a save takes longer than the launcher
-waits between SIGTERM and SIGKILL, give it more:  --shutdown-timeout 120
+What to do
+  Start the same command again: it goes on from the folder that the message
+  names, on any layout, with the same losses. Where a save takes longer than the
+  launcher waits between SIGTERM and SIGKILL:  --shutdown-timeout 120
 """
 _E404 = """
 RunHung [E404]: ranks wait for one that will not come.
