@@ -80,7 +80,7 @@ class UnitLevelModel:
         gradients = owned_gradients(graph, optimizer_bytes(optimizer))
         return cls(graph, profile, seconds, gradients, tables.ends(layout))
 
-    @lru_cache(maxsize=64)  # noqa: B019
+    @lru_cache(maxsize=64)  # noqa: B019 - bounded; `_of_kind` holds the models anyway
     def stage(self, run: Run) -> StageBytes:
         """Returns the bytes of the stage with a run of pieces."""
         first, end = self.ends[run[0]], self.ends[run[1]]

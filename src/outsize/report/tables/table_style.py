@@ -26,7 +26,7 @@ _WORD, _PIECE = re.compile(r"\S+\s*"), re.compile(r"[^.:_/]*[.:_/]|[^.:_/]+")
 
 @final
 class Shown:
-    """What it shows has no character that acts on a terminal, whatever names are in it."""
+    """Shows a text or a table without the characters that act on a terminal, whatever names are in it."""
 
     def __init__(self, part: RenderableType) -> None:
         self._part = Text(part) if isinstance(part, str) else part

@@ -16,7 +16,7 @@ _UTIME: Final = 11  # The fields of /proc/PID/stat behind the name begin with th
 @final
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
-    """What the process table says at one moment: the state's letter, and ticks of CPU time."""
+    """Holds a process's row of the process table at one moment: the state's letter, and ticks of CPU time."""
 
     letter: str
     ticks: int

@@ -48,7 +48,7 @@ class Card:
 @final
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank says of itself at an alarm.
+    """Holds the state that a rank reports of itself at an alarm.
 
     `waits` are the transfers that hold it up; a rank that waits without one is in a collective, and waits for
     all ranks that are not. `busy` is the share of the time since it last moved in which it computed.

@@ -58,7 +58,7 @@ class ResumeNote(UserWarning):
 @final
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What a checkpoint tells of the run besides its tensors."""
+    """Holds the plan, seed, loss and scaler of the run, which a checkpoint records besides tensors."""
 
     plan: Plan
     seed: int

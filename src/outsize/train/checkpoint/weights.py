@@ -57,7 +57,7 @@ class CheckpointTensors(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """What this rank has of one named tensor; it writes it unless another rank has the same."""
+    """Holds this rank's part of one named tensor; `at` says which part, and whether this rank writes it."""
 
     name: str
     tensor: Tensor

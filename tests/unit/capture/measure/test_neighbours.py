@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,9 +59,9 @@ def test_units_are_timed_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = capture_model(model, (x,), {}, lambda out: out.sum(), (), 4)
     weights, asked = [p.data_ptr() for p in model.parameters()], list[list[int]]()
 
-    def counted(lap_of: object, cores: list[int]) -> object:
+    def counted(lap_of: Callable[[], Lap], cores: Sequence[int]) -> Any:
         asked.append(list(cores))
-        return neighbours(lap_of, cores)  # type: ignore[arg-type]
+        return neighbours(lap_of, cores)
 
     monkeypatch.setattr(units, "neighbours", counted)
     profile = measure_units(captured, model, [x], UnitTimingOptions(repeats=1, beside=1))
