@@ -59,3 +59,11 @@ def test_a_torch_without_them_is_served(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
     assert flags_file._compiled_check(made()) is None
     assert ParameterFlags(made()).are_same()
+
+
+def test_a_frozen_model_that_is_trained_again_is_noticed_without_gradients() -> None:
+    frozen = [nn.Parameter(torch.zeros(2), requires_grad=False)]
+    flags = ParameterFlags(frozen)
+    frozen[0].requires_grad_(True)
+    with torch.no_grad():
+        assert not flags.are_same()
