@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Final, cast, final
 
-import torch
 from torch import nn
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
@@ -32,8 +31,7 @@ class ParameterFlags:
     def are_same(self) -> bool:
         """Returns whether every parameter has the dtype and the `requires_grad` that it had."""
         check = self._check_at_once
-        # The compiled guards take `requires_grad` for False wherever gradients are off.
-        if check is not None and torch.is_grad_enabled() and check(*self._parameters):
+        if check is not None and check(*self._parameters):
             return True
         return (
             list(map(_REQUIRES_GRAD, self._parameters)) == self._gradients
@@ -51,10 +49,9 @@ def _compiled_check(parameters: Sequence[nn.Parameter]) -> Callable[..., bool] |
         return None
     try:
         open_dims = [[None] * p.dim() for p in parameters]
-        with torch.enable_grad():
-            guards = cast(Any, TensorGuards)(
-                *parameters, dynamic_dims_sizes=open_dims, dynamic_dims_strides=open_dims
-            )
+        guards = cast(Any, TensorGuards)(
+            *parameters, dynamic_dims_sizes=open_dims, dynamic_dims_strides=open_dims
+        )
     except (TypeError, ValueError, RuntimeError):
         return None
     return guards.check
