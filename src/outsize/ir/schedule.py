@@ -5,9 +5,11 @@
 
 An action is `<stage><kind><microbatch>`. `F` forward, `B` full backward, `I` input gradient, `W` weight
 gradient, `SEND_F / RECV_F` activations, `SEND_B / RECV_B` gradients, `UNSHARD / RESHARD / REDUCE_GRAD`
-(FSDP), `LOAD / UNLOAD` (offload). The stage is always the one that performs the action. A transfer whose
-other end is not the neighbouring stage names it: `0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to
-stage 2. The CSV form has one line per rank, actions in order: what is simulated is what is run. ¦
+(FSDP), `LOAD / UNLOAD` (weights in host memory), `OFFLOAD_F / OFFLOAD_B` (what a forward or a backward has
+left goes to the host), `FETCH_F / FETCH_B` (what a forward or a backward needs comes back). The stage is
+always the one that performs the action. A transfer whose other end is not the neighbouring stage names it:
+`0SEND_F3@2` is stage 0 sending microbatch 3's skip edge to stage 2. The CSV form has one line per rank,
+actions in order: what is simulated is what is run. ¦
 """
 
 from __future__ import annotations
@@ -37,6 +39,10 @@ class Kind(StrEnum):
     REDUCE_GRAD = "REDUCE_GRAD"
     LOAD = "LOAD"
     UNLOAD = "UNLOAD"
+    OFFLOAD_F = "OFFLOAD_F"
+    OFFLOAD_B = "OFFLOAD_B"
+    FETCH_F = "FETCH_F"
+    FETCH_B = "FETCH_B"
 
     # Enum's own `__hash__` is a Python function, which is slow for the many lookups of actions.
     __hash__ = str.__hash__
@@ -45,6 +51,8 @@ class Kind(StrEnum):
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 TRANSFER = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 LEAVING = frozenset({Kind.RESHARD, Kind.UNLOAD})
+OFFLOAD = frozenset({Kind.OFFLOAD_F, Kind.OFFLOAD_B})
+FETCH = frozenset({Kind.FETCH_F, Kind.FETCH_B})
 NO_MICROBATCH = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.LOAD, Kind.UNLOAD})
 
 # Schedules whose rows a plan holds: composed by the planner for one plan, or written by a person.

@@ -19,6 +19,19 @@ backward is over: then only gradients and updated weights move (ZeRO-Offload, Re
     cell   1     2     3     4   5   6   7   8       9   10      11  12
     rank 0 0LOAD 1LOAD 2LOAD 0F0 1F0 2F0 2B0 2UNLOAD 1B0 1UNLOAD 0B0 0UNLOAD
 
+`with_activation_copies` adds the copies of what autograd saves in stages that offload: OFFLOAD_F begins when
+the next compute does, and FETCH_B one compute before the backward (vDNN, Rhu et al., arXiv 1602.08124). A
+microbatch whose backward comes within two computes stays on the device. One stage, three microbatches:
+
+    cell   1   2           3   4           5         6   7           8         9   10        11  12
+    rank 0 0F0 0OFFLOAD_F0 0F1 0OFFLOAD_F1 0FETCH_B0 0F2 0OFFLOAD_F2 0FETCH_B1 0B0 0FETCH_B2 0B1 0B2
+
+`with_value_copies` adds the copies of what stages pass on, around every compute; the runtime leaves out
+values that a near compute needs. Two stages, one microbatch:
+
+    cell   1         2   3           4         5   6           7         8   9           10
+    rank 0 1FETCH_F0 0F0 0OFFLOAD_F0 1FETCH_B0 1F0 1OFFLOAD_F0 0FETCH_B0 1B0 1OFFLOAD_B0 0B0
+
 It takes any row of compute actions. With room for k stages those stay that are wanted next (Belady 1966).
 `places` colours stages, two that are there together differ: a stage has the same place whenever it comes,
 so what autograd has saved of its weights is there again in the backward.
@@ -28,15 +41,19 @@ pictures, counts what moves, and breaks schedules that `check_loads` must refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Final
 
 from outsize.errors import InvalidSchedule
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.schedules.grid import window
 
 # Two stages are loaded at a time: the one that computes and the next one.
-ROOM = 2
+ROOM: Final = 2
+Key = tuple[int, int]
+"""Is a stage and a microbatch."""
+_BACKWARD: Final = frozenset({Kind.B, Kind.I})
 
 
 def with_loads(schedule: Schedule, room: int = ROOM) -> Schedule:
@@ -45,6 +62,28 @@ def with_loads(schedule: Schedule, room: int = ROOM) -> Schedule:
     """
     rows = tuple(tuple(_loaded(row, room)) for row in schedule.actions)
     return Schedule(schedule.name, schedule.microbatches, rows)
+
+
+def with_activation_copies(schedule: Schedule, stages: Collection[int]) -> Schedule:
+    """Returns the schedule with OFFLOAD_F and FETCH_B of what autograd saves in these stages; forwards
+    without a backward save nothing.
+    """
+    rows = tuple(tuple(_with_activation_copies(row, stages)) for row in schedule.actions)
+    return Schedule(schedule.name, schedule.microbatches, rows)
+
+
+def with_value_copies(schedule: Schedule) -> Schedule:
+    """Returns the schedule with an OFFLOAD behind each compute action, when the next one begins, and a FETCH
+    one compute before the next one that needs anything.
+    """
+    rows = tuple(tuple(_with_value_copies(row)) for row in schedule.actions)
+    return Schedule(schedule.name, schedule.microbatches, rows)
+
+
+def computed(copy: Action) -> Action:
+    """Returns the compute action that has left or needs what an OFFLOAD or a FETCH copies."""
+    kind = Kind.F if copy.kind in (Kind.OFFLOAD_F, Kind.FETCH_F) else Kind.B
+    return Action(copy.stage, kind, copy.microbatch)
 
 
 def places(row: Sequence[Action]) -> dict[int, int]:
@@ -139,6 +178,48 @@ def _runs(row: Iterable[Action]) -> tuple[list[Action], list[tuple[int, list[Act
             runs.append((action.stage, []))
         (runs[-1][1] if runs else ahead).append(action)
     return ahead, runs
+
+
+def _with_activation_copies(row: Sequence[Action], stages: Collection[int]) -> Iterator[Action]:
+    awaited, away = {_key(a) for a in row if a.kind in _BACKWARD and a.stage in stages}, set[Key]()
+    for action, before, after in _with_neighbours(row):
+        near = {_key(a) for a in (action, *after) if a.kind in _BACKWARD}
+        for left in before:
+            if left.kind is Kind.F and _key(left) in awaited - near:
+                away.add(_key(left))
+                yield Action(left.stage, Kind.OFFLOAD_F, left.microbatch)
+        for needing in after:
+            if needing.kind in _BACKWARD and _key(needing) in away:
+                yield Action(needing.stage, Kind.FETCH_B, needing.microbatch)
+        yield action
+
+
+def _with_value_copies(row: Sequence[Action]) -> Iterator[Action]:
+    for action, before, after in _with_neighbours(row):
+        for left in before:
+            kind = Kind.OFFLOAD_F if left.kind is Kind.F else Kind.OFFLOAD_B
+            yield Action(left.stage, kind, left.microbatch)
+        for needing in after:
+            kind = Kind.FETCH_F if needing.kind is Kind.F else Kind.FETCH_B
+            yield Action(needing.stage, kind, needing.microbatch)
+        yield action
+
+
+def _with_neighbours(row: Sequence[Action]) -> Iterator[tuple[Action, Sequence[Action], Sequence[Action]]]:
+    """Yields each action with the compute actions before and after it: at most one each, none for actions
+    that do not compute.
+    """
+    computes, done = [action for action in row if action.kind in COMPUTE], 0
+    for action in row:
+        if action.kind in COMPUTE:
+            yield action, computes[max(done - 1, 0) : done], computes[done + 1 : done + 2]
+            done += 1
+        else:
+            yield action, (), ()
+
+
+def _key(action: Action) -> Key:
+    return action.stage, action.microbatch
 
 
 def _next(order: Sequence[int], position: int, room: int) -> dict[int, None]:

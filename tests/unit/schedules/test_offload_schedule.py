@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from inspect import getdoc
+from itertools import pairwise
 from textwrap import indent
 
 import pytest
@@ -12,12 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outsize.errors import BadOption, InvalidSchedule
-from outsize.ir.schedule import Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, FETCH, OFFLOAD, Action, Kind, Schedule, parse_row
 from outsize.schedules import offload
 from outsize.schedules.builders import build
 from outsize.schedules.check import check_compute
 from outsize.schedules.grid import draw, listing
-from outsize.schedules.offload import ROOM, check_loads, places, with_loads
+from outsize.schedules.offload import (
+    ROOM,
+    check_loads,
+    computed,
+    places,
+    with_activation_copies,
+    with_loads,
+    with_value_copies,
+)
 
 SIZES = [(1, 1), (1, 4), (2, 3), (3, 1), (3, 2), (6, 4), (9, 2)]
 Golden = Callable[[str, str], None]
@@ -32,6 +41,8 @@ def test_docstring_pictures_are_the_schedule() -> None:
     assert indent(draw(build("gpipe", 3, 2, ranks=1)), "    ") in told
     assert indent(listing(loaded(3, 1)), "    ") in told
     assert indent(listing(loaded(3, 1, room=3)), "    ") in told
+    assert indent(listing(with_activation_copies(build("gpipe", 1, 3, ranks=1), {0})), "    ") in told
+    assert indent(listing(with_value_copies(build("gpipe", 2, 1, ranks=1))), "    ") in told
 
 
 @pytest.mark.parametrize("name", ["gpipe", "naive"])
@@ -141,3 +152,48 @@ def test_a_stage_that_stays_and_one_that_comes_twice() -> None:
 def test_other_schedules_have_no_several_stages_on_one_rank() -> None:
     with pytest.raises(BadOption, match="3 stages cannot be put on 1 ranks under 1f1b"):
         build("1f1b", 3, 2, ranks=1)
+
+
+ROWS = {
+    "gpipe": (
+        "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3",
+        "0F0,0OFFLOAD_F0,0F1,0OFFLOAD_F1,0F2,0OFFLOAD_F2,0FETCH_B0,0F3,0OFFLOAD_F3,0FETCH_B1,0B0,0FETCH_B2,"
+        "0B1,0FETCH_B3,0B2,0B3",
+    ),
+    "what comes back at once stays": ("0F0,0F1,0B0,0B1", "0F0,0F1,0B0,0B1"),
+    "1f1b": (
+        "0F0,0F1,0F2,0B0,0F3,0B1,0B2,0B3",
+        "0F0,0OFFLOAD_F0,0F1,0OFFLOAD_F1,0FETCH_B0,0F2,0OFFLOAD_F2,0B0,0FETCH_B1,0F3,0OFFLOAD_F3,0FETCH_B2,"
+        "0B1,0FETCH_B3,0B2,0B3",
+    ),
+    "two stages": (
+        "0F0,0F1,4F0,4F1,4B0,4B1,0B0,0B1",
+        "0F0,0OFFLOAD_F0,0F1,0OFFLOAD_F1,4F0,4F1,4B0,0FETCH_B0,4B1,0FETCH_B1,0B0,0B1",
+    ),
+    "another stage keeps its own": (
+        "0F0,3F0,0F1,3F1,3B0,0B0,3B1,0B1",
+        "0F0,0OFFLOAD_F0,3F0,0F1,0OFFLOAD_F1,3F1,0FETCH_B0,3B0,0B0,0FETCH_B1,3B1,0B1",
+    ),
+    "an evaluation has no backward": ("0F0,0F1,0F2,0F3", "0F0,0F1,0F2,0F3"),
+}
+
+
+@pytest.mark.parametrize("name", list(ROWS))
+def test_activations_leave_and_come_back(name: str) -> None:
+    text, wanted = ROWS[name]
+    schedule = Schedule("custom", 4, (parse_row(text),))
+    assert with_activation_copies(schedule, {0, 4}).to_csv().strip() == wanted
+
+
+@pytest.mark.parametrize("name", ["gpipe", "naive"])
+def test_each_compute_has_its_copies(name: str) -> None:
+    """The first compute finds all on the device, and what the last one leaves stays there."""
+    row = build(name, 3, 4, ranks=1).actions[0]
+    (found,) = with_value_copies(Schedule(name, 4, (row,))).actions
+    computes = [action for action in found if action.kind in COMPUTE]
+    assert computes == list(row)
+    assert [computed(action) for action in found if action.kind in OFFLOAD] == computes[:-1]
+    assert [computed(action) for action in found if action.kind in FETCH] == computes[1:]
+    for left, computing in pairwise(computes):
+        between = found[found.index(left) + 1 : found.index(computing)]
+        assert [computed(action) for action in between if action.kind in OFFLOAD] == [left]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from outsize.device.accelerators import all_devices, allocated_bytes
 from outsize.device.clock import HOST, Clock
-from outsize.ir.schedule import COMPUTE, LEAVING, NO_MICROBATCH, Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, FETCH, LEAVING, NO_MICROBATCH, OFFLOAD, Action, Kind, Schedule
 from outsize.ir.timeline import Lane
 from outsize.run.interpreter.trace import Marks
 from outsize.run.moves.base import Moves, Resident
@@ -238,7 +238,7 @@ class _Handlers:
     def bind(self, at: int) -> _BoundAction:
         """Binds the action at this index of the row to its handler."""
         action, moves = self._row[at], self._programs.moves
-        if action.kind in NO_MICROBATCH:
+        if action.kind in NO_MICROBATCH | OFFLOAD | FETCH:
             return _BoundAction(str(action), "load", self._move(action, moves.action(self._row, at)))
         op = self._table()[action.kind](action)
         arrival = moves.arrival(self._row, at) if action.kind in COMPUTE else None

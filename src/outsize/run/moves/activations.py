@@ -1,18 +1,15 @@
 """Problem: what autograd saves of microbatches that wait for their backward fills the device.
 
-    compute   F0   F1   F2   F3   B0   B1   B2   B3
-    leaves         0    1    2    3
-    comes                    0    1    2    3
-
-    pack   in a forward: each storage that autograd saves is recorded once, however many tensors lie in it
-    send   launches when the next action begins (host/copy_lane.py)
-    fetch  launches one action before the backward
-    unpack in the backward: views of memory that is freed with the nodes of the graph
+    pack       in a forward: each storage that autograd saves is recorded once, however many tensors lie in it
+    OFFLOAD_F  launches when the next compute begins (host/copy_lane.py)
+    FETCH_B    launches one compute before the backward
+    unpack     in the backward: views of memory that is freed with the nodes of the graph
 
 The device holds what is computed and one microbatch under way, in one direction at a time: before the next
-one moves, compute is behind the copies of the last. A microbatch whose backward comes within two actions
-stays. Parameters, buffers, received and sent values stay, and so do storages below SMALL_BYTES. A storage is
-copied whole, as it is at the end of its stage's forward, so views and strides are unchanged: bit-equal.
+one moves, compute is behind the copies of the last. schedules/offload.py has the picture, and says which
+microbatches stay. Parameters, buffers, received and sent values stay, and so do storages below SMALL_BYTES. A
+storage is copied whole, as it is at the end of its stage's forward, so views and strides are unchanged:
+bit-equal.
 
 Oracle: tests/unit/run/moves/test_moves_activations.py on fake streams, where leaving out any order is
 detected; tests/parity/test_activation_offload.py against the plain loop. vDNN (arXiv 1602.08124), Capuchin
@@ -31,10 +28,11 @@ from torch import Tensor
 
 from outsize.device.streams import TorchStreams
 from outsize.ir.plan import Plan
-from outsize.ir.schedule import Action, Kind
+from outsize.ir.schedule import FETCH, Action, Kind, Schedule
 from outsize.run.host.copy_lane import Bundle, CopyLane, Handle, OffloadedStorage
 from outsize.run.moves.base import Moves
-from outsize.run.moves.implicit import ImplicitMoves
+from outsize.run.moves.copies import WithCopies, following_compute
+from outsize.schedules.offload import with_activation_copies
 
 _BACK: Final = frozenset({Kind.B, Kind.I})
 Key = tuple[int, int]  # stage, microbatch
@@ -104,7 +102,7 @@ class ActivationOffload:
 
     def combined_with(self, moves: Moves) -> Moves:
         """Returns other moves of the same rank together with these."""
-        return ImplicitMoves(moves, self._steps) if self.stages else moves
+        return WithCopies(moves, self) if self.stages else moves
 
     def forget(self) -> None:
         """Drops what an unfinished step left."""
@@ -112,20 +110,30 @@ class ActivationOffload:
         for lane in self.lanes.values():
             lane.forget()
 
-    def _steps(self, before: Action | None, here: Action, after: Action | None) -> list[Callable[[], None]]:
-        """Returns the copies around an action: its own arrive, the last action's leave, the next one's are
-        fetched.
-        """
-        near = {_key(a) for a in (here, after) if a is not None and a.kind in _BACK}
-        copies: list[Callable[[], None]] = []
-        # Arrivals come first: what is sent may then go into the buffer that they came from.
-        if here.kind in _BACK:
-            copies.append(partial(self.arrive, _key(here)))
-        if before is not None and before.kind is Kind.F and _key(before) not in near:
-            copies.append(partial(self.send, _key(before)))
-        if after is not None and after.kind in _BACK:
-            copies.append(partial(self.fetch, _key(after)))
-        return copies
+    def scheduled(self, schedule: Schedule) -> Schedule:
+        """Returns the schedule with the copies of the stages that offload."""
+        return with_activation_copies(schedule, self.stages)
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        """Returns the function that launches the copies of an OFFLOAD_F or a FETCH_B."""
+        key, following = _key(row[at]), following_compute(row[at:])
+        if row[at].kind in FETCH:
+            return partial(self.fetch, key)
+        if following is None or following.kind not in _BACK:
+            return partial(self.send, key)
+        awaited = _key(following)
+
+        def leave() -> None:
+            # The arrival is first, so that the copies may go into the buffer that it came from.
+            self.arrive(awaited)
+            self.send(key)
+
+        return leave
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        """Returns the function that waits for the activations of a backward, or None for other actions."""
+        offloads = row[at].stage in self.stages and row[at].kind in _BACK
+        return partial(self.arrive, _key(row[at])) if offloads else None
 
     def send(self, key: Key) -> None:
         """Sends a microbatch that waits for its backward to the host."""

@@ -4,10 +4,11 @@
     leaves        x0  x1  x2          x0  x1  x2  g0  g1  g2
     comes             x0  x1  x2  x0  x1  x2         g0  g1  g2
 
-    wrap   a stage passes on a value or a gradient: its message slot holds a handle
-    pack   autograd saves a handle of a received value, for the stage that recomputes
-    send   launches behind the last action that needs it for now; fetch: one action before the next that does
-    take   the next stage, or the backward, gets the tensor in its present memory
+    wrap     a stage passes on a value or a gradient: its message slot holds a handle
+    pack     autograd saves a handle of a received value, for the stage that recomputes
+    OFFLOAD  launches the copies of what a compute action has left and no near one needs
+    FETCH    launches the copies of what the next compute action but one needs
+    take     the next stage, or the backward, gets the tensor in its present memory
 
 A storage moves once, however many stages wait for it. So the device holds what is computed, what has just
 left and what is about to come, whatever the number of stages and microbatches. The row of actions and the
@@ -25,18 +26,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Self, final
 from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from outsize.ir.schedule import Action, Kind
+from outsize.ir.schedule import COMPUTE, FETCH, Action, Kind, Schedule
 from outsize.run.host.copy_lane import Bundle, CopyLane, Handle, OffloadedStorage
 from outsize.run.moves.base import Moves
-from outsize.run.moves.implicit import ImplicitMoves, Move
+from outsize.run.moves.copies import WithCopies
 from outsize.run.stage.cut import Cut
 from outsize.run.transport.base import Pending
 from outsize.run.transport.slots import identity
+from outsize.schedules.offload import computed, with_value_copies
 
 # The fields are the boundary, the stage that takes it, the microbatch, and whether it is a gradient.
 Key = tuple[int, int, int, bool]
@@ -118,29 +121,14 @@ class BoundaryValues:
 
     def combined_with(self, moves: Moves, cuts: Sequence[Cut]) -> Moves:
         """Returns other moves of the same rank, for microbatches with these programs, together with these."""
-        return moves if self.lane is None else ImplicitMoves(moves, partial(self._steps, self.lane, cuts))
+        return moves if self.lane is None else WithCopies(moves, _ValueCopies(self, self.lane, cuts))
 
     def forget(self) -> None:
         """Drops what an unfinished step left."""
         if self.lane is not None:
             self.lane.forget()
 
-    def _steps(
-        self, lane: CopyLane, cuts: Sequence[Cut], before: Action | None, here: Action, after: Action | None
-    ) -> list[Move]:
-        needed, left, next_ = (_keys(action, cuts) for action in (here, before, after))
-
-        def move() -> None:
-            for value in self._values_at(needed):  # first: what is sent may then go into the buffers of these
-                lane.arrive(value)
-            near = {id(value) for value in self._values_at(needed | next_)}
-            lane.send(*(value for value in self._values_at(left) if id(value) not in near))
-            for value in self._values_at(next_):
-                lane.fetch(value)
-
-        return [move]
-
-    def _values_at(self, keys: Iterable[Key]) -> list[OffloadedValue]:
+    def values_at(self, keys: Iterable[Key]) -> list[OffloadedValue]:
         """Returns the distinct values under these keys."""
         values = (self._at.get(key) for key in keys)
         return list({id(value): value for value in values if value is not None}.values())
@@ -176,6 +164,47 @@ class BoundaryValues:
         return value if here is not None and _storage(here) == place else None
 
 
+@final
+class _ValueCopies:
+    """Performs the copies of the values of microbatches whose programs are `cuts[microbatch]`."""
+
+    def __init__(self, values: BoundaryValues, lane: CopyLane, cuts: Sequence[Cut]) -> None:
+        self._values, self._lane, self._cuts = values, lane, cuts
+
+    def scheduled(self, schedule: Schedule) -> Schedule:
+        return with_value_copies(schedule)
+
+    def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
+        own = self._keys(computed(row[at]))
+        if row[at].kind in FETCH:
+            return partial(self._fetch, own)
+        coming = [action for action in islice(row, at, None) if action.kind in COMPUTE][:2]
+        here, near = self._keys(*coming[:1]), self._keys(*coming)
+
+        def leave() -> None:
+            # The arrival is first, so that the copies may go into the buffers that it came from.
+            self._arrive(here)
+            staying = {id(value) for value in self._values.values_at(near)}
+            leaving = (value for value in self._values.values_at(own) if id(value) not in staying)
+            self._lane.send(*leaving)
+
+        return leave
+
+    def arrival(self, row: Sequence[Action], at: int) -> Callable[[], None] | None:
+        return partial(self._arrive, self._keys(row[at]))
+
+    def _fetch(self, keys: Iterable[Key]) -> None:
+        for value in self._values.values_at(keys):
+            self._lane.fetch(value)
+
+    def _arrive(self, keys: Iterable[Key]) -> None:
+        for value in self._values.values_at(keys):
+            self._lane.arrive(value)
+
+    def _keys(self, *actions: Action) -> frozenset[Key]:
+        return frozenset(key for action in actions for key in touched(action, self._cuts[action.microbatch]))
+
+
 def touched(action: Action, cut: Cut) -> Iterator[Key]:
     """Yields what an action reads and passes on; a backward recomputes from what its forward received."""
     program, stage, mb = cut.programs[action.stage], action.stage, action.microbatch
@@ -185,10 +214,6 @@ def touched(action: Action, cut: Cut) -> Iterator[Key]:
     else:
         yield from ((b.key, stage, mb, True) for b in (*program.received, *program.sent))
         yield from ((b.key, b.previous(stage), mb, True) for b in program.received)
-
-
-def _keys(action: Action | None, cuts: Sequence[Cut]) -> frozenset[Key]:
-    return frozenset() if action is None else frozenset(touched(action, cuts[action.microbatch]))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -189,7 +189,7 @@ class Crew(ABC):
             stages = {(s, mb): self._stage(variants[mb], s, replica, make_stage) for s, mb in sorted(places)}
             channels = [CHANNELS * channel for channel in load.channels]
             cuts = [variant.cut for variant in variants]
-            moves = self.activations.combined_with(self.values.combined_with(self.moves.of(cuts), cuts))
+            moves = self._moves_of(cuts)
             programs = Programs(
                 len(self._plan.stages), lambda *place: stages[place], channels, moves, self.values
             )
@@ -201,6 +201,10 @@ class Crew(ABC):
         numbers = tuple(variant.number for variant in variants)
         key = (numbers, tuple(load.channels), torch.is_grad_enabled(), replica)
         return self._built.get(key, build)
+
+    def _moves_of(self, cuts: Sequence[Cut]) -> Moves:
+        """Returns the moves of weights, values and activations, for microbatches with these programs."""
+        return self.activations.combined_with(self.values.combined_with(self.moves.of(cuts), cuts))
 
     def _stage(self, variant: Variant, number: int, replica: int, make: MakeStage) -> StageExecutor:
         key = (variant.number, number, replica)
@@ -218,9 +222,8 @@ class Crew(ABC):
         key = (first.wiring, count, training)
 
         def make() -> Schedule:
-            return self.moves.scheduled(
-                make_schedule(self._plan, first.cut, count, training=training), first.cut
-            )
+            lowered = make_schedule(self._plan, first.cut, count, training=training)
+            return self._moves_of([variant.cut for variant in variants]).scheduled(lowered, first.cut)
 
         return self._schedules.get(key, make)
 

@@ -120,6 +120,7 @@ comes             x0  x1  x2  x0  x1  x2  g0  g1  g2
 
 
 def test_the_picture_is_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves is drawn below the compute action that comes next."""
     world, row = World(monkeypatch, layers=2), list[str]()
     drawn: dict[str, dict[int, str]] = {"leaves": {}, "comes": {}}
 
@@ -129,7 +130,7 @@ def test_the_picture_is_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     def noting(line: str, really: Callable[..., None]) -> Callable[..., None]:
         def move(lane: CopyLane, *values: OffloadedValue) -> None:
             going = [v for v in values if (v.memory.here is not None if line == "leaves" else v.away)]
-            drawn[line] |= {len(row) - 1: name(world.values, value) for value in going}
+            drawn[line] |= {len(row): name(world.values, value) for value in going}
             really(lane, *values)
 
         return move
