@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outsize.capture.models.imports import import_torchvision, import_transformers
+from outsize.capture.models.lora import with_adapters
 from outsize.train.batch.batch import Batch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "prediction"))
@@ -84,6 +85,12 @@ def language(kind: str, length: int, **config: Any) -> Case:
     causal = kind.endswith(("LMHeadModel", "ForCausalLM"))
     given = {"input_ids": ids, "labels": ids} | ({"use_cache": False} if causal else {})
     return Case(model, Batch((), given, ()))
+
+
+def adapted(kind: str, length: int, rank: int, **config: Any) -> Case:
+    """A language model with LoRA adapters of peft, whose own weights are frozen."""
+    case = language(kind, length, **config)
+    return replace(case, model=with_adapters(case.model, rank))
 
 
 _GPT2 = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 128, "vocab_size": 512}
@@ -177,5 +184,6 @@ MORE: dict[str, Callable[[], Case]] = {
     "bloom": partial(language, "BloomForCausalLM", 128, **_BLOOM),
     "distilbert": partial(language, "DistilBertForMaskedLM", 128, **_DISTILBERT),
     "roberta": partial(language, "RobertaForMaskedLM", 64, **_SMALL, max_position_embeddings=130),
+    "llama_lora": partial(adapted, "LlamaForCausalLM", 128, 8, **_LLAMA),
     "gpt_neox": partial(language, "GPTNeoXForCausalLM", 128, **_SMALL),
 }

@@ -28,7 +28,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    "model", ["resnet18", *(pytest.param(n, marks=pytest.mark.full) for n in ("vit", "t5"))]
+    "model", ["resnet18", "llama_lora", *(pytest.param(n, marks=pytest.mark.full) for n in ("vit", "t5"))]
 )
 def test_every_stage_holds_what_was_predicted(benchmark: Any, model: str) -> None:
     """Within 2 % on each stage of two plans."""

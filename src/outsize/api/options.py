@@ -53,6 +53,17 @@ class CaseOptions(LossOptions, total=False):
     batch_dims: Asked | None
 
 
+class AdapterOptions(TypedDict, total=False):
+    """LoRA adapters that peft puts on the model before it is planned; no rank means none."""
+
+    lora_rank: int | None
+    lora_targets: Sequence[str] | str | None
+
+
+class AdaptedCaseOptions(CaseOptions, AdapterOptions, total=False):
+    """Holds the options of an example batch, and the adapters of its model."""
+
+
 class CostOptions(TypedDict, total=False):
     """The devices that a plan is for, and the source of its units' costs."""
 
@@ -61,7 +72,7 @@ class CostOptions(TypedDict, total=False):
     progress: Progress | None
 
 
-class PlanOptions(CaseOptions, CostOptions, RequestOptions, total=False):
+class PlanOptions(AdaptedCaseOptions, CostOptions, RequestOptions, total=False):
     """The options of `plan`."""
 
 
@@ -72,7 +83,7 @@ class OutlookOptions(PlanOptions, total=False):
     curves: bool
 
 
-class FitOptions(CaseOptions, RequestOptions, total=False):
+class FitOptions(AdaptedCaseOptions, RequestOptions, total=False):
     """The options of `fit`."""
 
     cluster: str | Cluster

@@ -18,7 +18,7 @@ from outsize.api.options import (
     reads_options,
     request_of,
 )
-from outsize.api.problem import CostSource, SearchProblem, case_of, cluster_of, styled
+from outsize.api.problem import CostSource, SearchProblem, adapted_case, case_of, cluster_of, styled
 from outsize.capture.fakes.precision import check_precision
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.recording.fallbacks import LossFn
@@ -126,13 +126,16 @@ def plan(
       (None: it holds none). Where each sample has rows of its own, the name of the argument that counts them,
       or a function of the model's arguments that does. By default this follows from the shapes, and where
       these are ambiguous from a trial with one more sample.
+    - `lora_rank`: plans for the model with LoRA adapters of this rank, as `peft.get_peft_model` makes them;
+      the weights of the model itself are frozen. `lora_targets` names the layers that have one, as peft's
+      `target_modules` does.
     - `measured`: True times the units on this machine; the result of `measure` uses its times, and only the
       microbatch sizes that it covers are considered. By default units are estimated.
     - `progress`: `progress(done, total)` is called while units are timed.
 
     Raises BadOption, NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
-    case = case_of(model, args, kwargs, options)
+    case = adapted_case(model, args, kwargs, options)
     request = request_of(options, case.batch.size)
     return plan_case(case, request, cluster_of(options.get("cluster", "local")), CostSource.of(options))[1]
 
@@ -176,7 +179,7 @@ def outlook(
     A `plan` that is given is priced as it is; without one a plan is made by the other options, which are
     those of `plan`. Raises as `plan` and `price`.
     """
-    case, source = case_of(model, args, kwargs, options), CostSource.of(options)
+    case, source = adapted_case(model, args, kwargs, options), CostSource.of(options)
     chosen = options.get("plan")
     if chosen is not None:
         return _priced(chosen, case, source)
@@ -203,7 +206,7 @@ def fit(
     an answer and no error.
     """
     check_precision(options.get("precision") or "fp32")
-    case, cluster = case_of(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
+    case, cluster = adapted_case(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
     request = request_of(options, case.batch.size)
     judged = _judged(case, request, cluster) if fitting.is_named_pipeline(request) else None
     if judged is not None and judged.fits:

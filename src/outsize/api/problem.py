@@ -8,11 +8,12 @@ from typing import Any, final
 
 from torch import nn
 
-from outsize.api.options import CaseOptions, CostOptions
+from outsize.api.options import AdaptedCaseOptions, CaseOptions, CostOptions
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.measure.local_cluster import find_cluster
 from outsize.capture.measure.units import Progress
+from outsize.capture.models.lora import with_adapters
 from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
@@ -115,6 +116,23 @@ def case_of(model: nn.Module, args: Any, kwargs: Any, options: CaseOptions) -> T
     """Returns the model with its example batch and its loss. Raises BadOption."""
     batch = as_batch(args, kwargs, options.get("target"))
     return TrainingCase.of(model, batch, options.get("loss_fn"), options.get("batch_dims"))
+
+
+def adapted_case(model: nn.Module, args: Any, kwargs: Any, options: AdaptedCaseOptions) -> TrainingCase:
+    """Returns the case of the model with the adapters that the options ask for.
+
+    Raises BadOption, and ModelNotImportable without peft.
+    """
+    rank, targets = options.get("lora_rank"), options.get("lora_targets")
+    if rank is not None:
+        model = with_adapters(model, rank, targets)
+    elif targets is not None:
+        raise BadOption(
+            "lora_targets says where adapters are, and there are none",
+            numbers=f"lora_targets={targets!r}, lora_rank=None",
+            next_step="lora_rank=8 (--lora-rank 8)",
+        )
+    return case_of(model, args, kwargs, options)
 
 
 def styled(case: TrainingCase, captured: Captured, tp: int, always: bool = False) -> ModelGraph:

@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.api.options import FitOptions, reads_options, request_of
 from outsize.api.planning import plan_case
-from outsize.api.problem import CostSource, case_of, cluster_of
+from outsize.api.problem import CostSource, adapted_case, cluster_of
 from outsize.errors import BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages
 from outsize.ir.answers.ranking import ClusterRanking, RankedCluster
 from outsize.ir.answers.request import PlanRequest
@@ -50,7 +50,7 @@ def rank_clusters(
             numbers=f"{len(clusters)} clusters, cluster={options.get('cluster')!r}",
             next_step="devices=['a100-80gb', '2x8xh100-80gb'], without cluster",
         )
-    case = case_of(model, args, kwargs, options)
+    case = adapted_case(model, args, kwargs, options)
     request = request_of(options, case.batch.size)
     ranked = sorted((_ranked(case, request, cluster) for cluster in clusters), key=_order)
     whole = case.under(request.precision).on(clusters[0]).captured(request.batch_size).graph

@@ -10,7 +10,7 @@ from torch import nn
 
 from outsize.api.options import FitOptions, LossOptions, reads_options, request_of
 from outsize.api.planning import asked_alone
-from outsize.api.problem import case_of, cluster_of
+from outsize.api.problem import adapted_case, cluster_of
 from outsize.errors import ExampleRejected, NotCapturable
 from outsize.ir.answers.fit import Fit
 from outsize.ir.answers.largest import Largest
@@ -39,7 +39,7 @@ def largest_batch(
     device: more microbatches take a larger batch in parts. Sizes are multiples of microbatches and replicas.
     Raises as `fit`.
     """
-    case, cluster = case_of(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
+    case, cluster = adapted_case(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
     request = request_of(options, case.batch.size)
     if request.microbatches is None:
         stages = request.stages or max(1, len(cluster.devices) // request.mesh(1).group_size)
@@ -73,7 +73,7 @@ def largest(
     @functools.lru_cache(maxsize=2)
     def asked(size: int) -> tuple[TrainingCase, PlanRequest, Cluster]:
         model, args, kwargs, loss = make(size)
-        case = case_of(model, args, kwargs, {**options, **loss})
+        case = adapted_case(model, args, kwargs, {**options, **loss})
         return case, request_of(options, case.batch.size), cluster
 
     return _largest(quantity, lambda size, searched: asked_alone(*asked(size), searched=searched), step, most)

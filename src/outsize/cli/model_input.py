@@ -4,7 +4,8 @@ files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -44,6 +45,14 @@ class ModelInput:
     def loss(self) -> LossOptions:
         """Returns the keyword arguments `loss_fn` and `target` of these functions."""
         return {"loss_fn": self.objective.loss_fn, "target": self.objective.target}
+
+    def adapted(self, lora_rank: int | None, lora_targets: Sequence[str] | str | None) -> ModelInput:
+        """Returns the input with LoRA adapters on the model, where a rank is given. Raises BadOption."""
+        from outsize.capture.models.lora import with_adapters
+
+        if lora_rank is None:
+            return self
+        return replace(self, model=with_adapters(self.model, lora_rank, lora_targets))
 
 
 def make_model_input(

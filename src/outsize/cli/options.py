@@ -20,6 +20,8 @@ from outsize.schedules.families import offered
 # The number of samples of a batch when neither --batch nor a plan says it.
 BATCH: Final = 8
 JSON: Final = "--json"
+# peft's word for every linear layer of a transformers model but its head.
+ALL_LINEAR: Final = "all-linear"
 _MOST_SCHEDULE_BYTES: Final = 16 << 20
 
 
@@ -166,6 +168,23 @@ WeightPlace = Annotated[
         "too small).",
     ),
 ]
+LoraRank = Annotated[
+    int | None,
+    typer.Option(
+        "--lora-rank",
+        min=1,
+        metavar="R",
+        help="Train LoRA adapters of this rank, as peft makes them, and freeze the model's own weights.",
+    ),
+]
+LoraTargets = Annotated[
+    str | None,
+    typer.Option(
+        "--lora-targets",
+        metavar="NAME,...|all-linear",
+        help="Layers that have an adapter: q_proj,v_proj (default: what peft knows for the architecture).",
+    ),
+]
 WhatIf = Annotated[
     bool,
     typer.Option(
@@ -251,6 +270,12 @@ def sizes_in(text: str, option: str, allowed: Sequence[int] | None = None) -> tu
             )
         sizes.add(size)
     return tuple(sorted(sizes))
+
+
+def targets_in(text: str | None) -> list[str] | str | None:
+    """Returns the layers of `--lora-targets q_proj,v_proj`; "all-linear" is a word and no list."""
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
+    return names[0] if len(names) == 1 and names[0] == ALL_LINEAR else names or None
 
 
 def prices_in(text: str | None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Imports torchvision and transformers, also where torchvision's compiled part does not load.
+"""Imports torchvision, transformers and peft, also where torchvision's compiled part does not load.
 
 A torchvision wheel built for CUDA does not load its `_C` library with a CPU-only torch. torchvision then
 stops at registering a meta kernel for `torchvision::nms`, an operator that is not defined, and transformers,
@@ -41,14 +41,24 @@ def import_transformers() -> ModuleType:
     return _import("transformers", extra="hf")
 
 
-def _import(name: str, *, extra: str) -> ModuleType:
+def import_peft() -> ModuleType:
+    """Imports peft, which imports transformers.
+
+    Raises ModelNotImportable when one of them is not installed or does not import.
+    """
+    import_transformers()
+    return _import("peft")
+
+
+def _import(name: str, *, extra: str = "") -> ModuleType:
+    """Imports a package that comes with an extra of outsize, or by its own name."""
     try:
         return importlib.import_module(name)
     except Exception as error:
         raise ModelNotImportable(
             f"{name} does not import",
             numbers=f"{type(error).__name__}: {error}",
-            next_step=f"pip install 'outsize[{extra}]'",
+            next_step=f"pip install 'outsize[{extra}]'" if extra else f"pip install {name}",
         ) from error
 
 

@@ -67,6 +67,8 @@ def fit(
     dp_shard: options.Shards = None,
     tp: options.Tensor = None,
     weights: options.WeightPlace = None,
+    lora_rank: options.LoraRank = None,
+    lora_targets: options.LoraTargets = None,
     max: Max = None,
     devices: Devices = None,
     prices: Prices = None,
@@ -96,6 +98,8 @@ def fit(
         "dp_shard": dp_shard,
         "tp": tp,
         "weights": weights,
+        "lora_rank": lora_rank,
+        "lora_targets": options.targets_in(lora_targets),
     }
     stand_in(model.partition(":")[0])
     if max is not None:

@@ -79,6 +79,8 @@ def plan(
     tp: options.Tensor = None,
     sequence_parallel: options.SequenceParallel = None,
     weights: options.WeightPlace = None,
+    lora_rank: options.LoraRank = None,
+    lora_targets: options.LoraTargets = None,
     what_if: options.WhatIf = False,
     objective: options.ObjectiveOption = "time",
     measure: options.Measure = False,
@@ -119,15 +121,18 @@ def plan(
         "measured": load_profile(profile) or measure,
         "exact": exact,
         "curves": report is not None,
+        "lora_rank": lora_rank,
+        "lora_targets": options.targets_in(lora_targets),
     }
     with screen.working(f"building {model}"):
         size = batch_size(batch, edited)
         inputs = make_model_input(model, input, size, meta=meta or not measure, seed=seed)
-    if styles:
-        _list_styles(screen, inputs, tp or 1)
-        return
-    if units:
-        _list_units(screen, inputs, cluster, bool(measure))
+    if styles or units:
+        adapted = inputs.adapted(lora_rank, options.targets_in(lora_targets))
+        if styles:
+            _list_styles(screen, adapted, tp or 1)
+        else:
+            _list_units(screen, adapted, cluster, bool(measure))
         return
     seen = _outlook(screen, inputs, wanted)
     if seen.plan.form == "modules" and not (meta or measure):

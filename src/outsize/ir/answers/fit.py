@@ -200,6 +200,7 @@ class Change(Record):
 class Fit(Record):
     """Holds the answer.
 
+    `parameters` are all elements of the weights, `trained` those that are not frozen.
     `changes` (of YES IF) begin with the cheapest; `devices_needed` (of NO) would suffice. `alone`: one device
     without a pipeline is enough. `whole` is false where activations are not counted. `sure` says where the
     figures are from and what they leave open. `devices` is empty and `refused` is set where axes or weights
@@ -209,6 +210,7 @@ class Fit(Record):
     answer: Answer
     model: str
     parameters: int
+    trained: int
     units: int
     cluster: str
     batch_size: int

@@ -330,6 +330,7 @@ def _answer(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
         answer=answer,
         model=graph.model,
         parameters=sum(p.numel for p in graph.parameters),
+        trained=sum(p.numel for p in graph.parameters if p.trainable),
         units=len(graph.units),
         cluster=judge.cluster.name,
         batch_size=setting.batch_size,

@@ -56,7 +56,7 @@ def _heading(fit: Fit) -> RenderableType:
         (fit.answer, COLOURS[fit.answer]),
         ("  ", ""),
         (fit.model, "bold"),
-        f" ({count_text(fit.parameters)} parameters) {fits} {fit.cluster}",
+        f" ({parameters_text(fit)}) {fits} {fit.cluster}",
     )
     lines = [first, Text(setting_text(fit))]
     if not fit.whole:
@@ -72,6 +72,12 @@ def _heading(fit: Fit) -> RenderableType:
     if fit.refused is not None:
         lines.append(Text(refusal_text(fit.refused)))
     return Group(*lines)
+
+
+def parameters_text(fit: Fit) -> str:
+    """Returns how many parameters there are, and how many of them are trained where some are frozen."""
+    frozen = 0 < fit.trained < fit.parameters
+    return f"{count_text(fit.parameters)} parameters" + frozen * f", {count_text(fit.trained)} trained"
 
 
 def setting_text(fit: Fit) -> str:

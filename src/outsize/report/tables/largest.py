@@ -9,9 +9,9 @@ from rich.text import Text
 
 from outsize.ir.answers.fit import Fit
 from outsize.ir.answers.largest import Largest
-from outsize.ir.formatting import byte_unit, bytes_text, count_text
+from outsize.ir.formatting import byte_unit, bytes_text
 from outsize.report.tables import table_style
-from outsize.report.tables.fit import COLOURS, devices_table, setting_text
+from outsize.report.tables.fit import COLOURS, devices_table, parameters_text, setting_text
 from outsize.report.wording import refusal_text
 
 # Other quantities are called as they were asked for.
@@ -30,7 +30,7 @@ def largest_table(found: Largest) -> Group:
         (answer, COLOURS[answer]),
         "  ",
         (shown.model, "bold"),
-        f" ({count_text(shown.parameters)} parameters) on {shown.cluster}: {text}",
+        f" ({parameters_text(shown)}) on {shown.cluster}: {text}",
     )
     lines = [heading, Text(setting_text(shown)), Text(_why(found))]
     return Group(*lines, *(table_style.spaced(devices_table(shown.devices)) if shown.devices else ()))
