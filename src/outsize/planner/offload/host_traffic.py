@@ -33,9 +33,10 @@ Sources: ZeRO-Offload (arXiv 2101.06840, sec. 4: gradients are copied during the
 ZeRO-Infinity (arXiv 2104.07857, sec. 6.2: prefetch, overlap), layer by layer as in L2L (arXiv 2002.05645).
 Deviations: no optimizer step during the backward (run/host/optimizer_step.py has it on GPUs), no weights are
 kept from forward to backward (schedules/offload.py keeps two blocks). The host's memory is unknown. One
-device runs it (strategies/host_one_device.py), or a pipeline of them (strategies/host_round_robin.py).
-Complexity: O(units + blocks^2). Oracle: tests/unit/planner/offload/test_offload_host_traffic.py simulates the
-two buffers.
+device runs it (strategies/host_one_device.py), or a pipeline of them (strategies/host_round_robin.py). The
+search compares candidates by these sums; what a plan says is played (evaluate/hosted_step.py). Complexity:
+O(units + blocks^2). Oracle: tests/unit/planner/offload/test_offload_host_traffic.py simulates the two
+buffers.
 """
 
 from __future__ import annotations
@@ -132,6 +133,14 @@ class StreamedBlocks:
         ranges = RangeTables.of(coarse, coarse_profile(profile, cut), optimizer)
         boundary = BoundaryTraffic.of(coarse, ranges)
         return cls(alone, _traffic(graph, cut, optimizer), ranges, updated(graph, optimizer), boundary)
+
+    @classmethod
+    def of_stages(cls, graph: ModelGraph, profile: Profile, optimizer: str) -> Self:
+        """Returns the blocks of a plan, whose stages are the units of `graph`."""
+        held, ranges = optimizer_bytes(optimizer), RangeTables.of(graph, profile, optimizer_bytes(optimizer))
+        traffic = _traffic(graph, range(len(graph.units) + 1), held)
+        boundary = BoundaryTraffic.of(graph, ranges)
+        return cls(UnitSeconds.of(profile), traffic, ranges, updated(graph, held), boundary)
 
 
 def block_ends(graph: ModelGraph, alone: UnitSeconds, most: int) -> tuple[int, ...]:

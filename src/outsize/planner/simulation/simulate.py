@@ -2,17 +2,19 @@
 
 It simulates a lowered schedule, the same list that the interpreter runs, with stage and link costs:
     rank     takes its cells in order; SEND and RECV cost it nothing, compute waits for the messages
-             that were posted for it and then lasts forward_s or backward_s (+ overhead_s)
+             that were posted for it and then lasts forward_s or backward_s
     wire     one for each directed pair of ranks, for activations and gradients apart: moves one message
              at a time in the order of the sends, in parallel to compute; a transfer begins when it is
              sent, its receive is posted (rendezvous, as in NCCL and gloo) and the wire is free
+    copies   between a device and its host, where weights or activations are in host memory: a queue for each
+             direction, in parallel to compute, which waits for what it needs (host_copies.py)
 Every start is a maximum of ends and every end a sum (a max-plus system), so a step never gets shorter
 when a cost grows; heap ties cannot change it.
 
 Source: Hockney's link model (ir/cluster.py) and the pipeline analysis of GPipe (arXiv 1811.06965,
 sec. 2.3); kernel in the spirit of SimPy. Symbols: p -> stages, m -> microbatches, t_f -> forward_s,
-t_b -> backward_s. Deviations: no contention between wires, no slow-down of compute by transfers, no
-residency actions yet. Complexity: O(k log k) for k actions.
+t_b -> backward_s. Deviations: no contention between wires, no slow-down of compute by transfers, no actions
+of sharded weights. Complexity: O(k log k) for k actions.
 Oracles (tests/unit/planner/simulation/test_simulate.py): the closed forms (m + p - 1)(t_f + t_b) and
 m p (t_f + t_b), a longest path over the graph of cells, and conservation of busy time.
 """
@@ -21,17 +23,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import final
+from typing import Final, final
 
 from outsize.errors import BadOption, InvalidSchedule
 from outsize.ir.cluster import Link
-from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.ir.schedule import COMPUTE, FETCH, OFFLOAD, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span, Timeline
 from outsize.planner.simulation.event_kernel import Event, Kernel, Process
+from outsize.planner.simulation.host_copies import CopyCosts, CopyQueues
 from outsize.schedules.job import StageCost as StageCost
 from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, message_of
 
 EdgeBytes = Mapping[tuple[int, int], int]
+COPIES: Final = frozenset({Kind.LOAD, Kind.UNLOAD}) | OFFLOAD | FETCH
 
 
 def simulate(
@@ -40,16 +44,17 @@ def simulate(
     edge_bytes: EdgeBytes,
     gradient_bytes: EdgeBytes,
     link: Callable[[int, int], Link],
-    overhead_s: float = 0.0,
+    copies: CopyCosts | None = None,
 ) -> Timeline:
-    """Returns the predicted Timeline of one step: spans in lanes 'compute' and 'send' (of the sending rank).
+    """Returns the predicted Timeline of one step: spans in lanes 'compute', 'send' (of the sending rank) and
+    'load' (copies between device and host).
 
     schedule        lowered and checked; without transfers its ranks would not wait for each other
     costs           `costs[stage]`, seconds for one microbatch
     edge_bytes      (source stage, destination stage) -> bytes of activations of one microbatch
     gradient_bytes  (source stage, destination stage) -> bytes of gradients of one microbatch
     link            (sending rank, receiving rank) -> Link, such as `Cluster.link`
-    overhead_s      added to each compute action (launch, Python)
+    copies          bytes and links of LOAD, UNLOAD, FETCH and OFFLOAD, where the schedule has them
 
     Raises BadOption when a stage has no cost or an edge no bytes, InvalidSchedule when the schedule
     hangs or has an action without a cost.
@@ -60,7 +65,7 @@ def simulate(
         ranks = rank_of[message.source], rank_of[message.destination]
         return link(*ranks).seconds(_bytes(message, edge_bytes, gradient_bytes))
 
-    return _play(schedule, _compute_seconds(schedule, costs, overhead_s), transfer_s)
+    return _play(schedule, _compute_seconds(schedule, costs, copies is not None), transfer_s, copies)
 
 
 def bound_s(schedule: Schedule, costs: Sequence[StageCost]) -> float:
@@ -68,7 +73,7 @@ def bound_s(schedule: Schedule, costs: Sequence[StageCost]) -> float:
 
     `schedule` is lowered, as for `simulate`; raises the same errors.
     """
-    return critical_path_s(schedule, _compute_seconds(schedule, costs, 0.0))
+    return critical_path_s(schedule, _compute_seconds(schedule, costs))
 
 
 def critical_path_s(schedule: Schedule, compute_s: Mapping[Action, float]) -> float:
@@ -81,9 +86,12 @@ def critical_path_s(schedule: Schedule, compute_s: Mapping[Action, float]) -> fl
 
 
 def _play(
-    schedule: Schedule, seconds: Mapping[Action, float], transfer_s: Callable[[Message], float]
+    schedule: Schedule,
+    seconds: Mapping[Action, float],
+    transfer_s: Callable[[Message], float],
+    copies: CopyCosts | None = None,
 ) -> Timeline:
-    simulation = _Simulation(seconds, transfer_s, Ends(schedule))
+    simulation = _Simulation(seconds, transfer_s, Ends(schedule), copies)
     simulation.run(schedule)
     done = {span.action for span in simulation.spans if span.lane == "compute"}
     hanging = sorted(str(action) for action in seconds if str(action) not in done)
@@ -102,11 +110,15 @@ class _Simulation:
     """Holds the processes of one step and the events between them."""
 
     def __init__(
-        self, compute_s: Mapping[Action, float], transfer_s: Callable[[Message], float], ends: Ends
+        self,
+        compute_s: Mapping[Action, float],
+        transfer_s: Callable[[Message], float],
+        ends: Ends,
+        copies: CopyCosts | None,
     ) -> None:
         self.spans: list[Span] = []
         self._kernel = Kernel()
-        self._compute_s, self._transfer_s, self._ends = compute_s, transfer_s, ends
+        self._compute_s, self._transfer_s, self._ends, self._copies = compute_s, transfer_s, ends, copies
         self._sent: defaultdict[Message, Event] = defaultdict(Event)
         self._posted: defaultdict[Message, Event] = defaultdict(Event)
         self._arrived: defaultdict[Message, Event] = defaultdict(Event)
@@ -121,17 +133,25 @@ class _Simulation:
 
     def _rank(self, rank: int, row: Sequence[Action]) -> Process:
         inbox: defaultdict[Action, list[Message]] = defaultdict(list)
-        for action in row:
+        queues = None if self._copies is None else CopyQueues(self._copies)
+        for at, action in enumerate(row):
             if action.kind in SENDS:
                 self._kernel.fire(self._sent[message_of(action)])
             elif action.kind in RECEIVES:
                 message = message_of(action)
                 inbox[self._ends.consumer(message)].append(message)
                 self._kernel.fire(self._posted[message])
-            else:
+            elif action.kind in COMPUTE:
                 for message in inbox[action]:
                     yield self._arrived[message]
+                if queues is not None:
+                    yield from self._until(queues.arrival_s(action))
                 yield from self._span(rank, "compute", action, self._compute_s[action])
+            elif queues is not None:
+                yield from self._until(queues.room_s(row, at))
+                start_s, end_s = queues.begin(row, at, self._kernel.now_s)
+                if end_s > start_s:
+                    self._note(rank, "load", action, start_s, end_s)
 
     def _wire(self, rank: int, queue: Sequence[Message]) -> Process:
         for message in queue:
@@ -143,7 +163,13 @@ class _Simulation:
     def _span(self, rank: int, lane: Lane, action: Action, seconds: float) -> Process:
         start_s = self._kernel.now_s
         yield seconds
-        end_s = self._kernel.now_s
+        self._note(rank, lane, action, start_s, self._kernel.now_s)
+
+    def _until(self, time_s: float) -> Process:
+        if time_s > self._kernel.now_s:
+            yield time_s - self._kernel.now_s
+
+    def _note(self, rank: int, lane: Lane, action: Action, start_s: float, end_s: float) -> None:
         self.spans.append(Span(rank=rank, lane=lane, action=str(action), start_s=start_s, end_s=end_s))
 
 
@@ -159,7 +185,7 @@ def _wires(schedule: Schedule) -> dict[tuple[int, int, Kind], list[Message]]:
 
 
 def _compute_seconds(
-    schedule: Schedule, costs: Sequence[StageCost], overhead_s: float
+    schedule: Schedule, costs: Sequence[StageCost], with_copies: bool = False
 ) -> dict[Action, float]:
     if len(costs) != schedule.stages:
         raise BadOption(
@@ -167,8 +193,9 @@ def _compute_seconds(
             numbers=f"{schedule.stages} stages, {len(costs)} costs",
             next_step="pass one StageCost for each stage",
         )
-    cells = [a for row in schedule.actions for a in row if a.kind not in SENDS | RECEIVES]
-    return {action: _cost_s(action, costs[action.stage]) + overhead_s for action in cells}
+    free = {*SENDS, *RECEIVES, *(COPIES if with_copies else ())}
+    cells = [a for row in schedule.actions for a in row if a.kind not in free]
+    return {action: _cost_s(action, costs[action.stage]) for action in cells}
 
 
 def _cost_s(action: Action, cost: StageCost) -> float:
@@ -176,8 +203,8 @@ def _cost_s(action: Action, cost: StageCost) -> float:
         return cost.seconds(action.kind)
     raise InvalidSchedule(
         f"{action} has no cost",
-        numbers=f"the simulator knows F, B, I, W, sends and receives, not {action.kind}",
-        next_step="simulate the schedule before it is given such actions",
+        numbers=f"known are F, B, I, W, sends, receives, and copies whose costs are given, not {action.kind}",
+        next_step="pass copies=, or simulate the schedule before it is given such actions",
     )
 
 

@@ -3,7 +3,8 @@
     degree    of ir/offload.py, from least to most; the fastest that fits, by the predicted step
     stages    the blocks of offload/host_traffic.py: neighbouring units of about equal work, 64 at most
     schedule  gpipe, layer by layer; naive where boundaries of all microbatches do not fit besides two stages
-    seconds   those of offload/host_traffic.py, which the device's timeline has stage by stage
+    seconds   the search compares those of offload/host_traffic.py; the stages' own are played with their
+              copies (evaluate/hosted_step.py)
     bytes     of the device, divided evenly over its stages, so that they add up to what it holds
     bound     max(compute, copies to the device, copies to the host, the optimizer on the host)
 
@@ -17,6 +18,7 @@ made.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
@@ -33,14 +35,16 @@ from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
+from outsize.planner.costs.stage_edges import Edges
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected, stage_cost
+from outsize.planner.evaluate.hosted_step import HostedStep
 from outsize.planner.evaluate.plan_findings import fullest_device, shortages
 from outsize.planner.fit.nearest import RECOMPUTED_TEXT, parts_text, stage_needs_text
 from outsize.planner.layout.layout import Layout, rank_named
-from outsize.planner.memory.optimizer_states import optimizer_bytes
+from outsize.planner.memory.range_tables import Bytes
 from outsize.planner.offload.boundary_traffic import waiting_reasons
 from outsize.planner.offload.disk import spill_reasons, with_disk
 from outsize.planner.offload.host_traffic import (
@@ -51,9 +55,9 @@ from outsize.planner.offload.host_traffic import (
     host_states,
     layerwise,
 )
-from outsize.planner.simulation.simulate import StageCost, simulate
+from outsize.planner.simulation.host_copies import CopyCosts
+from outsize.planner.simulation.simulate import StageCost
 from outsize.schedules.families import DEFAULT, LAYER_BY_LAYER, SEQUENTIAL, families, family_of
-from outsize.schedules.planned import planned
 
 # These numbers of blocks are tried; the fewest within NEAR of the fastest are taken, because each is a stage
 # to read.
@@ -211,10 +215,10 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
-    """Returns the predicted Timeline of one step; the waits of a stage are in its actions."""
-    costs = _costs(_estimate_and_bound(plan, graph, profile, cluster)[0])
-    schedule = planned(plan.schedule, len(plan.stages), plan.microbatches, 1, plan.actions)
-    return simulate(schedule, costs, {}, {}, cluster.link)
+    """Returns the predicted Timeline of one step, with its copies."""
+    candidate, _ = _estimate_and_bound(plan, graph, profile, cluster)
+    blocks = StreamedBlocks.of_stages(candidate.graph, candidate.cases[0].base, plan.optimizer)
+    return _hosted_step(candidate, blocks, cluster).timeline()
 
 
 def _estimate_and_bound(
@@ -232,14 +236,44 @@ def _estimate_and_bound(
     pipeline = tables.pipeline(layout, ("full" if recompute else "none",), (device,))
     assert pipeline is not None, "one device always exists"
     candidate = estimate_cut(pipeline, (0, len(bounds) - 1), (0,))
-    return candidate, _bound(candidate, coarse, plan.optimizer, layout, cluster)
+    blocks = StreamedBlocks.of_stages(*coarse, plan.optimizer)
+    if layout.hosted:
+        candidate = _computing(candidate)
+        candidate = replace(candidate, pipeline_s=_hosted_step(candidate, blocks, cluster).seconds)
+    return candidate, _bound(candidate, blocks, layout, cluster)
 
 
-def _bound(
-    candidate: Estimate, coarse: tuple[ModelGraph, Profile], optimizer: str, layout: Layout, cluster: Cluster
-) -> Bound:
+def _computing(candidate: Estimate) -> Estimate:
+    """Returns the estimate with the seconds that the device computes, without its waits."""
+    (case,) = candidate.cases
+    seconds = UnitSeconds.of(case.base)
+    case = case.with_seconds(seconds if case.recompute == "none" else seconds.recomputed())
+    return replace(candidate, cases=(case,), costs=(stage_cost(case, 0, case.units),))
+
+
+def _hosted_step(candidate: Estimate, blocks: StreamedBlocks, cluster: Cluster) -> HostedStep:
+    """Returns the step of the blocks, each a stage of its own."""
+    host, layout = Host.of(cluster, 1), candidate.layout
+    schedule = layout.schedule if layerwise(layout) else SEQUENTIAL.name
+    copies = CopyCosts(
+        host.link,
+        host.bytes_per_s,
+        blocks.traffic.weights,
+        blocks.traffic.gradients,
+        fetched=_rows(blocks.boundary.comes),
+        offloaded=_rows(blocks.boundary.goes),
+    )
+    of_blocks = replace(layout, stages=len(blocks.traffic.weights), schedule=schedule)
+    return HostedStep(of_blocks, _costs(candidate), copies, Edges({}, {}, {}), cluster.link)
+
+
+def _rows(passes: tuple[Bytes, Bytes]) -> tuple[list[int], list[int]]:
+    forward, backward = passes
+    return forward.tolist(), backward.tolist()
+
+
+def _bound(candidate: Estimate, blocks: StreamedBlocks, layout: Layout, cluster: Cluster) -> Bound:
     host, m, case = Host.of(cluster, 1), layout.microbatches, candidate.cases[0]
-    blocks = StreamedBlocks.of(*coarse, UnitSeconds.of(coarse[1]), optimizer_bytes(optimizer))
     passes = 1 if layerwise(layout) else m
     streams = {"resident": (0, 0), "host-optimizer": (1, 1)}
     copies_in, copies_out = streams.get(layout.weights, (2 * passes, passes))

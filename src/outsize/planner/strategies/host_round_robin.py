@@ -3,17 +3,16 @@
     stages    v p blocks (offload/host_traffic.py) of about equal work, stage s on device s mod p, breadth
               first: gpipe with several stages on a rank (schedules/families.py; Lamy-Poirier, arXiv
               2211.05953)
-    seconds   offload/host_traffic.py's copies for each device's own stages, whose weights come over its own
-              link, in the costs of its actions; then the schedule is simulated with its messages, as for
-              any pipeline
+    seconds   the schedule is played with its messages and with each device's copies over its own link
+              (evaluate/hosted_step.py)
     bytes     those of the pipeline, and for weights and gradients two of the device's own stages (all weights
               where they stay), divided evenly over them, so that they add up to what it holds; weights that
               several stages use stay with their owner
     choice    p (divisors of the number of devices), v, microbatches, degree, recompute of all or nothing:
               those whose bound is below the best step are priced, and the fastest that fits is taken
 
-Deviations: gradients count from the first forward on, and the wait for loads is spread evenly over a stage's
-microbatches. Devices must be equal. Complexity: choices x O(actions). Oracle:
+Deviations: gradients count from the first forward on. Devices must be equal. Complexity: choices x
+O(actions). Oracle:
 tests/unit/planner/strategies/test_host_round_robin.py adds bytes and seconds up by hand; such plans run in
 tests/dist/test_hosted_processes.py.
 """
@@ -41,9 +40,11 @@ from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
+from outsize.planner.costs.stage_edges import edges_of
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
-from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected, play
+from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected
+from outsize.planner.evaluate.hosted_step import HostedStep
 from outsize.planner.evaluate.plan_findings import fullest_device
 from outsize.planner.evaluate.ranking import CLOSE
 from outsize.planner.layout.layout import Layout, rank_named
@@ -53,17 +54,15 @@ from outsize.planner.memory.range_tables import Bytes, RangeTables
 from outsize.planner.memory.sharded import single_units
 from outsize.planner.offload.host_traffic import (
     BLOCKS,
-    BlockTraffic,
     Host,
     block_ends,
     host_reason,
     host_states,
-    staying,
-    streamed,
     two_places,
     updated,
 )
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
+from outsize.planner.simulation.host_copies import CopyCosts
 from outsize.schedules.families import LAYER_BY_LAYER
 
 # These numbers of stages of all devices are tried.
@@ -233,10 +232,10 @@ def priced(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) ->
 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
-    """Returns the predicted Timeline of one step; the waits of a stage are in its actions."""
+    """Returns the predicted Timeline of one step, with its copies."""
     blocks = HostedStages.of(graph, profile, plan.bounds(graph), plan.optimizer)
     candidate, _ = _estimate_and_bound(plan, blocks, cluster)
-    return play(candidate.pipeline, candidate.bounds, candidate.costs)
+    return _hosted_step(candidate, blocks.held, cluster).timeline()
 
 
 def _shortages(candidate: Estimate) -> Iterator[MemoryShortage]:
@@ -276,7 +275,18 @@ def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> t
         layout, cluster, with_usable_memory(cluster), places, ((case,),) * stages, (cluster,) * stages
     )
     candidate = estimate_cut(pipeline, range(stages + 1), (0,) * stages)
+    if layout.hosted:
+        step = _hosted_step(candidate, blocks.held, cluster)
+        candidate = replace(candidate, pipeline_s=step.seconds)
     return candidate, _bound(layout, case, blocks.held, cluster)
+
+
+def _hosted_step(candidate: Estimate, held: WeightAndGradientBytes, cluster: Cluster) -> HostedStep:
+    layout, pipeline = candidate.layout, candidate.pipeline
+    host = Host.of(cluster, layout.axes.pp)
+    copies = CopyCosts(host.link, host.bytes_per_s, *(size.tolist() for size in held))
+    edges = edges_of(pipeline.case.flows, candidate.bounds)
+    return HostedStep(layout, candidate.costs, copies, edges, pipeline.link)
 
 
 def _case(plan: Plan, layout: Layout, blocks: HostedStages, cluster: Cluster) -> PricedModel:
@@ -288,27 +298,12 @@ def _case(plan: Plan, layout: Layout, blocks: HostedStages, cluster: Cluster) ->
     host, after_s = Host.of(cluster, layout.axes.pp), np.zeros(layout.stages)
     for own in _own(layout):
         after_s[own] = blocks.updated[own].sum() / host.bytes_per_s
-    case = replace(whole, ranges=_on_device(whole, blocks.held, layout), after_s=np.diag(after_s, 1))
-    return case.with_seconds(_waiting(whole.seconds, blocks.held, layout, host))
+    return replace(whole, ranges=_on_device(whole, blocks.held, layout), after_s=np.diag(after_s, 1))
 
 
 def _own(layout: Layout) -> list[list[int]]:
     """Returns the stages of each rank."""
     return [list(layout.stages_on(rank)) for rank in range(layout.axes.pp)]
-
-
-def _waiting(compute: UnitSeconds, held: WeightAndGradientBytes, layout: Layout, host: Host) -> UnitSeconds:
-    """Adds to each pass what a device waits for of its own stages."""
-    add_waits = streamed if layout.weights == "host" else staying
-    forward, backward_input = np.zeros_like(compute.forward), np.zeros_like(compute.backward_input)
-    for own in _own(layout):
-        own_seconds = UnitSeconds(
-            *(seconds[own] for seconds in (compute.forward, compute.backward_input, compute.backward_weight))
-        )
-        traffic = BlockTraffic(range(len(own) + 1), *(size[own].tolist() for size in held))
-        waiting = add_waits(own_seconds, traffic, layout, host)
-        forward[own], backward_input[own] = waiting.forward, waiting.backward_input
-    return UnitSeconds(forward, backward_input, compute.backward_weight)
 
 
 def _on_device(whole: PricedModel, held: WeightAndGradientBytes, layout: Layout) -> RangeTables:

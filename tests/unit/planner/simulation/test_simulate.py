@@ -39,8 +39,8 @@ class Case:
     down: dict[tuple[int, int], int]
     up: dict[tuple[int, int], int]
 
-    def run(self, link: Link = FREE, overhead_s: float = 0.0) -> Timeline:
-        return simulate(self.schedule, self.costs, self.down, self.up, lambda a, b: link, overhead_s)
+    def run(self, link: Link = FREE) -> Timeline:
+        return simulate(self.schedule, self.costs, self.down, self.up, lambda a, b: link)
 
 
 def chain_case(name: str, stages: int, microbatches: int, costs: list[StageCost], size: int = 0) -> Case:
@@ -103,11 +103,11 @@ def test_closed_form_of_naive(stages: int, microbatches: int) -> None:
     assert timeline.bubble == pytest.approx(1 - 1 / stages)
 
 
-def test_closed_form_with_links_and_overhead() -> None:
+def test_closed_form_with_links() -> None:
     """Naive: everything is one after the other, so the step is the plain sum."""
     link = Link(name="slow", latency_s=0.25, bytes_per_s=10.0)
-    timeline = chain_case("naive", 3, 4, [StageCost(1.0, 2.0)] * 3, size=5).run(link, overhead_s=0.125)
-    assert timeline.duration_s == pytest.approx(4 * (3 * (1 + 2 + 2 * 0.125) + 4 * (0.25 + 0.5)))
+    timeline = chain_case("naive", 3, 4, [StageCost(1.0, 2.0)] * 3, size=5).run(link)
+    assert timeline.duration_s == pytest.approx(4 * (3 * (1 + 2) + 4 * (0.25 + 0.5)))
 
 
 def test_spans_of_a_small_step() -> None:
@@ -167,10 +167,9 @@ def test_longest_path_is_the_step_time(name: str, seed: int) -> None:
 @given(seed=st.integers(0, 10_000))
 def test_busy_time_is_the_sum_of_costs_and_no_lane_does_two_things(name: str, seed: int) -> None:
     case = random_case(name, seed)
-    timeline = case.run(Link(name="slow", latency_s=0.1, bytes_per_s=30.0), overhead_s=0.5)
+    timeline = case.run(Link(name="slow", latency_s=0.1, bytes_per_s=30.0))
     for rank, cost in enumerate(case.costs):
-        actions = 3 if name.startswith("zero-bubble") else 2
-        per_microbatch = cost.forward_s + cost.backward_s + actions * 0.5
+        per_microbatch = cost.forward_s + cost.backward_s
         assert timeline.busy_s(rank) == pytest.approx(case.schedule.microbatches * per_microbatch)
     lanes: dict[tuple[int, str, int], list[Span]] = defaultdict(list)
     for span in timeline.spans:

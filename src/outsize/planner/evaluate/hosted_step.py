@@ -1,0 +1,105 @@
+"""Problem: weights are in host memory; how long is the step that runs?
+
+The row that the interpreter runs is played: the schedule with its messages, with LOAD and UNLOAD of every
+stage, and where values between stages are on the host with their copies (schedules/offload.py,
+simulation/host_copies.py). So what a plan says of its step, the timeline that is drawn, and the run are one
+list of actions.
+
+    layer by layer             many microbatches are played as fewer longer ones: a block does all of them
+                               before the next one, so its seconds and bytes in all are the same
+    microbatch by microbatch   the first few are played, and each further one takes as long as the last
+
+Deviation: the host's optimizer follows the last copy (run/host/optimizer_step.py begins earlier on GPUs).
+Complexity: O(stages x microbatches that are played). Oracle: tests/unit/planner/evaluate/test_hosted_step.py
+plays all microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, final
+
+from outsize.ir.hardware.links import Link
+from outsize.ir.schedule import Schedule
+from outsize.ir.timeline import Timeline
+from outsize.planner.costs.stage_edges import Edges
+from outsize.planner.evaluate.estimate import forward_bytes, lower_along
+from outsize.planner.layout.layout import Layout
+from outsize.planner.offload.host_traffic import layerwise
+from outsize.planner.simulation.host_copies import CopyCosts
+from outsize.planner.simulation.simulate import StageCost, simulate
+from outsize.schedules.offload import ROOM, with_loads, with_value_copies
+from outsize.schedules.planned import planned
+
+# So many compute actions are played, or rounds of all ranks, or microbatches one by one.
+ACTIONS: Final = 4096
+ROUNDS: Final = 4
+FEW: Final = 4
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class HostedStep:
+    """Describes a step whose weights come from the host: `costs[stage]` of one microbatch, the copies of each
+    stage, and the messages over `edges` on `link(rank, rank)`. `layout.stages` counts all stages.
+    """
+
+    layout: Layout
+    costs: Sequence[StageCost]
+    copies: CopyCosts
+    edges: Edges
+    link: Callable[[int, int], Link]
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds from the first copy to the last one, without the optimizer's."""
+        count = self.layout.microbatches
+        if layerwise(self.layout):
+            fewer = min(count, self._enough)
+            return self._longer(count / fewer)._played(fewer).duration_s
+        few = min(count, FEW)
+        played_s = self._played(few).duration_s
+        each_s = played_s - self._played(few - 1).duration_s if count > few else 0.0
+        return played_s + (count - few) * each_s
+
+    def timeline(self) -> Timeline:
+        """Returns the predicted Timeline of the step, or of its first microbatches."""
+        return self._played(min(self.layout.microbatches, self._enough))
+
+    @property
+    def _enough(self) -> int:
+        return max(ROUNDS * self.layout.axes.pp, ACTIONS // self.layout.stages)
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """Returns the lowered schedule with its copies."""
+        room = self.layout.stages if self.layout.weights == "host-optimizer" else ROOM
+        lowered = lower_along(self.edges, planned(*self.layout.schedule_key(microbatches)))
+        loaded = with_loads(lowered, max(room, ROOM))
+        return with_value_copies(loaded) if self.layout.weights == "host-activations" else loaded
+
+    def _played(self, microbatches: int) -> Timeline:
+        down, up = forward_bytes(self.edges, microbatches), self.edges.backward
+        return simulate(self.schedule(microbatches), self.costs, down, up, self.link, self.copies)
+
+    def _longer(self, factor: float) -> HostedStep:
+        """Returns the step of microbatches that are longer and larger by a factor."""
+        costs = [
+            StageCost(*(factor * s for s in (c.forward_s, c.backward_s, c.weight_s, c.split_s)))
+            for c in self.costs
+        ]
+        forward, backward = (_larger(sizes, factor) for sizes in (self.edges.forward, self.edges.backward))
+        fetched, offloaded = (
+            ([round(factor * n) for n in passes[0]], [round(factor * n) for n in passes[1]])
+            for passes in (self.copies.fetched, self.copies.offloaded)
+        )
+        return replace(
+            self,
+            costs=costs,
+            copies=replace(self.copies, fetched=fetched, offloaded=offloaded),
+            edges=replace(self.edges, forward=forward, backward=backward),
+        )
+
+
+def _larger(sizes: Mapping[tuple[int, int], int], factor: float) -> dict[tuple[int, int], int]:
+    return {edge: round(factor * size) for edge, size in sizes.items()}

@@ -1,0 +1,138 @@
+"""Problem: when do the copies between a device and its host begin and end in a step?
+
+A rank has a queue in each direction, in the order of its row (schedules/offload.py):
+
+    to the device   LOAD: a stage's weights, and the gradients that its backward adds to
+                    FETCH: what a pass of a microbatch needs
+    to the host     UNLOAD: a stage's gradients, where it trained since it was loaded
+                    OFFLOAD: what a pass of a microbatch has left
+
+A copy begins when its action is reached and the one before it in its queue has ended. It lasts as long as the
+link takes, and as the host's memory takes, which serves the copies of both directions in turn. Compute waits
+for what it needs; before gradients or values leave, those before them have left, because the device has room
+for two (run/host/residency.py, run/host/copy_lane.py).
+
+Deviations: copies do not slow compute down; ranks share the host's memory evenly. Complexity: O(1) for each
+copy. Oracle: tests/unit/planner/simulation/test_host_copies.py, by hand and by two buffers that are played
+block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from outsize.ir.hardware.links import Link
+from outsize.ir.schedule import COMPUTE, FETCH, OFFLOAD, Action, Kind
+from outsize.schedules.offload import computed
+
+_BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
+_COMING: Final = FETCH | {Kind.LOAD}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CopyCosts:
+    """Holds the bytes of copies by stage, the link of a device to its host, and the share of a device in the
+    host's memory, in bytes per second.
+
+    `fetched` and `offloaded`: what a forward and what a backward of one microbatch needs and leaves.
+    `both_ways`: values come while others leave.
+    """
+
+    link: Link
+    host_bytes_per_s: float
+    weights: Sequence[int]
+    gradients: Sequence[int]
+    fetched: tuple[Sequence[int], Sequence[int]] = ((), ())
+    offloaded: tuple[Sequence[int], Sequence[int]] = ((), ())
+    both_ways: bool = True
+
+    def bytes_of(self, row: Sequence[Action], at: int) -> int:
+        """Returns the bytes that the action at this index of a row copies."""
+        action, stage = row[at], row[at].stage
+        match action.kind:
+            case Kind.LOAD:
+                adds = _adds_to_gradients(row, at)
+                return self.weights[stage] + (self.gradients[stage] if adds else 0)
+            case Kind.UNLOAD:
+                return self.gradients[stage] if _trained(row, at) else 0
+            case Kind.FETCH_F | Kind.FETCH_B:
+                return self.fetched[computed(action).kind is not Kind.F][stage]
+            case Kind.OFFLOAD_F | Kind.OFFLOAD_B:
+                return self.offloaded[computed(action).kind is not Kind.F][stage]
+            case _:
+                raise AssertionError(f"{action} is no copy")
+
+
+@final
+class CopyQueues:
+    """Plays the copies of one rank; all times are seconds since the step began."""
+
+    def __init__(self, costs: CopyCosts) -> None:
+        self._costs = costs
+        self._free_s = {"to device": 0.0, "to host": 0.0}
+        self._memory_free_s = 0.0
+        self._loaded_s: dict[int, float] = {}
+        self._fetched_s: dict[Action, float] = {}
+        self._left_s: dict[Kind, float] = {}
+
+    def begin(self, row: Sequence[Action], at: int, now_s: float) -> tuple[float, float]:
+        """Launches the copy of an action; returns when it begins and when it ends."""
+        action, size = row[at], self._costs.bytes_of(row, at)
+        queue = "to device" if action.kind in _COMING else "to host"
+        start_s = end_s = max(now_s, self._free_s[queue]) if size else now_s
+        if size:
+            self._memory_free_s = max(start_s, self._memory_free_s) + size / self._costs.host_bytes_per_s
+            end_s = max(start_s + self._costs.link.seconds(size), self._memory_free_s)
+            self._free_s[queue] = end_s
+        if action.kind is Kind.LOAD:
+            self._loaded_s[action.stage] = end_s
+        elif action.kind in FETCH:
+            self._fetched_s[computed(action)] = end_s
+        elif size:
+            self._left_s[_left(action)] = end_s
+        return start_s, end_s
+
+    def room_s(self, row: Sequence[Action], at: int) -> float:
+        """Returns the time up to which compute waits before this copy is launched."""
+        action, left_s = row[at], self._left_s.get(_left(row[at]), 0.0)
+        if action.kind in FETCH:
+            return 0.0 if self._costs.both_ways else self._left_s.get(Kind.OFFLOAD_F, 0.0)
+        if action.kind in OFFLOAD:
+            following = next(other for other in row[at:] if other.kind in COMPUTE)
+            return max(left_s, self._fetched_s.get(_pass(following), 0.0))
+        return left_s if self._costs.bytes_of(row, at) else 0.0
+
+    def arrival_s(self, action: Action) -> float:
+        """Returns when the weights and values have come that a compute action needs."""
+        return max(self._loaded_s.get(action.stage, 0.0), self._fetched_s.get(_pass(action), 0.0))
+
+
+def _left(action: Action) -> Kind:
+    """Returns what leaves in turn: gradients of weights, or what passes have left."""
+    return Kind.OFFLOAD_F if action.kind in OFFLOAD else action.kind
+
+
+def _pass(action: Action) -> Action:
+    """Returns the forward or the backward that a compute action is a part of."""
+    return Action(action.stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch)
+
+
+def _trained(row: Sequence[Action], at: int) -> bool:
+    """Returns whether the stage has run a backward since it was loaded."""
+    for action in reversed(row[:at]):
+        if action.stage == row[at].stage:
+            if action.kind in _BACKWARD:
+                return True
+            if action.kind is Kind.LOAD:
+                return False
+    return False
+
+
+def _adds_to_gradients(row: Sequence[Action], at: int) -> bool:
+    """Returns whether a load is for a backward, and an earlier one of the stage has left gradients."""
+    stage = row[at].stage
+    following = next((a.kind for a in row[at + 1 :] if a.stage == stage and a.kind in COMPUTE), None)
+    return following in _BACKWARD and any(a.stage == stage and a.kind in _BACKWARD for a in row[:at])
