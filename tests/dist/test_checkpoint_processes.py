@@ -119,6 +119,32 @@ def test_every_layout_of_four_ranks_and_back_to_one(tmp_path: Path) -> None:
         assert steps(again, 2) == pytest.approx(losses[2:], rel=1e-6)
 
 
+class Noted(nn.LayerNorm):
+    """A layer with a state of its own, which each rank has for all layers and knows for its own alone."""
+
+    noted: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.noted
+
+    def set_extra_state(self, state: Any) -> None:
+        self.noted = state
+
+
+def noted(root: Path, group: dist.ProcessGroup) -> dict[str, list[int]]:
+    """What each layer has noted, as it is after going on."""
+    engine = engine_of(plan_of(Axes(pp=2)), group)
+    layers = {name: m for name, m in engine.model.named_modules() if isinstance(m, nn.LayerNorm)}
+    for layer in layers.values():
+        layer.__class__ = Noted
+        layer.noted = [group.rank(), layer.weight.numel()]
+    folder = engine.save(root / "noted")
+    for layer in layers.values():
+        layer.noted = None
+    engine.resume(folder)
+    return {name: layer.noted for name, layer in layers.items()}
+
+
 def refusals(root: Path, group: dist.ProcessGroup) -> dict[str, Any]:
     """What cannot be saved, or read, is an error of all ranks, and no folder is left."""
     engine = engine_of(plan_of(Axes(tp=2)), group, torch.optim.Adafactor)
@@ -143,6 +169,7 @@ def refusals(root: Path, group: dist.ProcessGroup) -> dict[str, Any]:
         file.write_bytes(data)
     dist.barrier(group)
     said["damaged"] = refusal(lambda: engine.resume(divided))
+    said |= {"noted": str(noted(root, group))}
     return said | {"left": str((root / "none").exists() and list((root / "none").iterdir()))}
 
 
@@ -163,3 +190,5 @@ def test_what_one_rank_cannot_do_is_an_error_of_all(tmp_path: Path) -> None:
     assert "weights differ: NAME.more none saved, [2] here" in said["model"]
     assert "is damaged" in said["damaged"]
     assert said["left"] == "False"
+    assert "[0, " in said["noted"], "of the layers that rank 0 runs"
+    assert "[1, " in said["noted"], "and rank 1"

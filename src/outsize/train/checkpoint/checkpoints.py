@@ -5,6 +5,7 @@
     values (JSON)         steps, seed, plan, code of the model, groups of optimizers, scaler, loaders
     model/, buffers/      weights under the user's names
     optimizer/, optimizers/NAME/   states by weight
+    modules/              tensors of modules' extra states
     random/RANK/          random generators of each rank
     also/                 tensors of attached objects
 
@@ -40,6 +41,7 @@ from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.background import BackgroundSaves, WrittenSave
 from outsize.train.checkpoint.generators import generator_states, set_generator_states
 from outsize.train.checkpoint.loaders import CountedLoader
+from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
 from outsize.train.checkpoint.optimizers import NamedOptimizer, merged
 from outsize.train.checkpoint.plain_values import read, written
 from outsize.train.checkpoint.weights import HeldWeights, code_of, first_difference
@@ -114,9 +116,11 @@ class Checkpoints:
         group, rank = self._group, self._held.crew.global_rank
         optimizers, tensors = self._optimizers(moment.optimizer), dict[str, Tensor]()
         cards = shared_facts(group, lambda: self._card(moment, optimizers, tensors))
+        modules = ModuleStates(self._held)
+        states = shared_facts(group, modules.states)
         apart = [name for name in self._attached.objects if len({c["digests"].get(name) for c in cards}) > 1]
-        chunks = [*self._chunks(optimizers), *self._own_chunks(tensors, apart)]
-        values = self._values(cards, apart) if rank == 0 else {}
+        chunks = [*self._chunks(optimizers), *self._own_chunks(tensors, apart), *modules.chunks(states)]
+        values = {**self._values(cards, apart), "modules": merged_states(states)}
         folder = Path(shared_facts(group, lambda: str(begin(root, moment.steps)) if rank == 0 else "")[0])
         written = WrittenSave(folder, rank, values, keep)
         if wait:
@@ -234,6 +238,7 @@ class Checkpoints:
         self._held.insist_on_model(saved, str(saved.folder))
         for part in self._held.parts():
             part.fill(saved)
+        restore_modules(self._held.model, values.get("modules", {}), saved)
         self._resumed, self._restored = saved, []
         if optimizer is not None:
             self._restore_optimizer(NamedOptimizer(optimizer, self._held, OWN), OWN)

@@ -99,6 +99,13 @@ class HeldWeights:
         """Returns parameters and buffers by their first names; those of other ranks without values."""
         return {name: table[key] for table, key, name in places(self.model) if table[key] is not None}
 
+    def runs_module(self, name: str) -> bool:
+        """Returns whether a module has weights or buffers of this rank, or none at all."""
+        below = f"{name}." if name else ""
+        tensors = [tensor for tensor in self.tensors() if tensor.startswith(below)]
+        own = not tensors or any(map(self._ownership.is_own, tensors))
+        return own and self.crew.replicas.index == 0
+
     def parts(self) -> list[HeldPart]:
         """Returns the parts of all weights whose values are on this rank."""
         names = self.names()

@@ -25,6 +25,7 @@ from outsize.errors import BadCheckpoint, BadOption, ModelMismatch, NotSaved
 from outsize.run.checkpoint.write import write_part
 from outsize.train.checkpoint import background
 from outsize.train.checkpoint.checkpoints import ResumeNote
+from outsize.train.checkpoint.module_states import merged_states
 from outsize.train.engine.engine import Engine
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -443,3 +444,61 @@ def test_an_error_of_the_thread_is_raised_where_it_is_waited_for(
         run.finish_saving()
     assert not list(tmp_path.glob("step-*"))
     run.finish_saving()
+
+
+# -- modules with a state of their own ---------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    """A layer whose scale is no buffer: it is in `get_extra_state`, with what was seen of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale, self.largest = 1.0, torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale, "largest": self.largest, "steps": (1, 2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state["steps"] == (1, 2)
+        self.scale, self.largest = state["scale"], state["largest"]
+
+
+def scaled() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(), nn.Tanh(), Scaled(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_extra_states_of_modules_go_on(tmp_path: Path, stages: int) -> None:
+    net = scaled()
+    net[0].scale, net[2].largest = 0.5, torch.tensor([3.0, 4.0])
+    first = engine(net=net)
+    losses(first, 1)
+    folder = first.save(tmp_path)
+    other = scaled()
+    again = engine(net=other, stages=stages, resume=folder)
+    assert (other[0].scale, other[2].scale) == (0.5, 1.0)
+    assert torch.equal(other[2].largest, torch.tensor([3.0, 4.0]))
+    assert losses(again, 2) == losses(first, 2)
+    with pytest.raises(ModelMismatch, match=r"state of a module that this model lacks.*'0'"):
+        engine(net=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3)), resume=folder)
+
+
+def test_an_extra_state_that_is_no_value_is_refused(tmp_path: Path) -> None:
+    net = scaled()
+    net[0].scale = object()  # pyright: ignore[reportAttributeAccessIssue]
+    first = engine(net=scaled())
+    first.module[0].scale = net[0].scale
+    with pytest.raises(BadOption, match=r"modules/0\.scale is a object, which a checkpoint cannot hold"):
+        first.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_disagree_on_a_module_are_refused() -> None:
+    assert merged_states([{"a": 1}, {"a": 1, "b": [2]}]) == {"a": 1, "b": [2]}
+    with pytest.raises(BadOption, match="the extra state of module 'a' is another one on each rank"):
+        merged_states([{"a": 1}, {"a": 2}])
