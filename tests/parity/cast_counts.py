@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,3 +40,22 @@ class Casts(TorchDispatchMode):
         for name, values in self._known.items():
             if values.shape == tensor.shape and torch.equal(values, tensor):
                 self.counts[name] += 1
+
+
+def counting_compiler(casts: Casts) -> Callable[..., Any]:
+    """Returns a backend of torch.compile that runs aot_eager's graphs and counts what they cast."""
+
+    def compiled(graph: Any, _: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with casts:
+                return graph(*args)
+
+        return make_boxed_func(run)
+
+    backend = aot_autograd(fw_compiler=compiled)
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        return backend(graph, inputs)
+
+    counting._tags = ()  # pyright: ignore[reportFunctionMemberAccess]
+    return counting

@@ -12,8 +12,9 @@ from typing import Any, Final, final
 import pytest
 import torch
 import torch.nn.functional as F
-from cast_counts import Casts
+from cast_counts import Casts, counting_compiler
 from torch import Tensor, nn
+from torch._dynamo.backends import registry
 from torch.utils.checkpoint import checkpoint
 
 import outsize
@@ -174,6 +175,7 @@ def plain_step(model: nn.Module, x: Tensor, y: Tensor, microbatches: int, region
 
 def engine_for(model: nn.Module, x: Tensor, y: Tensor, microbatches: int, **how: Any) -> outsize.Engine:
     given: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y}
+    compiled = how.pop("compiled", None)
     options = {"stages": 2, "microbatches": microbatches, "cluster": "2xcpu"} | how
     on_host = {"weights": options.pop("on_host")} if "on_host" in options else None
     plan = outsize.plan(model, (x,), **options, **given)
@@ -181,7 +183,7 @@ def engine_for(model: nn.Module, x: Tensor, y: Tensor, microbatches: int, **how:
         own = tuple(stage.model_copy(update={"device": "cpu:0"}) for stage in plan.stages)
         one = {"axes": Axes(), "cluster": "1xcpu", "stages": own, "schedule": "gpipe"} | on_host
         plan = plan.model_copy(update=one)
-    return outsize.parallelize(model, (x,), plan=plan, **given)
+    return outsize.parallelize(model, (x,), plan=plan, compiled=compiled, **given)
 
 
 def insist_on_equal(model: nn.Module, plain: nn.Module) -> None:
@@ -345,6 +347,49 @@ def test_gradients_do_not_wait_for_the_end_of_a_backward() -> None:
 
 
 def test_without_their_rank_among_nodes_gradients_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast_weights, "_YOUNGEST", 0)
+    monkeypatch.setattr(cast_weights, "YOUNG", 0)
     with pytest.raises(AssertionError):
         test_gradients_do_not_wait_for_the_end_of_a_backward()
+
+
+def compiled_casts(patch: pytest.MonkeyPatch, name: str, microbatches: int, **how: Any) -> dict[str, int]:
+    """Two steps of compiled stages, as in the loop; returns how often the last has cast each weight."""
+    model, (x, y) = made(name), batch()
+    plain, casts = copy.deepcopy(model), Casts(dict(model.named_parameters()))
+    patch.setitem(registry._BACKENDS, "counting", None)
+    patch.setitem(registry._COMPILER_FNS, "counting", counting_compiler(casts))
+    make_copy = cast_weights._copied
+
+    def counted(*args: Any) -> Any:
+        with casts:
+            return make_copy(*args)
+
+    patch.setattr(cast_weights, "_copied", counted)
+    engine = engine_for(model, x, y, microbatches, compiled="counting", **how)
+    expected = plain_step(plain, x, y, microbatches)
+    for _ in range(2):
+        model.zero_grad()
+        casts.clear()
+        with autocast():
+            assert torch.equal(engine.step(x, target=y, update=False).loss, expected)
+    insist_on_equal(model, plain)
+    return casts.counts
+
+
+@pytest.mark.parametrize("microbatches", [4, 16])
+def test_compiled_stages_cast_once_per_step(monkeypatch: pytest.MonkeyPatch, microbatches: int) -> None:
+    counts = compiled_casts(monkeypatch, "plain", microbatches)
+    assert counts == {name: int("layers" in name) for name in counts}
+
+
+def test_a_compiled_layer_that_is_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients add up in bfloat16, as in the plain loop."""
+    counts = compiled_casts(monkeypatch, "repeated", 4, stages=1, recompute="selective")
+    assert {count for name, count in counts.items() if "norms" not in name} == {1}
+
+
+def test_a_weight_that_a_compiled_stage_reads_as_it_is_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its casts are in the graph, which can fail the test above: each use and microbatch counts."""
+    counts = compiled_casts(monkeypatch, "tied", 4, stages=1)
+    assert counts["table"] == 4
+    assert {count for name, count in counts.items() if "layers" in name} == {1}

@@ -14,7 +14,7 @@ arrives as an argument (`p0`) and is in the module only around the call. Modes t
 ones become `with` blocks. No name becomes code: names of the model are in the text as quoted constants, and
 in comments without line ends. The function's attribute `source` has the text, so that a user can read a
 stage. A Python number that a leaf returned has determined the code after it when the tape was made: `expect`
-checks it.
+checks it. Under autocast a function that is compiled takes the copies of its weights as arguments (`c0`).
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ _LITERALS = (
 
 
 PLACES: Final = "_place_of_line"
+Function = Callable[..., Any]
+Compiler = Callable[[Function], Function]
 
 
 def replayed_place(frame: FrameType, line: int) -> tuple[str, str] | None:
@@ -80,8 +82,9 @@ class SliceSpec:
     """Defines the function to generate: `entries` and `foreign` weights are arguments, `exits` are returned.
 
     `copied` maps names to weights whose module has them on another device; it is read at each call. A weight
-    named in `through` is passed through that function at each use. `cast` returns the copy of a parameter
-    that an instruction reads as a cast alone (Instruction.casts), and None leaves all casts to autocast.
+    named in `through` is passed through that function at each use. `cast(parameter, dtype)` returns the copy
+    of a parameter that an instruction reads as a cast alone (Instruction.casts); it gets the parameter's
+    `through` as a third argument. None leaves all casts to autocast.
     """
 
     name: str
@@ -92,15 +95,20 @@ class SliceSpec:
     constants: Mapping[int, Tensor] = field(default_factory=dict)
     copied: Mapping[str, Tensor] = field(default_factory=dict)
     through: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    cast: Callable[[Tensor, torch.dtype], Tensor] | None = None
+    cast: Callable[..., Tensor] | None = None
 
 
-def compile_slice(spec: SliceSpec, model: nn.Module, ambient: Modes) -> Callable[..., tuple[Any, ...]]:
-    """Returns the function `f(*entries, *foreign, seed) -> exits`."""
-    writer = _FunctionWriter(spec, model)
+def compile_slice(
+    spec: SliceSpec, model: nn.Module, ambient: Modes, compiler: Compiler | None = None
+) -> Callable[..., tuple[Any, ...]]:
+    """Returns the function `f(*entries, *foreign, seed) -> exits`.
+
+    A `compiler` gets it without the casts of parameters: their copies come as arguments, made outside.
+    """
+    writer = _FunctionWriter(spec, model, takes_copies=compiler is not None)
     for group in _same_modes(spec.instructions):
         writer.block(group, entering(group[0].modes, ambient))
-    return writer.finish()
+    return writer.finish(compiler)
 
 
 def _same_modes(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
@@ -117,10 +125,13 @@ def _same_modes(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
 class _FunctionWriter:
     """Collects the lines of the function, and the objects that its names refer to."""
 
-    def __init__(self, spec: SliceSpec, model: nn.Module) -> None:
-        self._spec, self._model = spec, model
+    def __init__(self, spec: SliceSpec, model: nn.Module, *, takes_copies: bool) -> None:
+        self._spec, self._model, self._takes_copies = spec, model, takes_copies
         self._modules = dict(model.named_modules())
         self._foreign = {name: f"p{i}" for i, name in enumerate(spec.foreign)}
+        self._copies: dict[str, str] = {}  # The text of each copy maps to the argument that it is.
+        # A compiled backward would add up what such a weight gets within the function first.
+        self._uncast = _read_uncast(spec.instructions) if takes_copies else frozenset[str]()
         self._names: dict[str, Any] = {
             "torch": torch,
             "resolve": resolve,
@@ -130,9 +141,9 @@ class _FunctionWriter:
             "copied": spec.copied,
         }
         self._name_of: dict[int, str] = {}
-        self._elsewhere = self._foreign | {name: f"copied[{name!r}]" for name in spec.copied}
-        self._elsewhere |= {name: self._through(name) for name in spec.through}
-        self._everywhere = self._elsewhere
+        self._plain = self._foreign | {name: f"copied[{name!r}]" for name in spec.copied}
+        self._everywhere = self._plain | {name: self._through(name) for name in spec.through}
+        self._elsewhere = self._everywhere
         self._lines: list[str] = []
         # The unit and the user's file:line of each line; a traceback's frame finds it among its globals.
         self._place_of_line: dict[int, tuple[str, str]] = {}
@@ -152,15 +163,27 @@ class _FunctionWriter:
             place = instruction.name, instruction.where
             self._place_of_line |= dict.fromkeys(range(first, len(self._lines) + 2), place)
 
-    def finish(self) -> Callable[..., tuple[Any, ...]]:
-        arguments = [f"v{s}" for s in self._spec.entries] + list(self._foreign.values()) + ["seed"]
+    def finish(self, compiler: Compiler | None) -> Callable[..., tuple[Any, ...]]:
+        entries = [f"v{s}" for s in self._spec.entries] + list(self._foreign.values())
         exits = "".join(f"v{s}, " for s in self._spec.exits)
-        head = f"def {self._spec.name}({', '.join(arguments)}):"
-        source = "\n".join([head, *self._lines, f"    return ({exits})", ""])
-        exec(compile(source, f"<outsize {self._spec.name}>", "exec"), self._names)
+        lines = [*self._lines, f"    return ({exits})"]
+        function = self._defined([*entries, *self._copies.values()], lines, self._names)
+        if compiler is None:
+            return function
+        fast = compiler(function)
+        if not self._copies:
+            return fast
+        line = f"    return fast({', '.join([*entries, *self._copies, 'seed'])})"
+        names = {name: value for name, value in self._names.items() if name != PLACES}
+        return self._defined(entries, [line], names | {"fast": fast})
+
+    def _defined(self, arguments: Sequence[str], lines: Sequence[str], names: dict[str, Any]) -> Any:
+        head = f"def {self._spec.name}({', '.join([*arguments, 'seed'])}):"
+        source = "\n".join([head, *lines, ""])
+        exec(compile(source, f"<outsize {self._spec.name}>", "exec"), names)
         # The function is popped because one among its own globals would be a cycle that references the
         # weights until gc runs.
-        function = self._names.pop(self._spec.name)
+        function = names.pop(self._spec.name)
         function.source = source
         return function
 
@@ -268,14 +291,20 @@ class _FunctionWriter:
             return {}
         cast, casts = self._bind(self._spec.cast, "f"), dict[str, str]()
         for name, dtype in instruction.casts:
-            if name not in self._spec.through:
-                plain = self._everywhere.get(name) or self._weight(Weight(name, "parameter"))
-                casts[name] = f"{cast}({plain}, {dtype})"
+            if dtype is not None and name not in self._uncast:
+                through = self._spec.through.get(name)
+                last = "" if through is None else f", {self._bind(through, 'f')}"
+                casts[name] = self._copy(f"{cast}({self._as_it_is(name)}, {dtype}{last})")
         return casts
 
+    def _copy(self, text: str) -> str:
+        return self._copies.setdefault(text, f"c{len(self._copies)}") if self._takes_copies else text
+
     def _through(self, name: str) -> str:
-        plain = self._elsewhere.get(name) or self._weight(Weight(name, "parameter"))
-        return f"{self._bind(self._spec.through[name], 'f')}({plain})"
+        return f"{self._bind(self._spec.through[name], 'f')}({self._as_it_is(name)})"
+
+    def _as_it_is(self, name: str) -> str:
+        return self._plain.get(name) or self._weight(Weight(name, "parameter"))
 
     def _weight(self, weight: Weight) -> str:
         if weight.kind == "attribute":
@@ -374,6 +403,13 @@ class swapped:
     def __exit__(self, *_: object) -> None:
         for (table, key, _value), before in zip(self._places, self._before, strict=True):
             table[key] = before
+
+
+def _read_uncast(instructions: Sequence[Instruction]) -> frozenset[str]:
+    """Returns the weights that some instruction reads in another way than as a cast alone."""
+    known = [{name for name, dtype in i.casts if dtype is not None} for i in instructions]
+    pairs = zip(instructions, known, strict=True)
+    return frozenset(w.name for i, casts in pairs for w in i.weights if w.name not in casts)
 
 
 def _last_uses(spec: SliceSpec) -> dict[int, list[int]]:

@@ -24,7 +24,7 @@ from outsize.program.tape import Cost, Instruction, Meta, Ref, Tape, Weight
 from outsize.program.tensor_parallel.products import Heads, Lookup, Product, is_conv1d
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tensor_parallel.styles import Derived, RankInstruction
-from outsize.program.tree import map_leaves
+from outsize.program.tree import leaves, map_leaves
 
 
 class Collectives(ABC):
@@ -221,15 +221,19 @@ class _LocalTapeWriter:
             weights = tuple(a for a in args if isinstance(a, Weight))
             new = replace(
                 before, target=target, args=args, kwargs={}, out=self._made[key], weights=weights,
-                written_weights=(), writes=frozenset(), random=False, cost=Cost(),
+                written_weights=(), writes=frozenset(), random=False, cost=Cost(), casts=(),
             )  # fmt: skip
             self._emit(new)
         return self._made[key]
 
     def _emit(self, instruction: Instruction) -> None:
+        """Appends the instruction, with the casts of the weights that it still reads by itself."""
+        named = {
+            leaf.name for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Weight)
+        }
+        casts = tuple(cast for cast in instruction.casts if instruction.is_leaf or cast[0] in named)
         self._instructions.append(
-            # Calls that share a weight may be replaced by others, so autocast casts all weights.
-            replace(instruction, index=len(self._instructions), serves=instruction.index, casts=())
+            replace(instruction, index=len(self._instructions), serves=instruction.index, casts=casts)
         )
 
     # -- calls ---------------------------------------------------------------------------------------

@@ -8,11 +8,15 @@ has nothing to do there. Its values are those of autocast's copy. Its node in th
 back into the parameter's dtype, is in the graphs of all microbatches; it saves nothing, and each backward
 runs it once, on the sum of that microbatch's gradients. Autograd runs the youngest of the nodes that are
 ready, and this one is older than a later microbatch's: it would run last, while the gradients of all weights
-wait. So it is declared the youngest of all, and runs as soon as the last of its gradients has come, which is
+wait. So it is declared younger than those, and runs as soon as the last of its gradients has come, which is
 where autocast's own node runs: gradients are added in the same order, and bits are equal.
 
 A tied parameter of another stage comes as a tensor of the graph, one for each microbatch. Autocast casts such
 a tensor at each use; here the uses share the values, and have their own nodes.
+
+A function that is compiled has copies as arguments, except of weights that it also reads as they are. A
+tensor-parallel rank has copies of its parts. Where ranks add up a weight's gradients (`through`), the copy is
+behind that node, which is as young: so ranks add in the weight's own precision, once for each microbatch.
 
 A copy is dropped when its weight leaves the device, when the weight has changed, and at the end of the step.
 Autocast with its cache disabled casts at every use, and is left alone.
@@ -22,13 +26,16 @@ Oracle: tests/parity/test_cast_weights.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-# The graph of a parameter's own gradient has the one number above it.
-_YOUNGEST: Final = 2**63 - 1
+# Nodes of copies are younger than those of any forward. Numbers differ, so that ranks run them in one order.
+YOUNG: Final = 2**62
+_STEP: Final = 8  # A copy has fewer nodes.
+Through = Callable[[Tensor], Tensor]
 
 
 @final
@@ -48,15 +55,20 @@ class CastWeights:
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
         self._places: set[int] = set()
 
-    def __call__(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the weight in `dtype`, with its gradient; or the weight, where autocast shall cast it."""
+    def __call__(self, weight: Tensor, dtype: torch.dtype, through: Through | None = None) -> Tensor:
+        """Returns the weight in `dtype`, with its gradient; or the weight, where autocast shall cast it.
+
+        `through` is a function that the weight is passed through before it is cast.
+        """
         is_own = weight.is_leaf
+        if through is not None and not is_own:
+            return through(weight)
         key = id(weight) if is_own else weight.data_ptr(), dtype
         copy = self._copies.get(key)
         if copy is None or copy.version != weight._version:
             if not _is_cached(weight):
-                return weight
-            copy = self._copies[key] = _copied(weight, dtype)
+                return weight if through is None else through(weight)
+            copy = self._copies[key] = _copied(weight, dtype, through, YOUNG + len(self._copies) * _STEP)
             self._places.add(copy.values.untyped_storage().data_ptr())
         return copy.values if is_own else _shared(weight, copy)
 
@@ -75,14 +87,15 @@ def _is_cached(weight: Tensor) -> bool:
     return is_known and torch.is_autocast_cache_enabled()
 
 
-def _copied(weight: Tensor, dtype: torch.dtype) -> _Copy:
+def _copied(weight: Tensor, dtype: torch.dtype, through: Through | None, age: int) -> _Copy:
     source = weight if weight.is_leaf else weight.detach()
     # A forward may have switched gradients off for the first use alone.
     with torch.inference_mode(False), torch.enable_grad():
-        values = source.to(dtype)
+        values = (source if through is None else through(source)).to(dtype)
     node: Any = values.grad_fn
-    if node is not None:
-        node._set_sequence_nr(_YOUNGEST)
+    while node is not None and node.next_functions:  # The node after the last one adds to the weight's .grad.
+        node._set_sequence_nr(age)
+        node, age = node.next_functions[0][0], age + 1
     return _Copy(source, weight._version, values)
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from outsize.program.generate import SliceSpec, compile_slice
+from outsize.program.generate import Compiler, SliceSpec, compile_slice
 from outsize.program.tape import Instruction, Modes, Ref, Weight
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.rng import Seed
@@ -73,12 +73,11 @@ class SegmentedRecompute:
         model: nn.Module,
         ambient: Modes,
         statistics: DeferredStatistics | None,
-        through: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        compiler: Compiler | None = None,
     ) -> None:
         """Generates the function; `runs` are (first origin, end) of instructions to recompute, in order.
 
-        Between the runs autograd saves as usual. The function of a run is passed to `through`, such as a
-        compiler.
+        Between the runs autograd saves as usual. The function of a run is passed to `compiler`.
         """
         self._seed: Seed | None = None
         left = list(spec.instructions)
@@ -89,7 +88,7 @@ class SegmentedRecompute:
                 again = Recompute(
                     model, {w.name for i in segment_instructions for w in i.written_weights}, statistics
                 )
-                segment = self._segment(through(compile_slice(part, model, ambient)), again)
+                segment = self._segment(compile_slice(part, model, ambient, compiler), again)
                 place = left.index(segment_instructions[0])
                 left[place : place + len(segment_instructions)] = [_call(segment, part, ambient)]
         self._function = compile_slice(replace(spec, instructions=left), model, ambient)

@@ -4,10 +4,9 @@ policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch import nn
 from outsize.device.accelerators import device_count, is_accelerator
 from outsize.ir.plan import Plan
 from outsize.ir.units.recompute_segments import blocks, segments
-from outsize.program.generate import compile_slice
+from outsize.program.generate import Compiler, compile_slice
 from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.stage.batchnorm import DeferredStatistics
@@ -62,15 +61,13 @@ class StageFactory:
 
         `is_copy`: the model is another than the one for which the program was made.
         """
-        if is_copy:
-            program = replace(program, function=compile_slice(program.spec, model, variant.tape.modes))
         if device is not None and variant.home is not None:
             program = program_on_device(program, variant.cut.tape, model, variant.home, device)
         casts = self._casts_of(program, device)
-        if casts is not None:
+        if is_copy or casts is not None or self.backend is not None:
             spec = replace(program.spec, cast=casts)
-            program = replace(program, spec=spec, function=compile_slice(spec, model, variant.tape.modes))
-        program = replace(program, function=self._compiled(program.function))
+            function = compile_slice(spec, model, variant.tape.modes, self._compiler())
+            program = replace(program, spec=spec, function=function)
         policy, recompute = self.plan.recompute_of(program.stage), None
         save_context = self.values.begin if self.values.offloads else None
         if policy == "full":
@@ -78,7 +75,8 @@ class StageFactory:
             recompute = partial(whole.run, program.function)
         elif policy == "selective":
             runs, modes = self._segments(variant, program.stage), variant.tape.modes
-            recompute = SegmentedRecompute(program.spec, runs, model, modes, self.statistics, self._compiled)
+            parts = program.spec, runs, model, modes, self.statistics
+            recompute = SegmentedRecompute(*parts, self._compiler())
         elif policy == "offload":
             save_context = partial(self.activations.begin, program.stage)
         at = device_of_model(model) if device is None else device
@@ -90,14 +88,14 @@ class StageFactory:
     def _casts_of(self, program: StageProgram, device: torch.device | None) -> CastWeights | None:
         """Returns what keeps the stage's weights as autocast casts them; None where it casts by itself.
 
-        The stages of all variants share it. A compiled stage has the casts in its graph.
+        The stages of all variants share it.
         """
-        if self.backend is not None or not any(i.casts for i in program.spec.instructions):
+        if not any(dtype is not None for i in program.spec.instructions for _, dtype in i.casts):
             return None
         return self._casts.setdefault((program.stage, device), CastWeights())
 
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if self.backend is None else compiled(function, self.backend)
+    def _compiler(self) -> Compiler | None:
+        return None if self.backend is None else partial(compiled, backend=self.backend)
 
     def _segments(self, variant: Variant, stage: int) -> list[tuple[int, int]]:
         """Returns the runs of instructions that the stage recomputes."""
