@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from outsize.api.elastic import ElasticRun, elastic_plan, request_like
 from outsize.api.options import (
     CheckOptions,
     ParallelizeOptions,
@@ -111,6 +112,9 @@ def parallelize(
     group, host = world.group, world.host
     if world.world_size == 1 and (named or (plan is not None and places_in(plan.cluster))):
         group = host = None  # one process, started by a launcher
+    given = plan
+    if world.sizes and plan is not None and plan.axes.world_size != world.world_size:
+        plan = None  # an elastic run plans again for the ranks that are there
     if host is not None:
         _check_no_devices(named, world)
         use_local_statistics(model)
@@ -118,14 +122,21 @@ def parallelize(
     saved = _saved(options.get("resume"), world, host)
     if saved is not None:
         engine_options = _with_weights(engine_options, model, saved)
-        plan = plan or _saved_plan(saved, options, kind, group)
+        plan = plan or (None if given else _saved_plan(saved, options, kind, group))
     with warnings.catch_warnings():
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
         case = case_of(model, args, kwargs, options)
     if plan is None:
-        here = _here(world, kind)
-        plan = agreed(host, lambda: _made_plan(case, planning_options(options), named, here, group is None))
+        before = given or (None if saved is None else Plan.model_validate(saved.values["plan"]))
+        elastic = _elastic_run(world, kind, options, before) if world.sizes and group is not None else None
+        here, asked = _here(world, kind), planning_options(options)
+        if elastic is None:
+            plan = agreed(host, lambda: _made_plan(case, asked, named, here, group is None))
+        else:
+            request = request_like(given) if given else request_of(asked, case.batch.size)
+            request = request.model_copy(update={"every_device": True})
+            plan = agreed(host, lambda: elastic_plan(case, request, CostSource.of(asked), elastic))
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
     engine = make_engine(
@@ -277,6 +288,32 @@ def _here(world: World, kind: str) -> Cluster | int | str:
     if kind == CPU:
         return world.world_size
     return "local" if world.group is None else cluster_of_run(world.device_type, world.machines)
+
+
+def _elastic_run(world: World, kind: str, options: ParallelizeOptions, before: Plan | None) -> ElasticRun:
+    """Returns what is known of a run whose number of ranks may change."""
+    folder = options.get("resume")
+
+    def cluster(ranks: int) -> Cluster:
+        if "cluster" in options:
+            return cluster_of(options["cluster"])
+        if kind == CPU:
+            return find_cluster(f"{ranks}xcpu")
+        each = max(world.machines)
+        whole = ranks % each == 0 and len(world.machines) > 1
+        known = (
+            world.machines if ranks == world.world_size else (each,) * (ranks // each) if whole else (ranks,)
+        )
+        return cluster_of_run(world.device_type, known)
+
+    return ElasticRun(
+        ranks=world.world_size,
+        sizes=world.sizes,
+        cluster=cluster,
+        folder=None if folder is None else Path(folder),
+        before=before,
+        prefers_exact="exact" not in options,
+    )
 
 
 def _cluster(

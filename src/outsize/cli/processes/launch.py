@@ -36,15 +36,39 @@ class LaunchPlace:
         return int(least) if least.isdigit() and int(least) else 1
 
     @property
+    def most_nproc(self) -> str | None:
+        """Returns the processes on this machine as they are given; of MIN:MAX the most."""
+        return None if self.nproc_per_node is None else self.nproc_per_node.rpartition(":")[2]
+
+    @property
+    def least_nproc(self) -> str | None:
+        """Returns MIN of MIN:MAX processes on this machine; None where one number is given."""
+        least, colon, _ = (self.nproc_per_node or "").partition(":")
+        return least if colon else None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Tells whether the number of ranks may change during the run."""
+        least, colon, most = str(self.options.get("nnodes", "1")).partition(":")
+        return self.least_nproc is not None or (bool(colon) and least != most)
+
+    @property
     def flags(self) -> tuple[str, ...]:
         """Returns the options as torchrun spells them."""
         spelled = ((f"--{name.replace('_', '-')}", value) for name, value in self.options.items())
         return tuple(text for flag, value in spelled for text in _flag(flag, value))
 
     def launch(self, argv: list[str], nproc_per_node: int, *, module: bool, shown_as: str = "") -> int:
-        """Runs the processes of this machine and returns their exit code."""
+        """Runs the processes of this machine and returns their exit code. Raises BadOption."""
+        least = self.least_nproc
         spec = LaunchSpec(
-            tuple(argv), nproc_per_node, self.flags, module=module, shown_as=shown_as, watch=self.watch
+            tuple(argv),
+            nproc_per_node,
+            self.flags,
+            module=module,
+            shown_as=shown_as,
+            watch=self.watch,
+            least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)
 
@@ -87,10 +111,10 @@ def _processes(job: RunJob, place: LaunchPlace) -> int:
     wanted = job.plan.axes.world_size if job.plan is not None else job.request.stages
     if job.devices or (job.plan is not None and places_in(job.plan.cluster)):
         return _one_process(place)
-    if place.nproc_per_node is None:
+    if place.most_nproc is None:
         return max(1, (wanted or PROCESSES) // place.nnodes)
-    processes = processes_for(place.nproc_per_node)
-    if wanted not in (None, processes * place.nnodes):
+    processes = processes_for(place.most_nproc)
+    if wanted not in (None, processes * place.nnodes) and not place.is_elastic:
         raise WorldMismatch(
             f"the plan needs {wanted} processes, this run has {processes * place.nnodes}",
             numbers=f"--nnodes {place.nnodes}, {processes} processes on each",

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from outsize import api
+from outsize.api.elastic import ElasticRun, elastic_plan, request_like
 from outsize.api.options import CaseOptions
 from outsize.api.planning import plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
@@ -36,7 +37,9 @@ from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice.overview import Outlook
+from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.transport.control_messages import all_gather_json, broadcast_json
+from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
@@ -129,7 +132,10 @@ def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Out
 
 
 def _decide(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Outlook:
-    plan = job.plan or _make_plan(world, job, inputs, screen)
+    if world.sizes and world.host is not None:
+        plan = _elastic_plan(world, job, inputs, screen)
+    else:
+        plan = job.plan or _make_plan(world, job, inputs, screen)
     with screen.working("pricing the plan"):
         # A plan with the times of other machines is tried on this one, whose times are estimated then.
         measured = job.measure or (is_measured(plan) and is_timed_here(cluster_of(plan.cluster)))
@@ -140,6 +146,29 @@ def _decide(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Ou
 def is_measured(plan: Plan) -> bool:
     """Tells whether a plan was made of measured times; then it is priced by measured times again."""
     return plan.expected is not None and plan.expected.source == "measured"
+
+
+def _elastic_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Plan:
+    """Returns the plan for the ranks that are there, of a run whose number of ranks may change."""
+    newest = None if job.checkpoint is None else newest_folder(job.checkpoint)
+    saved = None if newest is None else Plan.model_validate(CheckpointReader(Path(newest)).values["plan"])
+    if job.plan is not None and job.plan.axes.world_size == world.world_size:
+        return job.plan
+    request = job.request if job.plan is None else request_like(job.plan)
+    known = world.machines or (world.world_size,)
+    run = ElasticRun(
+        ranks=world.world_size,
+        sizes=world.sizes,
+        cluster=lambda ranks: cluster_of_run(world.device_type, known if sum(known) == ranks else (ranks,)),
+        folder=job.checkpoint,
+        before=job.plan or saved,
+        prefers_exact=True,
+    )
+    options: CaseOptions = {**inputs.loss}
+    with screen.bar("planning") as progress:
+        case = case_of(*inputs.call, options)
+        asked = request.model_copy(update={"every_device": True})
+        return elastic_plan(case, asked, CostSource(job.measure, progress), run)
 
 
 def _make_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Plan:

@@ -62,8 +62,8 @@ Nproc = Annotated[
     str | None,
     _torchruns(
         "nproc-per-node",
-        "Processes on this machine: a number, cpu, gpu or auto (default: 1 for a script; for a MODEL "
-        "one per stage, else 2).",
+        "Processes on this machine: a number, cpu, gpu, auto, or MIN:MAX, where one that is killed is not "
+        "replaced (default: 1 for a script; for a MODEL one per stage, else 2).",
         metavar="COUNT",
         envvar="PET_NPROC_PER_NODE",
         show_envvar=False,
@@ -285,7 +285,7 @@ def _run_script(place: LaunchPlace, argv: list[str], module: bool) -> None:
             f"{target!r} is neither a file nor a MODEL",
             next_step=f"outsize run train.py, outsize run torchvision:{target}, or -m {target}",
         )
-    code = place.launch(argv, processes_for(place.nproc_per_node or "1"), module=module)
+    code = place.launch(argv, processes_for(place.most_nproc or "1"), module=module)
     if code:
         raise typer.Exit(code)
 

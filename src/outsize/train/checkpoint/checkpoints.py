@@ -279,10 +279,10 @@ class Checkpoints:
             warnings.warn(
                 f"{changed} has another code than when {saved.folder} was saved", ResumeNote, stacklevel=5
             )
-        if _layout(before) != _layout(now):
+        if layout_of(before) != layout_of(now):
             warnings.warn(
-                f"going on at step {saved.values['steps']} from {saved.folder} with {_layout(now)}; "
-                f"it was saved with {_layout(before)}",
+                f"going on at step {saved.values['steps']} from {saved.folder} with {layout_of(now)}; "
+                f"it was saved with {layout_of(before)}",
                 ResumeNote,
                 stacklevel=5,
             )
@@ -415,7 +415,7 @@ def _digest(name: str, state: Any, tensors: Mapping[str, Tensor]) -> str:
     return f"{crc32(json.dumps(state, sort_keys=True).encode()):08x} {sums}"
 
 
-def _layout(plan: Plan) -> str:
+def layout_of(plan: Plan) -> str:
     """Returns a plan's layout in a few words."""
     axes = ", ".join(filter(None, (f"pp {plan.axes.pp}", str(plan.axes.beyond_pp or ""))))
     return f"{axes}, {len(plan.stages)} stages, {plan.microbatches} microbatches, weights {plan.weights}"

@@ -9,10 +9,12 @@ points (`_monitor_workers` of the agent, `LogsSpecs.reify`, `RendezvousHandler`)
 - rank 0 has the terminal, the lines of the others are prefixed with `[rank] ` (elastic's tee);
 - on one machine the ranks meet in a file; a port is open, on the loopback interface, only for scripts of the
   user's, which may make the process group themselves; between machines the store listens on one interface;
-- a pipe whose write end only this process has: at its end of file a worker knows that its launcher is gone.
+- a pipe whose write end only this process has: at its end of file a worker knows that its launcher is gone;
+- workers of a run that may start again are forks of a process that has imported torch (fork_server.py);
+- where the number of this machine's processes is a range, a worker that a signal has killed is not replaced;
+- machines come and go at meetings.py's rendezvous, each attempt with a store of its own.
 
-Restarts and changing node counts are elastic's, unchanged; the failure that ended an attempt is shown when it
-ends.
+Restarts are elastic's; the failure that ended an attempt is shown when it ends.
 """
 
 from __future__ import annotations
@@ -24,46 +26,69 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, final
+from string import Template
+from typing import Any, Self, cast, final
 
-from torch.distributed import DistError, HashStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std, SubprocessContext
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.utils.api import macros
 
+from outsize.errors import Preempted
 from outsize.run.watchdog.processes import look_at
 from outsize.train.launch.failure import Failure, first_failure, read_failure
-from outsize.train.launch.rendezvous import ENDED, LOOPBACK, RUN_ID, reach, served_store
+from outsize.train.launch.fork_server import ForkServer
+from outsize.train.launch.rendezvous import ATTEMPT, ENDED
+from outsize.train.launch.spec import WORKER_ARGUMENTS
 
 SETTLE_S, ABSENCE_S, POLL_S = 0.3, 2.0, 0.05
-STORE_S = 300.0
 STDOUT, STDERR = 1, 2
 FAILED = "outsize/failed"
 
 
 @final
-class Agent(LocalElasticAgent):
-    """Runs one machine's workers; `failure` is what ended the last attempt, on any machine.
+@dataclass(frozen=True)
+class Ended:
+    """How an attempt has ended: what failed first, of how many ranks, and what follows.
 
-    `ended(failure, world_size, restarts left)` is called at the end of each attempt that failed.
+    The next attempt has so many `processes` on this machine, if `restarts_left` is not 0.
     """
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        logs: Logs,
-        grace_s: int,
-        ended: Callable[[Failure, int, int], None],
-        meeting: Store | None = None,
-    ) -> None:
-        """`meeting` is the ranks' store where it is not the agents'."""
+    failure: Failure
+    world_size: int
+    restarts_left: int
+    processes: int
+
+
+@final
+@dataclass(frozen=True)
+class Attempts:
+    """What an agent does from attempt to attempt.
+
+    `show` is called at the end of each that failed. A worker that is killed leaves its place empty as long as
+    `least` processes stay on this machine. Workers are forks of `server`, else fresh interpreters. `meeting`
+    is the ranks' store where it is not the agents'.
+    """
+
+    show: Callable[[Ended], None]
+    least: int
+    server: ForkServer | None = None
+    meeting: Store | None = None
+
+
+@final
+class Agent(LocalElasticAgent):
+    """Runs one machine's workers; `failure` is what ended the last attempt, on any machine."""
+
+    def __init__(self, spec: WorkerSpec, logs: Logs, grace_s: int, attempts: Attempts) -> None:
         super().__init__(
             spec, logs, shutdown_timeout=grace_s, log_line_prefix_template=logs.prefix, start_method="spawn"
         )
-        self._grace_s, self._ended, self._meeting = grace_s, ended, meeting
+        self._grace_s, self._attempts, self._logs = grace_s, attempts, logs
         self.failure: Failure | None = None
         self._published_ended: set[int] = set()
 
@@ -72,10 +97,15 @@ class Agent(LocalElasticAgent):
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
         self.failure, self._published_ended = None, set()
+        server = self._attempts.server
+        # Elastic's tee writes to the redirected stdout.
         with contextlib.redirect_stdout(Lines(STDOUT)), contextlib.redirect_stderr(Lines(STDERR)):
-            return cast("Any", super())._start_workers(
-                worker_group
-            )  # its tee writes to the redirected stdout
+            if server is None or not server.is_alive:
+                return cast("Any", super())._start_workers(worker_group)
+            self._pcontext = ForkedContext.of(worker_group, self._environments(worker_group), self._logs)
+            self._pcontext.server = server
+            self._pcontext.start()
+            return self._pcontext.pids()
 
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
@@ -95,10 +125,59 @@ class Agent(LocalElasticAgent):
         self.failure = self._cause(worker_group, first_failure(failures))
         if published is not None:
             self._remaining_restarts = 0  # on that machine the last attempt has ended
+        if self.failure.exit_code == Preempted.exit_code and (worker_group.group_world_size or 1) == 1:
+            self._remaining_restarts = 0  # this machine is being taken away
         self._context.close(signal.SIGTERM, self._grace_s)
         self.kill()
-        self._ended(self.failure, worker_group.workers[0].world_size, self._remaining_restarts)
+        self._leave_out_lost_process(worker_group)
+        world_size, processes = worker_group.workers[0].world_size, worker_group.spec.local_world_size
+        self._attempts.show(Ended(self.failure, world_size, self._remaining_restarts, processes))
         return RunResult(WorkerState.FAILED)
+
+    def _leave_out_lost_process(self, group: WorkerGroup) -> None:
+        """Makes the next attempt smaller by one where a signal has killed a process here, down to `least`."""
+        here = {worker.global_rank for worker in group.workers}
+        if self.failure is not None and self.failure.exit_code < 0 and self.failure.rank in here:
+            spec = group.spec
+            spec.local_world_size = max(
+                min(self._attempts.least, spec.local_world_size), spec.local_world_size - 1
+            )
+
+    def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
+        """Returns torchrun's variables of each worker, by local rank."""
+        spec, handler = group.spec, group.spec.rdzv_handler
+        same = {
+            "GROUP_RANK": group.group_rank,
+            "ROLE_NAME": spec.role,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self._attempt,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": handler.use_agent_store,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        return {
+            worker.local_rank: {
+                name: str(value)
+                for name, value in {
+                    **same,
+                    "LOCAL_RANK": worker.local_rank,
+                    "RANK": worker.global_rank,
+                    "ROLE_RANK": worker.role_rank,
+                    "WORLD_SIZE": worker.world_size,
+                    "ROLE_WORLD_SIZE": worker.role_world_size,
+                }.items()
+            }
+            for worker in group.workers
+        }
+
+    @property
+    def _attempt(self) -> int:
+        """Returns the number of the attempt, from 0."""
+        return self._worker_group.spec.max_restarts - self._remaining_restarts
 
     def kill(self) -> None:
         """Kills every worker and its children at once; processes that are gone already are skipped."""
@@ -165,8 +244,9 @@ class Agent(LocalElasticAgent):
             if local_rank not in self._published_ended and one.proc.poll() == 0:
                 self._published_ended.add(local_rank)
                 with contextlib.suppress(DistError):
-                    store = self._meeting or cast("Store", group.store)
-                    store.set(f"{ENDED}/{group.workers[local_rank].global_rank}", "")
+                    store = self._attempts.meeting or cast("Store", group.store)
+                    ours = PrefixStore(f"{ATTEMPT}/{self._attempt}", store)
+                    ours.set(f"{ENDED}/{group.workers[local_rank].global_rank}", "")
 
     def _published(self, group: WorkerGroup) -> Failure | None:
         """Returns the failure that another machine has published; a store that is gone went with the
@@ -197,6 +277,53 @@ def _absence(exit_code: int | None, pid: int) -> str:
 def _shared(group: WorkerGroup) -> Store | None:
     """Returns the store that the agents of several machines share; None on one machine."""
     return cast("Store", group.store) if (group.group_world_size or 1) > 1 else None
+
+
+@final
+class ForkedHandler(SubprocessHandler):
+    """elastic's handle of one worker; the worker is a fork of the server."""
+
+    def __init__(self, context: ForkedContext, rank: int) -> None:
+        self._server = context.server
+        super().__init__(
+            str(context.entrypoint),
+            context.args[rank],
+            context.envs[rank],
+            context.stdouts[rank] or None,
+            context.stderrs[rank] or None,
+            rank,
+            None,
+        )
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        outputs = [None if file is None else file.name for file in (self._stdout, self._stderr)]
+        worker = self._server.start(args[WORKER_ARGUMENTS:], env, outputs)
+        if worker is None:
+            raise RuntimeError("the process that forks workers has died")
+        return worker
+
+
+@final
+class ForkedContext(SubprocessContext):
+    """elastic's workers of one attempt, as forks of the server."""
+
+    server: ForkServer
+
+    @classmethod
+    def of(cls, group: WorkerGroup, environments: dict[int, dict[str, str]], logs: Logs) -> Self:
+        """Returns the workers of the group, not yet started."""
+        spec = group.spec
+        prefixes = {
+            worker.local_rank: Template(logs.prefix).safe_substitute(
+                role_name=spec.role, rank=worker.global_rank, local_rank=worker.local_rank
+            )
+            for worker in group.workers
+        }
+        arguments = {rank: tuple(macros.substitute([*spec.args], str(rank))) for rank in sorted(environments)}
+        return cls(spec.role, str(spec.entrypoint), arguments, environments, logs, prefixes)
+
+    def _start(self) -> None:
+        self.subprocess_handlers = {rank: ForkedHandler(self, rank) for rank in self.args}
 
 
 @final
@@ -235,75 +362,6 @@ class Lines(io.TextIOBase):
             while data:
                 data = data[os.write(self._fd, data) :]
         return len(text)
-
-
-@final
-class Loopback(RendezvousHandler):
-    """A rendezvous of one machine: each attempt has a store of its own, for `env://` of the user's scripts.
-
-    Without a port nothing listens; modules of outsize meet in a file.
-    """
-
-    def __init__(self, port: int | None) -> None:
-        self._port = port
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Returns the rendezvous of one agent, which is its first and only one. Raises BadOption."""
-        if self._port is None:
-            return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
-        store = served_store(LOOPBACK, self._port, STORE_S)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Returns True: the workers meet in the agent's store."""
-        return True
-
-    def get_backend(self) -> str:
-        """Returns the name that torch's events show."""
-        return "loopback"
-
-    def get_run_id(self) -> str:
-        """Returns what workers see as TORCHELASTIC_RUN_ID."""
-        return RUN_ID
-
-    def is_closed(self) -> bool:
-        """Returns False: it never closes."""
-        return False
-
-    def set_closed(self) -> None:
-        """Does nothing: nobody else could join."""
-
-    def num_nodes_waiting(self) -> int:
-        """Returns 0: there is no other node."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Returns True: the stores end with the process."""
-        return True
-
-
-@final
-class FixedMeeting(StaticTCPRendezvous):
-    """torch's rendezvous of machines at a fixed address; the server listens on that address alone."""
-
-    @classmethod
-    def of(cls, handler: RendezvousHandler) -> RendezvousHandler:
-        """Returns torch's own handler with that change; one of another kind as it is."""
-        if type(handler) is not StaticTCPRendezvous:
-            return handler
-        timeout_s = int(handler.timeout.total_seconds())
-        place = handler.master_addr, handler.master_port, handler.rank, handler.world_size
-        return cls(*place, handler.run_id, timeout_s)
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Returns the rendezvous. Raises BadOption for a port in use, RankFailed for one out of reach."""
-        address, port, timeout_s = self.master_addr, self.master_port, self.timeout.total_seconds()
-        if self.rank:
-            reach(address, port, timeout_s, f"node {self.rank}")
-        elif self._store is None:
-            self._store = served_store(address, port, timeout_s)
-        return super().next_rendezvous()
 
 
 @contextlib.contextmanager

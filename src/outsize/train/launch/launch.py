@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from signal import SIGINT, SIGKILL
@@ -22,13 +22,16 @@ from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
 from outsize.train.launch.exit import end_well_outside_workers
 from outsize.train.launch.failure import Failure, signal_name
+from outsize.train.launch.fork_server import ForkServer, can_serve_forks
 from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, file_store, loopback_interface
-from outsize.train.launch.spec import LaunchSpec, lifeline_in, private_folder, worker_environment
-from outsize.train.launch.world import World, join_world, leave, on_one_machine
+from outsize.train.launch.spec import SIZES, LaunchSpec, lifeline_in, private_folder, worker_environment
+from outsize.train.launch.world import World, join_world, leave, on_one_machine, sizes_in
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.launcher.api import LaunchConfig
+
+    from outsize.train.launch.agent import Ended
 
 __all__ = ["LaunchSpec", "World", "error_file", "join", "launch", "leave", "processes_for", "run_script"]
 
@@ -99,6 +102,7 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
             env.setdefault(name, loopback_interface())
     world = join_world(env, device_type, timeout_s, backend)
     world = replace(world, watch=WatchOptions.of_environment(env), is_supervised=ON_HANG in env)
+    world = replace(world, sizes=sizes_in(env))
     if world.owned:
         end_well_outside_workers(error_file(), world.rank)
     return world
@@ -113,6 +117,12 @@ def take_place(rank: int, ranks: int, store: Path) -> None:
     os.environ.update({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0", STORE: str(store)})
 
 
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Makes these the variables of this process, a fork; it has no others."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def error_file() -> Path | None:
     """Returns the file in which elastic expects the record of a failed worker."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -125,12 +135,15 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from outsize.train.launch.agent import STORE_S, Agent, Logs, catchable_signals, lifeline
+    from outsize.train.launch.agent import Agent, Attempts, Logs, catchable_signals, lifeline
+    from outsize.train.launch.meetings import STORE_S
 
     args, config = _config(spec, folder)
     loopback = _is_local(args, config)
     extra_environment = worker_environment(spec.nproc_per_node, os.environ, loopback=loopback, cores=_cores())
     extra_environment |= (spec.watch or WatchOptions.of_environment(os.environ)).environment()
+    sizes = spec.world_sizes(config.min_nodes, config.max_nodes)
+    extra_environment |= {SIZES: ",".join(map(str, sizes))} if len(sizes) > 1 else {}
     if "OMP_NUM_THREADS" in extra_environment:
         _say(f"outsize: {spec.processes}, OMP_NUM_THREADS={extra_environment['OMP_NUM_THREADS']} each")
     meeting = file_store(folder / "store", STORE_S) if loopback else None
@@ -145,8 +158,12 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
         stack.enter_context(lifeline(lifeline_in(folder)))
         try:
             worker = _worker(spec, folder, args, config, loopback=loopback)
+            server = _fork_server(config, extra_environment)
+            if server is not None:
+                stack.callback(server.close)
             show = _reporter(spec, config.max_restarts, codes)
-            agent = Agent(worker, logs, config.shutdown_timeout or 0, show, meeting)
+            attempts = Attempts(show, spec.least, server, meeting)
+            agent = Agent(worker, logs, config.shutdown_timeout or 0, attempts)
             stack.callback(agent.kill)  # whatever happens below, nothing is left running
             result: Any = agent.run()
             if agent.failure is not None:
@@ -218,7 +235,7 @@ def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, 
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from outsize.train.launch.agent import FixedMeeting, Loopback
+    from outsize.train.launch.meetings import FixedMeeting, Loopback
 
     port = None if spec.is_ours else args.master_port
     meeting = RendezvousParameters(
@@ -246,13 +263,22 @@ def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, 
     )
 
 
-def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Any:
+def _fork_server(config: LaunchConfig, environment: Mapping[str, str]) -> ForkServer | None:
+    """Returns the process whose forks are the workers, for a run that may start again."""
+    if not config.max_restarts or config.numa_options is not None or not can_serve_forks():
+        return None
+    return ForkServer({**os.environ, **environment})
+
+
+def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Callable[[Ended], None]:
     """Returns the function that shows what ended an attempt, and records its exit code."""
 
-    def show(failure: Failure, world_size: int, restarts_left: int) -> None:
-        codes.append(_report(spec, failure, world_size))
-        if restarts_left:
-            _say(f"outsize: restart {restarts - restarts_left + 1} of {restarts}")
+    def show(ended: Ended) -> None:
+        codes.append(_report(spec, ended.failure, ended.world_size))
+        if ended.restarts_left:
+            fewer = ended.processes < spec.nproc_per_node
+            size = f", {ended.processes} of {spec.processes} here" if fewer else ""
+            _say(f"outsize: restart {restarts - ended.restarts_left + 1} of {restarts}{size}")
 
     return show
 

@@ -23,7 +23,8 @@ from outsize.errors import BadOption, RankFailed
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-HERE, ENDED = "outsize/here", "outsize/ended"
+HERE, ENDED = "here", "ended"
+ATTEMPT = "outsize"  # the keys of attempt 2 begin with outsize/2
 WARN_S, FIRST_LOOK_S, LAST_LOOK_S = 10.0, 0.01, 0.5
 # An unknown name, and a machine that does not answer: name servers and networks may be late by so much.
 CONNECT_S, NAMELESS_S, UNREACHABLE_S = 5.0, 30.0, 45.0
@@ -145,8 +146,8 @@ def meet(env: Mapping[str, str], timeout_s: float) -> Store:
 
     store, rank = _store(env, timeout_s), int(env["RANK"])
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    ours = PrefixStore(f"outsize/{attempt}", store)  # an agent may keep its store over a restart
-    _wait_for_all(ours, store, rank, int(env["WORLD_SIZE"]), timeout_s)
+    ours = PrefixStore(f"{ATTEMPT}/{attempt}", store)  # an agent may keep its store over a restart
+    _wait_for_all(ours, rank, int(env["WORLD_SIZE"]), timeout_s)
     return ours
 
 
@@ -164,14 +165,14 @@ def _store(env: Mapping[str, str], timeout_s: float) -> Store:
     return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def _wait_for_all(store: Store, agents: Store, rank: int, world_size: int, timeout_s: float) -> None:
+def _wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> None:
     start, pause_s, warned = time.monotonic(), FIRST_LOOK_S, rank != 0
     keys = [f"{HERE}/{one}" for one in range(world_size)]
     store.set(keys[rank], "")
     while not store.check(keys):
         waited_s = time.monotonic() - start
         missing = [one for one, key in enumerate(keys) if not store.check([key])]
-        ended_ranks = [one for one in missing if agents.check([f"{ENDED}/{one}"])]
+        ended_ranks = [one for one in missing if store.check([f"{ENDED}/{one}"])]
         if ended_ranks or (missing and waited_s > timeout_s):
             raise _never_joined(ended_ranks or missing, world_size, waited_s, ended=bool(ended_ranks))
         if missing and waited_s > WARN_S and not warned:

@@ -17,6 +17,8 @@ from outsize.errors import BadOption
 from outsize.run.watchdog.options import WatchOptions
 from outsize.train.launch.rendezvous import loopback_interface
 
+WORKER_ARGUMENTS = 4  # python -P -m outsize.train.launch.worker, then the arguments of worker.py
+SIZES = "OUTSIZE_WORLD_SIZES"  # the numbers of ranks that a run may have, "2,3,4", where there are several
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -28,8 +30,9 @@ class LaunchSpec:
     `options` are torchrun's, as on its command line (without --nproc-per-node). `shown_as` is what the user
     typed, where argv is something else (a MODEL, which our own worker module builds). `grace_s` is how long
     processes may take to end after a failure or a signal, in seconds, before they are killed; torchrun's
-    --shutdown-timeout overrides it. `watch` are the watchdog's options; None: the environment's. Raises
-    BadOption (E106).
+    --shutdown-timeout overrides it. `watch` are the watchdog's options; None: the environment's. Of
+    `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all are.
+    Raises BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -39,6 +42,7 @@ class LaunchSpec:
     grace_s: int = 5
     shown_as: str = ""
     watch: WatchOptions | None = None
+    least_nproc: int | None = None
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""
@@ -51,11 +55,27 @@ class LaunchSpec:
             raise BadOption(
                 "a run needs at least one process", numbers=numbers, next_step="--nproc-per-node 2"
             )
+        if not 1 <= self.least <= self.nproc_per_node:
+            raise BadOption(
+                "the least number of processes is above the most",
+                numbers=f"--nproc-per-node {self.least_nproc}:{self.nproc_per_node}",
+                next_step=f"--nproc-per-node 1:{self.nproc_per_node}",
+            )
 
     def command(self, folder: Path) -> list[str]:
         """Returns what follows `python` on the command line of a worker (worker.py)."""
         kind = "module" if self.module else "script"
         return ["-P", "-m", "outsize.train.launch.worker", str(lifeline_in(folder)), kind, *self.argv]
+
+    @property
+    def least(self) -> int:
+        """Returns the processes that stay on this machine at least."""
+        return self.nproc_per_node if self.least_nproc is None else self.least_nproc
+
+    def world_sizes(self, least_nodes: int, most_nodes: int) -> list[int]:
+        """Returns the numbers of ranks that the run may have, with so many processes on each machine."""
+        nodes, here = range(least_nodes, most_nodes + 1), range(self.least, self.nproc_per_node + 1)
+        return sorted({machines * processes for machines in nodes for processes in here})
 
     @property
     def is_ours(self) -> bool:

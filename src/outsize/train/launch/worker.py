@@ -1,6 +1,7 @@
 """Runs the user's script as `__main__` in a worker process, and ends it in an orderly way.
 
     python -P -m outsize.train.launch.worker LIFELINE script|module TARGET ARGS...
+    python -P -m outsize.train.launch.worker serve DESCRIPTOR      forks such workers (fork_server.py)
 
 Compared with `python TARGET ARGS...` a script sees the same `sys.argv`, `sys.path[0]` and `__name__`, and:
 
@@ -13,19 +14,28 @@ Compared with `python TARGET ARGS...` a script sees the same `sys.argv`, `sys.pa
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import io
+import json
 import os
 import runpy
+import select
 import shutil
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any, Final, NoReturn
 
 from outsize.train.launch.exit import INTERRUPTED, end_now, exit_code
 from outsize.train.launch.failure import fault_file, write_failure
-from outsize.train.launch.launch import error_file
+from outsize.train.launch.launch import error_file, set_environment
+
+_PRELOADED: Final = ("numpy", "torch.distributed", "outsize.api.running")
 
 
 def main(argv: list[str]) -> None:
@@ -79,5 +89,86 @@ def _die_with_launcher(lifeline: str, folders: list[Path]) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def serve(descriptor: int) -> None:
+    """Forks workers as the launcher orders them, and tells how they end, until the launcher is gone."""
+    for name in _PRELOADED:
+        __import__(name)
+    gc.collect()
+    gc.freeze()  # forks share these pages as long as no collection writes to them
+    channel = socket.socket(fileno=descriptor)
+    stream = channel.makefile("rw", encoding="utf-8")
+    awake, wake = os.pipe()
+    for end in (awake, wake):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([channel, awake], [], [])
+        with contextlib.suppress(OSError):
+            if awake in ready:
+                os.read(awake, 4096)
+                _tell_ends(stream)
+            if channel in ready:
+                line = stream.readline()
+                if not line:
+                    return
+                pid = _fork(json.loads(line), [channel.fileno(), awake, wake])
+                _tell(stream, {"pid": pid})
+                _tell_ends(stream)  # of one that ended before its pid was told
+
+
+def _tell_ends(stream: IO[str]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            _tell(stream, {"pid": pid, "exit_code": os.waitstatus_to_exitcode(status)})
+
+
+def _tell(stream: IO[str], facts: Mapping[str, int]) -> None:
+    stream.write(json.dumps(facts) + "\n")
+    stream.flush()
+
+
+def _fork(order: Mapping[str, Any], ours: Sequence[int]) -> int:
+    """Returns the pid of a new worker, once it has a session of its own, so that its group can be killed."""
+    ready, started = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.close(ready)
+        os.close(started)
+        _work(order, ours)
+    os.close(started)
+    os.read(ready, 1)
+    os.close(ready)
+    return pid
+
+
+def _work(order: Mapping[str, Any], ours: Sequence[int]) -> NoReturn:
+    """Becomes the worker; the process ends here whatever happens."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for descriptor in ours:
+            os.close(descriptor)
+        for descriptor, path in zip((1, 2), order["outputs"], strict=True):
+            if path is not None:
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(file, descriptor)
+                os.close(file)
+        set_environment(order["environment"])
+        import numpy as np
+
+        np.random.seed()  # Python's own generator does so by itself after a fork
+        main(order["arguments"])
+    finally:
+        os._exit(1)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "serve":
+        serve(int(sys.argv[2]))
+    else:
+        main(sys.argv[1:])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, final
 from outsize.errors import BadOption, UnknownDevice
 from outsize.run.watchdog.options import DEFAULTS, WatchOptions
 from outsize.train.launch.rendezvous import LOOPBACK_NAMES, meet
+from outsize.train.launch.spec import SIZES
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,8 @@ class World:
     each other numbers and objects: the group itself, or one over gloo where that is for a device alone.
     `watch` are the launcher's options of the watchdog; `is_supervised`: the launcher is ours, and shows what
     ends a rank. Each process has a device of `device_type`; `machines` counts the processes of each machine,
-    where that is no CPU.
+    where that is no CPU. `sizes` are the numbers of ranks that an elastic run may have; () where it cannot
+    change.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class World:
     machines: tuple[int, ...] = ()
     watch: WatchOptions = DEFAULTS
     is_supervised: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 def join_world(
@@ -94,6 +97,11 @@ def _machines(host: ProcessGroup) -> tuple[int, ...]:
     from outsize.run.transport.control_messages import all_gather_json
 
     return tuple(Counter(all_gather_json(socket.gethostname(), host)).values())
+
+
+def sizes_in(env: Mapping[str, str]) -> tuple[int, ...]:
+    """Returns the numbers of ranks that the run may have, as its launcher tells them; () for one number."""
+    return tuple(int(size) for size in env.get(SIZES, "").split(",") if size)
 
 
 def leave(world: World) -> None:

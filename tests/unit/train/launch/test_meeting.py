@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from outsize.errors import BadOption, RankFailed
 from outsize.run.transport.shared_memory import SharedMemory
 from outsize.train.launch import rendezvous
-from outsize.train.launch.agent import FixedMeeting, Loopback
 from outsize.train.launch.failure import Failure, write_failure
+from outsize.train.launch.meetings import FixedMeeting, Loopback
 from outsize.train.launch.rendezvous import LOOPBACK, STORE, file_store, meet, reach, served_store
 from outsize.train.launch.spec import LaunchSpec, private_folder
 from outsize.train.launch.worker import _die_with_launcher

@@ -1,0 +1,62 @@
+"""Runs that lose ranks go on with those that are left, and their losses are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from elastic_worker import train
+
+pytestmark = pytest.mark.dist
+
+HERE = Path(__file__).parent
+STEPS = 6
+
+
+def losses_in(folder: Path) -> dict[str, set[str]]:
+    """Step -> the losses that attempts have had in it."""
+    found: dict[str, set[str]] = {}
+    for line in (folder / "losses").read_text().splitlines():
+        step, _, loss = line.split()
+        found.setdefault(step, set()).add(loss)
+    return found
+
+
+def undisturbed(steps: int) -> dict[str, set[str]]:
+    return {step: {loss} for step, _, loss in (line.split() for line in train(None, steps, {}))}
+
+
+def run_elastic(folder: Path, steps: int, kills: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "temporary").mkdir()
+    command = [sys.executable, "-m", "outsize", "run", *options, str(HERE / "elastic_worker.py"), str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")}
+    return subprocess.run(
+        [*command, str(steps), kills], capture_output=True, text=True, timeout=120, env=env, check=False
+    )
+
+
+def test_a_killed_rank_is_left_out_and_the_digits_stay(tmp_path: Path) -> None:
+    """kill -9 of one of three; the two that are left take up its stage."""
+    done = run_elastic(tmp_path, STEPS, "3:1", "--nproc-per-node=2:3", "--max-restarts=2")
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 3 failed first; killed by SIGKILL" in done.stderr
+    assert "outsize: restart 1 of 2, 2 of 3 processes here" in done.stderr
+    assert "it was saved with pp 3" in done.stderr
+    ranks = [int(line.split()[1]) for line in (tmp_path / "losses").read_text().splitlines()]
+    assert ranks == sorted(ranks, reverse=True)
+    assert set(ranks) == {3, 2}
+    assert losses_in(tmp_path) == undisturbed(STEPS)
+    assert {path.name.partition("-")[0] for path in (tmp_path / "run" / "plans").iterdir()} == {"2", "3"}
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.full
+def test_restarts_with_as_many_ranks_and_down_to_the_least(tmp_path: Path) -> None:
+    done = run_elastic(tmp_path, 12, "3:1,5:2,8:0,10:0", "--nproc-per-node=2:4", "--max-restarts=4")
+    assert done.returncode == 0, done.stderr
+    assert [text in done.stderr for text in ("3 of 4 processes", "2 of 4 processes")] == [True, True]
+    assert "restart 4 of 4" in done.stderr
+    assert losses_in(tmp_path) == undisturbed(12)
