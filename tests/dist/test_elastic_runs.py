@@ -14,6 +14,7 @@ pytestmark = pytest.mark.dist
 
 HERE = Path(__file__).parent
 STEPS = 6
+OUTSIZE = "from outsize.cli import main; main()"
 
 
 def losses_in(folder: Path) -> dict[str, set[str]]:
@@ -31,7 +32,7 @@ def undisturbed(steps: int) -> dict[str, set[str]]:
 
 def run_elastic(folder: Path, steps: int, kills: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "temporary").mkdir()
-    command = [sys.executable, "-m", "outsize", "run", *options, str(HERE / "elastic_worker.py"), str(folder)]
+    command = [sys.executable, "-c", OUTSIZE, "run", *options, str(HERE / "elastic_worker.py"), str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")}
     return subprocess.run(
         [*command, str(steps), kills], capture_output=True, text=True, timeout=120, env=env, check=False
