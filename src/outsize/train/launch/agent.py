@@ -157,7 +157,6 @@ class Agent(LocalElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
             "TORCHELASTIC_RUN_ID": handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": handler.use_agent_store,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
         return {
             worker.local_rank: {

@@ -27,6 +27,8 @@ from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, fil
 from outsize.train.launch.spec import SIZES, LaunchSpec, lifeline_in, private_folder, worker_environment
 from outsize.train.launch.world import World, join_world, leave, on_one_machine, sizes_in
 
+NCCL_ENDS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.launcher.api import LaunchConfig
@@ -146,6 +148,8 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     extra_environment |= {SIZES: ",".join(map(str, sizes))} if len(sizes) > 1 else {}
     if "OMP_NUM_THREADS" in extra_environment:
         _say(f"outsize: {spec.processes}, OMP_NUM_THREADS={extra_environment['OMP_NUM_THREADS']} each")
+    if NCCL_ENDS not in os.environ:
+        extra_environment[NCCL_ENDS] = "1"  # as torchrun
     meeting = file_store(folder / "store", STORE_S) if loopback else None
     extra_environment |= {STORE: str(folder / "store")} if loopback else {}
     logs = Logs(args.log_dir, args, extra_environment, config.log_line_prefix_template or "[${rank}] ")
