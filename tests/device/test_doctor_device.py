@@ -24,9 +24,10 @@ from outsize.train.launch.world import World
 
 SIMDEV = Path(__file__).parents[1] / "simdev"
 LONG = {"schedules_alone", "steps", "features"}  # features: on the CPU in test_doctor_gpu.py
+BELOW = {"host_waits"}  # test_waits_of_the_host_are_counted runs it, and looks at its figures
 NOT_HERE = {"compilation"}  # inductor has no code for the simulated device
 ALONE = [
-    pytest.param(check, id=check.name, marks=[pytest.mark.full] if check.name in LONG else [])
+    pytest.param(check, id=check.name, marks=[pytest.mark.full] if check.name in LONG | BELOW else [])
     for check in CHECKS
     if not check.is_joint and check.name not in NOT_HERE
 ]

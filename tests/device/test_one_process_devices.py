@@ -101,7 +101,19 @@ def insist_on_layers_where_they_are(places: tuple[str, ...], schedule: Any) -> N
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize(("places", "name"), in_turns(PLACES, ["gpt2", "unet", "narrow_resnet18"], each=1))
+# With --all alone: statistics of BatchNorm, of which the U-Net has some, on a deeper model.
+DEEPER = [
+    pytest.param(
+        place.values[0],
+        "narrow_resnet18",
+        id=f"{place.id}-narrow_resnet18",
+        marks=[*place.marks, pytest.mark.full],
+    )
+    for place in PLACES
+]
+
+
+@pytest.mark.parametrize(("places", "name"), [*in_turns(PLACES, ["gpt2", "unet"], each=1), *DEEPER])
 def test_models_train_over_places(places: tuple[str, str], name: str) -> None:
     """Tied weights, skips, buffers and masks find their devices; batches come from the CPU or the GPU."""
     found, (args, kwargs), target = case(name), case(name).batch(8), case(name).target(8)

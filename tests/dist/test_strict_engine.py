@@ -21,7 +21,7 @@ import outsize
 from outsize.ir.plan import Axes, Plan, stages_from_bounds
 from outsize.run.transport import process_group
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("shared_recordings")]
 RANKS = 4
 
 

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.parametrize import cached
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
+from turns import in_turns
 
 import outsize
 from outsize.errors import BadOption
@@ -193,8 +194,7 @@ REGIONS: dict[str, Callable[[bool], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", REGIONS)
+@pytest.mark.parametrize(("name", "reentrant"), in_turns(REGIONS, [False, True], each=1))
 def test_buffers_of_a_checkpointed_region_are_written_as_often_as_in_the_plain_loop(
     name: str, reentrant: bool
 ) -> None:

@@ -16,6 +16,8 @@ from outsize.errors import BadOption
 from outsize.train.engine.pipelined import Pipelined
 from outsize.train.variants.variant import Variants
 
+pytestmark = pytest.mark.usefixtures("shared_recordings")
+
 
 def variants_of(engine: outsize.Engine) -> Variants:
     assert isinstance(engine._executor, Pipelined)

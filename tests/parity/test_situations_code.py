@@ -192,7 +192,17 @@ def test_channels_last(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["toy", "mlp", "unet", "gpt2", "bert", "vit", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "toy",
+        "mlp",
+        "unet",
+        "gpt2",
+        "lstm",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("bert", "vit")),
+    ],
+)
 def test_inputs_that_are_not_contiguous(name: str) -> None:
     known = case(name)
 
@@ -224,10 +234,10 @@ LSTM = pytest.param(
 )
 
 
-LIKE_GPT2 = [pytest.param(name, marks=pytest.mark.full) for name in ("llama", "t5")]
+LIKE_GPT2 = [pytest.param(name, marks=pytest.mark.full) for name in ("llama", "t5", "bert", "vit")]
 
 
-@pytest.mark.parametrize("name", ["toy", "mlp", "unet", "gpt2", "bert", "vit", LSTM, *LIKE_GPT2])
+@pytest.mark.parametrize("name", ["toy", "mlp", "unet", "gpt2", LSTM, *LIKE_GPT2])
 def test_autocast_around_the_steps(name: str) -> None:
     def loop(trainer: Any, batches: Any, note: Any) -> None:
         for batch in batches:
@@ -360,8 +370,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("cuts", [None, 1, 2])
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("between", "cuts"), in_turns(BETWEEN, [None, 1, 2], each=1))
 def test_what_crosses_a_cut(between: Callable[[int, Tensor], Tensor], cuts: int | None) -> None:
     found = plain_case(between.__name__, lambda: Layered(between))
     insist_on_parity(replace(BARE, cuts=cuts, stages=3 if cuts is None else 4), found)

@@ -12,6 +12,7 @@ import torch
 from test_offload_parity import adamw, ids, momentum, odd_engine, residency_of
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from turns import in_pairs
 
 from outsize.errors import BadOption
 from outsize.ir.offload import HOSTED, Weights
@@ -67,9 +68,7 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
-@pytest.mark.parametrize("hosted", HOSTED)
-@pytest.mark.parametrize("make", [adamw, momentum, adafactor])
-@pytest.mark.parametrize("limit", list(LIMITS))
+@pytest.mark.parametrize(("limit", "make", "hosted"), in_pairs(LIMITS, [adamw, momentum, adafactor], HOSTED))
 def test_bit_equal_to_steps_that_wait(limit: str, make: Any, hosted: Weights) -> None:
     most, expected = LIMITS[limit]
     ours = clipped(hosted, most, optimizer=make, clipping="speculative")
