@@ -168,7 +168,7 @@ def launches() -> list[Any]:
             torchrun,
             case,
             id=f"torchrun-{case}",
-            marks=[] if case == "plans" else [pytest.mark.interpreters, pytest.mark.full],
+            marks=[pytest.mark.interpreters, *([] if case == "plans" else [pytest.mark.full])],
         )
         for case in CASES_OF_LAUNCHERS
     ]
