@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import outsize
 import simdev
+from outsize.ir.formatting import bytes_text
 
 pytestmark = pytest.mark.sim
 WIDTH, SAMPLES, MICROBATCHES = 64, 64, 4
@@ -102,6 +103,18 @@ def test_a_step_without_memory_has_not_been(places: str, room: float) -> None:
     assert "no memory for" in notes
     assert "bytes" in notes
     assert "Next:" in notes
+    filled = [line for line in notes.splitlines() if " holds weights " in line]
+    assert len(filled) == (2 if PLACES[places] else 1)
+    parameters = sum(p.nbytes for _, p in engine.named_parameters()) / len(filled) / 1024
+    for line in filled:
+        holds, expects = (
+            text.split(", ")[:4] for text in line.split(" holds ")[1].split("; the plan expected ")
+        )
+        weights, _, states = holds[:3]
+        assert weights == f"weights {bytes_text(1024 * parameters)}"
+        assert states == f"optimizer states {bytes_text(1024 * 2 * parameters)}"
+        assert len(expects) == 4
+        assert f"of a batch of {SAMPLES} samples; this one has {16 * SAMPLES}" in line
     assert all(p.grad is None for _, p in engine.named_parameters())
     assert all(torch.equal(a, b) for a, b in zip(before, tensors_of(engine), strict=True))
     assert all(now <= known for now, known in zip(held(), kept, strict=True))

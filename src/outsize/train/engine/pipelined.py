@@ -44,6 +44,7 @@ from outsize.train.crew.replica_copies import ReplicaCopies
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.agreed_programs import AgreedPrograms
 from outsize.train.engine.executor import Executor
+from outsize.train.engine.memory_note import memory_notes
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.stage_factory import StageFactory
 from outsize.train.ranks.replicas import Piece
@@ -150,7 +151,7 @@ class Pipelined(Executor):
             results = self._run_pieces(step, pieces)
         else:
             self._adopt(step.variants)
-            with replicas.summing(self._ownership.trained_by_stage), self._all_or_nothing():
+            with replicas.summing(self._ownership.trained_by_stage), self._all_or_nothing(step):
                 results = self._run_pieces(step, pieces)
                 self._replica_copies.add_up(self._state)
             replicas.spread(self._ownership.own(written) if written else ())
@@ -160,11 +161,15 @@ class Pipelined(Executor):
         return results
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _all_or_nothing(self, step: _Step) -> Iterator[None]:
         """Drops the gradients of a step that fails in its middle: part of the microbatches are in them."""
         try:
             yield
         except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                samples = sum(part.size for part in step.parts) * self._crew.replicas.count
+                for note in memory_notes(self._plan, self._crew, self._model, step.optimizer, samples):
+                    error.add_note(note)
             for parameters in self._ownership.trained_by_stage().values():
                 for parameter, _ in parameters:
                     parameter.grad = None

@@ -1,0 +1,73 @@
+"""Says what filled a device that ran out of memory, beside what the plan expected of it, cause by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from outsize.device.accelerators import CPU, allocated_bytes, is_accelerator
+from outsize.ir.formatting import bytes_text, stages_text
+from outsize.ir.plan import Plan, StageFigures
+from outsize.run.tensor_parallel.collectives import local_of
+from outsize.train.crew.crew import Crew
+
+CAUSES = ("weights", "gradients", "optimizer states", "activations and others")
+
+
+def memory_notes(
+    plan: Plan, crew: Crew, model: nn.Module, optimizer: Optimizer | None, samples: int
+) -> Iterator[str]:
+    """Yields a sentence for each accelerator device of this process; `samples` are those of the step's
+    batch.
+    """
+    rows = () if plan.expected is None else plan.expected.stages
+    stages_of: dict[torch.device, list[int]] = {}
+    home = next((p.device for p in model.parameters()), torch.device(CPU))
+    for stage in crew.stages:
+        device = crew.device_of(stage) or home
+        if is_accelerator(device):
+            stages_of.setdefault(device, []).append(stage)
+    for device, stages in stages_of.items():
+        held = _held(device, model, optimizer)
+        text = f"outsize: {device} ({stages_text(stages)}) holds {_listed(held)}"
+        if rows:
+            text += f"; the plan expected {_listed(_expected([rows[stage] for stage in stages]))}"
+        yield text + _of_another_batch(plan, samples)
+
+
+def _held(device: torch.device, model: nn.Module, optimizer: Optimizer | None) -> list[int]:
+    """Returns the bytes that are on the device now, by cause."""
+    weights = [*model.parameters(), *model.buffers()]
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    states = () if optimizer is None else (v for state in optimizer.state.values() for v in state.values())
+    known = [_bytes(device, tensors) for tensors in (weights, gradients, states)]
+    return [*known, max(0, allocated_bytes(device) - sum(known))]
+
+
+def _bytes(device: torch.device, values: Iterable[object]) -> int:
+    """Returns the bytes of the distinct storages on the device."""
+    tensors = (local_of(value.detach()) for value in values if isinstance(value, Tensor))
+    storages = (t.untyped_storage() for t in tensors if t.device == device)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _expected(rows: Iterable[StageFigures]) -> list[int]:
+    parts = (
+        (r.weights_bytes, r.gradients_bytes, r.optimizer_bytes, r.activations_bytes + r.boundary_bytes)
+        for r in rows
+    )
+    return [sum(column) for column in zip(*parts, strict=True)]
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return ", ".join(f"{cause} {bytes_text(size)}" for cause, size in zip(CAUSES, sizes, strict=True))
+
+
+def _of_another_batch(plan: Plan, samples: int) -> str:
+    """Returns what the plan was made for, where this is a larger batch."""
+    if samples <= plan.batch_size:
+        return ""
+    return f", of a batch of {plan.batch_size} samples; this one has {samples}"
