@@ -136,6 +136,24 @@ RUNS = (
             "recompute": "selective",
         },
     ),
+    PublishedRun(
+        "GPT 175B, 1,024 A100",
+        "arXiv 2104.04473, sec. 5.1: 1,536 samples, 140 TFLOP/s with full recompute, so 8 P FLOPs a token;"
+        " tp 8, pp 8, dp 16 are assumed: those of the paper's 145.6B (table 1)",
+        GPT_175B,
+        "128x8xa100-80gb",
+        1536,
+        2048,
+        140e12 / (8 * 175e9),
+        {
+            "tp": 8,
+            "stages": 8,
+            "dp_replicate": 16,
+            "microbatches": 96,
+            "schedule": "interleaved",
+            "recompute": "full",
+        },
+    ),
 )
 
 

@@ -145,9 +145,14 @@ def _refuse(row: Row) -> None:
 
 
 def _shape(row: Row) -> Shape:
-    """GPT; a vocabulary that nobody names is GPT-2's. Megatron-LM pads it to a multiple of 128 tp."""
+    """GPT; a vocabulary that nobody names is GPT-2's. Megatron-LM pads it to a multiple of 128 tp.
+
+    Runs with Megatron-DeepSpeed are vTrain's, whose configuration has GPT-2's 50,257 as it is
+    (VIA-Research/vTrain, src/config.py); tensor parallelism alone has to pad it.
+    """
     named = re.search(r"vocab (\d+)", row["notes"])
-    vocabulary, multiple = int(named[1]) if named else GPT2_VOCABULARY, 128 * int(row["tp"])
+    vocabulary, tp = int(named[1]) if named else GPT2_VOCABULARY, int(row["tp"])
+    multiple = 1 if row["system"] == "Megatron-DeepSpeed" and tp == 1 else 128 * tp
     return Shape(
         layers=int(row["num_layers"]),
         hidden=int(row["hidden"]),

@@ -15,12 +15,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import multiprocessing
 import platform
 import re
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,25 @@ def memory(path: Path) -> Result:
 def runs(only: str) -> Result:
     """Errors of well-known runs."""
     return {"rows": [published.row_of(run) for run in published.RUNS if only in run.name]}
+
+
+def found(data: Path, part: str | None, run: str) -> Result:
+    """The results of one part or of all, of which two at a time are computed, each in a process of its own."""
+    files = {"steps": data / "published_runs.csv", "memory": data / "published_memory.csv"}
+    asked = [name for name in PARTS if part in (None, name)]
+    for name in [name for name in asked if name in files and not files[name].is_file()]:
+        print(f"{name}: skipped, as there is no file {files[name]} (--data DIR)", file=sys.stderr)
+        asked.remove(name)
+    with ProcessPoolExecutor(
+        2, multiprocessing.get_context("spawn"), initializer=warnings.simplefilter, initargs=("ignore",)
+    ) as processes:
+        given: dict[str, tuple[Any, ...]] = {
+            "steps": (steps, files["steps"]),
+            "memory": (memory, files["memory"]),
+            "published": (runs, run),
+        }
+        results = {name: processes.submit(*given[name]) for name in asked}
+        return {name: future.result() for name, future in results.items()}
 
 
 def table(result: Result) -> str:
@@ -132,18 +154,9 @@ def main() -> int:
     parser.add_argument("--run", default="", help="of the published runs, those with this in their name")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    result: Result = {"date": str(datetime.date.today())}
-    for part, name in (("steps", "published_runs.csv"), ("memory", "published_memory.csv")):
-        path = options.data / name
-        if options.only not in (None, part):
-            continue
-        if not path.is_file():
-            print(f"{part}: skipped, as there is no file {path} (--data DIR)", file=sys.stderr)
-            continue
-        result[part] = steps(path) if part == "steps" else memory(path)
-    if options.only in (None, "published"):
-        result["published"] = runs(options.run)
+    start_s = time.monotonic()
+    result: Result = {"date": str(datetime.date.today()), **found(options.data, options.only, options.run)}
+    result["wall_s"] = round(time.monotonic() - start_s)
     if options.only is None:
         machine = f"{platform.machine()}-{platform.system().lower()}"
         save(result, HERE / "results" / f"{result['date']}_{machine}.json")

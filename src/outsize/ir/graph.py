@@ -16,8 +16,17 @@ from outsize.ir.units.tensor_styles import TensorStyles
 
 Form = Literal["tape", "modules"]
 OpFamily = Literal[
-    "matmul", "attention", "convolution", "elementwise", "normalisation", "reduction", "embedding", "other"
+    "matmul",
+    "unaligned_matmul",
+    "attention",
+    "convolution",
+    "elementwise",
+    "normalisation",
+    "reduction",
+    "embedding",
+    "other",
 ]
+MATMULS: Final[frozenset[OpFamily]] = frozenset({"matmul", "unaligned_matmul"})
 # Smaller storages are not worth a separate copy: they stay on the device where activations are offloaded.
 SMALL_BYTES: Final = 1 << 20
 

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Rule, rule_of
 from outsize.capture.costs.fused_attention import fused_cost
 from outsize.capture.costs.live_memory import Storages, storage_bytes, storage_key
-from outsize.capture.costs.op_families import ALLOCATIONS, family_of, op_name
+from outsize.capture.costs.op_families import ALLOCATIONS, family_of, of_operands, op_name
 from outsize.ir.graph import SMALL_BYTES, OpFamily, Work
 from outsize.program.tape import Cost
 
@@ -308,19 +308,19 @@ class CostMeter:
 
     def _count(self, op: _OpFacts, inputs: list[Tensor], results: list[Tensor], flops: int) -> None:
         sizes, out_bytes = [_bytes(t) for t in inputs], sum(map(_bytes, results))
-        dtype = _dtype(results, inputs)
+        dtype, family = _dtype(results, inputs), of_operands(op.family, (*inputs, *results))
         if not op.view:
             moved = sum(sizes) + out_bytes
             self._flops += flops
             self._moved_bytes += moved
-            self._forward.add(op.family, dtype, flops, moved)
+            self._forward.add(family, dtype, flops, moved)
             if self._reads_noise:
-                self._noise_work[0].add(op.family, dtype, flops, moved)
+                self._noise_work[0].add(family, dtype, flops, moved)
         if op.family == "normalisation":
             self._correct_statistics(inputs, results)
         wanted = [i for i, t in enumerate(inputs) if t.requires_grad] if torch.is_grad_enabled() else []
         if wanted and any(t.is_floating_point() for t in results):
-            call = OpCall(op.family, flops, sizes, out_bytes, wanted)
+            call = OpCall(family, flops, sizes, out_bytes, wanted)
             self._count_backward(op, call, inputs, results, dtype)
 
     def _count_backward(

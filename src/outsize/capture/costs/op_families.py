@@ -2,21 +2,29 @@
 
 The family is found by name where the op is known, by torch's own tag `pointwise`, else it is `other`. Ops
 that compute nothing and only make memory (`empty`, a reshape that turned out to be a view) are `ALLOCATIONS`:
-no launch, no bytes. Oracle: tests/unit/capture/costs/test_costs_truth.py, where the FLOPs of a family are
+no launch, no bytes.
+
+Products in dtypes of two bytes or less are `unaligned_matmul` where a row of a matrix is no multiple of 16
+bytes, such as 50,257 logits: kernels for tensor cores load 16 bytes at once, and those that cannot are
+several times slower (NVIDIA, Matrix Multiplication Background User's Guide, sec. 2.2; CUTLASS's alignment of
+operands). Oracle: tests/unit/capture/costs/test_costs_truth.py, where the FLOPs of a family are
 torch's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outsize.ir.graph import OpFamily
 
 _NOTHING = """empty empty_like empty_strided new_empty new_empty_strided empty_permuted _unsafe_view
     lift_fresh lift set_ resize_ record_stream"""
 ALLOCATIONS = frozenset(_NOTHING.split())
+ROW_BYTES = 16
 
 _NAMES: dict[OpFamily, str] = {
     "matmul": """mm addmm bmm baddbmm addbmm mv addmv dot vdot outer addr ger _scaled_mm _int_mm _grouped_mm
@@ -64,6 +72,24 @@ def family_of(op: Any) -> OpFamily:
     if known is not None:
         return known
     return "elementwise" if torch.Tag.pointwise in getattr(op, "tags", ()) else "other"
+
+
+def of_operands(family: OpFamily, tensors: Iterable[Tensor]) -> OpFamily:
+    """Returns the family of an op of `family` whose arguments and results are `tensors`: products tell
+    unaligned ones apart.
+    """
+    return "unaligned_matmul" if family == "matmul" and any(map(_is_unaligned, tensors)) else family
+
+
+def _is_unaligned(tensor: Tensor) -> bool:
+    """Returns whether rows of a matrix begin at bytes from which no kernel can load ROW_BYTES at once."""
+    size_bytes = tensor.dtype.itemsize
+    if tensor.ndim < 2 or size_bytes > 2 or tensor.layout is not torch.strided:
+        return False
+    return any(
+        step > 1 and size > 1 and step * size_bytes % ROW_BYTES
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def op_name(op: Any) -> str:

@@ -30,7 +30,7 @@ from math import prod
 from typing import Final, final
 
 from outsize.ir.findings import NoContextParallel, NoContextReason
-from outsize.ir.graph import ModelGraph, Unit, Value
+from outsize.ir.graph import MATMULS, ModelGraph, Unit, Value
 
 LEAST_TOKENS: Final = 4096
 ATTENTION: Final = frozenset({"scaled_dot_product_attention", "MultiheadAttention"})
@@ -149,6 +149,6 @@ def _objection(unit: Unit, graph: ModelGraph, tokens: int, is_loss: bool) -> NoC
         return "unknown-reduction"
     if "other" in families:
         return "unknown-op"
-    flops = sum(work.flops for work in unit.forward if work.family == "matmul")
+    flops = sum(work.flops for work in unit.forward if work.family in MATMULS)
     by_token = 2 * tokens * graph.batch_size * sum(prod(shape) for shape in shapes if len(shape) > 1)
     return None if flops in (0, by_token) else "product-not-by-token"

@@ -9,12 +9,18 @@ size. Stated in seconds, one curve serves devices of any speed: a faster one nee
 GPU: large matmuls of cuBLAS reach 0.8 to 0.9 of the A100's bfloat16 peak, 1024^3 about 0.4; the forward of
 FlashAttention-2 0.55 to 0.73, its backward 0.5 to 0.6 (arXiv 2307.08691, sec. 4); copies 0.8 to 0.9.
 Convolutions in NCHW, norms and the backwards of embeddings reach less. Orders of magnitude, not fits.
-A kernel leaves the device idle for 10 us more than its work. The host needs 67 us for an op of a training
-loop in Python, with modules, autograd and the loop's own work, by published steps that wait for their host:
-Megatron-LM and Megatron-DeepSpeed take 3.2 to 3.6 ms for a layer of 54 ops, on A100 and on H100 (tuned
-half of benchmarks/foresight). A bare launch takes 5 us. A host that is late catches up within a block, such
-as a layer of a transformer, not over the whole model: published steps are the sum of layers that wait for the
-host and of a head that does not. The optimizer's step streams its bytes at the rate of additions.
+Products of bfloat16 whose rows are not aligned to 16 bytes reach 0.3: heads of 50,257 classes in published
+steps take what 77 to 83 TFLOP/s of an A100's 312 would (tuned half of benchmarks/foresight, where the cost
+is proportional to samples and hidden size and gone where tensor parallelism pads the classes).
+A kernel leaves the device idle for 10 us more than its work, and so does a collective. The host needs 57 us
+for an op of a training loop in Python, with modules, autograd and the loop's own work, by published steps
+that wait for their host: Megatron-DeepSpeed takes 3.0 to 3.2 ms for a layer of 51 ops on one A100, and 3.3 to
+3.6 with the four collectives of tensor parallelism, each an op more (tuned half). A bare launch takes 5 us.
+A host that is late catches up within a block, such as a layer of a transformer, not over the whole model:
+published steps are the sum of layers that wait for the host and of a head that does not. Neither hides the
+other wholly; one rank loses 0.15 of the shorter where both are equal (tuned half), and n ranks that meet in a
+collective as much as the mean of the latest of n exponential delays (H. A. David, H. N. Nagaraja, Order
+Statistics, 2003). The optimizer's step streams its bytes at the rate of additions.
 
 CPU: measured, one core, one thread, float32, torch 2.13, 2026-11. Shares of 240 GFLOP/s and of 60 GB/s: MKL's
 matmuls (no AVX-512 here) 0.21 to 0.40, oneDNN's convolutions 0.45 to 0.94, attention 0.2 to 0.38; additions
@@ -55,8 +61,9 @@ class EfficiencyCurve(Record):
 @final
 class Efficiency(Record):
     """Holds curves by family for FLOPs and for bytes; `launch_s` is added per op, `host_s` is its launch on
-    the host. `update` is the share of bandwidth that an optimizer's step reaches; None leaves its seconds
-    out.
+    the host. `late` is the share of the shorter of a host's and its device's seconds that is lost where both
+    need equally long. `update` is the share of bandwidth that an optimizer's step reaches; None leaves its
+    seconds out.
 
     A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
     the device, so `host_s` is 0 and `launch_s` is all.
@@ -66,7 +73,15 @@ class Efficiency(Record):
     memory: dict[OpFamily, EfficiencyCurve]
     launch_s: float = Field(ge=0)
     host_s: float = Field(default=0.0, ge=0)
+    late: float = Field(default=0.0, ge=0)
     update: float | None = Field(default=None, gt=0)
+
+    def lateness(self, ranks: int) -> float:
+        """Returns `late` for so many ranks that wait for each other.
+
+        The mean of the latest of n exponential delays is 1 + 1/2 + ... + 1/n times that of one.
+        """
+        return self.late * sum(1 / rank for rank in range(1, ranks + 1))
 
     def update_s(self, moved_bytes: float, device: Device) -> float:
         """Returns the seconds of an optimizer's step that reads and writes so many bytes of the device."""
@@ -76,6 +91,7 @@ class Efficiency(Record):
 GPU: Final = Efficiency(
     compute={
         "matmul": EfficiencyCurve(peak=0.8, half_s=5e-6),
+        "unaligned_matmul": EfficiencyCurve(peak=0.3, half_s=5e-6),
         "attention": EfficiencyCurve(peak=0.6, half_s=12e-6),
         "convolution": EfficiencyCurve(peak=0.5, half_s=8e-6),
         "elementwise": EfficiencyCurve(peak=0.4),
@@ -86,6 +102,7 @@ GPU: Final = Efficiency(
     },
     memory={
         "matmul": EfficiencyCurve(peak=0.8, half_s=2e-6),
+        "unaligned_matmul": EfficiencyCurve(peak=0.8, half_s=2e-6),
         "attention": EfficiencyCurve(peak=0.8, half_s=2e-6),
         "convolution": EfficiencyCurve(peak=0.7, half_s=2e-6),
         "elementwise": EfficiencyCurve(peak=0.85, half_s=2e-6),
@@ -95,13 +112,15 @@ GPU: Final = Efficiency(
         "other": EfficiencyCurve(peak=0.7, half_s=2e-6),
     },
     launch_s=10e-6,
-    host_s=67e-6,
+    host_s=57e-6,
+    late=0.15,
     update=0.85,
 )
 
 CPU: Final = Efficiency(
     compute={
         "matmul": EfficiencyCurve(peak=0.35, half_s=0.3e-6),
+        "unaligned_matmul": EfficiencyCurve(peak=0.35, half_s=0.3e-6),
         "attention": EfficiencyCurve(peak=0.35, half_s=10e-6),
         "convolution": EfficiencyCurve(peak=0.7, half_s=10e-6),
         "elementwise": EfficiencyCurve(peak=0.2),
@@ -112,6 +131,7 @@ CPU: Final = Efficiency(
     },
     memory={
         "matmul": EfficiencyCurve(peak=0.8),
+        "unaligned_matmul": EfficiencyCurve(peak=0.8),
         "attention": EfficiencyCurve(peak=0.5),
         "convolution": EfficiencyCurve(peak=0.6),
         "elementwise": EfficiencyCurve(peak=0.45),

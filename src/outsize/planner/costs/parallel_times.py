@@ -4,7 +4,9 @@
                 split too (arXiv 1909.08053, sec. 3): a pass takes 1 / tp of such flops and bytes, at the
                 efficiency of so small an operator; then the group reduces. The program tells which units
                 these are and what is sent (`Unit.divided`); where it is not known, all units are split.
-                The host launches as many kernels for a share as for the whole: small shares wait for it
+                The host launches as many kernels for a share as for the whole, and the collectives: small
+                shares wait for it. A collective waits for the last of its ranks, so that what host and
+                device do not hide of each other grows with the group (`Efficiency.lateness`)
     cp          the same shares of work, by tokens; attention is computed in a ring (context_parallel.py)
     sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters
                 its gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of
@@ -33,6 +35,7 @@ from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, ShardedFraction, Work
 from outsize.planner.costs.collectives import collective_s
 from outsize.planner.costs.context_parallel import ring_bytes, ring_s
+from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
@@ -123,8 +126,36 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
     )
     divided = sharing.divided[:, None]
     slower = divided * split[sharing.pass_of] + (1 - divided) * whole[sharing.pass_of]
+    curves, (starts, backward_starts) = default_of(device), _collectives(sharing.units)
     launching = host_seconds((sharing.passes[at] for at in sharing.pass_of), device)
-    return times.times(*slower.T).plus(forward, backward).behind_host(launching, sharing.blocks)
+    working = _without_waits(sharing, times, launching, device)
+    busy = working.times(*slower.T).plus(
+        forward + curves.launch_s * starts, backward + curves.launch_s * backward_starts
+    )
+    launching = launching.plus(curves.host_s * starts, curves.host_s * backward_starts)
+    return busy.behind_host(launching, sharing.blocks, curves.lateness(layout.microbatch_ranks))
+
+
+def _collectives(units: Sequence[ShardedFraction]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns how many collectives tp starts in the forward and in the backward of each unit."""
+    forward = [(unit.forward_sum > 0) + (unit.forward_gather > 0) for unit in units]
+    backward = [(unit.backward_sum > 0) + (unit.backward_gather > 0) for unit in units]
+    return np.array(forward, np.float64), np.array(backward, np.float64)
+
+
+def _without_waits(
+    sharing: Sharing, times: UnitSeconds, launching: UnitSeconds, device: Device
+) -> UnitSeconds:
+    """Returns the seconds on one device without those in which it waits for its host, by the roofline.
+
+    A pass that was measured to be shorter than the roofline says waits for as large a share of it.
+    """
+    works = np.array([[seconds(works, device) for works in passes] for passes in sharing.passes])
+    alone = UnitSeconds.from_rows(works[sharing.pass_of].tolist())
+    waiting = alone.behind_host(launching, sharing.blocks, default_of(device).lateness(1))
+    own, working, waited = (np.array(each.rows()) for each in (times, alone, waiting))
+    shares = np.divide(working, waited, out=np.ones_like(own), where=waited > 0)
+    return UnitSeconds.from_rows(np.maximum(own - (waited - working), own * shares).tolist())
 
 
 def _ringed(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:

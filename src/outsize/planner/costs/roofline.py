@@ -3,7 +3,8 @@ size.
 
     op      max(FLOPs / (peak FLOP/s x share), bytes / (bytes/s x share)) + launch
     pass    the sum over its ops, which are given as Work: FLOPs, bytes and launches of a family
-    step    at least as long as its host needs to launch it; the excess is spread over the units that wait
+    step    at least as long as its host needs to launch it; the excess is spread over the units that wait,
+            and neither of both hides the other wholly (unit_times.py)
 
 Peaks: matmul, attention and convolution have the device's peak of their dtype (tensor cores), all others that
 of float32; a float32 convolution runs in TF32 where there is such a peak, as PyTorch does by default. A unit
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from outsize.ir.graph import ModelGraph, Unit, Work
+from outsize.ir.graph import MATMULS, ModelGraph, Unit, Work
 from outsize.ir.hardware.devices import Device
 from outsize.ir.profile import Profile, UnitCost
 from outsize.ir.units.recompute_segments import numbered
@@ -30,7 +31,7 @@ from outsize.planner.costs.unit_times import UnitSeconds
 COMPUTE_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.7
 LAUNCH_S = 8e-6
-TENSOR_FAMILIES = ("matmul", "attention", "convolution")
+TENSOR_FAMILIES = (*MATMULS, "attention", "convolution")
 Passes = tuple[float, float, float]
 WorkPasses = tuple[tuple[Work, ...], tuple[Work, ...], tuple[Work, ...]]
 
@@ -48,7 +49,8 @@ def roofline(graph: ModelGraph, device: Device) -> Profile:
     """Returns the profile of a graph, at its own batch size, on one kind of device."""
     curves, dtype = default_of(device), _dtype(graph)
     busy = UnitSeconds.from_rows([_busy(unit, device, dtype, curves) for unit in graph.units])
-    waited = busy.behind_host(host_seconds(map(passes_of, graph.units), device), host_blocks(graph))
+    launching = host_seconds(map(passes_of, graph.units), device)
+    waited = busy.behind_host(launching, host_blocks(graph), curves.lateness(1))
     return Profile(
         fingerprint=graph.fingerprint,
         device=device.kind,

@@ -44,19 +44,31 @@ class UnitSeconds:
         passes = (self.forward, self.backward_input, self.backward_weight)
         return list(zip(*(times.tolist() for times in passes), strict=True))
 
-    def behind_host(self, host: UnitSeconds, blocks: Sequence[int]) -> Self:
+    def behind_host(self, host: UnitSeconds, blocks: Sequence[int], late: float = 0.0) -> Self:
         """Returns the seconds of a device that waits where its host needs longer to launch.
 
         `blocks` are the first units of blocks, ascending from 0. A host that is late in one pass of a block
         may have been early in another: in each block the device waits as long as the host needs more time
         than the device, and this is spread over the passes that are late.
+
+        Neither hides the other wholly, as both take now more and now less time than in the mean. `late` is
+        the share of the shorter of both that is lost where they need equally long. It is lost too where the
+        host needs longer; a device that needs longer has a queue of launched work, so it loses less, in
+        proportion to host over device. Each unit of a block loses the same share.
         """
         own, launching = (np.stack([t.forward, t.backward_input, t.backward_weight]) for t in (self, host))
-        late, more = np.maximum(0.0, launching - own), launching - own
-        late_s, more_s = (np.add.reduceat(seconds.sum(axis=0), blocks) for seconds in (late, more))
-        share = np.divide(more_s, late_s, out=np.zeros_like(late_s), where=late_s > 0).clip(min=0.0)
+        late_seconds, more = np.maximum(0.0, launching - own), launching - own
+        late_s, more_s = (np.add.reduceat(seconds.sum(axis=0), blocks) for seconds in (late_seconds, more))
+        share = _ratio(more_s, late_s).clip(min=0.0)
         lengths = np.diff([*blocks, own.shape[1]])
-        return type(self)(*(own + np.repeat(share, lengths) * late))
+        behind = own + np.repeat(share, lengths) * late_seconds
+        if late:
+            own_s: Seconds = np.add.reduceat(own.sum(axis=0), blocks)
+            host_s: Seconds = np.add.reduceat(launching.sum(axis=0), blocks)
+            ahead = _ratio(host_s, own_s).clip(max=1.0)
+            lost = late * ahead * _ratio(np.minimum(own_s, host_s), np.maximum(own_s, host_s))
+            behind *= 1 + np.repeat(lost, lengths)
+        return type(self)(*behind)
 
     @property
     def backward(self) -> Seconds:
@@ -133,6 +145,11 @@ class HostCopies:
         """
         moved_s = self.link.seconds(size_bytes)
         return max(passed_s, moved_s) + moved_s / microbatches if self.overlaps else passed_s + moved_s
+
+
+def _ratio(above: Seconds, below: Seconds) -> Seconds:
+    """Returns above / below, and zero where there is nothing below."""
+    return np.divide(above, below, out=np.zeros_like(below), where=below > 0)
 
 
 def fastest(kinds: Sequence[UnitSeconds]) -> UnitSeconds:

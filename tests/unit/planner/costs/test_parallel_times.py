@@ -17,7 +17,7 @@ from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import Sharing, parallel_times, sync_s
-from outsize.planner.costs.roofline import roofline
+from outsize.planner.costs.roofline import roofline, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
 
@@ -144,14 +144,39 @@ def test_half_of_a_small_product_takes_almost_as_long() -> None:
 def test_a_share_that_is_launched_slower_than_it_runs_waits_for_the_host() -> None:
     """Both ranks launch as many ops as one device would: halves of what is just long enough are too short."""
     found = parse_cluster("2xa100-80gb")
-    host_s = default_of(found.devices[0]).host_s
+    curves = default_of(found.devices[0])
+    host_s = curves.host_s
     flops = int(host_s * found.devices[0].flops("bfloat16"))
     units = tuple(made_of(index, "matmul", flops) for index in range(4))
     graph = ModelGraph(model="m", fingerprint="f", batch_size=1, units=units, values=(), parameters=())
     alone = UnitSeconds.of(roofline(graph, found.devices[0]))
     assert alone.total.min() > 2 * host_s
     shared = parallel_times(Sharing.of(graph), alone, Layout(Axes(tp=2), 1, "1f1b", 1, 1), found)
-    assert shared.total.sum() == pytest.approx(4 * 2 * host_s)
+    half_s = seconds((work(flops // 2),), found.devices[0])
+    assert shared.total.sum() == pytest.approx(4 * 2 * (host_s + curves.lateness(2) * half_s), rel=1e-3)
+
+
+def test_a_collective_is_a_kernel_to_launch_and_makes_ranks_wait_for_the_last() -> None:
+    """Four layers that wait for their host: one all-reduce each way has a launch of its own in each."""
+    found, works = parse_cluster("8xa100-80gb"), (work(10**6),)
+    curves = default_of(found.devices[0])
+    sums = ShardedFraction(work=1.0, forward_sum=8, backward_sum=8)
+    units = tuple(
+        made_of(i, "matmul", 10**6).model_copy(
+            update={"name": f"layers.{i}", "backward_input": works, "divided": sums}
+        )
+        for i in range(4)
+    )
+    graph = ModelGraph(model="m", fingerprint="f", batch_size=1, units=units, values=(), parameters=())
+    alone = UnitSeconds.of(roofline(graph, found.devices[0]))
+
+    def seconds_of_layer(tp: int) -> float:
+        layout = Layout(Axes(tp=tp), 1, "1f1b", 1, 1)
+        return parallel_times(Sharing.of(graph), alone, layout, found).total.sum() / 4
+
+    assert seconds_of_layer(2) > 4 * curves.host_s
+    later = curves.lateness(8) - curves.lateness(2)
+    assert seconds_of_layer(8) - seconds_of_layer(2) > later * curves.launch_s
 
 
 def test_two_devices_take_half_of_the_tokens_and_attend_in_a_ring() -> None:

@@ -14,6 +14,7 @@ from outsize.ir.graph import ModelGraph, OpFamily, Unit, Work
 from outsize.ir.hardware.devices import TABLE
 from outsize.planner.costs.efficiency import CPU, GPU, Efficiency, EfficiencyCurve, default_of
 from outsize.planner.costs.roofline import COMPUTE_EFFICIENCY, LAUNCH_S, MEMORY_EFFICIENCY, roofline, seconds
+from outsize.planner.costs.unit_times import UnitSeconds
 
 DEVICE = make_cluster("x", "a100-80gb", 1, 1).devices[0]
 V100 = make_cluster("x", "v100-32gb", 1, 1).devices[0]
@@ -73,6 +74,12 @@ def test_many_small_ops_cost_more_than_one_large() -> None:
     curve = GPU.compute["matmul"]
     extra = 99 * (curve.half_s / curve.peak + GPU.launch_s)
     assert seconds([many], DEVICE) - seconds([one], DEVICE) == pytest.approx(extra)
+
+
+def test_products_of_unaligned_rows_reach_a_smaller_share_of_the_peak_on_gpus_alone() -> None:
+    aligned, unaligned = work("matmul", 10**14), work("unaligned_matmul", 10**14)
+    assert seconds([unaligned], DEVICE) > 2 * seconds([aligned], DEVICE)
+    assert CPU.compute["unaligned_matmul"] == CPU.compute["matmul"]
 
 
 def test_tensor_cores_are_for_products_only() -> None:
@@ -139,17 +146,37 @@ def test_a_unit_of_known_works_costs_them_pass_by_pass() -> None:
     assert [cost.forward_s, cost.backward_input_s, cost.backward_weight_s] == pytest.approx(expected)
 
 
-def test_a_step_is_not_shorter_than_its_host_needs() -> None:
+def test_a_step_is_not_shorter_than_its_host_needs_and_what_that_does_not_hide() -> None:
     tiny, busy = (work("elementwise", moved=10, launches=100),), (work("matmul", 2 * 10**10),)
     profile = roofline(with_units(unit(0, tiny, tiny), unit(1, busy, busy)), DEVICE)
-    assert profile.step_compute_s == pytest.approx((200 + 2) * GPU.host_s)
-    assert profile.units[1].forward_s == pytest.approx(seconds(busy, DEVICE))
+    working = 2 * (seconds(tiny, DEVICE) + seconds(busy, DEVICE))
+    assert profile.step_compute_s == pytest.approx((200 + 2) * GPU.host_s + GPU.late * working)
 
 
 def test_a_busy_device_hides_its_host() -> None:
     tiny, busy = (work("elementwise", moved=10, launches=100),), (work("matmul", 10**14),)
     profile = roofline(with_units(unit(0, tiny), unit(1, busy)), DEVICE)
-    assert [u.forward_s for u in profile.units] == pytest.approx([seconds(w, DEVICE) for w in (tiny, busy)])
+    alone = [seconds(w, DEVICE) for w in (tiny, busy)]
+    assert [u.forward_s for u in profile.units] == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_device_that_needs_as_long_as_its_host_loses_most() -> None:
+    """Seconds that are lost, over those of the longer: GPU.late where both are equal, less on either side."""
+    host_s = 100 * GPU.host_s
+
+    def lost(share: float) -> float:
+        own = UnitSeconds.from_rows([(share * host_s, 0.0, 0.0)])
+        host = UnitSeconds.from_rows([(host_s, 0.0, 0.0)])
+        return own.behind_host(host, (0,), GPU.late).total[0] / (max(1.0, share) * host_s) - 1
+
+    assert lost(1.0) == pytest.approx(GPU.late)
+    assert lost(0.5) == pytest.approx(GPU.late / 2)
+    assert lost(2.0) == pytest.approx(GPU.late / 4)
+
+
+def test_the_latest_of_more_ranks_is_later() -> None:
+    assert [GPU.lateness(n) / GPU.late for n in (1, 2, 4)] == pytest.approx([1, 3 / 2, 25 / 12])
+    assert CPU.lateness(8) == 0
 
 
 def test_a_host_that_is_late_catches_up_within_a_block_alone() -> None:
@@ -160,7 +187,8 @@ def test_a_host_that_is_late_catches_up_within_a_block_alone() -> None:
     hidden, waited, late = seconds(tiny, DEVICE), seconds(busy, DEVICE), 100 * GPU.host_s
     assert late < waited
     told = [u.forward_s for u in roofline(graph, DEVICE).units]
-    assert told == pytest.approx([hidden, waited, late, late, waited])
+    late += GPU.late * hidden
+    assert told == pytest.approx([hidden, waited, late, late, waited], rel=1e-3)
 
 
 def test_workspace_is_the_units() -> None:
