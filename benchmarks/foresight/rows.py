@@ -105,6 +105,11 @@ def half_of(words: Iterable[str], salt: str = "g") -> int:
     return hashlib.sha256("|".join((salt, *words)).encode()).digest()[0] % 2
 
 
+def in_sample(model: str, sample: int) -> bool:
+    """Whether a model is in the sample of one in so many; the whole is a sample of one in one."""
+    return hashlib.sha256(f"sample {model}".encode()).digest()[0] % sample == 0
+
+
 def read(row: Row) -> Run:
     """A row as a Run. Raises Skip, and ValueError, ArithmeticError or OutsizeError for impossible numbers."""
     _refuse(row)

@@ -4,6 +4,8 @@
     python benchmarks/foresight/run.py --only steps  # step times and choices; also: memory, published
     python benchmarks/foresight/run.py --data DIR    # with published_runs.csv, published_memory.csv
     python benchmarks/foresight/run.py --json        # one JSON, with every row
+    python benchmarks/foresight/run.py --sample 4    # models of which a hash is a multiple of 4: a sample of
+                                                     # step times and memory, and so named in the results
 
 The CSV files are not part of the project (`../shared/data` beside the repository unless --data says where);
 without them their parts are skipped with a word. Published runs need no file. Nothing here computes a second
@@ -15,7 +17,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import multiprocessing
 import platform
 import re
 import sys
@@ -23,7 +24,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,10 @@ TARGETS = {
 Result = dict[str, Any]
 
 
-def steps(path: Path) -> Result:
+def steps(path: Path, sample: int) -> Result:
     """Errors of step times and regrets of choices."""
     found, skipped = rows.read_all(path)
+    found = [r for r in found if rows.in_sample(f"{r.shape.layers} {r.shape.hidden}", sample)]
     timed = step_times.timed(found)
     chosen = step_times.choices(timed)
     return {
@@ -62,34 +63,15 @@ def steps(path: Path) -> Result:
     }
 
 
-def memory(path: Path) -> Result:
+def memory(path: Path, sample: int) -> Result:
     """Errors of peaks."""
-    judged, skipped = peaks.judged(rows.read_rows(path))
+    judged, skipped = peaks.judged([r for r in rows.read_rows(path) if rows.in_sample(r["model"], sample)])
     return {"errors": peaks.errors_of(judged), "skipped": dict(skipped), "rows": judged}
 
 
 def runs(only: str) -> Result:
     """Errors of well-known runs."""
     return {"rows": [published.row_of(run) for run in published.RUNS if only in run.name]}
-
-
-def found(data: Path, part: str | None, run: str) -> Result:
-    """The results of one part or of all, of which two at a time are computed, each in a process of its own."""
-    files = {"steps": data / "published_runs.csv", "memory": data / "published_memory.csv"}
-    asked = [name for name in PARTS if part in (None, name)]
-    for name in [name for name in asked if name in files and not files[name].is_file()]:
-        print(f"{name}: skipped, as there is no file {files[name]} (--data DIR)", file=sys.stderr)
-        asked.remove(name)
-    with ProcessPoolExecutor(
-        2, multiprocessing.get_context("spawn"), initializer=warnings.simplefilter, initargs=("ignore",)
-    ) as processes:
-        given: dict[str, tuple[Any, ...]] = {
-            "steps": (steps, files["steps"]),
-            "memory": (memory, files["memory"]),
-            "published": (runs, run),
-        }
-        results = {name: processes.submit(*given[name]) for name in asked}
-        return {name: future.result() for name, future in results.items()}
 
 
 def table(result: Result) -> str:
@@ -152,14 +134,27 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--run", default="", help="of the published runs, those with this in their name")
+    parser.add_argument("--sample", type=int, default=1, metavar="N", help="one model in N, by a hash")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    warnings.simplefilter("ignore")
     start_s = time.monotonic()
-    result: Result = {"date": str(datetime.date.today()), **found(options.data, options.only, options.run)}
+    result: Result = {"date": str(datetime.date.today()), "one_model_in": max(1, options.sample)}
+    for part, name in (("steps", "published_runs.csv"), ("memory", "published_memory.csv")):
+        path = options.data / name
+        if options.only not in (None, part):
+            continue
+        if not path.is_file():
+            print(f"{part}: skipped, as there is no file {path} (--data DIR)", file=sys.stderr)
+            continue
+        result[part] = (steps if part == "steps" else memory)(path, result["one_model_in"])
+    if options.only in (None, "published"):
+        result["published"] = runs(options.run)
     result["wall_s"] = round(time.monotonic() - start_s)
     if options.only is None:
+        kind = "" if result["one_model_in"] == 1 else f"_sample-{result['one_model_in']}"
         machine = f"{platform.machine()}-{platform.system().lower()}"
-        save(result, HERE / "results" / f"{result['date']}_{machine}.json")
+        save(result, HERE / "results" / f"{result['date']}_{machine}{kind}.json")
     print(json.dumps(result) if options.json else table(result))
     return 0
 

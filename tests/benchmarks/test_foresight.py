@@ -247,3 +247,10 @@ def test_parts_without_a_file_are_skipped_with_a_word(
 ) -> None:
     assert told(monkeypatch, "--data", str(tmp_path), "--only", "steps") == 0
     assert "steps: skipped, as there is no file" in capsys.readouterr().err
+
+
+def test_a_sample_takes_all_rows_of_some_models() -> None:
+    models = [f"model {number}" for number in range(400)]
+    assert all(rows.in_sample(model, 1) for model in models)
+    taken = sum(rows.in_sample(model, 4) for model in models)
+    assert 60 < taken < 140
