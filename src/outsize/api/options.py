@@ -20,6 +20,7 @@ from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions, PlanRequest, RequestOptions
 from outsize.ir.schedule import CUSTOM_NAME, Schedule
 from outsize.run.watchdog.options import OnHang
+from outsize.schedules.families import FORWARD
 from outsize.schedules.planned import read, written
 
 if TYPE_CHECKING:
@@ -61,7 +62,9 @@ class AdapterOptions(TypedDict, total=False):
 
 
 class AdaptedCaseOptions(CaseOptions, AdapterOptions, total=False):
-    """Holds the options of an example batch, and the adapters of its model."""
+    """Holds the options of an example batch, the adapters of its model, and whether it only runs forward."""
+
+    inference: bool | None
 
 
 class CostOptions(TypedDict, total=False):
@@ -167,6 +170,14 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
     fields.setdefault("batch_size", batch_size)
     if isinstance(schedule := fields.get("schedule"), Schedule):
         fields |= _own_schedule(schedule, fields)
+    if fields.get("inference"):
+        fields.setdefault("recompute", "none")
+    elif fields.get("schedule") == FORWARD.name:
+        raise BadOption(
+            f"schedule={FORWARD.name!r} has no backwards, and a training step wants them",
+            numbers="inference=False",
+            next_step="inference=True, without schedule",
+        )
     if fields.get("bn") == "sync":
         fields.setdefault("microbatches", 1)  # statistics of the whole batch want it in one piece
     try:

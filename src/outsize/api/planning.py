@@ -16,9 +16,8 @@ from outsize.api.options import (
     PlanOptions,
     PriceOptions,
     reads_options,
-    request_of,
 )
-from outsize.api.problem import CostSource, SearchProblem, adapted_case, case_of, cluster_of, styled
+from outsize.api.problem import CostSource, SearchProblem, adapted_case, asked_of, case_of, cluster_of, styled
 from outsize.capture.fakes.precision import check_precision
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.recording.fallbacks import LossFn
@@ -129,6 +128,8 @@ def plan(
     - `lora_rank`: plans for the model with LoRA adapters of this rank, as `peft.get_peft_model` makes them;
       the weights of the model itself are frozen. `lora_targets` names the layers that have one, as peft's
       `target_modules` does.
+    - `inference`: True plans forwards alone: no gradients, no states, nothing saved for a backward. A model
+      of transformers that generates has its whole batch at once, and the cache of all tokens of the example.
     - `measured`: True times the units on this machine; the result of `measure` uses its times, and only the
       microbatch sizes that it covers are considered. By default units are estimated.
     - `progress`: `progress(done, total)` is called while units are timed.
@@ -136,7 +137,7 @@ def plan(
     Raises BadOption, NoFeasiblePlan, TooManyStages, TooFewSamples, UnknownDevice, InvalidSchedule.
     """
     case = adapted_case(model, args, kwargs, options)
-    request = request_of(options, case.batch.size)
+    request = asked_of(case, options)
     return plan_case(case, request, cluster_of(options.get("cluster", "local")), CostSource.of(options))[1]
 
 
@@ -183,7 +184,7 @@ def outlook(
     chosen = options.get("plan")
     if chosen is not None:
         return _priced(chosen, case, source)
-    request, cluster = request_of(options, case.batch.size), cluster_of(options.get("cluster", "local"))
+    request, cluster = asked_of(case, options), cluster_of(options.get("cluster", "local"))
     problem, made = plan_case(case, request, cluster, source)
     planned = problem.candidates[made.microbatches * made.axes.replicas]
     seen = outlooking.outlook(made, *planned, cluster)
@@ -207,7 +208,7 @@ def fit(
     """
     check_precision(options.get("precision") or "fp32")
     case, cluster = adapted_case(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
-    request = request_of(options, case.batch.size)
+    request = asked_of(case, options)
     judged = _judged(case, request, cluster) if fitting.is_named_pipeline(request) else None
     if judged is not None and judged.fits:
         return judged

@@ -8,14 +8,14 @@ from typing import Any, final
 
 from torch import nn
 
-from outsize.api.options import AdaptedCaseOptions, CaseOptions, CostOptions
+from outsize.api.options import AdaptedCaseOptions, CaseOptions, CostOptions, request_of
 from outsize.capture.graph.build import Captured
 from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.measure.local_cluster import find_cluster
 from outsize.capture.measure.units import Progress
 from outsize.capture.models.lora import with_adapters
 from outsize.errors import BadOption
-from outsize.ir.answers.request import PlanRequest
+from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.profile import Profile, ProfileSet
@@ -59,9 +59,10 @@ class CostSource:
         def graph_of(captured: Captured) -> ModelGraph:
             return styled(case, captured, tp, always)
 
-        if self.measured is not True:
-            return case.sized_graphs(graph_of).at
-        return lambda samples: graph_of(case.captured(samples))
+        recorded = case.sized_graphs(graph_of).at if self.measured is not True else None
+        if recorded is None:
+            return lambda samples: case.with_lasting(graph_of(case.captured(samples)))
+        return lambda samples: case.with_lasting(recorded(samples))
 
     def counts(self, counts: Sequence[int], batch_size: int) -> Sequence[int]:
         """Returns those counts of microbatches whose costs can be had; a profile covers some sizes only."""
@@ -132,7 +133,25 @@ def adapted_case(model: nn.Module, args: Any, kwargs: Any, options: AdaptedCaseO
             numbers=f"lora_targets={targets!r}, lora_rank=None",
             next_step="lora_rank=8 (--lora-rank 8)",
         )
+    if options.get("inference"):
+        return TrainingCase.for_inference(model, args, kwargs, options.get("batch_dims"))
     return case_of(model, args, kwargs, options)
+
+
+def asked_of(case: TrainingCase, options: LayoutOptions) -> PlanRequest:
+    """Returns the request that the options make for a case; a model that generates has its batch in one
+    piece, on a pipeline. Raises BadOption.
+    """
+    request = request_of(options, case.batch.size)
+    if not case.generates:
+        return request
+    if request.has_group_axes or (request.microbatches or 1) > 1:
+        raise BadOption(
+            "generate runs the whole batch through the stages of one pipeline, with whole weights",
+            numbers=f"{request.mesh(1).beyond_pp or 'no other axis'}, microbatches={request.microbatches}",
+            next_step="leave out microbatches and all axes but stages (--stages)",
+        )
+    return request.model_copy(update={"microbatches": 1, "axes": "pp"})
 
 
 def styled(case: TrainingCase, captured: Captured, tp: int, always: bool = False) -> ModelGraph:

@@ -8,9 +8,9 @@ from typing import Any, Final, Unpack
 
 from torch import nn
 
-from outsize.api.options import FitOptions, reads_options, request_of
+from outsize.api.options import FitOptions, reads_options
 from outsize.api.planning import plan_case
-from outsize.api.problem import CostSource, adapted_case, cluster_of
+from outsize.api.problem import CostSource, adapted_case, asked_of, cluster_of
 from outsize.errors import BadOption, NoFeasiblePlan, TooFewSamples, TooManyStages
 from outsize.ir.answers.ranking import ClusterRanking, RankedCluster
 from outsize.ir.answers.request import PlanRequest
@@ -51,7 +51,7 @@ def rank_clusters(
             next_step="devices=['a100-80gb', '2x8xh100-80gb'], without cluster",
         )
     case = adapted_case(model, args, kwargs, options)
-    request = request_of(options, case.batch.size)
+    request = asked_of(case, options)
     ranked = sorted((_ranked(case, request, cluster) for cluster in clusters), key=_order)
     whole = case.under(request.precision).on(clusters[0]).captured(request.batch_size).graph
     return ClusterRanking(

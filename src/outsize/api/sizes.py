@@ -8,9 +8,9 @@ from typing import Any, Final, Unpack
 
 from torch import nn
 
-from outsize.api.options import FitOptions, LossOptions, reads_options, request_of
+from outsize.api.options import FitOptions, LossOptions, reads_options
 from outsize.api.planning import asked_alone
-from outsize.api.problem import adapted_case, cluster_of
+from outsize.api.problem import adapted_case, asked_of, cluster_of
 from outsize.errors import ExampleRejected, NotCapturable
 from outsize.ir.answers.fit import Fit
 from outsize.ir.answers.largest import Largest
@@ -40,7 +40,7 @@ def largest_batch(
     Raises as `fit`.
     """
     case, cluster = adapted_case(model, args, kwargs, options), cluster_of(options.get("cluster", "local"))
-    request = request_of(options, case.batch.size)
+    request = asked_of(case, options)
     if request.microbatches is None:
         stages = request.stages or max(1, len(cluster.devices) // request.mesh(1).group_size)
         request = request.model_copy(update={"microbatches": stages})
@@ -74,7 +74,7 @@ def largest(
     def asked(size: int) -> tuple[TrainingCase, PlanRequest, Cluster]:
         model, args, kwargs, loss = make(size)
         case = adapted_case(model, args, kwargs, {**options, **loss})
-        return case, request_of(options, case.batch.size), cluster
+        return case, asked_of(case, options), cluster
 
     return _largest(quantity, lambda size, searched: asked_alone(*asked(size), searched=searched), step, most)
 

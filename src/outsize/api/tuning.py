@@ -62,6 +62,12 @@ def tune(
 
     Raises BadOption in a single process, and as `plan`.
     """
+    if options.get("inference"):
+        raise BadOption(
+            "tune runs training steps, and inference has none",
+            numbers="inference=True",
+            next_step="outsize.plan(model, args, inference=True)",
+        )
     named = options.get("cluster")
     where = None if named is None else cluster_of(named)
     kind = device_type() if where is None or where.devices[0].kind != "cpu" else CPU

@@ -168,6 +168,14 @@ WeightPlace = Annotated[
         "too small).",
     ),
 ]
+Inference = Annotated[
+    bool,
+    typer.Option(
+        "--inference",
+        help="Only run forwards: no gradients and no optimizer; a language model generates, and caches "
+        "--batch sequences of --input tokens.",
+    ),
+]
 LoraRank = Annotated[
     int | None,
     typer.Option(

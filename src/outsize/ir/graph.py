@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Final, Literal, final
+from itertools import takewhile
+from typing import Final, Literal, Self, final
 
 from outsize.ir.base import Record
+from outsize.ir.units.recompute_segments import numbered
 from outsize.ir.units.tensor_styles import TensorStyles
 
 Form = Literal["tape", "modules"]
@@ -121,7 +123,8 @@ class Unit(Record):
     its ops hold in addition to arguments, results and saved tensors. `backward_workspace_bytes` is the most
     that gradients inside a unit of several ops hold in addition to what it has saved; `waiting_bytes` are the
     gradients that a backward in two halves stores for its weights. `cast_bytes` are the copies of its weights
-    in autocast's dtype, which a stage makes once per step; they are in no other figure. The three tuples give
+    in autocast's dtype, which a stage makes once per step; they are in no other figure. `lasting_bytes` stay
+    for each microbatch until the batch is over: what inference returns or caches. The three tuples give
     work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph
     has `tensor`; `in_sequence` replaces it under sequence parallelism.
     """
@@ -140,6 +143,7 @@ class Unit(Record):
     backward_workspace_bytes: int = 0
     waiting_bytes: int = 0
     cast_bytes: int = 0
+    lasting_bytes: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()
@@ -152,7 +156,8 @@ class ModelGraph(Record):
     """Describes a model for one input signature, as the planner sees it.
 
     `form` says how it runs: cut and pipelined as a tape, or in its own Python with whole modules on their
-    stages, where nothing overlaps. `input_bytes` are those of all input tensors and targets. `tensor` says
+    stages, where nothing overlaps. `input_bytes` are those of all input tensors and targets. `cached_tokens`
+    is the length of the sequences that a generation has in its cache; 0 where there is none. `tensor` says
     how tensor parallelism shards the model, or is None where that was not derived
     (capture/graph/tensor_parallel.py).
     """
@@ -166,8 +171,44 @@ class ModelGraph(Record):
     parameters: tuple[Parameter, ...]
     output_bytes: int = 0
     input_bytes: int = 0
+    cached_tokens: int = 0
     notes: tuple[str, ...] = ()
     tensor: TensorStyles | None = None
+
+    def with_lasting(self, per_sample: Mapping[str, int], tokens: int = 0) -> Self:
+        """Returns the graph of inference: its outputs last until the batch is over, and so do these bytes
+        for each sample, the cache of `tokens` tokens. A generation runs in the model's own Python.
+
+        They are given by the names of units; a name that no unit has counts for the unit whose name is most
+        alike from the left.
+        """
+        lasting = [0] * len(self.units)
+        lasting[-1] = self.output_bytes
+        at = {unit.name: unit.index for unit in self.units}
+        for name, size in per_sample.items():
+            near = name if name in at else max(at, key=lambda other: _alike(name, other))
+            lasting[at[near]] += size * self.batch_size
+        units = (u.model_copy(update={"lasting_bytes": n}) for u, n in zip(self.units, lasting, strict=True))
+        if not per_sample:
+            return self.model_copy(update={"units": tuple(units), "cached_tokens": 0})
+        held = self.input_bytes + self._arguments_bytes()
+        return self.model_copy(update={"units": tuple(units), "cached_tokens": tokens, "input_bytes": held})
+
+    def _arguments_bytes(self) -> int:
+        """Returns what the model's own Python holds on every device while a block runs in a generation: the
+        argument of the first block and that of the running one, which no unit reads any more.
+        """
+        block = numbered([unit.name for unit in self.units])
+        between = (
+            v.size_bytes for v in self.values if any(block[v.producer] != block[user] for user in v.consumers)
+        )
+        return 2 * max(between, default=0)
+
+    @property
+    def cache_bytes(self) -> tuple[int, ...]:
+        """Returns what each unit keeps in a cache for one microbatch."""
+        *others, last = (unit.lasting_bytes for unit in self.units)
+        return (*others, last - self.output_bytes) if self.cached_tokens else (0,) * len(self.units)
 
     @cached_property
     def parameter_of(self) -> dict[str, Parameter]:
@@ -221,3 +262,9 @@ def _moved(value: Value, place: Mapping[int, int]) -> Value:
             "also_saved_by": tuple(sorted(place[unit] for unit in value.also_saved_by)),
         }
     )
+
+
+def _alike(name: str, other: str) -> int:
+    """Returns the number of characters that two names have in common from the left."""
+    pairs = zip(name, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

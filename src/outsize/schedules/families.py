@@ -12,6 +12,7 @@
                  V: the last rank turns back                   arXiv 2401.10241 sec. 6
     auto         composed by the planner for one plan (compose.py)
     custom       written by a person
+    forward      no backwards: what evaluation and generation run
 
 Each has one record (family.py) with its row builder and all that the planner needs to know of it. To add a
 schedule, write both here and enter the record with `register`; then `make docs` writes its golden rows, and
@@ -71,8 +72,8 @@ def families() -> tuple[Family, ...]:
 
 
 def built() -> tuple[str, ...]:
-    """Returns the names of the schedules that are built by their name alone."""
-    return tuple(family.name for family in families() if family.row is not None)
+    """Returns the names of the training schedules that are built by their name alone."""
+    return tuple(family.name for family in families() if family.row is not None and family.trains)
 
 
 def offered() -> tuple[str, ...]:
@@ -151,6 +152,18 @@ def one_f_one_b_row(stage: int, stages: int, microbatches: int, ranks: int) -> I
         yield Action(stage, Kind.B, microbatch)
         if microbatch + in_flight < microbatches:
             yield Action(stage, Kind.F, microbatch + in_flight)
+
+
+def forward_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
+    """Yields the forwards of all microbatches through a rank's stages, one stage after the other.
+
+    time   0   1   2   3   4   5
+    rank 0 0F0 0F1 0F2 0F3 .   .
+    rank 1 .   1F0 1F1 1F2 1F3 .
+    rank 2 .   .   2F0 2F1 2F2 2F3
+    """
+    own = range(rank, stages, ranks)
+    yield from (Action(stage, Kind.F, microbatch) for stage in own for microbatch in range(microbatches))
 
 
 def interleaved_row(rank: int, stages: int, microbatches: int, ranks: int) -> Iterable[Action]:
@@ -459,6 +472,24 @@ CUSTOM: Final = register(
         searched=_when_asked,
         chunk_counts=_one,
         asked_by_name=False,
+    )
+)
+FORWARD: Final = register(
+    Family(
+        name="forward",
+        paper="the forwards of GPipe, Huang et al., arXiv 1811.06965, sec. 2.3",
+        row=forward_row,
+        placement=round_robin,
+        preference=8,
+        in_flight=_one_in_flight,
+        path_s=_forwards_first_path_s,
+        chain=FORWARDS_FIRST_LAW,
+        searched=_when_asked,
+        chunk_counts=_one,
+        asked_by_name=False,
+        like_last_stages=True,
+        repeats_after=1,
+        trains=False,
     )
 )
 

@@ -88,6 +88,7 @@ class Family:
     on_host_as          the schedule it is the same as on one device whose weights come from the host; None
                         where weights cannot come from the host
     dominated_by        a schedule that never holds more memory and is as fast
+    trains              it has backwards, as a training step wants
     """
 
     name: str
@@ -115,6 +116,7 @@ class Family:
     refills: bool = True
     on_host_as: str | None = None
     dominated_by: str | None = None
+    trains: bool = True
 
     @property
     def plain(self) -> bool:

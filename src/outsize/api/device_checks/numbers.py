@@ -24,7 +24,7 @@ from outsize.api.planning import plan as make_plan
 from outsize.api.running import parallelize
 from outsize.errors import TooManyStages
 from outsize.ir.plan import Plan
-from outsize.ir.schedule import COMPOSED_NAME, CUSTOM_NAME, SCHEDULES
+from outsize.schedules.families import built
 
 ROUNDING: Final = 1e-4
 """Relative to a tensor's largest element, after two steps in float32."""
@@ -43,7 +43,7 @@ def schedules_together(place: CheckPlace) -> CheckAnswer:
 
 def _schedules(place: CheckPlace, stages: int) -> CheckAnswer:
     wrong, tried = list[str](), 0
-    names = [name for name in SCHEDULES if name not in (COMPOSED_NAME, CUSTOM_NAME)]
+    names = built()
     for case in MODELS:
         expected = _plain(place, case, Training())
         for name in names:

@@ -8,7 +8,6 @@ Oracle: tests/parity/test_memory_real.py compares with real steps.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from outsize.capture.models.imports import import_peft
+from outsize.capture.models.weight_sharing import sharing_weights
 from outsize.errors import BadOption
 
 # So many names of layers are told where a target has to be chosen.
@@ -44,7 +44,7 @@ def with_adapters(model: nn.Module, rank: int, targets: Sequence[str] | str | No
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             # peft reads an attribute that transformers has renamed.
             warnings.simplefilter("ignore", FutureWarning)
-            adapted: nn.Module = peft.get_peft_model(_sharing_weights(model), config)
+            adapted: nn.Module = peft.get_peft_model(sharing_weights(model), config)
     except ValueError as error:
         layers = linear_names(model)
         raise BadOption(
@@ -66,10 +66,3 @@ def linear_names(model: nn.Module) -> list[str]:
 def _is_linear(module: nn.Module) -> bool:
     """Tells whether a module is a matrix product with a weight; transformers' Conv1D is one, too."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def _sharing_weights(model: nn.Module) -> nn.Module:
-    """Returns a copy of the modules whose tensors are the memory of the model's own."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
-    memo |= {id(buffer): buffer for buffer in model.buffers()}
-    return copy.deepcopy(model, memo)

@@ -67,6 +67,7 @@ def fit(
     dp_shard: options.Shards = None,
     tp: options.Tensor = None,
     weights: options.WeightPlace = None,
+    inference: options.Inference = False,
     lora_rank: options.LoraRank = None,
     lora_targets: options.LoraTargets = None,
     max: Max = None,
@@ -78,8 +79,9 @@ def fit(
 ) -> None:
     """Say whether training MODEL fits the devices: YES, NO, or YES IF, with the cheapest change.
 
-    No weights are made and no device is needed. Exits with 0 for YES and with 1 for NO and YES IF. With --max
-    it says how large a batch, a sequence or the model may be, with --devices which devices to rent.
+    With --inference it is about running MODEL, with --lora-rank about training adapters. No weights are made
+    and no device is needed. Exits with 0 for YES and with 1 for NO and YES IF. With --max it says how large
+    a batch, a sequence or the model may be, with --devices which devices to rent.
     """
     from outsize.capture.models.lazy_imports import stand_in
 
@@ -98,6 +100,7 @@ def fit(
         "dp_shard": dp_shard,
         "tp": tp,
         "weights": weights,
+        "inference": inference or None,
         "lora_rank": lora_rank,
         "lora_targets": options.targets_in(lora_targets),
     }

@@ -79,6 +79,7 @@ def plan(
     tp: options.Tensor = None,
     sequence_parallel: options.SequenceParallel = None,
     weights: options.WeightPlace = None,
+    inference: options.Inference = False,
     lora_rank: options.LoraRank = None,
     lora_targets: options.LoraTargets = None,
     what_if: options.WhatIf = False,
@@ -121,6 +122,7 @@ def plan(
         "measured": load_profile(profile) or measure,
         "exact": exact,
         "curves": report is not None,
+        "inference": inference or None,
         "lora_rank": lora_rank,
         "lora_targets": options.targets_in(lora_targets),
     }

@@ -18,10 +18,10 @@ Answer = Literal["YES", "YES IF", "NO"]
 class DeviceFit(Record):
     """Describes one device at the peak of a step, which is in `phase`: bytes by cause, and its memory.
 
-    `kept_bytes` is what allocator and cuDNN keep where there is room. `p50_bytes` is the sum of all; one step
-    in twenty takes more than `p95_bytes`, which is at most the memory where the step fits. For a plan that
-    was searched, master copies are in `optimizer_bytes` and temporaries in `activations_bytes`, as in the
-    plan, and `phase` is empty.
+    `cache_bytes` is what a generation keeps of all tokens. `kept_bytes` is what allocator and cuDNN keep
+    where there is room. `p50_bytes` is the sum of all; one step in twenty takes more than `p95_bytes`, which
+    is at most the memory where the step fits. For a plan that was searched, master copies are in
+    `optimizer_bytes`, temporaries and caches in `activations_bytes`, as in the plan, and `phase` is empty.
     """
 
     device: str
@@ -34,6 +34,7 @@ class DeviceFit(Record):
     activations_bytes: int
     boundary_bytes: int
     workspace_bytes: int = 0
+    cache_bytes: int = 0
     context_bytes: int
     kept_bytes: int = 0
     in_flight: int = 0
@@ -197,9 +198,25 @@ class Change(Record):
 
 
 @final
+class ForwardSpeed(Record):
+    """Holds the predicted seconds of inference: of a forward of the batch, and of one more token of each of
+    its sequences where the model generates.
+
+    `token_s` is the devices' alone, which read weights and cache; a host that launches op by op needs
+    `eager_token_s`, where that is more.
+    """
+
+    batch_s: float
+    token_s: float | None = None
+    eager_token_s: float | None = None
+    tokens: int = 0
+
+
+@final
 class Fit(Record):
     """Holds the answer.
 
+    `inference`: only forwards run, whose seconds are in `speed` where devices are alike and each has a stage.
     `parameters` are all elements of the weights, `trained` those that are not frozen.
     `changes` (of YES IF) begin with the cheapest; `devices_needed` (of NO) would suffice. `alone`: one device
     without a pipeline is enough. `whole` is false where activations are not counted. `sure` says where the
@@ -229,6 +246,8 @@ class Fit(Record):
     devices_needed: int | None = None
     sure: tuple[Certainty, ...] = ()
     refused: Refusal | None = None
+    inference: bool = False
+    speed: ForwardSpeed | None = None
 
     @property
     def fits(self) -> bool:

@@ -16,7 +16,7 @@ from pydantic import model_validator
 from outsize.errors import BadOption
 from outsize.ir.base import Record
 from outsize.ir.cluster import Cluster
-from outsize.ir.offload import Weights
+from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, BatchNormMode, Count, Precision, Recompute, ScheduleName
 from outsize.ir.schedule import Schedule
 
@@ -52,6 +52,7 @@ class LayoutOptions(TypedDict, total=False):
 class RequestOptions(LayoutOptions, total=False):
     """Lists the options of `outsize.plan` and `outsize.fit` that make a PlanRequest."""
 
+    inference: bool | None
     optimizer: str | None
     weights: Weights | None
     objective: Objective | None
@@ -67,7 +68,8 @@ class PlanRequest(Record):
     pipelines, and where none fits, weights on the host. `what_if` adds layouts that this version only plans.
     `sequence_parallel` None prices both values. `weights` None shards weights over dp_shard, and keeps them
     on the host where the devices are too small for them. `objective` "cost" chooses also which
-    devices are rented. `every_device`: none may be left out, as in a run.
+    devices are rented. `inference` runs forwards alone: nothing is trained or saved for a backward.
+    `every_device`: none may be left out, as in a run.
     Raises BadOption for options that contradict each other.
     """
 
@@ -88,6 +90,7 @@ class PlanRequest(Record):
     weights: Weights | None = None
     what_if: bool = False
     objective: Objective = "time"
+    inference: bool = False
     every_device: bool = False
     actions: tuple[str, ...] = ()
 
@@ -125,7 +128,12 @@ class PlanRequest(Record):
         return self.searches_axes and self._leaves_devices(cluster)
 
     def may_use_hosts(self, cluster: Cluster) -> bool:
-        """Returns whether the host may keep the weights where nothing else fits these devices."""
+        """Returns whether the host may keep the weights where nothing else fits these devices.
+
+        In inference it never does: weights on the host are for training steps.
+        """
+        if self.inference:
+            return False
         open_request = self.axes == "all" and not (self.has_group_axes or self.actions)
         return self.what_if or (open_request and self._leaves_devices(cluster))
 
@@ -145,6 +153,8 @@ class PlanRequest(Record):
                 numbers=self.mesh(1).beyond_pp or "what_if=True",
                 next_step="leave out exact (--exact), or the axes",
             )
+        if self.inference:
+            self._check_inference()
         if self.bn == "sync":
             self._check_whole_batch()
         if self.sequence_parallel and self.tp == 1 and not self.searches_axes:
@@ -160,6 +170,19 @@ class PlanRequest(Record):
                 next_step="dp_shard=2 (--dp-shard 2), or leave out weights",
             )
         return self
+
+    def _check_inference(self) -> None:
+        """Checks that nothing is asked for that only a backward has."""
+        named = {"recompute": self.recompute, "schedule": self.schedule}
+        hosted = self.weights if self.weights in HOSTED else None
+        asked = {name: value for name, value in (named | {"weights": hosted}).items() if value}
+        if asked and asked != {"recompute": "none"}:
+            name, value = next((n, v) for n, v in asked.items() if (n, v) != ("recompute", "none"))
+            raise BadOption(
+                f"inference runs forwards alone, and {name}={value!r} is about a training step",
+                numbers=f"inference=True, {name}={value!r}",
+                next_step=f"leave out {name} (--{name})",
+            )
 
     def _check_whole_batch(self) -> None:
         """Checks that no replica and no microbatch splits the batch whose statistics BatchNorm takes."""

@@ -111,6 +111,7 @@ def _merged(index: int, units: Sequence[Unit]) -> Unit:
         backward_workspace_bytes=max(u.backward_workspace_bytes for u in units),
         waiting_bytes=sum(u.waiting_bytes for u in units),
         cast_bytes=sum(u.cast_bytes for u in units),
+        lasting_bytes=sum(u.lasting_bytes for u in units),
         forward=_works(u.forward for u in units),
         backward_input=_works(u.backward_input for u in units),
         backward_weight=_works(u.backward_weight for u in units),

@@ -48,7 +48,9 @@ def seconds(work: Sequence[Work], device: Device, efficiency: Efficiency | None 
 def roofline(graph: ModelGraph, device: Device) -> Profile:
     """Returns the profile of a graph, at its own batch size, on one kind of device."""
     curves, dtype = default_of(device), _dtype(graph)
-    busy = UnitSeconds.from_rows([_busy(unit, device, dtype, curves) for unit in graph.units])
+    trains = any(parameter.trainable for parameter in graph.parameters)
+    rows = [_busy(unit, device, dtype, curves) for unit in graph.units]
+    busy = UnitSeconds.from_rows(rows if trains else [(forward_s, 0.0, 0.0) for forward_s, *_ in rows])
     launching = host_seconds(map(passes_of, graph.units), device)
     waited = busy.behind_host(launching, host_blocks(graph), curves.lateness(1))
     return Profile(

@@ -38,6 +38,7 @@ from outsize.ir.answers.fit import (
     DevicesAdded,
     Effect,
     Fit,
+    ForwardSpeed,
     LeastFullCut,
     MicrobatchesAdded,
     OneAtATime,
@@ -49,9 +50,11 @@ from outsize.ir.answers.fit import (
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
+from outsize.ir.hardware.devices import Device
 from outsize.ir.plan import Axes, Precision, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.units.names import compress
+from outsize.planner.costs.forward_times import batch_s, token_s
 from outsize.planner.costs.stage_edges import edges_between
 from outsize.planner.evaluate.estimate import check_enough, lower_along
 from outsize.planner.fit.from_plan import CHANGES_SHOWN, sure
@@ -63,7 +66,7 @@ from outsize.planner.memory.range_tables import rows_without_crossing
 from outsize.planner.partition.feasibility import ChainFeasibility, refuted
 from outsize.planner.partition.stage_prices import PricedModel
 from outsize.schedules.builders import build
-from outsize.schedules.families import DEFAULT, SEQUENTIAL, family_of
+from outsize.schedules.families import DEFAULT, FORWARD, SEQUENTIAL, family_of
 
 ModelAndProfile = tuple[ModelGraph, Profile]
 At = Callable[[int, Precision], ModelAndProfile | None]
@@ -249,7 +252,8 @@ def _asked(request: PlanRequest, judge: _Judge) -> Iterator[Setting]:
     graph = judge.graph(-(-batch // count), request.precision)
     stages = request.stages or min(len(cluster.devices), len(graph.units))
     _check_stages(stages, len(graph.units), cluster)
-    schedule = SEQUENTIAL.name if graph.form == "modules" else request.schedule or DEFAULT.name
+    usual = FORWARD.name if request.inference else request.schedule or DEFAULT.name
+    schedule = SEQUENTIAL.name if graph.form == "modules" else usual
     recompute = request.recompute or "none"
     likely = Setting(batch, count, stages, schedule, request.optimizer, request.precision, recompute)
     yield likely
@@ -275,7 +279,8 @@ def _check_stages(stages: int, units: int, cluster: Cluster) -> None:
 
 def _sufficing(asked: Setting, request: PlanRequest, judge: _Judge) -> Iterator[Change]:
     sufficient: list[dict[str, int | str]] = []
-    for setting in dict.fromkeys(_changed(asked, judge)):
+    changed = _changed_forward(asked, request, judge) if request.inference else _changed(asked, judge)
+    for setting in dict.fromkeys(changed):
         new = setting.changed_from(asked)
         if new and not any(earlier.items() <= new.items() for earlier in sufficient) and judge.fits(setting):
             sufficient.append(new)
@@ -303,6 +308,16 @@ def _changed(asked: Setting, judge: _Judge) -> Iterator[Setting]:
     for count in _halves(most):
         smaller = {"batch_size": count * finest.samples, "microbatches": count}
         yield from (replace(base, **smaller) for base in (on_all_devices, recomputed))
+
+
+def _changed_forward(asked: Setting, request: PlanRequest, judge: _Judge) -> Iterator[Setting]:
+    """Yields what may change where only forwards run; microbatches that are given stay as they are."""
+    most = request.microbatches or judge.most_microbatches(asked.batch_size, asked.precision)
+    yield (finest := replace(asked, microbatches=most))
+    yield (on_all := replace(finest, stages=min(len(judge.cluster.devices), judge.case(asked).units)))
+    yield from (replace(on_all, precision=lower) for lower in LOWER.get(asked.precision, ()))
+    for batch in _halves(asked.batch_size):
+        yield replace(on_all, batch_size=batch, microbatches=min(most, batch))
 
 
 def _halves(count: int) -> Iterator[int]:
@@ -340,19 +355,40 @@ def _answer(answer: Answer, setting: Setting, judge: _Judge) -> Fit:
         precision=setting.precision,
         recompute=setting.recompute,
         axes=Axes(pp=setting.stages),
-        devices=tuple(_device(stage, judge.cluster, graph, bounds, m) for stage, m in enumerate(memories)),
+        devices=tuple(
+            _device(run, device, graph, setting.microbatches, memory)
+            for run, device, memory in zip(pairwise(bounds), judge.cluster.devices, memories, strict=False)
+        ),
         largest=_largest(case, judge.cluster, bounds, memories),
         alone=judge.fits(replace(setting, stages=1)),
         whole=graph.form == "tape",
         sure=(LeastFullCut(), *sure(graph, judge.cluster)),
+        inference=setting.schedule == FORWARD.name,
+        speed=_speed(setting, case, bounds, judge.cluster),
+    )
+
+
+def _speed(
+    setting: Setting, case: PricedModel, bounds: Sequence[int], cluster: Cluster
+) -> ForwardSpeed | None:
+    """Returns the seconds of inference on equal devices; None for a training step."""
+    if setting.schedule != FORWARD.name or cluster.unequal:
+        return None
+    device_s, eager_s = token_s(case.graph, bounds, cluster) or (None, None)
+    return ForwardSpeed(
+        batch_s=batch_s(case.graph, case.base, bounds, cluster, setting.microbatches),
+        token_s=device_s,
+        eager_token_s=eager_s,
+        tokens=case.graph.cached_tokens,
     )
 
 
 def _device(
-    stage: int, cluster: Cluster, graph: ModelGraph, bounds: Sequence[int], memory: StageMemory
+    run: tuple[int, int], device: Device, graph: ModelGraph, microbatches: int, memory: StageMemory
 ) -> DeviceFit:
-    first, end, device = bounds[stage], bounds[stage + 1], cluster.devices[stage]
+    first, end = run
     used = in_use(memory.peak_bytes, device, Load.of(graph, first, end))
+    cached = microbatches * sum(graph.cache_bytes[first:end])
     return DeviceFit(
         device=device.name,
         units=compress([u.name for u in graph.units], first, end - 1),
@@ -361,9 +397,10 @@ def _device(
         gradients_bytes=memory.gradients_bytes,
         master_bytes=memory.master_bytes,
         optimizer_bytes=memory.optimizer_bytes - memory.master_bytes,
-        activations_bytes=memory.activations_bytes - memory.workspace_bytes,
+        activations_bytes=memory.activations_bytes - memory.workspace_bytes - cached,
         boundary_bytes=memory.boundary_bytes,
         workspace_bytes=memory.workspace_bytes,
+        cache_bytes=cached,
         context_bytes=used.context_bytes,
         kept_bytes=used.kept_bytes,
         in_flight=memory.in_flight,

@@ -72,6 +72,7 @@ def as_asked(request: PlanRequest, outcome: Plan | OutsizeError, graph: ModelGra
         optimizer=request.optimizer,
         precision=request.precision,
         whole=graph.form == "tape",
+        inference=request.inference,
         sure=sure(graph, cluster),
         **answer_fields,
     )

@@ -4,7 +4,7 @@
     gradients    one per trainable parameter owned; none before the first backward of a step
     optimizer    state and master copies of those, see optimizer_states.py; temporaries of the
                  optimizer's step
-    inputs       the batch, of which every device holds a whole copy
+    inputs       the batch, of which every device holds a whole copy; in inference also outputs and caches
     activations  per microbatch in flight: what autograd saves, and the received values; once, until the
                  optimizer's step: copies of weights in autocast's dtype
     boundary     per microbatch in flight: the values sent on (roots of the backward); receives posted
@@ -21,7 +21,9 @@ the stage that computes, a microbatch is
     gradient_out   from the end of its B               until the next compute action has run
 
 Sent values live as long as saved ones, because a stage needs its output as the root of the backward. Memory
-that autograd saves too is counted once.
+that autograd saves too is counted once. A stage that runs forwards alone (inference) holds what it received
+and sends of a microbatch until the next one's forward is over, since a send may last so long. The outputs of
+all microbatches count from the first one on, which is too much by one where the peak is not at the end.
 
 A backward in two halves (I, W) frees what autograd saved at the end of W. Between the halves the gradients
 that W needs wait (run/stage/split_backward.py). A received gradient that waits unchanged counts twice.
@@ -40,7 +42,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
-from typing import Generic, NamedTuple, TypeVar, final
+from typing import Generic, NamedTuple, Self, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,7 +142,7 @@ def joint_states(schedule: Schedule, rank: int) -> tuple[tuple[InFlightState, ..
     Only the first stage counts the batch, which a rank holds once.
     """
     row = schedule.actions[rank]
-    counters = {stage: _Held() for stage in sorted({action.stage for action in row})}
+    counters = {stage: _Held.of(row, stage) for stage in sorted({action.stage for action in row})}
     batch = dict.fromkeys(counters, 0) | dict.fromkeys([min(counters)], schedule.microbatches)
     states: dict[tuple[InFlightState, ...], None] = {}
     for action in row:
@@ -203,7 +205,7 @@ def peak_states(schedule: Schedule, stage: int) -> tuple[InFlightState, ...]:
 
 def _execute(row: Sequence[Action], stage: int, batch: int) -> Iterator[InFlightState]:
     """Yields the state of the stage during each of its actions."""
-    counter = _Held()
+    counter = _Held.of(row, stage)
     for action in row:
         if action.stage == stage:
             counter.begin(action)
@@ -225,6 +227,12 @@ class _Held:
     gradient_out: set[int] = field(default_factory=set[int])
     between_halves: set[int] = field(default_factory=set[int])
     graded: bool = False
+    trains: bool = True
+
+    @classmethod
+    def of(cls, row: Sequence[Action], stage: int) -> Self:
+        """Returns the empty state of a stage, which holds no microbatch for a backward where it has none."""
+        return cls(trains=any(a.stage == stage and a.kind in _PHASE and a.kind is not Kind.F for a in row))
 
     def state_during(self, action: Action | None, batch: int) -> InFlightState:
         """Returns the state while `action` runs on this stage; None means that another stage computes."""
@@ -253,6 +261,8 @@ class _Held:
     def end(self, action: Action) -> None:
         if action.kind in COMPUTE:
             self.gradient_out.clear()
+            if not self.trains:
+                self.in_flight.intersection_update([action.microbatch])
         if action.kind in (Kind.B, Kind.I):
             self.gradient_out.add(action.microbatch)
         if action.kind in (Kind.B, Kind.W):

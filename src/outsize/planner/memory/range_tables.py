@@ -56,7 +56,8 @@ class RangeTables:
     optimizer's step; so does `buffers`, since they stay whole where weights are sharded or on the host.
     `optimizer` includes master copies, `saved` includes the small storages
     (`saved_small`). `on_host` is what is on the host while a microbatch waits for its backward; it is no part
-    of `saved`. `inputs` is the batch of one microbatch, `update` the temporaries of the optimizer's step.
+    of `saved`. `inputs` is what a device holds of one microbatch for the whole step: the batch, and what
+    inference returns or caches. `update` is the temporaries of the optimizer's step.
     """
 
     compute_s: Seconds
@@ -107,7 +108,7 @@ class RangeTables:
             buffers=_spans(_buffers(graph)),
             casts=_spans(_casts(graph)),
             replicas=_arriving(n, (f for f in all_flows if f.step)),
-            inputs=np.full((n + 1, n + 1), graph.input_bytes, np.int64),
+            inputs=graph.input_bytes + _spans(np.array([u.lasting_bytes for u in graph.units], np.int64)),
             saved=_spans(units.saved),
             saved_small=_spans(np.minimum([u.saved_small_bytes for u in graph.units], units.saved)),
             on_host=np.zeros((n + 1, n + 1), np.int64),

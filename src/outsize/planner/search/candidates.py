@@ -25,7 +25,7 @@ from outsize.planner.layout.layout import (
     pipelines,
 )
 from outsize.planner.layout.tensor_parallel import divides
-from outsize.schedules.families import DEFAULT, SEQUENTIAL, family_of, searched
+from outsize.schedules.families import DEFAULT, FORWARD, SEQUENTIAL, family_of, searched
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 
@@ -123,6 +123,8 @@ def _schedules(
 ) -> tuple[ScheduleName, ...]:
     if any(graph.form == "modules" for graph, _ in candidates.values()):
         return (SEQUENTIAL.name,)  # Modules of a model that runs by modules wait for each other.
+    if request.inference:
+        return (FORWARD.name,)
     return (request.schedule,) if request.schedule else usual
 
 

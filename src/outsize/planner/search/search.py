@@ -155,7 +155,8 @@ def _with_given_axes(request: PlanRequest, candidates: Candidates, cluster: Clus
         run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), candidates, cluster)
         model = candidates[run_plan.microbatches * run_plan.axes.replicas]
         return with_schedule(run_plan, request.actions, *model, cluster)
-    if request.schedule not in (None, COMPOSED.name) or (request.schedule is None and request.has_group_axes):
+    free = request.schedule is None and not request.has_group_axes and not request.inference
+    if request.schedule != COMPOSED.name and not free:
         return _by_runs(request, candidates, cluster)
     plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
     return _composed(request, plan, candidates, cluster)
@@ -189,7 +190,7 @@ def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> 
     result = BranchAndBound(tables, _recompute(request)).run(() if request.weights in HOSTED else layouts)
     if result.estimates:
         return _plan(request, result, tables, cluster)
-    last = len(cluster.devices) == 1 or request.weights in HOSTED
+    last = not request.inference and (len(cluster.devices) == 1 or request.weights in HOSTED)
     plan = _hosted(request, asked, result, tables, cluster) if last else None
     if plan is not None:
         return plan
@@ -222,7 +223,7 @@ def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tup
     layouts = tuple(meshes(request, candidates, cluster))
     grouped_layouts = tuple(layout for layout in layouts if layout.group > 1 or cluster.unequal)
     result = search_loop.run(grouped_layouts)
-    if request.schedule is None:
+    if request.schedule is None and not request.inference:
         result = search_loop.run(tuple(_interleaved(result, tables)))
     least_s = search_loop.floor_s(layout for layout in layouts if layout not in grouped_layouts)
     return replace(result, floor_s=min(result.floor_s, least_s)), tables
@@ -320,7 +321,8 @@ def _nothing_fits(
     device = cluster.devices[0]
     asked = [tables.case(layout, device, option) for layout in counts.values() for option in options]
     more = [tables.case(layout, device, option) for layout in spare.values() for option in options]
-    more += [tables.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
+    if not request.inference:
+        more += [tables.case(layout, device, "full") for layout in (*counts.values(), *spare.values())]
     return no_feasible_plan(asked, more, schedules, one_stage_layouts[0].axes.pp, with_usable_memory(cluster))
 
 

@@ -317,7 +317,12 @@ class _Composer:
         stages = len(placement.ranks)
         for family in families() if self._always else ():
             fits = stages == self._p or (family.interleaves and stages % self._p == 0)
-            if family.row is not None and fits and family.placement(stages, self._p) == placement.ranks:
+            if (
+                family.row is not None
+                and family.trains
+                and fits
+                and family.placement(stages, self._p) == placement.ranks
+            ):
                 yield build(family.name, stages, self._count, self._p)
 
     def _job(self, pipeline: Pipeline, bounds: Sequence[int]) -> Job:

@@ -12,8 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outsize.ir.answers.fit import Change, Contributor, DeviceFit, Fit
-from outsize.ir.formatting import byte_unit, bytes_text, count_text, percent_text
+from outsize.ir.answers.fit import Change, Contributor, DeviceFit, Fit, ForwardSpeed
+from outsize.ir.formatting import byte_unit, bytes_text, count_text, percent_text, seconds_text
 from outsize.ir.offload import weights_text
 from outsize.report.tables import table_style
 from outsize.report.wording import options_text, refusal_text, sentences
@@ -30,6 +30,7 @@ CAUSES = {
     "activ.": "activations_bytes",
     "buf.": "boundary_bytes",
     "work": "workspace_bytes",
+    "kv": "cache_bytes",
     "ctx": "context_bytes",
     "cache": "kept_bytes",
 }
@@ -65,7 +66,9 @@ def _heading(fit: Fit) -> RenderableType:
                 "This counts only weights, gradients and states: activations are added to it.", "bold yellow"
             )
         )
-    if fit.alone:
+    if fit.speed is not None:
+        lines.append(Text(speed_text(fit.speed, fit.batch_size)))
+    if fit.alone and not fit.inference:
         lines.append(Text("One device is enough: replicas on the others would be faster."))
     if fit.devices_needed is not None:
         lines.append(Text(f"{fit.devices_needed} such devices would be enough."))
@@ -80,6 +83,16 @@ def parameters_text(fit: Fit) -> str:
     return f"{count_text(fit.parameters)} parameters" + frozen * f", {count_text(fit.trained)} trained"
 
 
+def speed_text(speed: ForwardSpeed, samples: int) -> str:
+    """Returns the predicted seconds of a forward, or of a prompt and of each token after it."""
+    if speed.token_s is None:
+        return f"Forward of {samples} samples: {seconds_text(speed.batch_s)} predicted"
+    prompt = f"{samples} prompts of {speed.tokens:,} tokens: {seconds_text(speed.batch_s)}"
+    least, most = seconds_text(speed.token_s), seconds_text(speed.eager_token_s or speed.token_s)
+    token = least if least == most else f"{least} (memory) to {most} (launched op by op)"
+    return f"{prompt}, then {token} a token, predicted"
+
+
 def setting_text(fit: Fit) -> str:
     """Returns how the step runs: stages, axes, schedule, batch, optimizer, precision, recompute."""
     replicas = fit.axes.replicas
@@ -87,9 +100,9 @@ def setting_text(fit: Fit) -> str:
     shared = f"{replicas} replicas x " if replicas > 1 else ""
     recompute_texts = {"none": "", "full": ", all recomputed", "offload": ", activations on the host"}
     parts = [f"{fit.axes.pp} stage{'s' if fit.axes.pp > 1 else ''}", fit.axes.beyond_pp]
-    parts += [weights_text(fit.weights), fit.schedule]
+    parts += [weights_text(fit.weights), "" if fit.inference else fit.schedule]
     cut = f" as {shared}{fit.microbatches} x {size}" if fit.devices else ""
-    parts += [f"batch {fit.batch_size}{cut}", fit.optimizer]
+    parts += [f"batch {fit.batch_size}{cut}", "inference" if fit.inference else fit.optimizer]
     recomputed = recompute_texts.get(fit.recompute, ", some recomputed")
     return ", ".join(filter(None, parts)) + f", {fit.precision}{recomputed}"
 

@@ -16,7 +16,9 @@ from outsize.capture.fakes.precision import casting, in_precision, inputs_in_pre
 from outsize.capture.graph.build import Captured, on_accelerators
 from outsize.capture.graph.by_modules import capture_model
 from outsize.capture.graph.shortened import SizedGraphs, Stacks
+from outsize.capture.models.generation import cache_bytes, forward_arguments, generates
 from outsize.capture.models.output_shapes import output_on_meta
+from outsize.capture.models.weight_sharing import frozen
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption, ExampleRejected
 from outsize.ir.cluster import Cluster
@@ -37,6 +39,7 @@ class TrainingCase:
     """A model whose batch dims are known; it is captured under `precision`, once for each size.
 
     `accelerated` says that its costs are those of accelerators, which have kernels that a CPU lacks.
+    `inference` says that its weights are frozen and its forward has no loss.
     """
 
     module: nn.Module
@@ -44,10 +47,21 @@ class TrainingCase:
     loss_fn: LossFn | None
     precision: str = "fp32"
     accelerated: bool = False
+    inference: bool = False
     known: dict[tuple[str, bool, int], Captured] = field(default_factory=dict, repr=False, compare=False)
     known_short: dict[tuple[str, bool, int], Captured] = field(
         default_factory=dict, repr=False, compare=False
     )
+    known_caches: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def for_inference(
+        cls, module: nn.Module, args: Any, kwargs: Any, batch_dims: Asked | None = None
+    ) -> TrainingCase:
+        """Returns the case of a forward without a loss, in eval mode; raises as `of`."""
+        batch = as_batch(args, forward_arguments(module, kwargs or {}), None)
+        case = cls.of(frozen(module), batch, None, batch_dims)
+        return dataclasses.replace(case, inference=True)
 
     @classmethod
     def of(
@@ -124,6 +138,28 @@ class TrainingCase:
             if (precision, accelerated) == (self.precision, self.accelerated)
         ]
         return SizedGraphs(stacks, lambda samples: graph_of(self.captured(samples)), short, recorded)
+
+    @property
+    def generates(self) -> bool:
+        """Returns whether it is about a model that generates text, with its whole batch at once."""
+        return self.inference and generates(self.module)
+
+    def with_lasting(self, graph: ModelGraph) -> ModelGraph:
+        """Returns the graph of a size with what inference keeps until the batch is over."""
+        if not self.inference:
+            return graph
+        if self.precision not in self.known_caches:
+            batch, caches = self.batch.resized(1), dict[str, int]()
+            if self.generates:
+                with casting(self.precision):
+                    caches = cache_bytes(self.module, batch.args, batch.kwargs)
+            self.known_caches[self.precision] = caches
+        return graph.with_lasting(self.known_caches[self.precision], self._tokens())
+
+    def _tokens(self) -> int:
+        """Returns the length of the sequences of token ids in the example; 0 where it has none."""
+        ids = (self.batch.kwargs.get(name) for name in ("decoder_input_ids", "input_ids"))
+        return next((value.shape[-1] for value in ids if isinstance(value, Tensor)), 0)
 
     def taken(self, samples: int, needed: int, record: Callable[[int], Recorded]) -> Recorded | None:
         """Returns what `record` makes of `samples`, or None when the model rejects so few and they are fewer

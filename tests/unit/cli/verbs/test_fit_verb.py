@@ -150,3 +150,17 @@ def test_devices_are_ranked_by_price(outsize: Outsize) -> None:
     assert "1 more fit" in answer.out
     assert max(map(len, lines)) <= 80
     assert "--prices l4: 'l4' is no price" in outsize(*call, "--prices", "l4").err
+
+
+def test_inference_says_the_seconds_of_a_forward_and_no_optimizer(outsize: Outsize) -> None:
+    call = ("fit", WIDE, "--cluster", "1x0.421GB", "--inference")
+    answer = outsize(*call)
+    lines = answer.out.splitlines()
+    assert (answer.code, answer.err) == (0, "")
+    assert lines[1].endswith("inference, fp32")
+    assert lines[2].startswith("Forward of 8 samples: ")
+    assert "optim." not in answer.out
+    assert max(map(len, lines)) <= 80
+    assert document(outsize(*call, "--json"))["inference"] is True
+    plan = document(outsize("plan", WIDE, "--cluster", "2x0.421GB", "--inference", "--json"))
+    assert plan["schedule"] == "forward"
