@@ -42,7 +42,7 @@ def test_there_are_no_gradients_states_or_saved_activations() -> None:
     asked: dict[str, Any] = {"cluster": "2x2GB", "microbatches": 4, "stages": 2}
     trained = outsize.fit(model, example, loss_fn=loss, **asked)
     run = outsize.fit(model, example, inference=True, **asked)
-    assert (run.answer, run.schedule, run.inference, run.trained) == ("YES", "forward", True, 0)
+    assert (run.answer, run.schedule, run.inference, run.trained) == ("YES", "forward-only", True, 0)
     for before, now in zip(trained.devices, run.devices, strict=True):
         assert (now.gradients_bytes, now.optimizer_bytes, now.master_bytes) == (0, 0, 0)
         assert now.p50_bytes < before.p50_bytes
@@ -67,7 +67,7 @@ def test_other_axes(axis: str) -> None:
 def test_a_plan_for_inference_evaluates_with_the_numbers_of_the_model() -> None:
     model, x = classifier().eval(), torch.randn(16, 16)
     plan = outsize.plan(model, (x,), inference=True, cluster="2xcpu", microbatches=4, axes="pp")
-    assert plan.schedule == "forward"
+    assert plan.schedule == "forward-only"
     assert plan.expected is not None
     assert plan.expected.update_s == 0
     assert all(stage.backward_s == 0 for stage in plan.expected.stages)
@@ -108,8 +108,8 @@ def test_what_only_a_training_step_has_is_refused() -> None:
             BadOption, match=rf"{name}='{value}' is about a training step; .*leave out {name}"
         ):
             outsize.fit(model, example, inference=True, cluster="2x2GB", **{name: value})
-    with pytest.raises(BadOption, match="schedule='forward' has no backwards"):
-        outsize.fit(model, example, loss_fn=loss, cluster="2x2GB", schedule="forward")
+    with pytest.raises(BadOption, match="schedule='forward-only' has no backwards"):
+        outsize.fit(model, example, loss_fn=loss, cluster="2x2GB", schedule="forward-only")
     with pytest.raises(BadOption, match=r"generate runs the whole batch .*; tp 2, .*Next: leave out micro"):
         outsize.fit(language_model(), (), BATCH, inference=True, cluster="2x2GB", tp=2)
     with pytest.raises(BadOption, match="tune runs training steps"):

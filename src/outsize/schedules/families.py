@@ -12,7 +12,7 @@
                  V: the last rank turns back                   arXiv 2401.10241 sec. 6
     auto         composed by the planner for one plan (compose.py)
     custom       written by a person
-    forward      no backwards: what evaluation and generation run
+    forward-only no backwards: what evaluation and generation run
 
 Each has one record (family.py) with its row builder and all that the planner needs to know of it. To add a
 schedule, write both here and enter the record with `register`; then `make docs` writes its golden rows, and
@@ -476,7 +476,7 @@ CUSTOM: Final = register(
 )
 FORWARD: Final = register(
     Family(
-        name="forward",
+        name="forward-only",
         paper="the forwards of GPipe, Huang et al., arXiv 1811.06965, sec. 2.3",
         row=forward_row,
         placement=round_robin,

@@ -106,7 +106,7 @@ def test_a_plan_file_with_a_schedule_that_nobody_added_is_refused(
         patch.setitem(SCHEDULES, TOY.name, TOY)
         plan = outsize.plan(model(), (torch.randn(8, 16),), cluster="2xcpu", schedule=TOY.name)
         plan.save(tmp_path / "plan.json")
-    with pytest.raises(BadPlan, match=r"schedule: Input should be 'naive', .* or 'forward'"):
+    with pytest.raises(BadPlan, match=r"schedule: Input should be 'naive', .* or 'forward-only'"):
         Plan.load(tmp_path / "plan.json")
 
 

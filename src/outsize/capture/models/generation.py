@@ -5,7 +5,7 @@ scores of the last token alone. What it caches is found in a second recording wi
 tensors that its output holds in Python objects (keys and values, states of a state-space model) belong to the
 units that make them. So grouped heads, sliding windows and cross attention are counted as they are.
 Complexity: one recording at one sample; a cache has an equal part for each sample.
-Oracle: tests/unit/capture/models/test_generation.py compares with the caches of real forwards.
+Oracle: tests/unit/capture/models/test_recorded_caches.py compares with the caches of real forwards.
 """
 
 from __future__ import annotations

@@ -163,4 +163,4 @@ def test_inference_says_the_seconds_of_a_forward_and_no_optimizer(outsize: Outsi
     assert max(map(len, lines)) <= 80
     assert document(outsize(*call, "--json"))["inference"] is True
     plan = document(outsize("plan", WIDE, "--cluster", "2x0.421GB", "--inference", "--json"))
-    assert plan["schedule"] == "forward"
+    assert plan["schedule"] == "forward-only"

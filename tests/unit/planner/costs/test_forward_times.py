@@ -28,7 +28,7 @@ def test_the_closed_form_is_what_playing_the_stages_takes(seed: int) -> None:
     bounds = (0, *sorted(draw.sample(range(1, units), stages - 1)), units)
     costs = [StageCost(sum(u.forward_s for u in profile.units[a:b]), 0.0) for a, b in pairwise(bounds)]
     edges = edges_between(graph, bounds).forward
-    lowered = lower(build("forward", stages, microbatches), frozenset(edges), frozenset())
+    lowered = lower(build("forward-only", stages, microbatches), frozenset(edges), frozenset())
     played = simulate(lowered, costs, edges, {}, cluster.link)
     predicted = batch_s(graph, profile, bounds, cluster, microbatches)
     assert predicted == pytest.approx(max(span.end_s for span in played.spans), rel=1e-6)
