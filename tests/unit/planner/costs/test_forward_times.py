@@ -62,5 +62,5 @@ def test_a_host_that_launches_op_by_op_is_slower_for_small_weights() -> None:
     cluster = parse_cluster("1xh100-80gb")
     found = token_s(cached(10, 1000, 1000), (0, 2), cluster)
     assert found is not None
-    assert found[1] == pytest.approx(2 * default_of(cluster.devices[0]).host_s)
+    assert found[1] >= 2 * default_of(cluster.devices[0]).host_s
     assert found[0] < found[1]
