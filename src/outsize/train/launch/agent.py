@@ -42,6 +42,7 @@ from outsize.errors import Preempted
 from outsize.run.watchdog.processes import look_at
 from outsize.train.launch.failure import Failure, first_failure, read_failure
 from outsize.train.launch.fork_server import ForkServer
+from outsize.train.launch.meetings import ChangingMeeting
 from outsize.train.launch.rendezvous import ATTEMPT, ENDED
 from outsize.train.launch.spec import WORKER_ARGUMENTS
 
@@ -97,6 +98,7 @@ class Agent(LocalElasticAgent):
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
         self.failure, self._published_ended = None, set()
+        self._logs.attempt = self._attempt
         server = self._attempts.server
         # Elastic's tee writes to the redirected stdout.
         with contextlib.redirect_stdout(Lines(STDOUT)), contextlib.redirect_stderr(Lines(STDERR)):
@@ -123,10 +125,13 @@ class Agent(LocalElasticAgent):
             *filter(None, [published or self._published(worker_group)]),
         ]
         self.failure = self._cause(worker_group, first_failure(failures))
-        if published is not None:
+        if published is not None and not self._changes:
             self._remaining_restarts = 0  # on that machine the last attempt has ended
-        if self.failure.exit_code == Preempted.exit_code and (worker_group.group_world_size or 1) == 1:
+        is_saved = self.failure.exit_code == Preempted.exit_code
+        if is_saved and (worker_group.group_world_size or 1) == 1:
             self._remaining_restarts = 0  # this machine is being taken away
+        elif is_saved and self._changes:
+            self._remaining_restarts += 1  # another machine leaves or joins, which is no failure
         self._context.close(signal.SIGTERM, self._grace_s)
         self.kill()
         self._leave_out_lost_process(worker_group)
@@ -176,7 +181,15 @@ class Agent(LocalElasticAgent):
     @property
     def _attempt(self) -> int:
         """Returns the number of the attempt, from 0."""
+        handler = self._worker_group.spec.rdzv_handler
+        if isinstance(handler, ChangingMeeting):
+            return handler.attempt
         return self._worker_group.spec.max_restarts - self._remaining_restarts
+
+    @property
+    def _changes(self) -> bool:
+        """Tells whether machines come and go."""
+        return isinstance(self._worker_group.spec.rdzv_handler, ChangingMeeting)
 
     def kill(self) -> None:
         """Kills every worker and its children at once; processes that are gone already are skipped."""
@@ -336,12 +349,12 @@ class Logs(DefaultLogsSpecs):
         redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
         super().__init__(folder, redirects, tee, chosen or None)
         self._user_chose = (args.redirects, args.tee) != ("0", "0")
-        self._extra, self.prefix = extra, prefix
+        self._extra, self.prefix, self.attempt = extra, prefix, 0
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Returns where each local rank's output goes; adds to its environment."""
         for env in envs.values():
-            env.update(self._extra)
+            env.update(self._extra, TORCHELASTIC_RESTART_COUNT=str(self.attempt))
         if not self._user_chose:
             self._tee = {rank: Std.NONE if env["RANK"] == "0" else Std.ALL for rank, env in envs.items()}
         return super().reify(envs)

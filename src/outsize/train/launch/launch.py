@@ -172,6 +172,8 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
             result: Any = agent.run()
             if agent.failure is not None:
                 return codes[-1]
+            if not loopback:
+                worker.rdzv_handler.shutdown()  # who waits to join learns that the run has ended
             return RankFailed.exit_code if result is not None and result.is_failed() else 0
         except (SignalException, KeyboardInterrupt) as stop:
             signum = stop.sigval if isinstance(stop, SignalException) else SIGINT
@@ -201,6 +203,10 @@ def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
     try:
         args = parser.parse_args([*spec.options, "--nproc-per-node", "1", spec.argv[0]])
         _check_meeting(args)
+        least, _, most = args.nnodes.partition(":")
+        if args.rdzv_backend == "static" and most not in ("", least):
+            args.rdzv_backend = "c10d"  # machines that come and go have no fixed numbers
+            args.rdzv_endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
         any_port = args.nnodes in ("1", "1:1") and args.master_addr in LOOPBACK_NAMES
         args.master_port = args.master_port or (0 if any_port else 29500)
         args.log_dir = args.log_dir or str(folder)
@@ -236,26 +242,38 @@ def _is_local(args: Any, config: LaunchConfig) -> bool:
 def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, loopback: bool) -> WorkerSpec:
     """Returns elastic's specification of a worker."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from outsize.train.launch.meetings import FixedMeeting, Loopback
+    from outsize.train.launch.meetings import CHANGING, ChangingMeeting, FixedMeeting, Loopback
 
     port = None if spec.is_ours else args.master_port
+    local_addr = config.local_addr
+    if config.rdzv_backend != "static" and config.rdzv_endpoint.rpartition(":")[0] in LOOPBACK_NAMES:
+        local_addr = local_addr or LOOPBACK
     meeting = RendezvousParameters(
         config.rdzv_backend,
         config.rdzv_endpoint,
         config.run_id,
         config.min_nodes,
         config.max_nodes,
-        config.local_addr,
-        **config.rdzv_configs,
+        local_addr,
+        **{**CHANGING, **config.rdzv_configs},
     )
+
+    def handler() -> RendezvousHandler:
+        if loopback:
+            return Loopback(port)
+        if config.rdzv_backend == "static":
+            return FixedMeeting.of(get_rendezvous_handler(meeting))
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt has a store of its own
+        return ChangingMeeting(lambda: get_rendezvous_handler(meeting))
+
     static = config.rdzv_backend == "static" and not loopback
     return WorkerSpec(
         role=config.role,
         local_world_size=spec.nproc_per_node,
-        rdzv_handler=Loopback(port) if loopback else FixedMeeting.of(get_rendezvous_handler(meeting)),
+        rdzv_handler=handler(),
         entrypoint=sys.executable,
         args=tuple(spec.command(folder)),
         max_restarts=config.max_restarts,

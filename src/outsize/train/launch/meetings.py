@@ -5,15 +5,35 @@ They are torch's rendezvous handlers with stores of ours, which listen on one in
 
 from __future__ import annotations
 
-from typing import final
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Final, final
 
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed import (
+    DistError,
+    HashStore,
+    Store,
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from outsize.train.launch.rendezvous import LOOPBACK, RUN_ID, reach, served_store
 
 STORE_S = 300.0
+MEET_AGAIN_S: Final = 600.0
+_PAUSE_S: Final = 1.0
+# Machines that come and go: an agent that is silent for 8 s is gone, and nobody waits for more than 3 s for
+# others that may come, since they may come later. torch's own values are 15 s and 30 s.
+CHANGING: Final = {"keep_alive_interval": 1, "keep_alive_max_attempt": 8, "last_call_timeout": 3}
+_PORT, _ATTEMPT, _MET = "outsize/port", "outsize/attempt", "outsize/met"
 
 
 @final
@@ -83,3 +103,100 @@ class FixedMeeting(StaticTCPRendezvous):
         elif self._store is None:
             self._store = served_store(address, port, timeout_s)
         return super().next_rendezvous()
+
+
+@final
+class ChangingMeeting(RendezvousHandler):
+    """torch's rendezvous of machines that come and go; each attempt has a store of its own.
+
+    With torch 2.13's handler alone a machine that joins ends the run. Workers of the new attempt meet in the
+    store of the old one, under the number of failures, which a joining machine does not change: they read the
+    addresses of processes that are gone. And agent 0, which has a store already, does not tell its address
+    again, for which the new agent waits. Here agent 0 serves a new store for each attempt, and all agents
+    have the same number for it.
+
+    A meeting point that is gone (the agent at its address has died) is made again by an agent whose address
+    it is; agents elsewhere wait for that. So two halves of a network cannot both go on.
+    """
+
+    def __init__(self, make: Callable[[], RendezvousHandler]) -> None:
+        """`make` connects to the meeting point, or serves it. Raises what it raises."""
+        self._make, self._handler = make, make()
+        self._store: TCPStore | None = None
+        self._has_met = False
+        self.attempt = -1
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Returns the rendezvous of the next attempt. Raises RendezvousError."""
+        end_s = time.monotonic() + MEET_AGAIN_S
+        while True:
+            try:
+                info = self._handler.next_rendezvous()
+                return self._with_own_store(info)
+            except (RendezvousConnectionError, DistError):
+                if not self._has_met or time.monotonic() > end_s:
+                    raise
+                self._connect_again(end_s)
+
+    def _connect_again(self, end_s: float) -> None:
+        with suppress(Exception):
+            self._handler.shutdown()  # it ends its heartbeats
+        while True:
+            time.sleep(_PAUSE_S)
+            try:
+                self._handler = self._make()
+                return
+            except RendezvousConnectionError:
+                if time.monotonic() > end_s:
+                    raise
+
+    def _with_own_store(self, info: RendezvousInfo) -> RendezvousInfo:
+        place, agents = info.bootstrap_store_info, info.store
+        agents.set(f"{_MET}/{info.rank}", str(self.attempt + 1))
+        if info.rank == 0:
+            met = [int(agents.get(f"{_MET}/{rank}")) for rank in range(info.world_size)]
+            self._store = served_store(place.master_addr, 0, STORE_S)
+            agents.set(_ATTEMPT, str(max(met)))
+            agents.set(_PORT, str(self._store.port))
+        port, self.attempt = int(agents.get(_PORT)), int(agents.get(_ATTEMPT))
+        store: Store | None = self._store
+        if info.rank or store is None:
+            self._store = None
+            timeout = timedelta(seconds=STORE_S)
+            store = TCPStore(
+                place.master_addr, port, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+        self._has_met = True
+        return RendezvousInfo(store, info.rank, info.world_size, RendezvousStoreInfo(place.master_addr, port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Returns True: the workers meet in the store of the attempt."""
+        return True
+
+    def get_backend(self) -> str:
+        """Returns the name of torch's backend."""
+        return self._handler.get_backend()
+
+    def get_run_id(self) -> str:
+        """Returns what workers see as TORCHELASTIC_RUN_ID."""
+        return self._handler.get_run_id()
+
+    def is_closed(self) -> bool:
+        """Tells whether the run has ended for all agents."""
+        return self._handler.is_closed()
+
+    def set_closed(self) -> None:
+        """Tells agents that wait to join that the run has ended."""
+        self._handler.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """Returns how many machines wait to join; 0 while the meeting point is gone."""
+        try:
+            return self._handler.num_nodes_waiting()
+        except (RendezvousConnectionError, DistError):
+            return 0
+
+    def shutdown(self) -> bool:
+        """Ends the rendezvous for all agents."""
+        return self._handler.shutdown()
