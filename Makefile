@@ -8,7 +8,7 @@ SITE   := .venv-docs
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 HOUSE  := $(wildcard src tests benchmarks examples)
 
-.PHONY: help demo test test-quick fuzz mutations parity check bench bench-optimality docs docs-site clean clean-venv
+.PHONY: help demo test test-quick fuzz chaos mutations parity check bench bench-optimality docs docs-site clean clean-venv
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -29,6 +29,10 @@ test-quick: $(STAMP)  ## run the tests nearest to your change from main, in abou
 FILES := 1000000
 fuzz: $(STAMP)  ## read a million changed files, of which `make test` reads 500; FILES=N reads another number
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -u tests/unit/files/hostile_files.py $(FILES)
+
+MINUTES := 30
+chaos: $(STAMP)  ## inflict random faults on an elastic run for 30 minutes; MINUTES=N, SEED=N, AGENTS=2
+	cd tests/dist && PYTHONPATH=../../src OMP_NUM_THREADS=1 ../../$(BIN)/python -u chaos.py $(MINUTES) $(or $(SEED),0) $(or $(AGENTS),1)
 
 mutations: $(STAMP)  ## leave out each wait of device code in turn and see it found; writes docs/waits.md
 	OMP_NUM_THREADS=1 $(BIN)/python -u tests/device/mutations/ordering_proof.py --page docs/waits.md

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Final, final
 
 _SERVER: Final = "outsize.train.launch.worker"
@@ -41,12 +42,15 @@ def can_serve_forks() -> bool:
 class ForkServer:
     """The launcher's end: starts workers, and learns how they have ended."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        """Starts the server in this environment; the first worker waits until it has imported all."""
+    def __init__(self, environment: Mapping[str, str], folder: Path) -> None:
+        """Starts the server in this environment; the first worker waits until it has imported all.
+
+        It removes the launcher's temporary `folder` when the launcher is gone.
+        """
         ours, theirs = socket.socketpair()
         number = theirs.fileno()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", _SERVER, "serve", str(number)],
+            [sys.executable, "-P", "-m", _SERVER, "serve", str(number), str(folder)],
             env=environment,
             pass_fds=[number],
             start_new_session=True,

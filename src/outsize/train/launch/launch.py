@@ -162,7 +162,7 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
         stack.enter_context(lifeline(lifeline_in(folder)))
         try:
             worker = _worker(spec, folder, args, config, loopback=loopback)
-            server = _fork_server(config, extra_environment)
+            server = _fork_server(config, folder, extra_environment)
             if server is not None:
                 stack.callback(server.close)
             show = _reporter(spec, config.max_restarts, codes)
@@ -285,11 +285,11 @@ def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, 
     )
 
 
-def _fork_server(config: LaunchConfig, environment: Mapping[str, str]) -> ForkServer | None:
+def _fork_server(config: LaunchConfig, folder: Path, environment: Mapping[str, str]) -> ForkServer | None:
     """Returns the process whose forks are the workers, for a run that may start again."""
     if not config.max_restarts or config.numa_options is not None or not can_serve_forks():
         return None
-    return ForkServer({**os.environ, **environment})
+    return ForkServer({**os.environ, **environment}, folder)
 
 
 def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Callable[[Ended], None]:

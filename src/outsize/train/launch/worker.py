@@ -1,7 +1,7 @@
 """Runs the user's script as `__main__` in a worker process, and ends it in an orderly way.
 
     python -P -m outsize.train.launch.worker LIFELINE script|module TARGET ARGS...
-    python -P -m outsize.train.launch.worker serve DESCRIPTOR      forks such workers (fork_server.py)
+    python -P -m outsize.train.launch.worker serve DESCRIPTOR FOLDER      forks such workers (fork_server.py)
 
 Compared with `python TARGET ARGS...` a script sees the same `sys.argv`, `sys.path[0]` and `__name__`, and:
 
@@ -89,8 +89,11 @@ def _die_with_launcher(lifeline: str, folders: list[Path]) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def serve(descriptor: int) -> None:
-    """Forks workers as the launcher orders them, and tells how they end, until the launcher is gone."""
+def serve(descriptor: int, folder: Path) -> None:
+    """Forks workers as the launcher orders them, and tells how they end, until the launcher is gone.
+
+    Then it removes the launcher's temporary folder, which no worker may have been there to do.
+    """
     for name in _PRELOADED:
         __import__(name)
     gc.collect()
@@ -111,6 +114,7 @@ def serve(descriptor: int) -> None:
             if channel in ready:
                 line = stream.readline()
                 if not line:
+                    shutil.rmtree(folder, ignore_errors=True)
                     return
                 pid = _fork(json.loads(line), [channel.fileno(), awake, wake])
                 _tell(stream, {"pid": pid})
@@ -169,6 +173,6 @@ def _work(order: Mapping[str, Any], ours: Sequence[int]) -> NoReturn:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(int(sys.argv[2]))
+        serve(int(sys.argv[2]), Path(sys.argv[3]))
     else:
         main(sys.argv[1:])

@@ -15,9 +15,9 @@ from outsize.errors import BadOption, RankFailed, UnknownDevice
 from outsize.ir.plan import Axes, Plan, Stage
 from outsize.train.launch.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.launch.launch import launch, processes_for
-from outsize.train.launch.rendezvous import ENDED, LOOPBACK, meet, served_store
-from outsize.train.launch.spec import LaunchSpec, worker_environment
-from outsize.train.launch.world import World, device_index, device_type_for, join_world
+from outsize.train.launch.rendezvous import ATTEMPT, ENDED, LOOPBACK, meet, served_store
+from outsize.train.launch.spec import SIZES, LaunchSpec, worker_environment
+from outsize.train.launch.world import World, device_index, device_type_for, join_world, sizes_in
 
 LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8119"
 
@@ -215,9 +215,26 @@ def test_who_has_not_come_is_named() -> None:
 
 def test_a_process_that_ended_without_joining_is_not_waited_for() -> None:
     store = served_store(LOOPBACK, 0, 60)
-    store.set(f"{ENDED}/1", "")
+    store.set(f"{ATTEMPT}/0/{ENDED}/1", "")
     with pytest.raises(RankFailed, match="rank 1 of 3 ended without joining the others"):
         meet(_here(0, 3, store.port), 600)
+
+
+def test_a_process_that_ended_in_an_earlier_attempt_is_waited_for() -> None:
+    store = served_store(LOOPBACK, 0, 60)
+    store.set(f"{ATTEMPT}/0/{ENDED}/1", "")
+    with pytest.raises(RankFailed, match="rank 1 of 2 did not join the others"):
+        meet({**_here(0, 2, store.port), "TORCHELASTIC_RESTART_COUNT": "1"}, 0.1)
+
+
+def test_a_range_of_processes_gives_the_numbers_of_ranks() -> None:
+    spec = LaunchSpec(("m",), nproc_per_node=4, least_nproc=2, module=True)
+    assert spec.world_sizes(1, 1) == [2, 3, 4]
+    assert spec.world_sizes(1, 2) == [2, 3, 4, 6, 8]
+    assert sizes_in({SIZES: "2,3,4"}) == (2, 3, 4)
+    assert (sizes_in({}), LaunchSpec(("m",), nproc_per_node=2, module=True).world_sizes(1, 1)) == ((), [2])
+    with pytest.raises(BadOption, match="--nproc-per-node 4:2"):
+        LaunchSpec(("m",), nproc_per_node=2, least_nproc=4, module=True)
 
 
 def test_each_attempt_of_a_restart_meets_anew() -> None:

@@ -7,19 +7,23 @@ import os
 import socket
 import stat
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import FileStore, HashStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from outsize.errors import BadOption, RankFailed
 from outsize.run.transport.shared_memory import SharedMemory
 from outsize.train.launch import rendezvous
 from outsize.train.launch.failure import Failure, write_failure
-from outsize.train.launch.meetings import FixedMeeting, Loopback
+from outsize.train.launch.meetings import CHANGING, ChangingMeeting, FixedMeeting, Loopback
 from outsize.train.launch.rendezvous import LOOPBACK, STORE, file_store, meet, reach, served_store
 from outsize.train.launch.spec import LaunchSpec, private_folder
 from outsize.train.launch.worker import _die_with_launcher
@@ -119,7 +123,7 @@ def test_a_meeting_point_out_of_reach_is_said_after_10_s_and_given_up(
 def test_a_rank_joins_once_its_store_is_there() -> None:
     store = served_store(LOOPBACK, 0, 30)
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
-    store.set("outsize/0/outsize/here/0", "")
+    store.set("outsize/0/here/0", "")
     meet(env, 30).set("told", "yes")
     assert store.get("outsize/0/told") == b"yes"
 
@@ -193,3 +197,32 @@ def test_workers_remove_the_folders_of_a_launcher_that_was_killed(
     _die_with_launcher(str(folder / "lifeline"), [folder])
     assert killed == [os.getpgrp()]
     assert not folder.exists()
+
+
+def test_a_machine_that_joins_gets_a_store_of_its_own_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second round has none of the keys of the first, under torch's own handlers."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    quick = {**CHANGING, "last_call_timeout": 1}
+    where = RendezvousParameters("c10d", f"{LOOPBACK}:{port}", "run", 1, 2, LOOPBACK, **quick)
+
+    def connect() -> RendezvousHandler:
+        return get_rendezvous_handler(where)
+
+    first, second = ChangingMeeting(connect), ChangingMeeting(connect)
+    alone = first.next_rendezvous()
+    assert (alone.world_size, first.attempt) == (1, 0)
+    alone.store.set("address", "of the first attempt")
+    with ThreadPoolExecutor(2) as pool:
+        joined = pool.submit(second.next_rendezvous)
+        while not first.num_nodes_waiting():
+            time.sleep(0.05)
+        both = [pool.submit(first.next_rendezvous).result(60), joined.result(60)]
+    assert [info.world_size for info in both] == [2, 2]
+    assert {info.rank for info in both} == {0, 1}
+    assert (first.attempt, second.attempt) == (1, 1)
+    both[0].store.set("seen", "by both")
+    assert both[1].store.get("seen") == b"by both"
+    assert not both[1].store.check(["address"])
+    assert first.shutdown()
