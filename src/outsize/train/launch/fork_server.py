@@ -100,7 +100,7 @@ class ForkServer:
         return self._exit_codes.get(pid)
 
     def close(self) -> None:
-        """Ends the server; workers that run stay, and notice by themselves that the launcher is gone."""
+        """Ends the server, which kills the workers that still run."""
         self._socket.close()
         try:
             self._process.wait(_END_S)

@@ -92,7 +92,8 @@ def _die_with_launcher(lifeline: str, folders: list[Path]) -> None:
 def serve(descriptor: int, folder: Path) -> None:
     """Forks workers as the launcher orders them, and tells how they end, until the launcher is gone.
 
-    Then it removes the launcher's temporary folder, which no worker may have been there to do.
+    Then it kills those that still run (one that is stopped cannot end by itself) and removes the launcher's
+    temporary folder.
     """
     for name in _PRELOADED:
         __import__(name)
@@ -105,28 +106,34 @@ def serve(descriptor: int, folder: Path) -> None:
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: set[int] = set()
     while True:
         ready, _, _ = select.select([channel, awake], [], [])
         with contextlib.suppress(OSError):
             if awake in ready:
                 os.read(awake, 4096)
-                _tell_ends(stream)
+                _tell_ends(stream, running)
             if channel in ready:
                 line = stream.readline()
                 if not line:
+                    for pid in running:
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
+                            os.killpg(pid, signal.SIGKILL)
                     shutil.rmtree(folder, ignore_errors=True)
                     return
                 pid = _fork(json.loads(line), [channel.fileno(), awake, wake])
+                running.add(pid)
                 _tell(stream, {"pid": pid})
-                _tell_ends(stream)  # of one that ended before its pid was told
+                _tell_ends(stream, running)  # of one that ended before its pid was told
 
 
-def _tell_ends(stream: IO[str]) -> None:
+def _tell_ends(stream: IO[str], running: set[int]) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
+            running.discard(pid)
             _tell(stream, {"pid": pid, "exit_code": os.waitstatus_to_exitcode(status)})
 
 
