@@ -11,12 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Final, final
 
-from torch.distributed import (
-    DistError,
-    HashStore,
-    Store,
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
+from torch.distributed import DistError, HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -152,6 +147,7 @@ class ChangingMeeting(RendezvousHandler):
 
     def _with_own_store(self, info: RendezvousInfo) -> RendezvousInfo:
         place, agents = info.bootstrap_store_info, info.store
+        assert place is not None
         agents.set(f"{_MET}/{info.rank}", str(self.attempt + 1))
         if info.rank == 0:
             met = [int(agents.get(f"{_MET}/{rank}")) for rank in range(info.world_size)]
