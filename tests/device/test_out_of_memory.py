@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +125,58 @@ def test_a_step_without_memory_has_not_been(places: str, room: float) -> None:
     x, y = (t.to(home) for t in batch(2))
     losses.append(engine.step(x, target=y).loss.cpu())
     assert losses == plain([1, 2])
+
+
+# -- a plan for less memory --------------------------------------------------------------------------------
+
+ROWS, BROAD = 8192, 256
+
+
+def broad(folder: Path) -> outsize.Engine:
+    """One device: 8 MiB between two layers, so that most of its memory is activations."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(BROAD, BROAD), nn.GELU()))).to("sim:0")
+    x, y = (t.to("sim:0") for t in broad_batch(0))
+    return outsize.parallelize(
+        model,
+        (x,),
+        target=y,
+        loss_fn=F.mse_loss,
+        optimizer=adamw,
+        cluster="1x12GB",
+        exact=True,
+        resume=folder,
+        on_oom="replan",
+    )
+
+
+def broad_batch(step: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    x, y = (torch.randn(ROWS, BROAD, generator=draw) for _ in range(2))
+    return x, y
+
+
+@pytest.mark.filterwarnings("ignore::outsize.train.checkpoint.checkpoints.ResumeNote")
+def test_the_next_start_goes_on_with_a_plan_that_holds_less(tmp_path: Path) -> None:
+    first = broad(tmp_path)
+    assert first.plan.microbatches == 1
+    x, y = (t.to("sim:0") for t in broad_batch(1))
+    first.step(x, target=y)
+    first.save(tmp_path)
+    torch.accelerator.empty_cache()
+    room = torch.accelerator.memory_allocated(0) + 8 * ROWS * BROAD * 4
+    simdev.set_capacity(room, 0)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        first.step(x, target=y)
+    assert "the next start plans again, for at most" in "\n".join(caught.value.__notes__)
+    losses, starts = list[Tensor](), 0
+    del first, caught
+    while not losses:
+        starts += 1
+        again = broad(tmp_path)
+        with contextlib.suppress(torch.OutOfMemoryError):
+            losses.append(again.step(x, target=y).loss.cpu())
+        assert again.steps == (2 if losses else 1)
+    assert starts <= 4
+    assert again.plan.microbatches > 1
+    assert losses[0].isfinite()

@@ -12,11 +12,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
 from outsize.api.planning import plan_case
 from outsize.api.problem import CostSource, SearchProblem
@@ -52,6 +52,11 @@ class ElasticRun:
     folder: Path | None
     before: Plan | None
     prefers_exact: bool
+
+    def within(self, room: Callable[[Cluster], Cluster]) -> Self:
+        """Returns the run on clusters that `room` has changed."""
+        whole = self.cluster
+        return replace(self, cluster=lambda ranks: room(whole(ranks)))
 
 
 def elastic_plan(case: TrainingCase, request: PlanRequest, source: CostSource, run: ElasticRun) -> Plan:
@@ -168,6 +173,7 @@ class _KeptPlans:
             version("torch"),
             request.model_dump_json(),
             run.prefers_exact,
+            [device.memory_bytes for device in run.cluster(run.ranks).devices[:1]],
             digest_of(facts_of(case.module, case.loss_fn)),
             [(name, tuple(weight.shape)) for name, weight in case.module.named_parameters()],
         ]

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypedDict, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -132,6 +132,9 @@ class TuneOptions(CaseOptions, RequestOptions, total=False):
     seed: int
 
 
+OnOutOfMemory = Literal["raise", "replan"]
+
+
 class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     """The options of `parallelize`; `optimizer` and `weights` are the run's and no options of a plan."""
 
@@ -150,6 +153,7 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     backend: str | None
     hang_timeout: float
     on_hang: OnHang
+    on_oom: OnOutOfMemory
 
 
 PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})

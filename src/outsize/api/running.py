@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Unpack
+from typing import Any, Final, Unpack, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from outsize.api.elastic import ElasticRun, elastic_plan, request_like
+from outsize.api.memory_room import MemoryRoom
 from outsize.api.options import (
     CheckOptions,
+    OnOutOfMemory,
     ParallelizeOptions,
     PlanOptions,
     planning_options,
@@ -99,6 +102,8 @@ def parallelize(
       device's own. A process group that exists already is used as it is.
     - `hang_timeout`: after so many seconds without progress ranks find out whom they wait for (10, and five
       steps at least); 0: never. `on_hang`: "end" ends a run that cannot go on, "wait" only says so.
+    - `on_oom`: "replan" plans again at the next start, for less memory, where a device of this run ran out of
+      it, and goes on from the newest checkpoint in `resume`; "raise" (default) only raises.
 
     Raises WorldMismatch, ModelMismatch, BadPlan, WhatIfPlan, BadOption, BadWeights, UnknownDevice,
     BadCheckpoint.
@@ -120,9 +125,11 @@ def parallelize(
         use_local_statistics(model)
         shake_hands(host, plan, model, options.get("loss_fn"))
     saved = _saved(options.get("resume"), world, host)
+    room = _memory_room(options, world, kind, named)
     if saved is not None:
         engine_options = _with_weights(engine_options, model, saved)
         plan = plan or (None if given else _saved_plan(saved, options, kind, group))
+    plan = _if_it_fits(plan, room)
     with warnings.catch_warnings():
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
@@ -130,20 +137,19 @@ def parallelize(
     if plan is None:
         before = given or (None if saved is None else Plan.model_validate(saved.values["plan"]))
         elastic = _elastic_run(world, kind, options, before) if world.sizes and group is not None else None
-        here, asked = _here(world, kind), planning_options(options)
         if elastic is None:
-            plan = agreed(host, lambda: _made_plan(case, asked, named, here, group is None))
+            cluster = _cluster_here(options, world, kind, named)
+            plan = agreed(host, lambda: _made_plan(case, options, _within(room, cluster), group is None))
         else:
-            request = request_like(given) if given else request_of(asked, case.batch.size)
-            request = request.model_copy(update={"every_device": True})
-            plan = agreed(host, lambda: elastic_plan(case, request, CostSource.of(asked), elastic))
+            elastic = elastic.within(partial(_within, room))
+            plan = agreed(host, lambda: _elastic_plan(case, options, elastic, given))
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
     engine = make_engine(
         model,
         plan,
         group,
-        engine_options,
+        replace(engine_options, on_out_of_memory=None if room is None else partial(room.shrink, plan)),
         RankOptions(
             places=places_for(plan, named) if group is None else None,
             own_batches=options.get("own_batches", False),
@@ -333,18 +339,52 @@ def _cluster(
     return options.get("cluster", f"{max(here, stages or 1)}xcpu" if isinstance(here, int) else here)
 
 
-def _made_plan(
-    case: TrainingCase,
-    options: PlanOptions,
-    devices: tuple[str, ...] | None,
-    here: Cluster | int | str,
-    alone: bool,
+def _memory_room(
+    options: ParallelizeOptions, world: World, kind: str, devices: tuple[str, ...] | None
+) -> MemoryRoom | None:
+    """Returns how much memory plans may fill; None where a run ends for want of memory. Raises BadOption."""
+    choice = options.get("on_oom", world.on_oom)
+    if choice not in get_args(OnOutOfMemory):
+        raise BadOption(f"on_oom={choice!r} is unknown", next_step="on_oom='raise', or 'replan'")
+    if choice == "raise":
+        return None
+    return MemoryRoom.of(options.get("resume"), _cluster_here(options, world, kind, devices))
+
+
+def _within(room: MemoryRoom | None, cluster: Cluster) -> Cluster:
+    """Returns the cluster with the memory that plans may fill."""
+    return cluster if room is None else room.of_cluster(cluster)
+
+
+def _if_it_fits(plan: Plan | None, room: MemoryRoom | None) -> Plan | None:
+    """Returns the plan unless one that was predicted to hold as much ran out of memory."""
+    return plan if plan is None or room is None or room.holds(plan) else None
+
+
+def _cluster_here(
+    options: ParallelizeOptions, world: World, kind: str, devices: tuple[str, ...] | None
+) -> Cluster:
+    """Returns the cluster that a run without a plan is planned for. Raises BadOption and UnknownDevice."""
+    asked = planning_options(options)
+    return cluster_of(_cluster(asked, asked.get("stages"), devices, _here(world, kind)))
+
+
+def _elastic_plan(
+    case: TrainingCase, options: ParallelizeOptions, run: ElasticRun, given: Plan | None
 ) -> Plan:
+    """Returns the plan of an elastic run for the ranks that are there."""
+    asked = planning_options(options)
+    request = request_like(given) if given else request_of(asked, case.batch.size)
+    request = request.model_copy(update={"every_device": True})
+    return elastic_plan(case, request, CostSource.of(asked), run)
+
+
+def _made_plan(case: TrainingCase, asked: ParallelizeOptions, cluster: Cluster, alone: bool) -> Plan:
     """Returns the plan of a run that has none; one process `alone` runs pipelines over its devices."""
+    options = planning_options(asked)
     request = request_of(options, case.batch.size).model_copy(update={"every_device": True})
     if alone and not (request.has_group_axes or request.what_if or options.get("axes")):
         request = request.model_copy(update={"exact": True})
-    cluster = cluster_of(_cluster(options, request.stages, devices, here))
     return plan_case(case, request, cluster, CostSource.of(options))[1]
 
 

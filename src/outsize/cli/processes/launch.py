@@ -23,11 +23,14 @@ PROCESSES = 2
 @final
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The number of processes on this machine, torchrun's options by name, and those of the watchdog."""
+    """The number of processes on this machine, torchrun's options by name, those of the watchdog, and what
+    follows where a device has no memory.
+    """
 
     nproc_per_node: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     watch: WatchOptions | None = None
+    on_oom: str | None = None
 
     @property
     def nnodes(self) -> int:
@@ -68,6 +71,7 @@ class LaunchPlace:
             module=module,
             shown_as=shown_as,
             watch=self.watch,
+            on_oom=self.on_oom,
             least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)

@@ -117,6 +117,17 @@ HangAction = Annotated[
         show_default=False,
     ),
 ]
+OutOfMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--on-oom",
+        metavar="raise|replan",
+        help="Where a device of a script's run has no memory: end (default), or start again by a plan for "
+        "less of it, from the newest checkpoint (--max-restarts).",
+        rich_help_panel=_PROCESSES,
+        show_default=False,
+    ),
+]
 Module = Annotated[
     bool,
     typer.Option("-m", "--module", help="TARGET is a module, as in python -m.", rich_help_panel=_PROCESSES),
@@ -185,6 +196,7 @@ def run(
     shutdown_timeout: Shutdown = None,
     hang_timeout: HangTimeout = None,
     on_hang: HangAction = None,
+    on_oom: OutOfMemory = None,
     module: Module = False,
     steps: Steps = STEPS,
     input: options.Input = None,
@@ -219,6 +231,7 @@ def run(
         nproc_per_node,
         {name: value for name, value in torchrun_options.items() if value not in (None, False)},
         WatchOptions.given(hang_timeout, on_hang, os.environ),
+        _checked(on_oom, max_restarts, is_model=_is_model(target, module)),
     )
     if not _is_model(target, module):
         _refuse_for_scripts(ctx)
@@ -271,6 +284,23 @@ def _check_checkpoint(folder: Path | None, every: str | None, keep: int | None) 
         )
     if every is not None:
         SaveInterval.parse(every)
+
+
+def _checked(on_oom: str | None, max_restarts: int | None, *, is_model: bool) -> str | None:
+    """Returns what follows where a device has no memory. Raises BadOption for what cannot be done."""
+    if on_oom not in (None, "raise", "replan"):
+        raise BadOption(f"--on-oom {on_oom} is unknown", next_step="--on-oom raise, or replan")
+    if on_oom == "replan" and is_model:
+        raise BadOption(
+            "--on-oom replan is for scripts, whose parallelize(resume=FOLDER) says where checkpoints are",
+            next_step="leave it out, or outsize run --max-restarts 3 --on-oom replan train.py",
+        )
+    if on_oom == "replan" and not max_restarts:
+        raise BadOption(
+            "--on-oom replan starts the run again, which --max-restarts has to allow",
+            next_step="--max-restarts 3",
+        )
+    return on_oom
 
 
 def _is_model(target: object, module: bool) -> bool:

@@ -64,6 +64,7 @@ from outsize.train.engine.by_modules import ByModules
 from outsize.train.engine.executor import Executor
 from outsize.train.engine.generate import generate
 from outsize.train.engine.loss_watch import LossWatch, warn_of_loss
+from outsize.train.engine.memory_note import noting_what_follows
 from outsize.train.engine.module_names import missing
 from outsize.train.engine.nonfinite_unit import NonFiniteSearch
 from outsize.train.engine.options import EngineOptions
@@ -155,7 +156,8 @@ class Engine:
         at_once = update and known and self._scaling is None and not by_closure
         with borrowed_generators():
             optimizer = self.optimizer if at_once else None
-            loss = self._executor.train(parts, loss_scale, self.steps, optimizer, grad_scale)
+            with noting_what_follows(self._options.on_out_of_memory):
+                loss = self._executor.train(parts, loss_scale, self.steps, optimizer, grad_scale)
         self._equip()
         wrong_step = self._watch.look(self.steps, loss)
         if wrong_step is not None:
@@ -163,7 +165,7 @@ class Engine:
             apart = self.crew.mesh is not None and is_accelerator(loss.device)
             place = None if apart else self._non_finite_place(parts)
             warn_of_loss(wrong_step, parts, self.named_parameters(), place)
-        with outside_autocast():
+        with outside_autocast(), noting_what_follows(self._options.on_out_of_memory):
             norm = self.update() if update and not by_closure else None
         if by_closure:
             norm = self._step_by_closure(loss, partial(self._executor.train, parts, loss_scale, self.steps))

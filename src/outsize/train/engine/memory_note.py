@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,17 @@ def memory_notes(
         if rows:
             text += f"; the plan expected {_listed(_expected([rows[stage] for stage in stages]))}"
         yield text + _of_another_batch(plan, samples)
+
+
+@contextmanager
+def noting_what_follows(follows: Callable[[], str] | None) -> Iterator[None]:
+    """Calls `follows` where a device has no memory, and adds its sentence to the error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if follows is not None:
+            error.add_note(follows())
+        raise
 
 
 def _held(device: torch.device, model: nn.Module, optimizer: Optimizer | None) -> list[int]:

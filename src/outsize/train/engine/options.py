@@ -33,7 +33,8 @@ class EngineOptions:
 
     `counting` says whether a microbatch weighs by its samples or its tokens, by default as the loss does.
     `explain` makes the report of a measured step. `captures` recorded programs stay in memory. `compiled` is
-    a backend of torch.compile; None runs the stages as they are.
+    a backend of torch.compile; None runs the stages as they are. `on_out_of_memory` is called where a device
+    has no memory for a step, and returns what follows, which the error says.
     """
 
     loss_fn: LossFn | None = None
@@ -48,6 +49,7 @@ class EngineOptions:
     explain: Explain | None = None
     captures: int = KEPT
     compiled: str | None = None
+    on_out_of_memory: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
         """Raises BadOption when no program would stay."""

@@ -24,7 +24,14 @@ from outsize.train.launch.exit import end_well_outside_workers
 from outsize.train.launch.failure import Failure, signal_name
 from outsize.train.launch.fork_server import ForkServer, can_serve_forks
 from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, file_store, loopback_interface
-from outsize.train.launch.spec import SIZES, LaunchSpec, lifeline_in, private_folder, worker_environment
+from outsize.train.launch.spec import (
+    ON_OOM,
+    SIZES,
+    LaunchSpec,
+    lifeline_in,
+    private_folder,
+    worker_environment,
+)
 from outsize.train.launch.world import World, join_world, leave, on_one_machine, sizes_in
 
 NCCL_ENDS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -104,7 +111,7 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
             env.setdefault(name, loopback_interface())
     world = join_world(env, device_type, timeout_s, backend)
     world = replace(world, watch=WatchOptions.of_environment(env), is_supervised=ON_HANG in env)
-    world = replace(world, sizes=sizes_in(env))
+    world = replace(world, sizes=sizes_in(env), on_oom=env.get(ON_OOM, world.on_oom))
     if world.owned:
         end_well_outside_workers(error_file(), world.rank)
     return world
@@ -145,6 +152,7 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     extra_environment = worker_environment(spec.nproc_per_node, os.environ, loopback=loopback, cores=_cores())
     extra_environment |= (spec.watch or WatchOptions.of_environment(os.environ)).environment()
     sizes = spec.world_sizes(config.min_nodes, config.max_nodes)
+    extra_environment |= {} if spec.on_oom is None else {ON_OOM: spec.on_oom}
     extra_environment |= {SIZES: ",".join(map(str, sizes))} if len(sizes) > 1 else {}
     if "OMP_NUM_THREADS" in extra_environment:
         _say(f"outsize: {spec.processes}, OMP_NUM_THREADS={extra_environment['OMP_NUM_THREADS']} each")

@@ -19,6 +19,7 @@ from outsize.train.launch.rendezvous import loopback_interface
 
 WORKER_ARGUMENTS = 4  # python -P -m outsize.train.launch.worker, then the arguments of worker.py
 SIZES = "OUTSIZE_WORLD_SIZES"  # the numbers of ranks that a run may have, "2,3,4", where there are several
+ON_OOM = "OUTSIZE_ON_OOM"  # what follows where a device has no memory: raise, or replan
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -32,6 +33,7 @@ class LaunchSpec:
     processes may take to end after a failure or a signal, in seconds, before they are killed; torchrun's
     --shutdown-timeout overrides it. `watch` are the watchdog's options; None: the environment's. Of
     `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all are.
+    `on_oom` is passed to `parallelize`.
     Raises BadOption (E106).
     """
 
@@ -43,6 +45,7 @@ class LaunchSpec:
     shown_as: str = ""
     watch: WatchOptions | None = None
     least_nproc: int | None = None
+    on_oom: str | None = None
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""

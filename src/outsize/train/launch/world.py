@@ -37,7 +37,7 @@ class World:
     `watch` are the launcher's options of the watchdog; `is_supervised`: the launcher is ours, and shows what
     ends a rank. Each process has a device of `device_type`; `machines` counts the processes of each machine,
     where that is no CPU. `sizes` are the numbers of ranks that an elastic run may have; () where it cannot
-    change.
+    change. `on_oom` is the launcher's option of `parallelize`.
     """
 
     rank: int
@@ -51,6 +51,7 @@ class World:
     watch: WatchOptions = DEFAULTS
     is_supervised: bool = False
     sizes: tuple[int, ...] = ()
+    on_oom: str = "raise"
 
 
 def join_world(
