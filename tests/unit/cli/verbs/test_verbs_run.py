@@ -27,6 +27,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     def start(spec: LaunchSpec) -> int:
         rest = {"module": spec.module, "options": spec.options, "shown_as": spec.shown_as}
+        rest |= {} if spec.on_oom is None else {"on_oom": spec.on_oom}
         calls.append((list(spec.argv), spec.nproc_per_node, rest))
         if spec.argv[0] == "outsize.cli.processes.run_worker":
             rest["job"] = RunJob.model_validate_json((Path(spec.argv[1]) / "job.json").read_text())
@@ -68,6 +69,11 @@ def test_streams_to_files_and_restarts(outsize: Outsize, launched: Calls) -> Non
     outsize("run", "-t", "3", "-r", "0:1", "--max-restarts", "2", "--standalone", "-m", "a.b", "--tee", "4")
     assert launched[0][2]["options"] == ("--standalone", "--max-restarts=2", "--redirects=0:1", "--tee=3")
     assert launched[0][0] == ["a.b", "--tee", "4"]
+
+
+def test_what_follows_an_error_of_memory_is_passed_on(outsize: Outsize, launched: Calls) -> None:
+    outsize("run", "--max-restarts", "2", "--on-oom", "replan", "-m", "a.b")
+    assert launched[0][2]["on_oom"] == "replan"
 
 
 def test_options_may_follow_a_model(outsize: Outsize, launched: Calls) -> None:
@@ -112,6 +118,9 @@ def test_a_failed_run_is_an_object_under_json(outsize: Outsize, launched: Calls)
         (["resnet18"], "'resnet18' is neither a file nor a MODEL"),
         (["gone.py"], "no file 'gone.py'"),
         (["--nproc-per-node", "some", "-m", "toy"], "--nproc-per-node 'some' is no count"),
+        (["--on-oom", "cry", "-m", "toy"], "--on-oom cry is unknown. Next: --on-oom raise, or replan"),
+        (["--on-oom", "replan", "-m", "toy"], "starts the run again, which --max-restarts has to allow"),
+        (["--on-oom", "replan", "--max-restarts", "2", "toy:build"], "--on-oom replan is for scripts"),
     ],
 )
 def test_what_is_refused(outsize: Outsize, arguments: list[str], text: str) -> None:
