@@ -31,6 +31,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import walk_packages
 from types import ModuleType, TracebackType
@@ -63,7 +64,7 @@ def _fork(command: Sequence[Any], programs: Sequence[bytes], *rest: Any) -> int:
     """Stands in for CPython's `_fork_exec`; returns the child's process id."""
     if os.fsdecode(programs[0]) != sys.executable:
         return FORK_EXEC(command, programs, *rest)
-    _, _, folder, variables, stdin, _, _, stdout, _, stderr, _, _, _, new_session, *_ = rest
+    _, inherited, folder, variables, stdin, _, _, stdout, _, stderr, _, errors, _, new_session, *_ = rest
     preload()
     paths = _import_paths()
     sys.stdout.flush()
@@ -76,7 +77,7 @@ def _fork(command: Sequence[Any], programs: Sequence[bytes], *rest: Any) -> int:
         gc.freeze()  # what the parent has is not looked through, and not copied, again and again
         if new_session:
             os.setsid()
-        _take_streams(stdin, stdout, stderr)
+        _take_streams((stdin, stdout, stderr), [number for number in inherited if number != errors])
         if folder is not None:
             os.chdir(folder)
         if variables is not None:
@@ -118,13 +119,14 @@ def _import_paths() -> tuple[str, ...]:
     return tuple(done.stdout.splitlines())
 
 
-def _take_streams(*streams: int) -> None:
-    """The pipes become standard input, output and error; no other file of the parent stays open."""
+def _take_streams(streams: Sequence[int], inherited: Sequence[int]) -> None:
+    """The pipes become standard input, output and error; of other files `inherited` stay open."""
     faulthandler.disable()
     for number, stream in enumerate(streams):
         if stream not in (-1, number):
             os.dup2(stream, number)
-    os.closerange(3, MOST_OPEN_FILES)
+    for first, end in pairwise((2, *sorted(number for number in inherited if number > 2), MOST_OPEN_FILES)):
+        os.closerange(first + 1, end)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         raw = open(number, "wb" if number else "rb", closefd=False)  # noqa: SIM115
         errors = "backslashreplace" if number == 2 else "strict"

@@ -22,6 +22,7 @@ Bytes = Annotated[int, Field(ge=0, le=2**62)]
 Operations = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Speed = Annotated[float, Field(gt=0)]  # infinity, which no file can hold, stands for a free link in a model
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]+$", max_length=200)]
 """A name without spaces, such as that of an optimizer."""

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from outsize.errors import BadPlan, ModelMismatch, WhatIfPlan
 from outsize.files.strict_json import BadJson
-from outsize.ir.base import Bytes, Count, DeviceName, Finite, Record, Seconds, Whole, Word
+from outsize.ir.base import Bytes, Count, DeviceName, Finite, Rate, Record, Seconds, Whole, Word
 from outsize.ir.findings import REJECTIONS, Bottleneck, PeakMargin, Reason
 from outsize.ir.graph import Form, ModelGraph
 from outsize.ir.offload import HOSTED, Degree, Weights, weights_text
@@ -161,7 +161,7 @@ class Expected(Record):
 
     step_s: Seconds
     bubble: Finite
-    samples_per_s: Finite
+    samples_per_s: Rate
     stages: tuple[StageFigures, ...]
     source: Literal["measured", "roofline"]
     update_s: Seconds = 0.0
@@ -186,7 +186,7 @@ class Alternative(Record):
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     step_s: Seconds
-    samples_per_s: Finite
+    samples_per_s: Rate
     peak_bytes: Bytes
     what_if: bool = False
 
