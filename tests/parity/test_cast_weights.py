@@ -240,7 +240,7 @@ def test_casts_at_every_use_are_counted() -> None:
 def test_bits_of_the_plain_loop(name: str) -> None:
     counts = insist_on_parity(name, stages=1 if name in ("tied", "repeated", "without-grad") else 2)
     once = {n for n, count in counts.items() if count}
-    left = {"asking": ("1.weight",), "reentrant": ("1.inner", "1.last")}.get(name, ())
+    left = {"reentrant": ("1.inner", "1.last")}.get(name, ())
     assert {n for n in once if counts[n] > 1} == {n for n in once if n.startswith(tuple(left) or ("-",))}
 
 

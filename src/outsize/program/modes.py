@@ -54,8 +54,8 @@ def forget_casts() -> None:
 
 
 @contextmanager
-def outside_autocast() -> Iterator[None]:
-    """Turns autocast off within the context and clears its cache afterwards.
+def outside_autocast(*, forgets: bool = True) -> Iterator[None]:
+    """Turns autocast off within the context; if it `forgets`, it clears autocast's cache afterwards.
 
     A plain loop does the same behind its `with torch.autocast`: a backward does not cast by itself, and
     weights are cast again next time, since an optimizer may have changed them.
@@ -65,5 +65,5 @@ def outside_autocast() -> Iterator[None]:
         for device in enabled:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
-    if enabled:
+    if enabled and forgets:
         torch.clear_autocast_cache()

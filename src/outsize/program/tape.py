@@ -124,8 +124,8 @@ class Instruction:
     weights: tuple[Weight, ...]  # These are all weights that the call uses.
     written_weights: tuple[Weight, ...]
     where: str  # The value is a file:line of the user's code.
-    # Autocast casts these parameters to these dtypes, and the call reads them in no other way (while a tape
-    # is recorded, None says that this is not known).
+    # Autocast casts these parameters to these dtypes, and the call reads them in no other way; None says that
+    # this is not known of all calls of the tape.
     casts: tuple[tuple[str, torch.dtype | None], ...] = ()
     cost: Cost = field(default_factory=Cost)
     # On a rank's own tape, it is the instruction of the whole tape that this one is or helps.

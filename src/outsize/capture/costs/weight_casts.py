@@ -114,14 +114,15 @@ class WeightCasts:
 
 
 def known_casts(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """Returns the instructions of a tape with the casts of those weights alone that no call casts in an
-    unknown way.
+    """Returns the instructions of a tape; a weight that some call casts in an unknown way has no dtype in all
+    of them, and autocast casts it.
     """
     unknown = {name for i in instructions for name, dtype in i.casts if dtype is None}
     if not unknown:
         return tuple(instructions)
     return tuple(
-        replace(i, casts=tuple(cast for cast in i.casts if cast[0] not in unknown)) for i in instructions
+        replace(i, casts=tuple((name, None if name in unknown else dtype) for name, dtype in i.casts))
+        for i in instructions
     )
 
 

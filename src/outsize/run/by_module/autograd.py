@@ -18,6 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from outsize.errors import NotCapturable
 from outsize.program.tree import map_leaves
 from outsize.run.by_module.broadcast import Common, Exchange
+from outsize.run.stage.kept_casts import is_cast_of_leaf
 
 _NOTHING_COMMON = Common()
 
@@ -141,6 +142,8 @@ def _uses(call: Call, parts: Parts, made: Sequence[Tensor]) -> Iterator[_Use]:
             argument = arguments.get((source, output)) if source is not None else None
             if argument is not None:
                 yield _Use(node, index, argument)
+            elif source is not None and is_cast_of_leaf(source):
+                continue  # Autocast may have made it in an earlier call.
             elif source is not None and source.next_functions:  # AccumulateGrad has none
                 _insist_on_own(call, source, first_number)
                 pending.append(source)

@@ -32,8 +32,8 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor
 
-# Nodes of copies are younger than those of any forward. Numbers differ, so that ranks run them in one order.
-YOUNG: Final = 2**62
+from outsize.run.stage.kept_casts import YOUNG, KeptCasts
+
 _STEP: Final = 8  # A copy has fewer nodes.
 Through = Callable[[Tensor], Tensor]
 
@@ -51,7 +51,9 @@ class _Copy(NamedTuple):
 class CastWeights:
     """Holds the copies in lower precision of one stage's weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptCasts | None = None) -> None:
+        """Makes no copies yet; `kept` keeps those of the calls that cannot be given any."""
+        self.kept = kept
         self._copies: dict[tuple[int, torch.dtype], _Copy] = {}
         self._places: set[int] = set()
 
@@ -80,6 +82,8 @@ class CastWeights:
         """Drops all copies."""
         self._copies.clear()
         self._places.clear()
+        if self.kept is not None:
+            self.kept.end()
 
 
 def _is_cached(weight: Tensor) -> bool:

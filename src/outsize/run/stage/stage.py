@@ -170,6 +170,7 @@ class StageExecutor:
         self.program, self._device = program, device
         cast = program.spec.cast
         self._cast_weights = cast if isinstance(cast, CastWeights) else None
+        self._kept = None if self._cast_weights is None else self._cast_weights.kept
         self._entering: Callable[[Tensor, Gradients, int], Tensor] = enter_bare if bare else enter
         self._roots_of: Callable[[Roots], Roots] = edges_of if bare else identity
         self._function, self._again, self._saving = program.function, again, saving
@@ -203,7 +204,9 @@ class StageExecutor:
         """Runs the forward of a microbatch; `inputs` are all its input tensors, `received` follow
         `program.received`.
         """
-        if self._casts:
+        if self._kept is not None:
+            self._kept.begin_forward()
+        elif self._casts:
             # torch does the same at the begin of `with torch.autocast` around each forward.
             torch.clear_autocast_cache()
         saved, grad = _Ends(), self._grad
@@ -216,6 +219,8 @@ class StageExecutor:
             exits = function(*own_inputs, *entries, seed)
         if away is not None:
             away.keep(exits)
+        if self._kept is not None:
+            self._kept.end_forward(exits)
         sent = dict(zip(self._keys, exits, strict=False))
         at = len(self._keys)
         loss = exits[at] if self.program.has_loss else None
@@ -313,7 +318,8 @@ class StageExecutor:
         return entries
 
     def _uncast(self) -> AbstractContextManager[Any]:
-        return outside_autocast() if self._casts else _IN_PLACE
+        forgets = self._kept is None or not self._kept.keeps
+        return outside_autocast(forgets=forgets) if self._casts else _IN_PLACE
 
     def _share(self, weight: float) -> AbstractContextManager[Any]:
         """Returns the context of a backward whose gradients are zero if the microbatch has no share."""

@@ -24,11 +24,12 @@ from outsize.capture.recording.fallbacks import find_loss
 from outsize.errors import BadOption, NotCapturable, OutsizeError
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Lane
-from outsize.program.modes import outside_autocast
+from outsize.program.modes import casting_devices, outside_autocast
 from outsize.program.source_line import raising_line
 from outsize.run.by_module import broadcast
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.interpreter.trace import Marks
+from outsize.run.stage.kept_casts import KeptCasts
 from outsize.run.stage.rng import Seed, seeder
 from outsize.run.weights.placement import Placement, placement_of_modules
 from outsize.train.batch.batch import Batch, evaluating_loss
@@ -69,6 +70,9 @@ class ByModules(Executor):
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
         self._loss_fn, self._seed = options.loss_fn, options.seed
         self._grad_scale: Tensor | None = None
+        self._kept = KeptCasts()
+        self._kept.add("model", model.parameters)
+        self._is_casting = False
 
     def prepare(self, parts: Sequence[Batch]) -> None:
         self._ownership.settle(self._placement)
@@ -114,7 +118,9 @@ class ByModules(Executor):
         gradient_context = (
             untouched(self._model) if not grad else replicas.summing(self._ownership.trained_by_stage)
         )
-        with gradient_context, nullcontext() if run is None else run.active():
+        self._is_casting = bool(casting_devices())
+        keeping = self._kept.step() if self._is_casting else nullcontext()
+        with gradient_context, nullcontext() if run is None else run.active(), keeping:
             total, outputs = self._loop(parts, pieces, scale, step, run)
         if grad:
             replicas.spread(self._ownership.own({name for name, _ in self._model.named_buffers()}))
@@ -149,10 +155,14 @@ class ByModules(Executor):
         self, number: int, part: Batch, seed: Seed, run: OwnedRun | None
     ) -> tuple[Any, Tensor | None]:
         start = time.perf_counter()
+        if self._is_casting:
+            self._kept.begin_forward()
         seed(0)
         output = self._model(*part.args, **part.kwargs)
         loss_fn = self._loss_fn if torch.is_grad_enabled() else evaluating_loss(self._loss_fn, part)
         loss = find_loss(output) if loss_fn is None else loss_fn(output, *part.target)
+        if self._is_casting:
+            self._kept.end_forward(() if loss is None else (loss,))
         self._keep(f"F{number}", start, run)
         return output, loss
 
@@ -160,7 +170,7 @@ class ByModules(Executor):
         insist_on_gradient(loss)
         assert loss is not None
         start = time.perf_counter()
-        with outside_autocast():
+        with outside_autocast(forgets=not self._kept.keeps):
             weighted = loss * weight
             if self._grad_scale is not None:
                 weighted = weighted * self._grad_scale.to(loss.device)

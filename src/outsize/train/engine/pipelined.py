@@ -193,10 +193,8 @@ class Pipelined(Executor):
         self._warned |= doubt is not None
 
     def _run_pieces(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
-        try:
+        with self._factory.keeping_casts():
             return self._run_rounds(step, pieces)
-        finally:
-            self._factory.forget_casts()
 
     def _run_rounds(self, step: _Step, pieces: list[Piece]) -> list[GroupOutputs]:
         results: list[GroupOutputs] = []

@@ -4,12 +4,14 @@ policy.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outsize.device.accelerators import device_count, is_accelerator
 from outsize.ir.plan import Plan
@@ -21,6 +23,7 @@ from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
 from outsize.run.stage.compile import compiled
 from outsize.run.stage.cut import StageProgram
+from outsize.run.stage.kept_casts import KeptCasts
 from outsize.run.stage.recompute import Recompute, SegmentedRecompute
 from outsize.run.stage.stage import StageExecutor
 from outsize.run.stage.to_device import device_of_model, program_on_device
@@ -41,12 +44,20 @@ class StageFactory:
     activations: ActivationOffload
     statistics: DeferredStatistics | None
     backend: str | None
-    _casts: dict[tuple[int, torch.device | None], CastWeights] = field(default_factory=dict)
+    _casts: dict[tuple[int, torch.device | None, bool], CastWeights] = field(default_factory=dict)
 
-    def forget_casts(self) -> None:
-        """Drops the copies of weights that autocast's calls have used in a step, before weights change."""
-        for casts in self._casts.values():
-            casts.clear()
+    @contextmanager
+    def keeping_casts(self) -> Iterator[None]:
+        """Drops the copies of weights that autocast's calls have used, at the end of a step."""
+        with ExitStack() as stack:
+            for casts in self._casts.values():
+                if casts.kept is not None:
+                    stack.enter_context(casts.kept.step())
+            try:
+                yield
+            finally:
+                for casts in self._casts.values():
+                    casts.clear()
 
     def make(
         self,
@@ -63,7 +74,7 @@ class StageFactory:
         """
         if device is not None and variant.home is not None:
             program = program_on_device(program, variant.cut.tape, model, variant.home, device)
-        casts = self._casts_of(program, device)
+        casts = self._casts_of(variant, program, model, device)
         if is_copy or casts is not None or self.backend is not None:
             spec = replace(program.spec, cast=casts)
             function = compile_slice(spec, model, variant.tape.modes, self._compiler())
@@ -85,14 +96,24 @@ class StageFactory:
             program, model, recompute, save_context, bare=self.values.offloads, device=seeded
         )
 
-    def _casts_of(self, program: StageProgram, device: torch.device | None) -> CastWeights | None:
+    def _casts_of(
+        self, variant: Variant, program: StageProgram, model: nn.Module, device: torch.device | None
+    ) -> CastWeights | None:
         """Returns what keeps the stage's weights as autocast casts them; None where it casts by itself.
 
-        The stages of all variants share it.
+        The stages of all variants share it. Autocast's cache is one for all stages, so all of them keep it
+        where one does. A compiled stage has casts that are not given to it in its graph.
         """
-        if not any(dtype is not None for i in program.spec.instructions for _, dtype in i.casts):
+        keeps = self.backend is None and any(None in _dtypes(each) for each in variant.cut.programs)
+        if not keeps and not any(_dtypes(program)):
             return None
-        return self._casts.setdefault((program.stage, device), CastWeights())
+        key = program.stage, device, keeps
+        casts = self._casts.setdefault(key, CastWeights(KeptCasts() if keeps else None))
+        unknown = {name for i in program.spec.instructions for name, dtype in i.casts if dtype is None}
+        if casts.kept is not None:
+            for name in sorted(unknown & program.weights):
+                casts.kept.add((id(model), name), partial(_parameter, model, name))
+        return casts
 
     def _compiler(self) -> Compiler | None:
         return None if self.backend is None else partial(compiled, backend=self.backend)
@@ -102,3 +123,11 @@ class StageFactory:
         names, starts = [u.name for u in variant.captured.graph.units], variant.captured.starts
         chosen = self.plan.recomputed(stage, names)
         return [(starts[a], starts[b]) for a, b in segments(blocks(names), chosen)]
+
+
+def _dtypes(program: StageProgram) -> set[torch.dtype | None]:
+    return {dtype for instruction in program.spec.instructions for _, dtype in instruction.casts}
+
+
+def _parameter(model: nn.Module, name: str) -> list[Tensor]:
+    return [model.get_parameter(name)]

@@ -21,8 +21,8 @@ def casts_of(model: nn.Module, x: Tensor) -> list[list[str]]:
     """The weights that each instruction casts."""
     with torch.autocast("cpu", torch.bfloat16):
         tape = record(model, (x,), {}, None, ())
-    assert {dtype for i in tape.instructions for _, dtype in i.casts} <= {torch.bfloat16}
-    return [sorted(name for name, _ in i.casts) for i in tape.instructions]
+    assert {dtype for i in tape.instructions for _, dtype in i.casts} <= {torch.bfloat16, None}
+    return [sorted(name for name, dtype in i.casts if dtype is not None) for i in tape.instructions]
 
 
 @final
