@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class KeptCasts:
             pending += [source for source in sources if source.next_functions]
             if is_cast_of_leaf(node) and node._sequence_nr() < self._first_number:
                 self._aged += 1
-                node._set_sequence_nr(YOUNG + self._aged)
+                cast(Any, node)._set_sequence_nr(YOUNG + self._aged)
 
     def _watch(self, weights: Sequence[Tensor]) -> None:
         """Compares the weights with those before the last forward."""
