@@ -35,7 +35,7 @@ YOUNG: Final = 2**62
 
 
 @final
-class _State(NamedTuple):
+class _WeightState(NamedTuple):
     """Holds what changes when a weight is written."""
 
     version: int
@@ -51,7 +51,7 @@ class KeptCasts:
         self._is_watching = self._is_refused = False
         self._sums: Tensor | None = None
         self._are_equal: Tensor | None = None
-        self._states: list[_State] = []
+        self._states: list[_WeightState] = []
         self._first_number = self._aged = 0
 
     def add(self, key: Hashable, weights: Callable[[], Iterable[Tensor]]) -> None:
@@ -87,7 +87,7 @@ class KeptCasts:
         weights = [w for each in self._weights.values() for w in each() if _may_be_cached(w)]
         if self._is_watching and not self._is_refused:
             self._watch(weights)
-        states = [_State(weight._version, weight.data_ptr()) for weight in weights]
+        states = [_WeightState(weight._version, weight.data_ptr()) for weight in weights]
         if not self.keeps or states != self._states:
             torch.clear_autocast_cache()
         self._states, self._first_number = states, _next_number()
