@@ -24,15 +24,20 @@ in all options.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from math import inf
+from typing import Final, final
 
 import numpy as np
 
 from outsize.ir.plan import ScheduleName
 from outsize.planner.costs.unit_times import Seconds
 from outsize.schedules.families import family_of
+
+# Sums of floats differ by less than this, whatever their order is.
+ROUNDED: Final = 1 + 1e-9
 
 
 @final
@@ -61,7 +66,7 @@ class _Option:
 
     alone: list[float]
     row: list[float]
-    held: list[list[float]]
+    held: Sequence[list[float]]
 
 
 @final
@@ -84,14 +89,38 @@ class ChainBound:
         self._total = self._forward + self._backward
         self._before: list[float] = before.tolist()
         self._slack_s, self._room = slack_s, room
-        self._options = [self._both(stage) for stage in range(self._stages)]
+        self._units = len(self._before) - 1
 
     def reaches(self, limit_s: float) -> bool:
         """Returns whether the last stage reaches the end."""
+        if limit_s == inf and self._room is not None and True in self._room.recompute:
+            return self._reaches_recomputed
+        first, alone = 0, self._alone[False]
+        most_s = limit_s / self._m * ROUNDED
+        for stage in range(self._stages):
+            # The stages that are left are too short for the units that are left.
+            if alone[-1] - alone[first] > (self._stages - stage) * most_s:
+                return False
+            first = max(self._end(option, stage, first, limit_s) for option in self._both(stage))
+            if first == self._units:
+                return True
+        return False
+
+    @cached_property
+    def _reaches_recomputed(self) -> bool:
+        """Returns whether there is room for stages that recompute, which hold least, however long they take.
+
+        They hold the same in each place of the pipeline.
+        """
+        assert self._room is not None
+        nearest = np.full(self._units + 1, self._units)
+        for held in self._recomputed_bytes(self._room):
+            nearest = np.minimum(nearest, np.searchsorted(held, held + self._room.room_bytes, "right") - 1)
+        ends: list[int] = np.maximum(nearest, np.arange(self._units + 1)).tolist()
         first = 0
-        for stage, options in enumerate(self._options):
-            first = max(self._end(option, stage, first, limit_s) for option in options)
-        return first == len(self._before) - 1
+        for _ in range(self._stages):
+            first = ends[first]
+        return first == self._units
 
     def _end(self, option: _Option, stage: int, first: int, limit_s: float) -> int:
         lead_s = max(0.0, self._before[first] - stage * self._slack_s)
@@ -127,22 +156,35 @@ class ChainBound:
     def _way(self, in_flight: int, recompute: bool) -> _Option:
         forward, m, law = self._forward, self._m, self._family.chain
         backward = self._total if recompute else self._backward
-        pass_s = forward + backward
-        row = np.zeros_like(pass_s)
+        row = np.zeros_like(forward)
         if law is not None:
-            row = law.passes(m) * (pass_s - self._total) + law.beyond_s(forward, backward, m, in_flight)
-        return _Option(pass_s.tolist(), row.tolist(), self._held(in_flight, recompute))
+            passes = law.passes(m) * (forward + backward - self._total)
+            row = passes + law.beyond_s(forward, backward, m, in_flight)
+        return _Option(self._alone[recompute], row.tolist(), self._held(in_flight, recompute))
 
-    def _held(self, in_flight: int, recompute: bool) -> list[list[float]]:
+    @cached_property
+    def _alone(self) -> tuple[list[float], list[float]]:
+        """Returns the seconds of a microbatch, without and with recompute."""
+        return self._total.tolist(), (self._forward + self._total).tolist()
+
+    def _held(self, in_flight: int, recompute: bool) -> Sequence[list[float]]:
         """Returns the moments of a stage; a second backward finds gradients of weights, and under 1f1b as
         much in flight.
         """
         if (room := self._room) is None:
-            return []
+            return ()
+        if recompute:
+            return self._recomputed_lists
         steady = self._family.chain is not None and self._m > in_flight
-        held = (
-            room.fixed + room.anew
-            if recompute
-            else (room.graded if steady else room.fixed) + in_flight * room.saved
-        )
-        return [held.tolist(), room.updating.tolist()]
+        held = (room.graded if steady else room.fixed) + in_flight * room.saved
+        return held.tolist(), self._recomputed_lists[1]
+
+    @cached_property
+    def _recomputed_lists(self) -> tuple[list[float], list[float]]:
+        assert self._room is not None
+        held, updating = self._recomputed_bytes(self._room)
+        return held.tolist(), updating.tolist()
+
+    def _recomputed_bytes(self, room: Room) -> tuple[Seconds, Seconds]:
+        """Returns what a stage that recomputes holds, in the backward and in the optimizer's step."""
+        return room.fixed + room.anew, room.updating

@@ -30,7 +30,7 @@ small models.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
@@ -133,20 +133,17 @@ class PrefixTimes:
 
         It is infinite when nothing fits.
         """
-        low = self.least_s(ranks, microbatches)
+        return self.bound(schedule, stages, ranks, microbatches, room).sharpened()
+
+    def bound(
+        self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int, room: Room | None = None
+    ) -> StepBound:
+        """Returns the same as a bound that is not sharp yet."""
+        low_s = self.least_s(ranks, microbatches)
         if family_of(schedule).bound_is_work:
-            return low
-        reaches = self._reaching(schedule, stages, microbatches, room)
-        if room is not None and not reaches(inf):
-            return inf
-        gap, high = FIRST, low * (1 + FIRST)
-        while not reaches(high):  # The bound is usually close to the work alone.
-            gap *= FURTHER
-            low, high = high, high * (1 + gap)
-        while high > low * (1 + PRECISE):
-            middle = (low + high) / 2
-            low, high = (low, middle) if reaches(middle) else (middle, high)
-        return low
+            return StepBound(low_s)
+        reaching = partial(self._reaching, schedule, stages, microbatches, room)
+        return StepBound(low_s, reaching, room is not None)
 
     def _reaching(
         self, schedule: ScheduleName, stages: int, microbatches: int, room: Room | None
@@ -190,6 +187,54 @@ class PrefixTimes:
     @cached_property
     def _total(self) -> list[float]:
         return (self.forward + self.backward).tolist()
+
+
+@final
+class StepBound:
+    """Bounds a step from below, and sharpens the bound by bisection, no further than it is asked to.
+
+    `reaching` returns the function limit -> whether the stages reach the end, which makes a table when it is
+    asked for the first time; None where the bound is sharp. `may_not_fit`: they may not reach it at all.
+    """
+
+    def __init__(
+        self,
+        low_s: float,
+        reaching: Callable[[], Callable[[float], bool]] | None = None,
+        may_not_fit: bool = False,
+    ) -> None:
+        self.low_s = low_s
+        self._steps = iter(()) if reaching is None else self._bisected(reaching, may_not_fit)
+        self.sharp = reaching is None
+
+    def sharpen(self) -> None:
+        """Asks once whether the stages reach the end."""
+        self.sharp = self.sharp or next(self._steps, True)
+
+    def sharpened(self) -> float:
+        """Returns the sharp bound: infinite where nothing fits."""
+        while not self.sharp:
+            self.sharpen()
+        return self.low_s
+
+    def _bisected(self, reaching: Callable[[], Callable[[float], bool]], may_not_fit: bool) -> Iterator[bool]:
+        """Yields after each question whether the bound is sharp."""
+        reaches = reaching()
+        if may_not_fit and not reaches(inf):
+            self.low_s = inf
+            return
+        gap, high_s = FIRST, self.low_s * (1 + FIRST)
+        while not reaches(high_s):  # The bound is usually close to the work alone.
+            gap *= FURTHER
+            self.low_s, high_s = high_s, high_s * (1 + gap)
+            yield False
+        while high_s > self.low_s * (1 + PRECISE):
+            middle_s = (self.low_s + high_s) / 2
+            if reaches(middle_s):
+                high_s = middle_s
+            else:
+                self.low_s = middle_s
+                yield False
 
 
 @final

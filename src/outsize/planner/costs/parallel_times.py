@@ -79,18 +79,23 @@ class Sharing:
         return whole + (every - whole) // tp
 
 
-def parallel_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+def split_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
     """Returns the seconds of each unit on a device of its group, with the collectives that it waits for.
 
-    `times`: the seconds on one device.
+    `times`: the seconds on one device. Of the layout only the axes tp and cp count: all weights are there.
     """
     if layout.microbatch_ranks > 1:
         times = _split(sharing, times, layout, cluster)
     if layout.axes.cp > 1:
         times = _ringed(sharing, times, layout, cluster)
-    if layout.weights == "sharded":
-        times = _gathering(sharing, times, layout, cluster)
     return times
+
+
+def with_gathered_weights(
+    sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster
+) -> UnitSeconds:
+    """Returns the seconds of `split_times` with the collectives of weights that are sharded."""
+    return times if layout.weights != "sharded" else _gathering(sharing, times, layout, cluster)
 
 
 def sync_s(held: tuple[int, int], passes: tuple[float, float], layout: Layout, cluster: Cluster) -> float:

@@ -23,7 +23,7 @@ from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.chain import Room
 from outsize.planner.bounds.memory import MemoryBounds
-from outsize.planner.bounds.step_time import PrefixTimes, made_for
+from outsize.planner.bounds.step_time import PrefixTimes, StepBound, made_for
 from outsize.planner.costs.coarsening import (
     between_blocks,
     coarse_graph,
@@ -33,7 +33,7 @@ from outsize.planner.costs.coarsening import (
 )
 from outsize.planner.costs.device_scaling import on_kind
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.parallel_times import Sharing, parallel_times, sync_s
+from outsize.planner.costs.parallel_times import Sharing, split_times, sync_s, with_gathered_weights
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, numbers, orders, taken
 from outsize.planner.heterogeneous.bounds import Crossing, Fleet, Groups
@@ -84,6 +84,7 @@ class CostTables:
         self._costs: dict[Key, UnitSeconds] = {}
         self._made: dict[int, NDArray[np.int64]] = {}
         self._moved: dict[Key, float] = {}
+        self._ranks: dict[Key, tuple[ModelGraph, Profile]] = {}
         self._shares: dict[tuple[int, bool], Sharing] = {}
         self._works: dict[Key, PrefixTimes] = {}
         self._cases: dict[Key, PricedModel] = {}
@@ -114,8 +115,7 @@ class CostTables:
 
     def demands(self, layout: Layout) -> tuple[Demand | None, ...]:
         """Returns which weights the stages of a layout need, the preferred demand first."""
-        arranged = self.unequal and self._idle and layout.chunks == 1 and not self.exact(layout)
-        if layout.hosted or layout.stages == 1 or arranged:
+        if layout.hosted or layout.stages == 1 or self._is_arranged(layout):
             return (None,)
         key = layout.captured, layout.axes.pp, self.ends(layout)
         if key not in self._demands:
@@ -152,7 +152,7 @@ class CostTables:
 
     def pipelines(self, layout: Layout, recompute: Sequence[Recompute]) -> Iterator[Pipeline]:
         """Yields the pipeline in rank order, and where devices differ in orders that are balanced."""
-        if self.unequal and self._idle and layout.chunks == 1 and not self.exact(layout):
+        if self._is_arranged(layout):
             yield from self._arranged(layout, recompute)
             return
         in_order = self.pipeline(layout, recompute)
@@ -226,6 +226,14 @@ class CostTables:
         """Returns whether every cut of the model is tried."""
         return len(self.ends(layout)) == len(self.graph(layout).units) + 1
 
+    def has_pieces(self, layout: Layout) -> bool:
+        """Returns whether the model is cut into enough pieces for the stages of a layout."""
+        return self._is_arranged(layout) or layout.stages < len(self.ends(layout))
+
+    def _is_arranged(self, layout: Layout) -> bool:
+        """Returns whether the cuts follow from which kind of device takes which units."""
+        return self.unequal and self._idle and layout.chunks == 1 and not self.exact(layout)
+
     def ends(self, layout: Layout) -> tuple[int, ...]:
         """Returns the first unit of each piece, then the number of units."""
         if layout in self._cuts:
@@ -268,13 +276,19 @@ class CostTables:
         """
         fleet = self._fleet(layout, recompute)
         if fleet is None:
-            how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
-            return self.work(layout).floor_s(*how, self._room(layout, recompute))
+            return self.bound(layout, recompute).sharpened()
         if self._grouped(layout.group) is None:
             return inf
         floor_s = fleet.floor_s(self._reached_s if most_s == inf else most_s)
         self._reached_s = min(self._reached_s, BEYOND * floor_s)
         return floor_s
+
+    def bound(self, layout: Layout, recompute: Sequence[Recompute]) -> StepBound:
+        """Returns the same as a bound that is sharpened as far as it is needed; on unequal devices it is."""
+        if self._fleet(layout, recompute) is not None:
+            return StepBound(self.floor_s(layout, recompute))
+        how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
+        return self.work(layout).bound(*how, self._room(layout, recompute))
 
     def _fleet(self, layout: Layout, recompute: Sequence[Recompute] = ("none",)) -> Fleet | None:
         """Returns unequal groups as a fleet; None where all are equal, or seconds depend on where a
@@ -383,9 +397,16 @@ class CostTables:
         """Returns what is gathered for a moment, where weights are sharded."""
         if layout.weights != "sharded":
             return None
-        graph, _ = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+        graph, _ = self._of_rank(layout)
         left = layout.axes.tp if graph.tensor is None else 1
         return UnshardedBytes.of(graph, optimizer_bytes(self._optimizer), self.ends(layout), left)
+
+    def _of_rank(self, layout: Layout) -> tuple[ModelGraph, Profile]:
+        """Returns the model as one tensor-parallel rank has it."""
+        key = layout.captured, layout.axes.tp, layout.sequence
+        if key not in self._ranks:
+            self._ranks[key] = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+        return self._ranks[key]
 
     def _whole(self, layout: Layout, device: Device) -> PricedModel:
         """Returns the case of the model as one tensor-parallel rank runs it: bytes are divided from here."""
@@ -393,7 +414,7 @@ class CostTables:
         key = (*key, self._cuts.get(layout))
         if key not in self._cases:
             ends = self.ends(layout)
-            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+            graph, profile = self._of_rank(layout)
             on_device = profile.model_copy(update={"device": device.kind})
             costs = coarse_profile(on_device, ends)
             case = PricedModel.of(coarse_graph(graph, ends), costs, layout.captured, self._optimizer)
@@ -406,7 +427,7 @@ class CostTables:
         key = "blocks", layout.captured, layout.axes.tp, layout.sequence, device.kind, self._cuts.get(layout)
         if key not in self._cases:
             whole = self._whole(layout, device)
-            graph, profile = of_rank(self._candidates[layout.captured], layout.axes.tp, layout.sequence)
+            graph, profile = self._of_rank(layout)
             gradients = owned_gradients(graph, optimizer_bytes(self._optimizer))
             ranges = block_ranges(whole.ranges, graph, profile, gradients, self.ends(layout))
             self._cases[key] = replace(whole, ranges=ranges, recompute="selective")
@@ -415,15 +436,27 @@ class CostTables:
     def _seconds(self, layout: Layout, device: Device) -> UnitSeconds:
         key = (*_spread_key(layout), device.kind)
         if key not in self._costs:
-            seconds = self._alone(layout.captured, device)
-            if layout.microbatch_ranks > 1 or layout.weights == "sharded":
-                seconds = parallel_times(self._sharing(layout), seconds, layout, self._like(device))
-            elif layout.hosted:
+            seconds = self._split(layout, device)
+            if layout.weights == "sharded":
+                sharing, alike = self._sharing(layout), self._like(device)
+                seconds = with_gathered_weights(sharing, seconds, layout, alike)
+            elif layout.hosted and layout.microbatch_ranks == 1:
                 # With recompute a unit computes for longer and waits for less: a lower bound takes the
                 # minimum of both.
                 where = self._blocks_of(layout, device), layout, self._cluster
                 seconds = fastest([fetching(*where, again) for again in (False, True)])
             self._costs[key] = seconds
+        return self._costs[key]
+
+    def _split(self, layout: Layout, device: Device) -> UnitSeconds:
+        """Returns the seconds of a device of a tensor- and context-parallel group; layouts share them."""
+        alone = self._alone(layout.captured, device)
+        if layout.microbatch_ranks == 1:
+            return alone
+        axes, alike = layout.axes, self._like(device)
+        key = "split", layout.captured, axes.tp, axes.cp, layout.sequence, device.kind
+        if key not in self._costs:
+            self._costs[key] = split_times(self._sharing(layout), alone, layout, alike)
         return self._costs[key]
 
     def _blocks_of(self, layout: Layout, device: Device) -> StreamedBlocks:

@@ -18,7 +18,6 @@ from itertools import pairwise
 from typing import Final, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outsize.errors import TooFewSamples
 from outsize.ir.cluster import Cluster, Device
@@ -36,7 +35,6 @@ from outsize.planner.memory.account import (
     InFlightState,
     StageMemory,
     account_stage,
-    component_counts,
     component_table,
 )
 from outsize.planner.memory.headroom import Load, in_use, peak_margin
@@ -306,25 +304,10 @@ def _worst_states(
 ) -> tuple[InFlightState, ...]:
     """Returns the joint state in which the stages of a device hold most together."""
     here = (case.ranges.of_run(*run) for case, run in zip(cases, runs, strict=True))
-    parts = np.concatenate([component_table(ranges, schedule_key[2]) for ranges in here])
-    return _moments(schedule_key, along)[rank][int(np.argmax(_counts(schedule_key, along, rank) @ parts))]
-
-
-@lru_cache(maxsize=64)
-def _counts(schedule_key: ScheduleKey, along: tuple[Along, Along], rank: int) -> NDArray[np.float64]:
-    """Returns, for each joint state of a rank, the component counts of its stages, one after the other."""
-    return np.array(
-        [
-            np.concatenate([component_counts(alive) for alive in moment])
-            for moment in _moments(schedule_key, along)[rank]
-        ]
-    )
-
-
-def _moments(
-    schedule_key: ScheduleKey, along: tuple[Along, Along]
-) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
-    return states_along_edges(schedule_key, along) if schedule_key[-1] else states_by_rank(*schedule_key[:4])
+    parts = np.array([component_table(ranges, schedule_key[2]) for ranges in here])
+    along_edges = bool(schedule_key[-1])
+    by_rank = states_along_edges(schedule_key, along) if along_edges else states_by_rank(*schedule_key[:4])
+    return by_rank[rank].at(int(np.argmax(by_rank[rank].bytes_at(parts))))
 
 
 def _sync_s(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import Final, final
 
 from outsize.errors import NoFeasiblePlan
@@ -15,13 +15,11 @@ from outsize.ir.cluster import Cluster, Device
 from outsize.ir.findings import DoesNotFit
 from outsize.ir.formatting import byte_unit, bytes_text, microbatches_text, needs_text
 from outsize.ir.plan import Recompute, ScheduleName
-from outsize.planner.costs.stage_edges import edges_between
-from outsize.planner.evaluate.estimate import lower_along
 from outsize.planner.evaluate.plan_findings import shortage
-from outsize.planner.memory.account import InFlightState, StageMemory, account_stages, peak_table
+from outsize.planner.memory.account import InFlightState, StageMemory, account_stage, peak_table
+from outsize.planner.memory.in_flight_states import states_by_stage
 from outsize.planner.partition.least_full import fits, least_full_cut
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
-from outsize.schedules.builders import build
 from outsize.schedules.families import SEQUENTIAL, family_of
 
 OTHERS = "outsize plan MODEL without --axes pp or --exact, which looks beyond pipelines"
@@ -158,8 +156,9 @@ def _state_bytes(case: PricedModel) -> int:
 
 def _least_full(case: PricedModel, schedule: ScheduleName, stages: int, cluster: Cluster) -> LeastFull:
     bounds = least_full_cut(case, schedule, stages, cluster)
-    lowered = lower_along(edges_between(case.graph, bounds), build(schedule, stages, case.microbatches))
-    memories = account_stages(case.ranges, case.graph, bounds, lowered)
+    states = states_by_stage(schedule, stages, case.microbatches, stages)
+    runs = zip(pairwise(bounds), states, strict=True)
+    memories = [account_stage(case.ranges, case.graph, *of) for of in runs]
     pairs = zip(memories, cluster.devices[:stages], strict=True)
     shares = [memory.peak_bytes / device.memory_bytes for memory, device in pairs]
     stage = shares.index(max(shares))

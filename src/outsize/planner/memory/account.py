@@ -38,10 +38,11 @@ Oracle: tests/unit/planner/memory/test_memory_account.py; benchmarks/memory comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import pairwise
+from functools import cached_property
+from itertools import pairwise, starmap
 from typing import Generic, NamedTuple, Self, TypeVar, final
 
 import numpy as np
@@ -100,6 +101,51 @@ class InFlightState:
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class JointStates:
+    """Holds the joint states of the stages of one device, of which one computes at a time.
+
+    `distinct` are the states that any of the stages is in; `moments[moment, stage]`, of shape (moments,
+    stages), is the place among them of the state of that stage. Moments are distinct unless states are equal.
+    """
+
+    distinct: tuple[InFlightState, ...]
+    moments: NDArray[np.int64]
+
+    def __iter__(self) -> Iterator[tuple[InFlightState, ...]]:
+        """Yields the states of all stages at each moment."""
+        return map(self.at, range(len(self.moments)))
+
+    def at(self, moment: int) -> tuple[InFlightState, ...]:
+        """Returns the states of all stages at one moment."""
+        return tuple(self.distinct[place] for place in self.moments[moment])
+
+    def changed(self, change: Callable[[InFlightState], InFlightState]) -> JointStates:
+        """Returns the same moments with other states."""
+        return JointStates(tuple(map(change, self.distinct)), self.moments)
+
+    def with_batch(self, microbatches: int) -> JointStates:
+        """Returns the joint states where the first stage counts the inputs of so many microbatches."""
+        first = tuple(replace(state, batch=microbatches) for state in self.distinct)
+        of_first = np.arange(self.moments.shape[1]) == 0
+        return JointStates(self.distinct + first, self.moments + len(self.distinct) * of_first)
+
+    def bytes_at(self, components: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the bytes of all stages together at each moment, of shape (moments,).
+
+        `components` are the sizes of each stage, of shape (stages, components); whole numbers below 2^53 are
+        added without error.
+        """
+        of_states = self._counts @ components.T
+        return of_states[self.moments, np.arange(len(components))].sum(axis=1)
+
+    @cached_property
+    def _counts(self) -> NDArray[np.float64]:
+        """Returns the component counts of each distinct state, of shape (states, components)."""
+        return np.array([component_counts(state) for state in self.distinct], np.float64)
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class StageMemory:
     """Holds the bytes of one stage at its peak, which occurs in `phase`; `phases` has the peak of each phase.
@@ -136,22 +182,34 @@ def account_stages(
     return tuple(account_stage(ranges, graph, run, peak_states(schedule, stage)) for stage, run in runs)
 
 
-def joint_states(schedule: Schedule, rank: int) -> tuple[tuple[InFlightState, ...], ...]:
+def joint_states(schedule: Schedule, rank: int) -> JointStates:
     """Returns each distinct joint state of a rank's stages (in ascending order), of which one computes.
 
     Only the first stage counts the batch, which a rank holds once.
     """
     row = schedule.actions[rank]
     counters = {stage: _Held.of(row, stage) for stage in sorted({action.stage for action in row})}
+    column = {stage: place for place, stage in enumerate(counters)}
     batch = dict.fromkeys(counters, 0) | dict.fromkeys([min(counters)], schedule.microbatches)
-    states: dict[tuple[InFlightState, ...], None] = {}
+    distinct: dict[_Fields, int] = {}
+
+    def place_of(state: _Fields) -> int:
+        return distinct.setdefault(state, len(distinct))
+
+    # An action changes the state of its own stage alone.
+    waiting = [place_of(held.fields_in(Phase.WAIT, batch[stage])) for stage, held in counters.items()]
+    moments: dict[tuple[int, ...], None] = {}
     for action in row:
-        counters[action.stage].begin(action)
-        now = (h.state_during(action if s == action.stage else None, batch[s]) for s, h in counters.items())
-        states[tuple(now)] = None
-        counters[action.stage].end(action)
-    states[tuple(h.state_in(Phase.UPDATE, batch[s]) for s, h in counters.items())] = None
-    return tuple(states)
+        stage, held = action.stage, counters[action.stage]
+        held.begin(action)
+        now = waiting.copy()
+        now[column[stage]] = place_of(held.fields_during(action, batch[stage]))
+        moments[tuple(now)] = None
+        held.end(action)
+        waiting[column[stage]] = place_of(held.fields_in(Phase.WAIT, batch[stage]))
+    updating = (held.fields_in(Phase.UPDATE, batch[stage]) for stage, held in counters.items())
+    moments[tuple(map(place_of, updating))] = None
+    return JointStates(tuple(starmap(InFlightState, distinct)), np.array([*moments]))
 
 
 def bytes_in_state(here: RangeTables, state: InFlightState) -> int:
@@ -196,20 +254,26 @@ def peak_states(schedule: Schedule, stage: int) -> tuple[InFlightState, ...]:
     """Returns the states of `stage` that no other state covers: its peak occurs in one of them."""
     peak: list[InFlightState] = []
     row, batch = schedule.actions[schedule.rank_of[stage]], schedule.microbatches
-    states = {*_execute(row, stage, batch), InFlightState(0, 0, 0, 0, Phase.UPDATE, batch=batch)}
-    for state in sorted(states, key=lambda a: (a.phase, a), reverse=True):
+    updating = 0, 0, 0, 0, Phase.UPDATE, True, batch, 0
+    fields = {*_execute(row, stage, batch), updating}
+    # Of many states few are distinct, and tuples are compared faster than states.
+    for state in starmap(InFlightState, sorted(fields, key=lambda each: (each[4], each), reverse=True)):
         if not any(other.covers(state) for other in peak):
             peak.append(state)
     return tuple(peak)
 
 
-def _execute(row: Sequence[Action], stage: int, batch: int) -> Iterator[InFlightState]:
+_Fields = tuple[int, int, int, int, Phase, bool, int, int]
+"""Holds the fields of an InFlightState in their order."""
+
+
+def _execute(row: Sequence[Action], stage: int, batch: int) -> Iterator[_Fields]:
     """Yields the state of the stage during each of its actions."""
     counter = _Held.of(row, stage)
     for action in row:
         if action.stage == stage:
             counter.begin(action)
-            yield counter.state_during(action, batch)
+            yield counter.fields_during(action, batch)
             counter.end(action)
 
 
@@ -234,18 +298,17 @@ class _Held:
         """Returns the empty state of a stage, which holds no microbatch for a backward where it has none."""
         return cls(trains=any(a.stage == stage and a.kind in _PHASE and a.kind is not Kind.F for a in row))
 
-    def state_during(self, action: Action | None, batch: int) -> InFlightState:
-        """Returns the state while `action` runs on this stage; None means that another stage computes."""
-        if action is None:
-            return self.state_in(Phase.WAIT, batch)
+    def fields_during(self, action: Action, batch: int) -> _Fields:
+        """Returns the state while `action` runs on this stage."""
         # The W half makes the gradients, and frees nothing until it ends.
-        graded = self.graded or action.kind is Kind.W
-        return replace(self.state_in(_PHASE.get(action.kind, Phase.WAIT), batch), graded=graded)
+        return self.fields_in(
+            _PHASE.get(action.kind, Phase.WAIT), batch, self.graded or action.kind is Kind.W
+        )
 
-    def state_in(self, phase: Phase, batch: int) -> InFlightState:
-        """Returns the present counts as a state."""
+    def fields_in(self, phase: Phase, batch: int, graded: bool | None = None) -> _Fields:
+        """Returns the present counts as a state; `graded` is as it is now unless it is given."""
         counts = len(self.in_flight), len(self.posted), len(self.gradient_in), len(self.gradient_out)
-        return InFlightState(*counts, phase, self.graded, batch, len(self.between_halves))
+        return *counts, phase, self.graded if graded is None else graded, batch, len(self.between_halves)
 
     def begin(self, action: Action) -> None:
         if action.kind is Kind.RECV_F:

@@ -7,14 +7,14 @@ peak is in one of them. Results are cached for each schedule.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Final
 
 from outsize.ir.plan import ScheduleName
 from outsize.ir.schedule import Schedule
 from outsize.planner.layout.layout import ScheduleKey
-from outsize.planner.memory.account import InFlightState, joint_states, peak_states
+from outsize.planner.memory.account import InFlightState, JointStates, joint_states, peak_states
 from outsize.schedules.builders import build, row_of
 from outsize.schedules.families import family_of
 from outsize.schedules.lower import in_chain, lower
@@ -63,7 +63,7 @@ def _simulate_stage(
 @lru_cache(maxsize=64)
 def states_by_rank(
     schedule: ScheduleName, stages: int, microbatches: int, ranks: int
-) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
+) -> tuple[JointStates, ...]:
     """Returns for each rank the joint states of its stages in a chain."""
     simulated = microbatches_to_simulate(schedule, stages, microbatches, ranks)
     layer_by_layer = family_of(schedule).layer_by_layer
@@ -71,26 +71,18 @@ def states_by_rank(
         simulated = min(microbatches, SIMULATED_TURN)
     states = _by_rank(schedule, stages, simulated, ranks)
     if layer_by_layer:
-        states = tuple(
-            tuple(_with_more_in_flight(state, microbatches - simulated) for state in rank) for rank in states
-        )
-    return tuple(
-        tuple((*_with_batch(state[:1], microbatches), *state[1:]) for state in rank) for rank in states
-    )
+        more = partial(_with_more_in_flight, microbatches=microbatches - simulated)
+        states = tuple(rank.changed(more) for rank in states)
+    return tuple(rank.with_batch(microbatches) for rank in states)
 
 
-def _with_more_in_flight(states: tuple[InFlightState, ...], microbatches: int) -> tuple[InFlightState, ...]:
-    """Adds microbatches in flight to the stages that are in the middle of a turn."""
-    return tuple(
-        replace(state, in_flight=state.in_flight + microbatches * (state.in_flight > SIMULATED_TURN // 2))
-        for state in states
-    )
+def _with_more_in_flight(state: InFlightState, microbatches: int) -> InFlightState:
+    """Adds microbatches in flight to a stage that is in the middle of a turn."""
+    return replace(state, in_flight=state.in_flight + microbatches * (state.in_flight > SIMULATED_TURN // 2))
 
 
 @lru_cache(maxsize=64)
-def states_along_edges(
-    schedule_key: ScheduleKey, edges: tuple[Edges, Edges]
-) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
+def states_along_edges(schedule_key: ScheduleKey, edges: tuple[Edges, Edges]) -> tuple[JointStates, ...]:
     """Returns the joint states where the plan has the actions, over its own edges (forward, backward)."""
     lowered = lower(planned(*schedule_key), *edges)
     return tuple(joint_states(lowered, rank) for rank in range(lowered.ranks))
@@ -105,9 +97,7 @@ def _by_stage(
 
 
 @lru_cache(maxsize=64)
-def _by_rank(
-    schedule: ScheduleName, stages: int, simulated: int, ranks: int
-) -> tuple[tuple[tuple[InFlightState, ...], ...], ...]:
+def _by_rank(schedule: ScheduleName, stages: int, simulated: int, ranks: int) -> tuple[JointStates, ...]:
     lowered = _in_a_chain(schedule, stages, simulated, ranks)
     return tuple(joint_states(lowered, rank) for rank in range(ranks))
 

@@ -66,6 +66,8 @@ class Runs:
             slowest = np.maximum(best[self.first], price(stage))[self.by_end]
             best = np.full(self.units + 1, np.inf)
             best[ends] = np.minimum.reduceat(slowest, places)
+            if not np.isfinite(best).any():  # No stage can begin anywhere, so the later ones are not priced.
+                return float(np.inf)
         return float(best[self.units])
 
     def cut(self, stages: int, price: Prices, limit: float, traffic: Index) -> tuple[int, ...]:

@@ -1,9 +1,10 @@
 """Problem: which of many layouts should be priced, and how good can the others be at most?
 
 Layouts wait in a queue by a lower bound of their step (bounds/step_time.py, bounds/chain.py), first a bound
-that needs only sums, then the sharp one. They are priced by ascending bound: exact partition, memory account,
-simulation. The loop ends when the next bound exceeds the best step, or enough layouts were priced; no plan
-beats the least of all bounds, of layouts that were priced and that were not.
+that needs only sums. The layout with the least bound has it sharpened until another one's is less; a layout
+whose bound is sharp and still the least is priced: exact partition, memory account, simulation. The loop ends
+when the next bound exceeds the best step, or enough layouts were priced; no plan beats the least of all
+bounds, of layouts that were priced and that were not.
 
 Source: best-first branch and bound, Land and Doig, Econometrica 28(3), 1960. Complexity: O(layouts x log
 layouts) and the layouts that are priced. Oracle: tests/unit/planner/search/test_joint.py prices all.
@@ -18,6 +19,7 @@ from math import inf
 from typing import Final, final
 
 from outsize.ir.plan import Recompute
+from outsize.planner.bounds.step_time import StepBound
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 from outsize.planner.evaluate.ranking import CLOSE
@@ -43,6 +45,50 @@ class SearchResult:
 
 
 @final
+class _Queue:
+    """Holds the layouts that wait, by their lower bounds."""
+
+    def __init__(self, search: BranchAndBound, layouts: Sequence[Layout]) -> None:
+        self._search, self._layouts = search, layouts
+        self._bounds: dict[int, StepBound] = {}
+        self._queue = [(search.least_s(layout), False, place) for place, layout in enumerate(layouts)]
+        heapify(self._queue)
+
+    @property
+    def layouts_wait(self) -> bool:
+        """Returns whether any layout waits."""
+        return bool(self._queue)
+
+    @property
+    def least_s(self) -> float:
+        """Returns the least bound; infinite where nothing waits."""
+        return self._queue[0][0] if self._queue else inf
+
+    @property
+    def floors_s(self) -> list[float]:
+        """Returns the bounds of all that wait."""
+        return [floor_s for floor_s, *_ in self._queue]
+
+    def pop(self) -> tuple[Layout, float] | None:
+        """Takes the layout with the least bound, with its bound; None where that became another one's."""
+        floor_s, sharp, place = heappop(self._queue)
+        layout = self._layouts[place]
+        if sharp:
+            return layout, floor_s
+        if layout.chunks > 1:
+            heappush(self._queue, (max(floor_s, self._search.balanced_s(layout)), True, place))
+            return None
+        if place not in self._bounds:
+            self._bounds[place] = self._search.bound(layout)
+        bound, sharper_s = self._bounds[place], floor_s
+        while not bound.sharp and sharper_s <= self.least_s:
+            bound.sharpen()
+            sharper_s = max(floor_s, self._search.together_s(layout, bound.low_s))
+        heappush(self._queue, (sharper_s, bound.sharp, place))
+        return None
+
+
+@final
 class BranchAndBound:
     """Prices layouts by ascending lower bound until the next one cannot win."""
 
@@ -55,21 +101,24 @@ class BranchAndBound:
 
     def run(self, layouts: Sequence[Layout]) -> SearchResult:
         """Prices what may win, by ascending lower bound."""
-        queue = [(self._least(layout), False, place) for place, layout in enumerate(layouts)]
-        heapify(queue)
+        queue = _Queue(self, layouts)
         self._asked += len(layouts)
-        while queue and not self._over(queue[0][0]):
-            floor_s, sharp, place = heappop(queue)
-            if sharp:
-                self._try(layouts[place], floor_s)
-            else:
-                heappush(queue, (max(floor_s, self._floor(layouts[place])), True, place))
-        self._floors += [floor_s for floor_s, *_ in queue]
+        while queue.layouts_wait and not self._over(queue.least_s):
+            if (least := queue.pop()) is None:
+                continue
+            if self._cost_tables.has_pieces(least[0]):
+                self._try(*least)
+            else:  # The bound holds, but none of its cuts can be priced.
+                self._floors.append(least[1])
+        self._floors += queue.floors_s
         return SearchResult(tuple(self._estimates), tuple(self._rejected), min(self._floors, default=inf))
 
     def floor_s(self, layouts: Iterable[Layout]) -> float:
         """Returns a lower bound over all cuts of these layouts, without pricing them."""
-        return min((max(self._least(layout), self._floor(layout)) for layout in layouts), default=inf)
+        queue, least = _Queue(self, tuple(layouts)), None
+        while least is None and queue.layouts_wait:
+            least = queue.pop()
+        return inf if least is None else least[1]
 
     def _over(self, floor_s: float) -> bool:
         """Returns whether to stop; a few layouts are always priced for comparison."""
@@ -91,22 +140,23 @@ class BranchAndBound:
     def _few(self) -> bool:
         return self._asked <= FEW
 
-    def _least(self, layout: Layout) -> float:
+    def least_s(self, layout: Layout) -> float:
+        """Returns a lower bound that needs only sums; infinite where nothing can fit."""
         if not self._cost_tables.may_fit(layout, self._recompute):
             return inf
-        return self._together(layout, self._cost_tables.least_s(layout))
+        return self.together_s(layout, self._cost_tables.least_s(layout))
 
-    def _floor(self, layout: Layout, most_s: float = inf) -> float:
-        """Returns a lower bound, or for interleaved layouts the step of a balanced cut: their bound would
-        rank them first.
-        """
-        work, m = self._cost_tables.work(layout), layout.microbatches
-        if layout.chunks > 1:
-            recompute_s = self._cost_tables.recompute_s(layout) * m / layout.axes.pp
-            return work.balanced_s(layout.stages, layout.axes.pp, m) + recompute_s
-        return self._together(layout, self._cost_tables.floor_s(layout, self._recompute, most_s))
+    def bound(self, layout: Layout) -> StepBound:
+        """Returns a lower bound of the pipeline's seconds that can be sharpened."""
+        return self._cost_tables.bound(layout, self._recompute)
 
-    def _together(self, layout: Layout, pipeline_s: float) -> float:
+    def balanced_s(self, layout: Layout) -> float:
+        """Returns the step of a balanced cut of an interleaved layout: a lower bound would rank it first."""
+        m, pp = layout.microbatches, layout.axes.pp
+        recompute_s = self._cost_tables.recompute_s(layout) * m / pp
+        return self._cost_tables.work(layout).balanced_s(layout.stages, pp, m) + recompute_s
+
+    def together_s(self, layout: Layout, pipeline_s: float) -> float:
         """Adds the optimizer's seconds, and the part of the replicas' gradient reduction that no microbatch
         hides.
 
@@ -120,7 +170,7 @@ class BranchAndBound:
     def _try(self, layout: Layout, floor_s: float) -> None:
         most_s = inf if self._few() else self._close_s()
         if self._cost_tables.unequal:  # Not all orders of unequal devices are tried.
-            floor_s = max(floor_s, self._floor(layout, most_s))
+            floor_s = max(floor_s, self._floor_below(layout, most_s))
             self._floors.append(floor_s)
             if self._beaten(floor_s):
                 return
@@ -141,6 +191,12 @@ class BranchAndBound:
             self._floors.append(least_s)
         elif pipeline is not None:
             self._rejected.append(pipeline)
+
+    def _floor_below(self, layout: Layout, most_s: float) -> float:
+        """Returns the bound of a layout of unequal devices, which is not sought above `most_s`."""
+        if layout.chunks > 1:
+            return self.balanced_s(layout)
+        return self.together_s(layout, self._cost_tables.floor_s(layout, self._recompute, most_s))
 
     def _best_of(
         self, tables: Sequence[StagePrices], floor_s: float, most_s: float

@@ -29,8 +29,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from math import inf
+from operator import not_
 from typing import Final
 
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
@@ -221,11 +222,12 @@ def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tup
     if request.schedule == COMPOSED.name:
         request = request.model_copy(update={"schedule": None})
     layouts = tuple(meshes(request, candidates, cluster))
-    grouped_layouts = tuple(layout for layout in layouts if layout.group > 1 or cluster.unequal)
+    is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
+    grouped_layouts = tuple(compress(layouts, is_grouped))
     result = search_loop.run(grouped_layouts)
     if request.schedule is None and not request.inference:
         result = search_loop.run(tuple(_interleaved(result, tables)))
-    least_s = search_loop.floor_s(layout for layout in layouts if layout not in grouped_layouts)
+    least_s = search_loop.floor_s(compress(layouts, map(not_, is_grouped)))
     return replace(result, floor_s=min(result.floor_s, least_s)), tables
 
 

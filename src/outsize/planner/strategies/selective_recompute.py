@@ -19,7 +19,7 @@ from outsize.ir.units.recompute_segments import Run
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
-from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state
+from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state, component_table
 from outsize.planner.memory.in_flight_states import states_by_rank, states_by_stage
 from outsize.planner.memory.optimizer_states import optimizer_bytes
 from outsize.planner.memory.range_tables import Bytes, RangeTables, owned_gradients
@@ -195,10 +195,15 @@ def shared_choice(estimate: Estimate, stage: int, fine: UnitLevelModel) -> Choic
     own = layout.stages_on(rank)
     tables, at = [estimate.cases[s].ranges.of_run(*runs[s]) for s in own], own.index(stage)
     tables[at] = empty = replace(tables[at], **dict.fromkeys(OWN, np.zeros_like(tables[0].saved)))
+    joint = states_by_rank(*layout.schedule_key()[:4])[rank]
+    # A device holds the inputs of its microbatches once, with its first stage.
+    batches = [layout.microbatches, *[0] * (len(own) - 1)]
+    parts = np.array(list(map(component_table, tables, batches)))
+    held_bytes, own_states = joint.bytes_at(parts), joint.moments[:, at]
     largest_fixed = dict[tuple[int, int], int]()
-    for states in states_by_rank(*layout.schedule_key()[:4])[rank]:
-        limit = _limit(empty, states[at])
-        key, fixed = (limit.awaiting_backward, limit.phase), sum(map(bytes_in_state, tables, states))
+    for place in dict.fromkeys(own_states.tolist()):
+        limit = _limit(empty, joint.distinct[place])
+        key, fixed = (limit.awaiting_backward, limit.phase), int(held_bytes[own_states == place].max())
         largest_fixed[key] = max(fixed, largest_fixed.get(key, fixed))
     limits = [Limit(fixed, *key) for key, fixed in largest_fixed.items()]
     return _best(fine, runs[stage], limits, pipeline.room.devices[pipeline.ranks[stage]].memory_bytes)

@@ -16,7 +16,7 @@ from outsize.ir.plan import Axes, Weights
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.parallel_times import Sharing, parallel_times, sync_s
+from outsize.planner.costs.parallel_times import Sharing, split_times, sync_s, with_gathered_weights
 from outsize.planner.costs.roofline import roofline, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
@@ -101,7 +101,9 @@ def seconds_of(found: Profile) -> dict[str, tuple[float, float, float]]:
 
 
 def spread_profile(graph: ModelGraph, profile: Profile, layout: Layout, among: Cluster) -> Profile:
-    return parallel_times(Sharing.of(graph), UnitSeconds.of(profile), layout, among).written(profile)
+    sharing = Sharing.of(graph)
+    split = split_times(sharing, UnitSeconds.of(profile), layout, among)
+    return with_gathered_weights(sharing, split, layout, among).written(profile)
 
 
 def test_a_captured_llama_adds_up_twice_in_a_layer() -> None:
@@ -151,7 +153,7 @@ def test_a_share_that_is_launched_slower_than_it_runs_waits_for_the_host() -> No
     graph = ModelGraph(model="m", fingerprint="f", batch_size=1, units=units, values=(), parameters=())
     alone = UnitSeconds.of(roofline(graph, found.devices[0]))
     assert alone.total.min() > 2 * host_s
-    shared = parallel_times(Sharing.of(graph), alone, Layout(Axes(tp=2), 1, "1f1b", 1, 1), found)
+    shared = split_times(Sharing.of(graph), alone, Layout(Axes(tp=2), 1, "1f1b", 1, 1), found)
     half_s = seconds((work(flops // 2),), found.devices[0])
     assert shared.total.sum() == pytest.approx(4 * 2 * (host_s + curves.lateness(2) * half_s), rel=1e-3)
 
@@ -172,7 +174,7 @@ def test_a_collective_is_a_kernel_to_launch_and_makes_ranks_wait_for_the_last() 
 
     def seconds_of_layer(tp: int) -> float:
         layout = Layout(Axes(tp=tp), 1, "1f1b", 1, 1)
-        return parallel_times(Sharing.of(graph), alone, layout, found).total.sum() / 4
+        return split_times(Sharing.of(graph), alone, layout, found).total.sum() / 4
 
     assert seconds_of_layer(2) > 4 * curves.host_s
     later = curves.lateness(8) - curves.lateness(2)
