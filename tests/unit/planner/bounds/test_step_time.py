@@ -114,6 +114,18 @@ def test_one_after_the_other_takes_the_sum() -> None:
     assert work_of(*model).floor_s("naive", 2, 2, 3) == pytest.approx(3 * 3 * 0.875, rel=2e-5)
 
 
+def test_a_bound_is_sharpened_step_by_step() -> None:
+    """It never falls, and ends at the floor."""
+    work = work_of(*chain([1.0, 3.0, 2.0, 2.0]))
+    bound, seen = work.bound("1f1b", 2, 2, 4), list[float]()
+    while not bound.sharp:
+        seen.append(bound.low_s)
+        bound.sharpen()
+    assert len(seen) > 2
+    assert [*seen, bound.low_s] == sorted([*seen, bound.low_s])
+    assert bound.low_s == work.floor_s("1f1b", 2, 2, 4)
+
+
 def test_a_branch_begins_at_once_and_a_row_waits() -> None:
     """Two units in a row: the second waits. Without their value, both begin at once."""
     graph, profile = chain([1.0, 1.0])
