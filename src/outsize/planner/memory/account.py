@@ -254,10 +254,11 @@ def peak_states(schedule: Schedule, stage: int) -> tuple[InFlightState, ...]:
     """Returns the states of `stage` that no other state covers: its peak occurs in one of them."""
     peak: list[InFlightState] = []
     row, batch = schedule.actions[schedule.rank_of[stage]], schedule.microbatches
-    updating = 0, 0, 0, 0, Phase.UPDATE, True, batch, 0
-    fields = {*_execute(row, stage, batch), updating}
+    updating: _Fields = (0, 0, 0, 0, Phase.UPDATE, True, batch, 0)
+    fields: set[_Fields] = {*_execute(row, stage, batch), updating}
     # Of many states few are distinct, and tuples are compared faster than states.
-    for state in starmap(InFlightState, sorted(fields, key=lambda each: (each[4], each), reverse=True)):
+    ordered = sorted(fields, key=lambda each: (each[4], each), reverse=True)
+    for state in starmap(InFlightState, ordered):
         if not any(other.covers(state) for other in peak):
             peak.append(state)
     return tuple(peak)
