@@ -150,7 +150,8 @@ def test_a_share_that_is_launched_slower_than_it_runs_waits_for_the_host() -> No
     host_s = curves.host_s
     flops = int(host_s * found.devices[0].flops("bfloat16"))
     units = tuple(made_of(index, "matmul", flops) for index in range(4))
-    graph = ModelGraph(model="m", fingerprint="f", batch_size=1, units=units, values=(), parameters=())
+    weight = Parameter(names=("w",), shape=(1,), dtype="bfloat16", size_bytes=2, trainable=True)
+    graph = ModelGraph(model="m", fingerprint="f", batch_size=1, units=units, values=(), parameters=(weight,))
     alone = UnitSeconds.of(roofline(graph, found.devices[0]))
     assert alone.total.min() > 2 * host_s
     shared = split_times(Sharing.of(graph), alone, Layout(Axes(tp=2), 1, "1f1b", 1, 1), found)
