@@ -110,7 +110,7 @@ def test_a_row_that_cannot_be_timed_says_why(change: dict[str, str], reason: str
 
 def test_a_step_time_may_be_given_as_rates() -> None:
     assert read(iter_time_s="", samples_per_s="32").seconds == 0.5
-    inner = 1 + 256 / (6 * 512) + 50304 / (16 * 4 * 512)
+    inner = 1 + 256 / (6 * 512) + 50257 / (16 * 4 * 512)
     flops = 96 * 16 * 256 * 4 * 512**2 * inner
     assert read(iter_time_s="", tflops_per_gpu="2").seconds == pytest.approx(flops / 8e12)
 
