@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -125,21 +126,21 @@ def parallelize(
         use_local_statistics(model)
         shake_hands(host, plan, model, options.get("loss_fn"))
     saved = _saved(options.get("resume"), world, host)
-    room = _memory_room(options, world, kind, named)
     if saved is not None:
         engine_options = _with_weights(engine_options, model, saved)
         plan = plan or (None if given else _saved_plan(saved, options, kind, group))
-    plan = _if_it_fits(plan, room)
     with warnings.catch_warnings():
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
         case = case_of(model, args, kwargs, options)
+    whole = partial(_cluster_here, options, world, kind, named, case.batch.size)
+    room = _memory_room(options, world, whole)
+    plan = _if_it_fits(plan, room)
     if plan is None:
         before = given or (None if saved is None else Plan.model_validate(saved.values["plan"]))
         elastic = _elastic_run(world, kind, options, before) if world.sizes and group is not None else None
         if elastic is None:
-            cluster = _cluster_here(options, world, kind, named)
-            plan = agreed(host, lambda: _made_plan(case, options, _within(room, cluster), group is None))
+            plan = agreed(host, lambda: _made_plan(case, options, _within(room, whole()), group is None))
         else:
             elastic = elastic.within(partial(_within, room))
             plan = agreed(host, lambda: _elastic_plan(case, options, elastic, given))
@@ -340,7 +341,7 @@ def _cluster(
 
 
 def _memory_room(
-    options: ParallelizeOptions, world: World, kind: str, devices: tuple[str, ...] | None
+    options: ParallelizeOptions, world: World, whole: Callable[[], Cluster]
 ) -> MemoryRoom | None:
     """Returns how much memory plans may fill; None where a run ends for want of memory. Raises BadOption."""
     choice = options.get("on_oom", world.on_oom)
@@ -348,7 +349,7 @@ def _memory_room(
         raise BadOption(f"on_oom={choice!r} is unknown", next_step="on_oom='raise', or 'replan'")
     if choice == "raise":
         return None
-    return MemoryRoom.of(options.get("resume"), _cluster_here(options, world, kind, devices))
+    return MemoryRoom.of(options.get("resume"), whole())
 
 
 def _within(room: MemoryRoom | None, cluster: Cluster) -> Cluster:
@@ -362,11 +363,12 @@ def _if_it_fits(plan: Plan | None, room: MemoryRoom | None) -> Plan | None:
 
 
 def _cluster_here(
-    options: ParallelizeOptions, world: World, kind: str, devices: tuple[str, ...] | None
+    options: ParallelizeOptions, world: World, kind: str, devices: tuple[str, ...] | None, batch_size: int
 ) -> Cluster:
     """Returns the cluster that a run without a plan is planned for. Raises BadOption and UnknownDevice."""
     asked = planning_options(options)
-    return cluster_of(_cluster(asked, asked.get("stages"), devices, _here(world, kind)))
+    stages = request_of(asked, batch_size).stages
+    return cluster_of(_cluster(asked, stages, devices, _here(world, kind)))
 
 
 def _elastic_plan(
