@@ -131,7 +131,7 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
     )
     divided = sharing.divided[:, None]
     slower = divided * split[sharing.pass_of] + (1 - divided) * whole[sharing.pass_of]
-    curves, (starts, backward_starts) = default_of(device), _collectives(sharing.units)
+    curves, (starts, backward_starts) = default_of(device), _collectives(sharing.units, len(group))
     launching = host_seconds((sharing.passes[at] for at in sharing.pass_of), device)
     working = _without_waits(sharing, times, launching, device)
     busy = working.times(*slower.T).plus(
@@ -141,11 +141,15 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
     return busy.behind_host(launching, sharing.blocks, curves.lateness(layout.microbatch_ranks))
 
 
-def _collectives(units: Sequence[ShardedFraction]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Returns how many collectives tp starts in the forward and in the backward of each unit."""
+def _collectives(
+    units: Sequence[ShardedFraction], ranks: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Returns how many collectives of so many tp ranks start in the forward and in the backward of each unit;
+    one rank starts none.
+    """
     forward = [(unit.forward_sum > 0) + (unit.forward_gather > 0) for unit in units]
     backward = [(unit.backward_sum > 0) + (unit.backward_gather > 0) for unit in units]
-    return np.array(forward, np.float64), np.array(backward, np.float64)
+    return np.array(forward, np.float64) * (ranks > 1), np.array(backward, np.float64) * (ranks > 1)
 
 
 def _without_waits(

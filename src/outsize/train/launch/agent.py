@@ -68,7 +68,7 @@ class Ended:
 @final
 @dataclass(frozen=True)
 class Attempts:
-    """What an agent does from attempt to attempt.
+    """Holds what an agent does from attempt to attempt.
 
     `show` is called at the end of each that failed. A worker that is killed leaves its place empty as long as
     `least` processes stay on this machine. Workers are forks of `server`, else fresh interpreters. `meeting`
