@@ -9,7 +9,9 @@ from __future__ import annotations
 import array
 import copy
 import functools
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from itertools import chain
 from types import EllipsisType, MethodType, NoneType
 from typing import Any, Final, final
 
@@ -60,8 +62,7 @@ def frozen(value: Any, depth: int = DEPTH) -> Any:
         parts = (value.func, value.args, value.keywords)
         return functools.partial, *(frozen(part, depth - 1) for part in parts)
     if isinstance(value, dict):
-        items: Any = dict.items(value)
-        return type(value), *((frozen(k, depth - 1), frozen(v, depth - 1)) for k, v in items)
+        return type(value), *((frozen(k, depth - 1), frozen(v, depth - 1)) for k, v in items_of(value))
     parts = (frozen(part, depth - 1) for part in value)
     return type(value), *([frozenset(parts)] if isinstance(value, set | frozenset) else parts)
 
@@ -75,10 +76,15 @@ def _frozen_buffer(buffer: Any) -> Any:
     return type(buffer), getattr(buffer, "typecode", ""), bytes(buffer)
 
 
+def items_of(table: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """Returns keys and values in their order, past methods of the user's own class."""
+    return OrderedDict.items(table) if isinstance(table, OrderedDict) else dict.items(table)
+
+
 def parts_of(value: Any) -> list[Any]:
     """Returns what a container holds."""
     if isinstance(value, dict):
-        return [*dict.keys(value), *dict.values(value)]
+        return list(chain.from_iterable(items_of(value)))
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     return [] if isinstance(value, BUFFERS) else list(value)
@@ -89,7 +95,7 @@ def snapshot_of(value: Any, depth: int = DEPTH) -> Any:
     if not depth:
         return value
     if isinstance(value, dict):
-        return {key: snapshot_of(part, depth - 1) for key, part in dict.items(value)}
+        return {key: snapshot_of(part, depth - 1) for key, part in items_of(value)}
     if isinstance(value, list | deque):
         return [snapshot_of(part, depth - 1) for part in value]
     if isinstance(value, (set, *BUFFERS)):

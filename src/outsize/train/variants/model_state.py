@@ -14,14 +14,14 @@ looked at more closely: walks over all modules are what steps of small stages no
 
 from __future__ import annotations
 
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, final
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from outsize.capture.guards.check import WholeDicts
 from outsize.capture.guards.opcodes import IS_SUPPORTED
 from outsize.capture.guards.parameters import ParameterFlags
-from outsize.capture.recording.intercept import around_functions
 from outsize.capture.recording.leaf_rule import HOOKS
 from outsize.program.objects import NUMBERS_AND_TEXT
 
@@ -76,16 +76,6 @@ class StructureVersions:
 
 
 @final
-class _Differs(Exception):
-    """Says that two parameters are not the same object."""
-
-
-def _differ(_function: Any, _args: Any, _kwargs: Any) -> NoReturn:
-    """Is called for `==` of two parameters, which Python asks for only where they are not one object."""
-    raise _Differs
-
-
-@final
 class Look:
     """Compares what `snapshot` reads in a few passes at C speed; tensors are compared by identity.
 
@@ -97,17 +87,16 @@ class Look:
     def __init__(self, model: nn.Module, *, plain: bool) -> None:
         self._every = modules = list(model.modules())
         self._classes = list(map(type, modules))
-        self._children = [module._modules for module in modules if module._modules]
-        self._modules = [dict(table) for table in self._children]
-        self._tables = [module._parameters for module in modules if module._parameters]
-        self._held = [dict(table) for table in self._tables]
+        parameters = [module._parameters for module in modules if module._parameters]
+        tables = [*parameters, *(module._modules for module in modules if module._modules)]
+        self._tables = WholeDicts(tables)
         self._empty = [module._parameters for module in modules if not module._parameters]
         self._empty += [module._modules for module in modules if not module._modules]
         hooks = [vars(module)[kind] for module in modules for kind in HOOKS if kind in vars(module)]
         self._hooked = [(table, len(table)) for table in hooks if table]
         self._unhooked = [table for table in hooks if not table]
         self._handles, self._looks = RemovableHandle.next_id, 0
-        self._flags = ParameterFlags([p for table in self._tables for p in table.values() if p is not None])
+        self._flags = ParameterFlags([p for table in parameters for p in table.values() if p is not None])
         self._model, self._plain = model, plain
         self._values = _plain_values(model) if plain else []
 
@@ -115,13 +104,7 @@ class Look:
         """Returns whether the model has the same modules, parameters and hooks as when this was made."""
         if any(self._empty) or not self._has_same_hooks():
             return False
-        if self._children != self._modules or list(map(type, self._every)) != self._classes:
-            return False
-        try:
-            with around_functions(_differ):
-                if self._tables != self._held:
-                    return False
-        except _Differs:
+        if list(map(type, self._every)) != self._classes or not self._tables.are_same():
             return False
         if not self._flags.are_same():
             return False

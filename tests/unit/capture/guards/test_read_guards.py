@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -230,3 +231,17 @@ def test_a_function_under_decorators_is_found_without_a_search(monkeypatch: pyte
 
     monkeypatch.setattr(ReadTrace, "_by_referrers", None)
     assert "scale" in labels(recorded(Decorated()))
+
+
+def test_the_order_of_an_ordered_dict_counts() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        for scale in m.scales.values():
+            x = m.a(x) * scale
+        return m.b(x)
+
+    model: Any = two(run, scales=OrderedDict(first=0.5, last=2.0))
+    guards = ReadGuards(recorded(model).reads)
+    model.scales.move_to_end("first")
+    assert not guards.hold()
+    model.scales.move_to_end("last")
+    assert guards.hold()
