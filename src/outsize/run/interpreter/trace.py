@@ -26,8 +26,9 @@ class Marks:
             self._clock.free(self.times)
         self.times, self._is_lent = [0.0] * len(self.times), False
 
-    def lend(self) -> Callable[[], float | None]:
-        """Returns a function for another thread that reads, once, the seconds of compute actions.
+    def lend(self) -> Callable[[], tuple[float, list[float]] | None]:
+        """Returns a function for another thread that reads, once, the seconds of compute actions, and the
+        marks in seconds since any moment before.
 
         It returns None as long as the device has not passed all marks. They are no longer the clock's to
         record again before that.
@@ -35,12 +36,12 @@ class Marks:
         times, clock, names = self.times, self._clock, self._names
         self._is_lent = True
 
-        def read() -> float | None:
+        def read() -> tuple[float, list[float]] | None:
             offsets = clock.offsets(times)
             if offsets is None:
                 return None
             ends = ((offsets[3 * at + 1] or offsets[3 * at], offsets[3 * at + 2]) for at in computes)
-            return sum(end - start for start, end in ends if end)
+            return sum(end - start for start, end in ends if end), offsets
 
         computes = [at for at, (_, lane) in enumerate(names) if lane == "compute"]
         return read

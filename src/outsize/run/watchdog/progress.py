@@ -32,20 +32,31 @@ class Runner(Protocol):
         ...
 
 
+ReadMarks = Callable[[], "tuple[float, list[float]] | None"]
+"""Reads the seconds of compute of a part of a step, and its marks; None as long as the device is in it."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One step that was sampled: the seconds of the user's code before it, and what reads its compute."""
+    """One step that was sampled: the seconds of the user's code before it, and what reads its marks.
+
+    `runner` is the interpreter of the part, where there is one part.
+    """
 
     step: int
     input_s: float
-    computes: tuple[Callable[[], float | None], ...]
+    parts: tuple[ReadMarks, ...]
+    runner: Runner | None
 
-    def compute_s(self) -> float | None:
-        """Returns the seconds of compute; None as long as the device is in the step."""
-        parts = [read() for read in self.computes]
-        known = [part for part in parts if part is not None]
-        return sum(known) if len(known) == len(parts) else None
+    def read(self) -> tuple[float, list[float]] | None:
+        """Returns the seconds of compute and the marks of its last part; None as long as the device is in the
+        step.
+        """
+        known = [part for part in (read() for read in self.parts) if part is not None]
+        if len(known) < len(self.parts):
+            return None
+        return sum(compute_s for compute_s, _ in known), known[-1][1]
 
 
 @final
@@ -54,8 +65,8 @@ class Progress:
 
     `ranks` are the numbers in the run of the ranks of this pipeline. `moves` counts the begins and ends of
     calls; `step` is the number of the step that runs, or of the next one, `done` counts those that have
-    ended, and `steps_s` are the seconds of the latest. `samples` asks for a sample of the next step, which is
-    then `sampled`.
+    ended, and `steps_s` are the seconds of the latest. `samples` asks for samples of so many steps, those
+    whose numbers are multiples of `stride`, which are then in `sampled`.
     """
 
     def __init__(
@@ -67,9 +78,9 @@ class Progress:
     ) -> None:
         self.ranks, self.expected_s = tuple(ranks), expected_s
         self.stages, self.planned_s = tuple(stages), planned_s
-        self.samples = False
-        self.sampled: StepSample | None = None
-        self._kept: list[Callable[[], float | None]] = []
+        self.samples, self.stride = 0, 1
+        self.sampled: deque[StepSample] = deque()
+        self._kept: list[ReadMarks] = []
         self._input_s = self._ended_s = 0.0
         self.doing, self.step, self.moves, self.done = "", 0, 0, 0
         self.thread = threading.get_ident()
@@ -92,17 +103,21 @@ class Progress:
             self.done += 1
             self.step += 1
             if self._kept:
-                self.sampled, self.samples = (
-                    StepSample(self.step - 1, self._input_s, tuple(self._kept)),
-                    False,
-                )
+                runner = self.runner if len(self._kept) == 1 else None
+                self.sampled.append(StepSample(self.step - 1, self._input_s, tuple(self._kept), runner))
+                self.samples -= 1
         self._kept, self._ended_s = [], time.perf_counter()
         self.doing, self.runner = "", None
         self.moves += 1
 
-    def keep(self, computes: Callable[[], float | None]) -> None:
-        """Takes what reads the seconds of compute of a part of the step, where one is wanted (`samples`)."""
-        self._kept.append(computes)
+    @property
+    def samples_now(self) -> bool:
+        """Tells whether this step is to be sampled."""
+        return self.samples > 0 and self.step % self.stride == 0
+
+    def keep(self, read: ReadMarks) -> None:
+        """Takes what reads a part of the step, where it is to be sampled."""
+        self._kept.append(read)
 
     def place(self) -> tuple[int, int]:
         """Returns what changes whenever the rank has moved."""

@@ -1,58 +1,53 @@
-"""Problem: all ranks step, but slowly. For which one do the others wait, and is it computing or input?
+"""Problem: all ranks step, but slowly. Whom do the others wait for, and is it computing, input, or a link?
 
-Each rank tells about one of its steps a second how long it computed and how long its own code took before it:
+Each rank tells, of up to four steps a second, how long it computed, how long its own code took before the
+step, and how long its slowest link held it up:
 
-    rank   computes   planned   before the step        ratio of the plan    named
-    0      0.20 s     0.20 s    0.00 s                 1.0
-    1      0.42 s     0.20 s    0.00 s                 2.1                  compute: 2.1x of the others' ratio
-    2      0.20 s     0.20 s    0.50 s                 1.0                  input: longer than others compute
+    rank   computes   planned   before the step   held by a link    cycle of the plan    named
+    0      0.20 s     0.20 s    0.00 s            0.00 s            1.0
+    1      0.42 s     0.20 s    0.00 s            0.00 s            2.1                  compute
+    2      0.20 s     0.20 s    0.50 s            0.00 s            1.0, with input 3.5  input
+    3      0.20 s     0.20 s    0.00 s            0.30 s            1.0, with link 2.5   link to rank 2
 
-A rank counts against what is planned for it, relative to the others, so that a machine that is slower than
-planned as a whole has no straggler. Without a plan, or far from it, its own fastest step counts. It must also
-be the slowest by far, since a lighter stage may be late without holding up anybody, and in `SAMPLES` steps in
-a row, since one step may be disturbed. Oracle: tests/unit/run/watchdog/test_stragglers.py.
+All three are ratios of seconds: of compute to what is planned for the rank, relative to the others, so that a
+machine that is slower than planned as a whole has no straggler (without a plan, or far from it, the rank's
+own fastest step counts); of the longest compute with the rank's own input to the same with that of others;
+and of the longest compute with the waiting for a link to that without.
+
+A ratio counts when it is 1.5 and when it is not noise. Its median over the last 8 steps, or over the last 32
+where steps are noisy, must differ from the others' by six standard errors, as the differences from step to
+step on all ranks give them. A rank must also be the slowest by far, since a lighter stage may be late without
+holding up anybody, and cost 20 ms a step. Oracle: tests/unit/run/watchdog/test_stragglers.py.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
-from typing import Final, Literal, Self, final
+from typing import Final, Literal, final
 
-Cause = Literal["compute", "input"]
-SAMPLES: Final = 3
-_RATIO, _AHEAD, _LEAST_S = 1.5, 1.3, 0.01
+from outsize.run.watchdog.paces import LinkPace, Pace, RankPaces
+
+Cause = Literal["compute", "input", "link"]
+SAMPLES: Final = (8, 32)  # the latest steps of a rank that are looked at, together
+_RATIO, _AHEAD, _LEAST_S, _SIGMAS = 1.5, 1.3, 0.02, 6.0
 _TRUSTED: Final = 20.0  # A plan that is further off says nothing of single ranks.
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """One step of a rank: seconds of its computing, those planned (0: unknown), and those before the step."""
-
-    step: int
-    compute_s: float
-    planned_s: float
-    input_s: float
-    stages: tuple[int, ...] = ()
-
-    def to_json(self) -> str:
-        """Returns the pace as text for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Returns the pace that another rank has written."""
-        fields = json.loads(text)
-        return cls(**fields | {"stages": tuple(fields["stages"])})
+_OF_MEDIAN: Final = 1.2533  # the standard error of a median, in those of a mean
+_OF_DEVIATION: Final = 0.6745 * math.sqrt(2)  # the median absolute difference of two, in standard deviations
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that the others wait for; `own` and `others` are ratios to the plan, or seconds of input."""
+    """A rank that the others wait for.
+
+    `own` and `others` are ratios to the plan, seconds of input, or the seconds in which the link to rank
+    `peer` holds up a step, and those that a message takes.
+    """
 
     rank: int
     stages: tuple[int, ...]
@@ -60,6 +55,31 @@ class Straggler:
     own: float
     others: float
     step: int
+    peer: int = -1
+
+
+@final
+@dataclass(slots=True)
+class _History:
+    """The latest steps of a rank."""
+
+    last: RankPaces
+    fastest_s: float = math.inf
+    steps: deque[Pace] = field(default_factory=lambda: deque[Pace](maxlen=max(SAMPLES)))
+    links: deque[LinkPace] = field(default_factory=lambda: deque[LinkPace](maxlen=max(SAMPLES)))
+
+    def add(self, paces: RankPaces) -> None:
+        """Takes the steps that are new."""
+        self.last = paces
+        step = self.steps[-1].step if self.steps else -1
+        self.steps += [pace for pace in paces.steps if pace.step > step]
+        self.fastest_s = min(self.fastest_s, *(pace.compute_s for pace in self.steps))
+        step = self.links[-1].step if self.links else -1
+        self.links += [link for link in paces.links if link.step > step]
+
+    def compute_s(self, count: int) -> float:
+        """Returns the median seconds of compute over the latest steps."""
+        return median(pace.compute_s for pace in [*self.steps][-count:])
 
 
 @final
@@ -67,46 +87,83 @@ class Straggler:
 class Stragglers:
     """Names each straggler once, from the paces of all ranks."""
 
-    _fastest_s: dict[int, float] = field(default_factory=dict[int, float])
-    _steps: dict[int, int] = field(default_factory=dict[int, int])
-    _seen: dict[tuple[int, Cause], int] = field(default_factory=dict[tuple[int, Cause], int])
+    _histories: dict[int, _History] = field(default_factory=dict[int, _History])
     _named: set[tuple[int, Cause]] = field(default_factory=set[tuple[int, Cause]])
 
-    def look(self, paces: Mapping[int, Pace]) -> Straggler | None:
-        """Takes the latest step of each rank; returns a straggler that was not named before."""
-        if len(paces) < 2 or any(self._steps.get(rank, -1) >= pace.step for rank, pace in paces.items()):
-            return None  # Every rank has another step to tell of first.
-        self._steps = {rank: pace.step for rank, pace in paces.items()}
-        for rank, pace in paces.items():
-            self._fastest_s[rank] = min(pace.compute_s, self._fastest_s.get(rank, pace.compute_s))
-        found = self._slow_input(paces) or self._slow_compute(paces)
-        key = (found.rank, found.cause) if found is not None else None
-        self._seen = {} if key is None else {key: self._seen.get(key, 0) + 1}
-        if found is None or key is None or self._seen[key] < SAMPLES or key in self._named:
+    def look(self, paces: Mapping[int, RankPaces]) -> Straggler | None:
+        """Takes the latest steps of each rank; returns a straggler that was not named before."""
+        for rank, one in paces.items():
+            self._histories.setdefault(rank, _History(one)).add(one)
+        steps = min((len(history.steps) for history in self._histories.values()), default=0)
+        if len(self._histories) < 2 or steps < SAMPLES[0]:
             return None
-        self._named.add(key)
-        return found
+        for count in SAMPLES:
+            for find in (self._slow_input, self._slow_link, self._slow_compute):
+                found = find(min(count, steps))
+                if found is not None and (found.rank, found.cause) not in self._named:
+                    self._named.add((found.rank, found.cause))
+                    return found
+        return None
 
-    def _slow_input(self, paces: Mapping[int, Pace]) -> Straggler | None:
-        rank = max(paces, key=lambda one: paces[one].input_s)
-        own, others = paces[rank], [pace for one, pace in paces.items() if one != rank]
-        others_s = max(pace.input_s for pace in others)
-        computes_s = max(pace.compute_s for pace in paces.values())
-        if own.input_s < _LEAST_S or own.input_s < others_s + computes_s / 2:
+    def _slow_input(self, count: int) -> Straggler | None:
+        longest_s = self._longest_s(count)
+        rows = {r: [pace.input_s + longest_s for pace in one.steps] for r, one in self._histories.items()}
+        medians = {rank: median(row[-count:]) for rank, row in rows.items()}
+        rank = max(medians, key=lambda one: medians[one])
+        others_s = max(medians[one] for one in medians if one != rank)
+        if medians[rank] - others_s < _LEAST_S or not _is_above(rows, rank, count, others_s):
             return None
-        return Straggler(rank, own.stages, "input", own.input_s, others_s, own.step)
+        return self._straggler(rank, "input", medians[rank] - longest_s, others_s - longest_s)
 
-    def _slow_compute(self, paces: Mapping[int, Pace]) -> Straggler | None:
-        planned = all(0 < pace.compute_s < _TRUSTED * pace.planned_s for pace in paces.values())
-        ratios = {
-            rank: pace.compute_s / max(pace.planned_s if planned else self._fastest_s[rank], 1e-9)
-            for rank, pace in paces.items()
-        }
-        rank = max(paces, key=lambda one: paces[one].compute_s)
-        own, others = paces[rank], [one for one in paces if one != rank]
-        others_ratio = median(ratios[one] for one in others)
-        slowest_other_s = max(paces[one].compute_s for one in others)
-        is_ahead = own.compute_s >= max(_LEAST_S, _AHEAD * slowest_other_s)
-        if not is_ahead or ratios[rank] < _RATIO * others_ratio:
+    def _slow_link(self, count: int) -> Straggler | None:
+        """Looks for a link that holds up a step for half of the longest compute."""
+        longest_s = self._longest_s(count)
+        for rank, one in self._histories.items():
+            links = [*one.links]
+            latest = links[-count:]
+            if len(links) < SAMPLES[0] or any(link.peer != links[-1].peer for link in latest):
+                continue
+            held_s = median(link.held_s for link in latest)
+            rows = {rank: [longest_s + link.held_s for link in links]}
+            if held_s >= _LEAST_S and _is_above(rows, rank, count, longest_s):
+                transit_s = median(link.transit_s for link in latest)
+                return self._straggler(rank, "link", held_s, transit_s, links[-1].peer)
+        return None
+
+    def _slow_compute(self, count: int) -> Straggler | None:
+        seconds = {rank: one.compute_s(count) for rank, one in self._histories.items()}
+        planned = {rank: one.last.planned_s for rank, one in self._histories.items()}
+        if not all(0 < seconds[rank] < _TRUSTED * planned[rank] for rank in seconds):
+            planned = {rank: max(one.fastest_s, 1e-9) for rank, one in self._histories.items()}
+        rank = max(seconds, key=lambda one: seconds[one])
+        others = [one for one in seconds if one != rank]
+        ratio = median(seconds[one] / planned[one] for one in others)
+        is_ahead = seconds[rank] >= _AHEAD * max(seconds[one] for one in others)
+        if not is_ahead or seconds[rank] - ratio * planned[rank] < _LEAST_S:
             return None
-        return Straggler(rank, own.stages, "compute", ratios[rank], others_ratio, own.step)
+        rows = {r: [pace.compute_s / planned[r] for pace in one.steps] for r, one in self._histories.items()}
+        if not _is_above(rows, rank, count, ratio):
+            return None
+        return self._straggler(rank, "compute", seconds[rank] / planned[rank], ratio)
+
+    def _longest_s(self, count: int) -> float:
+        return max(one.compute_s(count) for one in self._histories.values())
+
+    def _straggler(self, rank: int, cause: Cause, own: float, others: float, peer: int = -1) -> Straggler:
+        history = self._histories[rank]
+        return Straggler(rank, history.last.stages, cause, own, others, history.steps[-1].step, peer)
+
+
+def _is_above(rows: Mapping[int, Sequence[float]], rank: int, count: int, others: float) -> bool:
+    """Tells whether the median of a rank's latest steps is above `others` by a ratio that is no noise.
+
+    The noise of one step is that of the differences between neighbouring steps of all rows, which a rank that
+    becomes slow at some step does not change.
+    """
+    own = rows[rank][-count:]
+    ratio = median(own) / max(others, 1e-9)
+    if ratio < _RATIO:
+        return False
+    jumps = [abs(math.log(b / a)) for row in rows.values() for a, b in pairwise(row) if a > 0 and b > 0]
+    error = _OF_MEDIAN * median(jumps or [0.0]) / _OF_DEVIATION * math.sqrt(2 / len(own))
+    return ratio >= math.exp(_SIGMAS * error)

@@ -10,7 +10,7 @@ from typing import Final, final
 
 from outsize.ir.schedule import Action, Kind, Schedule
 
-_POSTED: Final = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+POSTED: Final = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
 _OTHER_END: Final = {
     Kind.RECV_F: Kind.SEND_F,
     Kind.RECV_B: Kind.SEND_B,
@@ -36,17 +36,18 @@ def awaited(schedule: Schedule, rank: int, at: int, *, lacks_messages: bool) -> 
     """
     row = schedule.actions[rank]
     if at >= len(row):
-        return tuple(_wait(schedule, a) for a in row if a.kind in (Kind.SEND_F, Kind.SEND_B))
+        return tuple(wait_of(schedule, a) for a in row if a.kind in (Kind.SEND_F, Kind.SEND_B))
     action = row[at]
     if action.kind in (Kind.SEND_F, Kind.SEND_B):
-        return (_wait(schedule, action),)
-    posted = _POSTED.get(action.kind)
+        return (wait_of(schedule, action),)
+    posted = POSTED.get(action.kind)
     if posted is None or not lacks_messages:
         return ()
     place = (posted, action.stage, action.microbatch)
-    return tuple(_wait(schedule, a) for a in row[:at] if (a.kind, a.stage, a.microbatch) == place)
+    return tuple(wait_of(schedule, a) for a in row[:at] if (a.kind, a.stage, a.microbatch) == place)
 
 
-def _wait(schedule: Schedule, own: Action) -> Wait:
+def wait_of(schedule: Schedule, own: Action) -> Wait:
+    """Returns a transfer of a rank with its other end."""
     other = Action.transfer(own.peer, _OTHER_END[own.kind], own.microbatch, own.stage)
     return Wait(str(own), str(other), schedule.rank_of[own.peer])

@@ -17,18 +17,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from outsize.errors import RunHung
 from outsize.run.watchdog.diagnosis import diagnose
 from outsize.run.watchdog.options import WatchOptions
+from outsize.run.watchdog.pacing import Pacing
 from outsize.run.watchdog.processes import State, look_at, machine, state_between
 from outsize.run.watchdog.progress import Progress
 from outsize.run.watchdog.reports import Card, RankReport, SilentRank
 from outsize.run.watchdog.stacks import Stack, stack_of
-from outsize.run.watchdog.stragglers import Pace, Stragglers
 from outsize.run.watchdog.waits import awaited
 from outsize.run.watchdog.words import hang, notice, slow
 
@@ -81,7 +81,8 @@ class Watchdog:
         self._beat_s = min(BEAT_S, shares) * max(1.0, run.world_size / _RANKS_PER_BEAT)
         self._card = Card(run.rank, socket.gethostname(), machine(), os.getpid())
         self._alarm, self._stall = 0, _Stall()
-        self._stragglers = Stragglers()
+        self._pacing = Pacing(run.store, str(self._number), run.rank, run.world_size)
+        self._far_ranks: Set[int] | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="outsize-watchdog", daemon=True)
         self._tell("card", progress)
@@ -138,19 +139,19 @@ class Watchdog:
             self._answer(progress)
 
     def _pace(self, progress: Progress) -> None:
-        """Tells of a step of this rank, and asks for the next one; rank 0 looks for stragglers."""
-        sample, store, rank = progress.sampled, self._run.store, self._run.rank
-        compute_s = sample.compute_s() if sample is not None else None
-        if sample is not None and compute_s is not None:
-            pace = Pace(sample.step, compute_s, progress.planned_s, sample.input_s, progress.stages)
-            store.set(f"{self._number}/pace/{rank}", pace.to_json())
-            progress.sampled = sample = None
-        progress.samples = sample is None
-        keys = [f"{self._number}/pace/{one}" for one in range(self._run.world_size)]
-        if rank == 0 and compute_s is not None and store.check(keys):
-            paces = {one: Pace.from_json(store.get(key)) for one, key in enumerate(keys)}
-            if (straggler := self._stragglers.look(paces)) is not None:
-                self._run.say(slow(straggler, self._card_of(straggler.rank).host))
+        """Tells how fast this rank steps; rank 0 names who holds up the others."""
+        if (straggler := self._pacing.beat(progress, self._far)) is not None:
+            peer = self._card_of(straggler.peer).host if straggler.cause == "link" else ""
+            self._run.say(slow(straggler, self._card_of(straggler.rank).host, peer))
+
+    def _far(self) -> Set[int]:
+        """Returns the ranks on other machines; they are known once all ranks have told where they are."""
+        if self._far_ranks is None:
+            cards = [self._card_of(rank) for rank in range(self._run.world_size)]
+            if any(not card.pid for card in cards):
+                return frozenset()
+            self._far_ranks = frozenset(card.rank for card in cards if card.machine != self._card.machine)
+        return self._far_ranks
 
     def _limit_s(self, progress: Progress) -> float:
         return max(self._options.timeout_s, STEPS * progress.step_s())

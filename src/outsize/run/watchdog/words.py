@@ -45,20 +45,22 @@ def notice(diagnosis: Diagnosis, reports: Mapping[int, RankReport]) -> str:
     return f"outsize: {_between(diagnosis.culprits, reports)}; {_waited(diagnosis, reports)}"
 
 
-def slow(straggler: Straggler, host: str) -> str:
+def slow(straggler: Straggler, host: str, peer_host: str = "") -> str:
     """Returns one line on a straggler, with its likely cause and the next step."""
     one, plural = straggler, "s" if len(straggler.stages) > 1 else ""
-    stages = f"stage{plural} {', '.join(map(str, one.stages))}"
-    if one.cause == "input":
-        how = f"its code before a step takes {one.own:.2f} s, that of others {one.others:.2f} s (input)"
+    who = f"rank {one.rank} (stage{plural} {', '.join(map(str, one.stages))})"
+    what = f"{who} holds up the others in step {one.step}"
+    if one.cause == "link":
+        what = f"the link between {who} and rank {one.peer} holds up the others in step {one.step}"
+        how = f"they wait {one.own:.2f} s a step for messages that are sent, {1e3 * one.others:.0f} ms each"
+        next_step = f"measure the network between {host} and {peer_host}; GLOO_SOCKET_IFNAME chooses it"
+    elif one.cause == "input":
+        how = f"its code before a step takes {one.own:.2f} s, that of others {one.others:.2f} s"
         next_step = "look at its loader and disk"
     else:
-        how = (
-            f"it computes {one.own / one.others:.1f}x as long as the others, by the plan's seconds (compute)"
-        )
+        how = f"it computes {one.own / one.others:.1f}x as long as the others, by the plan's seconds"
         next_step = f"look at what else runs on {host}, or outsize tune MODEL for a plan that fits its speed"
-    what = f"rank {one.rank} ({stages}) holds up the others in step {one.step}"
-    return f"outsize: {what}: {how}. Next: {next_step}"
+    return f"outsize: {what}: {how} ({one.cause}). Next: {next_step}"
 
 
 def _what(

@@ -298,7 +298,7 @@ class Crew(ABC):
         """Records the time marks of a rank in this step, for the timeline."""
         if torch.is_grad_enabled():
             self._marks.append((rank, marks))
-            if self.progress.samples:
+            if self.progress.samples_now:
                 self.progress.keep(marks.lend())
         else:
             marks.drop()
