@@ -9,9 +9,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from outsize.train.check.compare import (
 )
 from outsize.train.engine.factory import make_engine
 from outsize.train.engine.options import EngineOptions
+from outsize.train.engine.stage_factory import StageFactory
 from outsize.train.launch.launch import World
 
 WIDTH, SAMPLES = 16, 8
@@ -250,6 +252,45 @@ def divided(world: World, *, axes: dict[str, int], double: bool) -> dict[str, fl
     if state := engine.full_state_dict():
         pairs |= {name: (state[name], tensor) for name, tensor in plain.state_dict().items()}
     return {name: _distance(*pair) for name, pair in pairs.items()}
+
+
+def overlapped(world: World, *, sequence: bool, how: dict[str, Any]) -> dict[str, Any]:
+    """Losses and weights of two steps with and without collectives that overlap, and how many have begun.
+
+    The layers are those of Megatron-LM's pair and of torch's own attention, with dropout between.
+    """
+    x, y, found = *TIED.batch(WIDTH), dict[str, Any]()
+    device, begun = device_of(world), list[str]()
+    names = ("begin_total", "begin_total_part")
+
+    def counted(name: str) -> Callable[..., Any]:
+        begin = getattr(TensorParallelGroup, name)
+
+        def call(self: TensorParallelGroup, *args: Any, **kwargs: Any) -> Any:
+            begun.append(name)
+            return begin(self, *args, **kwargs)
+
+        return call
+
+    autocast, schedule = how.get("autocast", False), how.get("schedule", "1f1b")
+    for overlaps in (True, False):
+        with ExitStack() as stack:
+            for name in names:
+                stack.enter_context(patch.object(TensorParallelGroup, name, counted(name)))
+            if not overlaps:
+                stack.enter_context(patch.object(StageFactory, "_overlaps", lambda _: False))
+            stack.enter_context(_precision(world, autocast))
+            begun.clear()
+            cluster = f"{world.world_size}x{'cpu' if world.device_type == 'cpu' else 'h200'}"
+            engine = outsize.parallelize(
+                TIED.build(WIDTH), (x,), loss_fn=TIED.loss_fn, target=y, optimizer=adam, cluster=cluster,
+                tp=2, stages=world.world_size // 2, microbatches=2, sequence_parallel=sequence,
+                schedule=schedule, recompute=how.get("recompute", "none"),
+            )  # fmt: skip
+            losses = [engine.step(x.to(device), target=y.to(device)).loss for _ in range(2)]
+            weights = [p.detach() for _, p in engine.named_parameters()]
+            found[str(overlaps)] = on_cpu([*losses, *weights]), len(begun)
+    return found
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:

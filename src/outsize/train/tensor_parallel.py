@@ -31,6 +31,7 @@ from outsize.program.replay import resolve
 from outsize.program.tape import Tape
 from outsize.program.tensor_parallel.explain_styles import explain
 from outsize.program.tensor_parallel.local_tape import local_tape
+from outsize.program.tensor_parallel.overlap import overlapped
 from outsize.program.tensor_parallel.sequence import in_sequence
 from outsize.program.tensor_parallel.styles import Derived, Role, derive
 from outsize.program.weight_lookup import weight_named
@@ -172,7 +173,7 @@ class _Variant:
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in owned_ids]
         spec = SliceSpec(
             "forward",
-            [i for i in tape.instructions if alive[i.index]],
+            overlapped([i for i in tape.instructions if alive[i.index]], self._exits, tape, model),
             tape.inputs,
             self._exits,
             constants=tape.constants,

@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from device_ranks import choose_order
-from rank_scenarios import adam, on_cpu, small, trained
+from rank_scenarios import WIDTH, adam, on_cpu, small, trained
 from torch import Tensor, nn
 
 import outsize
 import simdev
+from outsize.api.device_checks.models import TIED
 from outsize.capture.measure import units
 from outsize.capture.measure.links import measure_links
 from outsize.device.clock import clock_of
@@ -346,6 +347,19 @@ def shards(world: World) -> Values:
     return _all(trained(world, axes={"stages": 1, "dp_shard": 2, "microbatches": 2}, steps=2))
 
 
+def parts_of_layers(world: World) -> Values:
+    """Gradients of inputs are added up over two processes while those of weights are computed."""
+    found, (x, y) = Values(), TIED.batch(WIDTH)
+    for sequence in (False, True):
+        engine = outsize.parallelize(
+            TIED.build(WIDTH), (x,), loss_fn=TIED.loss_fn, target=y, optimizer=adam, cluster="2xh200", tp=2,
+            microbatches=2, sequence_parallel=sequence,
+        )  # fmt: skip
+        found += [engine.step(x, target=y).loss for _ in range(2)]
+        found += [p.detach().clone() for _, p in engine.named_parameters()]
+    return found
+
+
 def _all(found: dict[str, Any]) -> Values:
     return [*found["losses"], *found["norms"], *found["outputs"], *found["state"].values()]
 
@@ -386,6 +400,7 @@ SCENARIOS: Final[dict[Callable[[World], Values], int]] = {
     weights_on_two_hosts: 2,
     replicas: 2,
     shards: 2,
+    parts_of_layers: 2,
     measured_links: 2,
 }
 """Each scenario with the number of its processes."""

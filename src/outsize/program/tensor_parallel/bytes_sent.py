@@ -39,7 +39,7 @@ class _Counted(Collectives):
 
     place = RankPosition(0, 1)
     enter, reduce, cut, gather = map(_named, ("enter", "reduce", "cut", "gather"))
-    scatter, collect = map(_named, ("scatter", "collect"))
+    scatter, collect, columns = map(_named, ("scatter", "collect", "columns"))
     row, lookup, attend = map(_named, ("row", "lookup", "attend"))
     cross_entropy, dropout, attention = map(_named, ("cross_entropy", "dropout", "attention"))
 

@@ -26,6 +26,9 @@ from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tensor_parallel.styles import Derived, RankInstruction
 from outsize.program.tree import leaves, map_leaves
 
+ColumnProduct = tuple[Tensor, Tensor | None, bool]
+"""The weight, the bias, and whether the weight is turned (transformers' Conv1D)."""
+
 
 class Collectives(ABC):
     """Defines the collectives of a tensor-parallel group; `place` is this rank's position."""
@@ -57,6 +60,15 @@ class Collectives(ABC):
         """Returns the whole, whose gradient is the sum of all ranks' gradients."""
 
     @abstractmethod
+    def columns(
+        self, x: Tensor, share: Share | None, products: tuple[ColumnProduct, ...]
+    ) -> tuple[Tensor, ...]:
+        """Returns the entered x (with a share, the whole of which x is this rank's shard), and its products.
+
+        Ranks add up the gradient of x while each computes the gradients of its weights.
+        """
+
+    @abstractmethod
     def row(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool, scatter: Share | None = None
     ) -> Tensor:
@@ -78,8 +90,12 @@ class Collectives(ABC):
         masks: tuple[Any, ...],
         weights: tuple[Any, ...],
         scatter: Share | None = None,
+        share: Share | None = None,
     ) -> tuple[Tensor, None]:
-        """Runs an nn.MultiheadAttention of which each rank has some heads."""
+        """Runs an nn.MultiheadAttention of which each rank has some heads.
+
+        `inputs` are query, key and value, or one tensor for all of them, which is entered by `columns`.
+        """
 
     @abstractmethod
     def cross_entropy(

@@ -6,6 +6,11 @@
     cut     forward: this rank's shard   backward: all-gather    (so second derivatives are right as well)
     scatter forward: reduce-scatter   backward: all-gather       (sequence parallelism, arXiv 2205.05198)
     collect forward: all-gather       backward: reduce-scatter
+    columns forward: enter or collect, then products    backward: the collective beside the weights' gradients
+
+The collective of `columns` runs on the communicator's own stream. It is launched as soon as the gradient of
+the products' input is, and waited for when the gradients of their weights have been launched. Every other
+collective is on the stream of the caller, because what follows it reads its result at once.
 
 Weights remain parameters under their names, as DTensors: state dicts, torch.distributed.checkpoint,
 clip_grad_norm_ and optimizers support them. The cross entropy of logits whose classes are sharded sends three
@@ -23,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -36,11 +42,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional
 
 from outsize.errors import BadOption
-from outsize.program.tensor_parallel.local_tape import Collectives
+from outsize.program.tensor_parallel.local_tape import Collectives, ColumnProduct
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.run.tensor_parallel.attention import by_heads, one_mask
-
-Collective = Callable[..., Tensor]
+from outsize.run.tensor_parallel.functions import ColumnProducts, Entry, InFlight, Paired, lowered
 
 
 @final
@@ -95,41 +100,75 @@ class TensorParallelGroup(Collectives):
         return gathered
 
     def total_part(self, x: Tensor, share: Share) -> Tensor:
-        """Returns this rank's shard of the sum of all ranks' x, without gradients; shards are padded to equal
-        sizes.
-        """
-        places = [RankPosition(rank, self.place.ranks) for rank in range(self.place.ranks)]
-        shape = [len(places), *x.shape]
-        shape[share.dim + 1] = max(place.size(share) for place in places)
-        parts = x.new_zeros(shape)
-        for place, into in zip(places, parts, strict=True):
-            into.narrow(share.dim, 0, place.size(share)).copy_(_part(x.detach(), share, place))
+        """Returns this rank's shard of the sum of all ranks' x, without gradients."""
+        return self._total_part(x, share, is_async=False).wait()
+
+    def begin_total(self, x: Tensor) -> InFlight:
+        """Begins to add up all ranks' x, in place."""
+        self.sent["all_reduce"] += x.numel() * x.element_size()
+        return InFlight(dist.all_reduce(x, group=self._group, async_op=True), (x,), x)
+
+    def begin_total_part(self, x: Tensor, share: Share) -> InFlight:
+        """Begins to add up all ranks' x, of which this rank gets its shard."""
+        return self._total_part(x, share, is_async=True)
+
+    def _total_part(self, x: Tensor, share: Share, *, is_async: bool) -> InFlight:
+        parts = self._in_rows(x.detach(), share)
         self.sent["reduce_scatter"] += x.numel() * x.element_size()
         mine = torch.empty_like(parts[0])
         # The first name is that of torch 2.13, the second that of earlier versions.
         send = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        send(mine, parts.flatten(0, 1), group=self._group)
-        return mine.narrow(share.dim, 0, self.place.size(share)).contiguous()
+        work = send(mine, parts.flatten(0, 1), group=self._group, async_op=is_async)
+        return InFlight(work, (parts, mine), mine.narrow(share.dim, 0, self.place.size(share)))
+
+    def _in_rows(self, x: Tensor, share: Share) -> Tensor:
+        """Returns the ranks' shards one after the other, padded to equal sizes: (ranks, ..., shard, ...)."""
+        places = [RankPosition(rank, self.place.ranks) for rank in range(self.place.ranks)]
+        sizes = [place.size(share) for place in places]
+        if len(set(sizes)) == len(share.parts) == 1:
+            return x.unflatten(share.dim, (len(places), sizes[0])).movedim(share.dim, 0).contiguous()
+        shape = [len(places), *x.shape]
+        shape[share.dim + 1] = max(sizes)
+        parts = x.new_zeros(shape)
+        for place, into, size in zip(places, parts, sizes, strict=True):
+            into.narrow(share.dim, 0, size).copy_(_part(x, share, place))
+        return parts
 
     # -- with gradients ------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        return _Paired.apply(x, _same, self.total)
+        return Paired.apply(x, _same, self.total)
 
     def reduce(self, x: Tensor) -> Tensor:
-        return _Paired.apply(x, self.total, _same)
+        return Paired.apply(x, self.total, _same)
 
     def cut(self, x: Tensor, share: Share) -> Tensor:
-        return _Paired.apply(x, self.part, self.whole, share)
+        return Paired.apply(x, self.part, self.whole, share)
 
     def gather(self, x: Tensor, share: Share) -> Tensor:
-        return _Paired.apply(x, self.whole, self.part, share)
+        return Paired.apply(x, self.whole, self.part, share)
 
     def scatter(self, x: Tensor, share: Share) -> Tensor:
-        return _Paired.apply(x, self.total_part, self.whole, share)
+        return Paired.apply(x, self.total_part, self.whole, share)
 
     def collect(self, x: Tensor, share: Share) -> Tensor:
-        return _Paired.apply(x, self.whole, self.total_part, share)
+        return Paired.apply(x, self.whole, self.total_part, share)
+
+    def columns(
+        self, x: Tensor, share: Share | None, products: tuple[ColumnProduct, ...]
+    ) -> tuple[Tensor, ...]:
+        weights = [lowered(tensor) for weight, bias, _ in products for tensor in (weight, bias)]
+        turned = tuple(turned for *_, turned in products)
+        results = ColumnProducts.apply(x, self._entry(share), turned, *weights)
+        return results[: 1 + len(products)]
+
+    def _entry(self, share: Share | None) -> Entry:
+        if share is None:
+            return Entry(_same, self.total, self.begin_total)
+        one = {"share": share}
+        return Entry(
+            partial(self.whole, **one), partial(self.total_part, **one), partial(self.begin_total_part, **one)
+        )
 
     def _added(self, x: Tensor, scatter: Share | None) -> Tensor:
         return self.reduce(x) if scatter is None else self.scatter(x, scatter)
@@ -158,17 +197,21 @@ class TensorParallelGroup(Collectives):
         masks: tuple[Any, ...],
         weights: tuple[Any, ...],
         scatter: Share | None = None,
+        share: Share | None = None,
     ) -> tuple[Tensor, None]:
         in_weight, in_bias, out_weight, out_bias = weights
         biases = (None,) * 3 if in_bias is None else in_bias.chunk(3)
-        pairs = zip(inputs, in_weight.chunk(3), biases, strict=True)
-        q, k, v = (by_heads(functional.linear(x, w, b), module) for x, w, b in pairs)
+        pairs = [*zip(in_weight.chunk(3), biases, strict=True)]
+        if len(inputs) == 1:
+            _, *made = self.columns(inputs[0], share, tuple((w, b, False) for w, b in pairs))
+        else:
+            made = [functional.linear(x, w, b) for x, (w, b) in zip(inputs, pairs, strict=True)]
+        q, k, v = (by_heads(each, module) for each in made)
         mask, causal = one_mask(q, k, *masks)
         if mask is not None and mask.ndim == 4 and mask.shape[1] == module.num_heads:
             mask = self.part(mask, Share(1, (module.num_heads,)))
-        share = Share(1, (module.num_heads,))
         p = module.dropout if module.training else 0.0
-        out = self.attention(share, q, k, v, mask, p, causal)
+        out = self.attention(Share(1, (module.num_heads,)), q, k, v, mask, p, causal)
         # Tokens come first in memory, as in torch's own attention: a dropout after it draws in memory order.
         out, turned = out.permute(2, 0, 1, 3).flatten(2), module.batch_first and inputs[0].ndim == 3
         scatter = scatter.at(1 - scatter.dim) if turned and scatter is not None else scatter
@@ -359,21 +402,6 @@ def _nothing(index: Tensor, weight: Tensor) -> Tensor:
 
 def _same(x: Tensor) -> Tensor:
     return x.view_as(x)
-
-
-@final
-class _Paired(torch.autograd.Function):
-    """Applies `there` to values and `back` to their gradients, whose own gradients get `there` again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, *share: Share) -> Tensor:
-        ctx.there, ctx.back, ctx.share = there, back, share
-        return there(x, *share)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        x = _Paired.apply(grads[0], ctx.back, ctx.there, *ctx.share)
-        return x, None, None, *(None for _ in ctx.share)
 
 
 @final

@@ -13,7 +13,6 @@ from typing import final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 
 from outsize.errors import BadOption
 from outsize.program.tensor_parallel.share import Share
@@ -70,7 +69,8 @@ class ColumnParallelLinear(_DividedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., in_features) to (..., out_features / n)."""
-        out = functional.linear(self._together.enter(x), local_of(self.weight), self._local_bias())
+        product = local_of(self.weight), self._local_bias(), False
+        _, out = self._together.columns(x, None, (product,))
         return self._together.gather(out, self._share.at(x.ndim - 1)) if self.gather_output else out
 
 

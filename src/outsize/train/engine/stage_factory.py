@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from outsize.device.accelerators import device_count, is_accelerator
 from outsize.ir.plan import Plan
+from outsize.ir.schedule import Kind, parse_row
 from outsize.ir.units.recompute_segments import blocks, segments
 from outsize.program.generate import Compiler, compile_slice
+from outsize.program.tensor_parallel.overlap import overlapped
 from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.stage.batchnorm import DeferredStatistics
@@ -27,6 +29,7 @@ from outsize.run.stage.kept_casts import KeptCasts
 from outsize.run.stage.recompute import Recompute, SegmentedRecompute
 from outsize.run.stage.stage import StageExecutor
 from outsize.run.stage.to_device import device_of_model, program_on_device
+from outsize.schedules.families import family_of
 from outsize.train.variants.variant import Variant
 
 
@@ -74,9 +77,12 @@ class StageFactory:
         """
         if device is not None and variant.home is not None:
             program = program_on_device(program, variant.cut.tape, model, variant.home, device)
-        casts = self._casts_of(variant, program, model, device)
-        if is_copy or casts is not None or self.backend is not None:
+        casts, overlaps = self._casts_of(variant, program, model, device), self._overlaps()
+        if is_copy or overlaps or casts is not None or self.backend is not None:
             spec = replace(program.spec, cast=casts)
+            if overlaps:
+                joined = overlapped(spec.instructions, spec.exits, variant.cut.tape, model)
+                spec = replace(spec, instructions=joined)
             function = compile_slice(spec, model, variant.tape.modes, self._compiler())
             program = replace(program, spec=spec, function=function)
         policy, recompute = self.plan.recompute_of(program.stage), None
@@ -114,6 +120,15 @@ class StageFactory:
             for name in sorted(unknown & program.weights):
                 casts.kept.add((id(model), name), partial(_parameter, model, name))
         return casts
+
+    def _overlaps(self) -> bool:
+        """Returns whether collectives of the backward overlap with weight gradients.
+
+        A schedule that splits the backward computes those later, and a compiled graph ends at collectives.
+        """
+        written = (action.kind for row in self.plan.actions for action in parse_row(row))
+        splits = family_of(self.plan.schedule).splits_backward or Kind.I in written
+        return self.plan.axes.tp > 1 and self.backend is None and not splits
 
     def _compiler(self) -> Compiler | None:
         return None if self.backend is None else partial(compiled, backend=self.backend)

@@ -1,0 +1,56 @@
+"""Collectives of tensor parallelism beside weight gradients: bits of those that are waited for at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from device_ranks import DeviceRanks
+
+from simdev import build
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(
+        build.compiler() is None, reason="the simulated device needs a C++ compiler: g++ or clang++"
+    ),
+]
+Servers = Callable[[str], DeviceRanks]
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("device_type", "order", "ranks", "sequence", "how"),
+    [
+        ("cpu", "lazy", 2, False, {}),
+        ("cpu", "lazy", 2, True, {"recompute": "full"}),
+        ("sim", "lazy", 2, True, {}),
+        ("sim", "seed1", 2, False, {"autocast": True}),
+        pytest.param("sim", "seed2", 2, False, {"recompute": "full"}, marks=FULL),
+        pytest.param("sim", "seed3", 2, True, {"autocast": True}, marks=FULL),
+        pytest.param("sim", "lazy", 4, True, {"schedule": "interleaved"}, marks=FULL),
+        pytest.param("sim", "seed4", 4, False, {"recompute": "full"}, marks=FULL),
+    ],
+    ids=lambda value: (
+        "_".join(map(str, value.values())) or "plain" if isinstance(value, dict) else str(value)
+    ),
+)
+def test_an_overlapped_collective_changes_no_bit(
+    ranks_of: Servers, device_type: str, order: str, ranks: int, sequence: bool, how: dict[str, Any]
+) -> None:
+    found = ranks_of(device_type).run("overlapped", ranks, order=order, sequence=sequence, how=how)
+    for rank in found:
+        (ours, begun), (theirs, waited) = rank["True"], rank["False"]
+        assert len(ours) == len(theirs) > 2
+        assert all(map(torch.equal, ours, theirs))
+        assert begun >= 2 * 2 * 4, "two steps of two microbatches, and four divided products in a stage"
+        assert waited == 0
+
+
+def test_a_schedule_that_delays_weight_gradients_does_not_join_them(ranks_of: Servers) -> None:
+    """They are computed when the schedule says so, and not while the collective of their layer is sent."""
+    how = {"schedule": "zero-bubble"}
+    found = ranks_of("cpu").run("overlapped", 4, order="lazy", sequence=False, how=how)
+    assert [rank["True"][1] for rank in found] == [0] * 4
