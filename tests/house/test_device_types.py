@@ -15,14 +15,17 @@ LAYER = PACKAGE / "device"
 # The catalogue of data sheets calls all its devices "cuda:0" and so on; modules have a method `cuda`.
 DATA = {PACKAGE / "ir" / "hardware" / "devices.py", PACKAGE / "train" / "engine" / "module_names.py"}
 TYPES = re.compile(r"(cuda|xpu|npu|hpu|mps|nccl|xccl|hccl)")
+OF_TORCH = {"torch", "Tensor", "torch.Tensor", "nn.Module", "torch.nn.Module"}
 
 
 def named(path: Path) -> list[str]:
-    """`file:line what` for each attribute of torch, or text, that is a type of devices or a backend."""
+    """`file:line what` for each attribute of torch or of a class of its, or text, that is a type of devices
+    or a backend.
+    """
     found = []
     for node in ast.walk(parse(path)):
         what = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-        is_torch = not isinstance(node, ast.Attribute) or ast.unparse(node.value) == "torch"
+        is_torch = not isinstance(node, ast.Attribute) or ast.unparse(node.value) in OF_TORCH
         if isinstance(what, str) and TYPES.fullmatch(what) and is_torch:
             found.append(f"{path.name}:{getattr(node, 'lineno', 0)} {what}")
     return found
@@ -37,5 +40,6 @@ def test_a_name_is_found(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
         'import torch\ntorch.cuda.synchronize()\nkind = "cuda"\nself.cuda()\nexample = "cuda:0"\n'
+        "moves = {Tensor.xpu}\n"
     )
-    assert named(wrong) == ["wrong.py:3 cuda", "wrong.py:2 cuda"]
+    assert sorted(named(wrong)) == ["wrong.py:2 cuda", "wrong.py:3 cuda", "wrong.py:6 xpu"]

@@ -18,6 +18,7 @@ answer for the CPU. Source: https://docs.pytorch.org/docs/stable/accelerator.htm
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,6 +193,12 @@ def library_versions() -> dict[str, str]:
     drivers = {f"{name} driver": Path(f"/sys/module/{name}/version") for name in ("nvidia", "amdgpu")}
     found |= {name: path.read_text().strip() for name, path in drivers.items() if path.exists()}
     return {name: version for name, version in found.items() if version}
+
+
+def moving_methods() -> frozenset[Callable[..., Tensor]]:
+    """Returns the methods of tensors that are named after a type of devices and move there: `Tensor.cuda`."""
+    names = (CPU, *KNOWN, built_type())
+    return frozenset(getattr(Tensor, name) for name in names if name is not None and hasattr(Tensor, name))
 
 
 # -- random numbers ------------------------------------------------------------------------------------------

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+from outsize.device.accelerators import moving_methods
 from outsize.program.python_reads import NumberInput
 from outsize.program.tape import Instruction, Ref, Tape, Weight
 from outsize.program.tree import leaves, map_leaves, part_at, paths
 
 Env = dict[int, Any]
 
-_MOVES: Final = frozenset({Tensor.cpu, Tensor.cuda})
 # torch's own list of functions that create tensors, on the CPU unless `device` is given; `normal` takes a
 # device, too, where it is given no tensors.
 _FACTORIES: Final[frozenset[Callable[..., Any]]] = frozenset({*_device_constructors(), torch.normal})
@@ -73,7 +73,7 @@ def relocated(instruction: Instruction, tape: Tape, home: torch.device, device: 
     target, kwargs = instruction.target, dict(instruction.kwargs)
     args: tuple[Any, ...] = tuple(instruction.args)
     at_home = all(tape.metas[slot].device == home for slot in instruction.defines())
-    if target in _MOVES and at_home:
+    if at_home and target in moving_methods():
         return replace(instruction, target=Tensor.to, args=(args[0], device), kwargs={})
     if isinstance(kwargs.get("device"), str | int):
         kwargs["device"] = torch.device(kwargs["device"])

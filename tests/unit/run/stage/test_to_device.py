@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from zoo import case
 
 from outsize.capture.recording.fallbacks import record
 from outsize.program.liveness import legal_cuts
+from outsize.program.replay import relocated
 from outsize.program.weight_lookup import CopiedWeights
 from outsize.run.stage.cut import cut, in_runs
 from outsize.run.stage.to_device import device_of_model, program_on_device
@@ -106,6 +108,20 @@ def test_tensors_that_are_made_without_a_device_are_made_on_the_stages() -> None
     (program,) = cut(tape, model, [0] * len(tape.instructions), outputs=True).programs
     there = program_on_device(program, tape, model, CPU, META)
     assert there.function(x.to(META), lambda _: None)[0].device == META
+
+
+@pytest.mark.parametrize("move", [Tensor.cpu, Tensor.cuda, Tensor.xpu])
+def test_a_move_to_a_type_of_devices_goes_to_the_stages(move: Any) -> None:
+    """`x.xpu()` of a program that was recorded on such a device, as `x.cuda()`."""
+    tape = record(nn.Sequential(nn.Linear(4, 4), Moved()), (torch.ones(2, 4),), {})
+    (moved,) = (i for i in tape.instructions if i.target is Tensor.cpu)
+    found = relocated(replace(moved, target=move), tape, CPU, META)
+    assert (found.target, found.args[1]) == (Tensor.to, META)
+
+
+class Moved(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cpu() * 2
 
 
 def test_a_program_at_home_is_left_as_it_is() -> None:
