@@ -7,7 +7,7 @@ call such devices, and what they lack.
 
     type   devices                             collectives   lacks
     cuda   NVIDIA, and AMD by ROCm             nccl, rccl
-    xpu    Intel                               xccl
+    xpu    Intel                               xccl          some of them float64
     npu    Huawei Ascend, by torch_npu         hccl
     hpu    Intel Gaudi, by habana_frameworks   hccl          streams
     mps    Apple                               none          streams, several devices, float64
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
@@ -102,9 +103,23 @@ def is_accelerator(place: str | torch.device) -> bool:
 
 
 def lacks(place: str | torch.device, what: Lack) -> bool:
-    """Tells whether devices of this type are known to lack something."""
+    """Tells whether devices of this type are known to lack something, or this one says that it does."""
     row = KNOWN.get(type_of(place))
-    return row is not None and what in row.lacks
+    if row is not None and what in row.lacks:
+        return True
+    return what == "float64" and is_accelerator(place) and not _has_float64(torch.device(place))
+
+
+@cache
+def _has_float64(device: torch.device) -> bool:
+    """Returns what the device's module says; Intel's does, since some of its devices have no float64."""
+    ask = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return ask is None or bool(getattr(ask(device), "has_fp64", True))
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Returns the dtype for sums of numbers of any dtype: float64, or float32 where the device has none."""
+    return torch.float32 if lacks(device, "float64") else torch.float64
 
 
 def spoken(kind: str | None = None) -> str:

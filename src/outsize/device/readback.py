@@ -40,7 +40,7 @@ def host_numbers(values: Sequence[float | Tensor]) -> list[float]:
 
 def launched_to(device: str | torch.device, values: Tensor) -> Tensor:
     """Returns a copy of the host's tensor on a device; an accelerator copies it while the host goes on."""
-    if not is_accelerator(device):
+    if not is_accelerator(device) or lacks(device, "streams"):
         return values.to(device)
     staging = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
     return staging.to(device, non_blocking=True)

@@ -5,9 +5,10 @@
         stream.copy(into, source)     launches; what reads `into` must be behind an event recorded after it
 
 On an accelerator a launch returns at once. The CPU is its own stream: what is launched is done when the call
-returns, and being behind an event means waiting for it. Places are names of torch's devices.
-`tests/unit/fake_streams.py` is a third implementation, which delays copies and proves what happens before
-what.
+returns, and being behind an event means waiting for it. A device without streams has one queue, which keeps
+the order of launches, and copies between it and the host are done when the call returns. Places are names of
+torch's devices. `tests/unit/fake_streams.py` is a third implementation, which delays copies and proves what
+happens before what.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from outsize.device.accelerators import synchronize
+from outsize.device.accelerators import lacks, synchronize
 from outsize.device.pinned_memory import page_locked
 
 _HOST: Final = "cpu"
@@ -109,6 +110,8 @@ class _Done(StreamEvent):
 
 @final
 class _HostStream(Stream):
+    """Represents the CPU, or the one queue of a device without streams."""
+
     def record(self) -> StreamEvent:
         return _Done()
 
@@ -151,14 +154,14 @@ class _DeviceCompute(Stream):
 
 @final
 class _DeviceCopies(Stream):
-    """Wraps a stream on each end that is a GPU.
+    """Wraps a stream on each end that is a device.
 
     torch runs a copy on the current stream of the source and makes the destination's current stream wait for
     it: if that were the compute stream, nothing would overlap.
     """
 
     def __init__(self, ends: Sequence[str]) -> None:
-        self._streams = [torch.Stream(torch.device(end)) for end in ends if end != _HOST]
+        self._streams = [torch.Stream(torch.device(end)) for end in ends]
 
     def record(self) -> StreamEvent:
         return _DeviceEvent(self._streams[0].record_event())
@@ -193,26 +196,33 @@ def _within(buffer: Tensor, layout: Tensor, start: int) -> Tensor:
     return flat.as_strided(layout.shape, layout.stride(), flat.storage_offset())
 
 
+def _has_streams(place: str) -> bool:
+    return place != _HOST and not lacks(place, "streams")
+
+
 @final
 class TorchStreams(Streams):
     """Gives the streams of the CPU and the accelerators of this machine."""
 
     def __init__(self, places: Sequence[str]) -> None:
-        self._gpus = [torch.device(place) for place in dict.fromkeys(places) if place != _HOST]
-        self._feeds = {str(gpu): torch.Stream(gpu) for gpu in self._gpus}
+        self._devices = [torch.device(place) for place in dict.fromkeys(places) if place != _HOST]
+        self._feeds = {
+            str(device): torch.Stream(device) for device in self._devices if not lacks(device, "streams")
+        }
 
     def compute(self, place: str) -> Stream:
-        return _HostStream() if place == _HOST else _DeviceCompute(place)
+        return _DeviceCompute(place) if _has_streams(place) else _HostStream()
 
     def copies(self, source: str, destination: str) -> Stream:
-        return _DeviceCopies((source, destination))
+        ends = [end for end in (source, destination) if end != _HOST]
+        return _DeviceCopies(ends) if all(map(_has_streams, ends)) else _HostStream()
 
     def empty(self, place: str, size_bytes: int) -> Tensor:
-        pinned = place == _HOST and bool(self._gpus)
+        pinned = place == _HOST and bool(self._feeds)
         return torch.empty(size_bytes, dtype=torch.uint8, device=place, pin_memory=pinned)
 
     def host(self, size_bytes: int) -> Tensor:
-        return page_locked(size_bytes) if self._gpus else torch.empty(size_bytes, dtype=torch.uint8)
+        return page_locked(size_bytes) if self._feeds else torch.empty(size_bytes, dtype=torch.uint8)
 
     def device(self, place: str) -> torch.device:
         return torch.device(place)
@@ -222,7 +232,7 @@ class TorchStreams(Streams):
 
     def move_inputs(self, tensors: Sequence[Tensor], place: str) -> list[Tensor]:
         device = torch.device(place)
-        if place == _HOST or all(t.device == device for t in tensors):
+        if not _has_streams(place) or all(t.device == device for t in tensors):
             return [t.to(device) for t in tensors]
         feed, compute = self._feeds[place], torch.accelerator.current_stream(device)
         staged = [t for t in tensors if t.device.type == _HOST]
@@ -235,5 +245,5 @@ class TorchStreams(Streams):
         return moved
 
     def synchronize(self) -> None:
-        for gpu in self._gpus:
-            synchronize(gpu)
+        for device in self._devices:
+            synchronize(device)

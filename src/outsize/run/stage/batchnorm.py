@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from outsize.device.accelerators import widest_float
+
 Moments = tuple[int, Tensor, Tensor]  # n, mean, m2
 Calls = list[list[Moments]]  # The outer index is the module, the inner one the call.
 
@@ -104,7 +106,8 @@ def _moments(x: Tensor) -> Moments:
     dims = [d for d in range(x.ndim) if d != 1]
     variance, mean = torch.var_mean(x, dims, correction=0)
     n = x.numel() // x.shape[1]
-    return n, mean.double(), variance.double() * n
+    widest = widest_float(x.device)
+    return n, mean.to(widest), variance.to(widest) * n
 
 
 def _merged(a: Moments, b: Moments) -> Moments:

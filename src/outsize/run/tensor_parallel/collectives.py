@@ -41,6 +41,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn import functional
 
+from outsize.device.accelerators import widest_float
 from outsize.errors import BadOption
 from outsize.program.tensor_parallel.local_tape import Collectives, ColumnProduct
 from outsize.program.tensor_parallel.share import RankPosition, Share
@@ -377,8 +378,11 @@ def with_added_squares(
 ) -> list[Tensor]:
     """Returns norms (0-dim) of whole values from those of parts; `total` adds up squares over ranks."""
     parts = [norm for norm, part in zip(norms, is_part, strict=True) if part]
+    if not parts:
+        return list(norms)
     # fp64 holds the squares of every dtype exactly.
-    whole = iter(total(torch.stack(parts).double().square()).sqrt().unbind() if parts else ())
+    squares = torch.stack(parts).to(widest_float(parts[0].device)).square()
+    whole = iter(total(squares).sqrt().unbind())
     return [next(whole) if part else norm for norm, part in zip(norms, is_part, strict=True)]
 
 

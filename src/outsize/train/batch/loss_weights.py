@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from outsize.capture.guards.trace import without_writes
 from outsize.capture.recording.fallbacks import LossFn
-from outsize.device.accelerators import is_accelerator
+from outsize.device.accelerators import is_accelerator, widest_float
 from outsize.device.readback import host_numbers
 from outsize.errors import OutsizeError
 from outsize.program.python_reads import LOSS
@@ -166,7 +166,7 @@ def _measured(measure: Measure, part: Batch, values: SlotValues) -> float | Tens
         return torch.count_nonzero(counts)
     table = values.slots[weights.slot] if isinstance(weights, Ref) else values.buffers[weights.name]
     if is_accelerator(targets.device):  # The length of a selection is a number for which the host waits.
-        return (table.double()[targets.masked_fill(~counts, 0)] * counts).sum()
+        return (table.to(widest_float(table.device))[targets.masked_fill(~counts, 0)] * counts).sum()
     return table.double()[targets[counts]].sum()
 
 

@@ -186,7 +186,7 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
     a, b = (t if t.layout is torch.strided else t.to_dense() for t in (a, b))  # sparse: equal as matrices
     if torch.equal(a, b) or bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all()):
         return 0.0
-    gap = (a.to(torch.float64) - b.to(torch.float64)).abs()
+    gap = (a.cpu().double() - b.cpu().double()).abs()  # A device may have no float64.
     return float(torch.nan_to_num(gap, nan=math.inf).max()) or 5e-324
 
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from outsize.device.accelerators import CPU, current_device, is_accelerator
+from outsize.device.accelerators import CPU, current_device, is_accelerator, widest_float
 from outsize.device.clock import Clock, clock_of
 from outsize.device.streams import TorchStreams
 from outsize.errors import RankFailed
@@ -532,10 +532,11 @@ class ProcessCrew(Crew):
 
     def broadcast(self, value: Tensor | None, dtype: torch.dtype, source: int) -> Tensor:
         # fp64 holds every loss dtype exactly.
-        wire = None if value is None else value.to(self._place, torch.float64)
+        widest = widest_float(self._place)
+        wire = None if value is None else value.to(self._place, widest)
         if not is_accelerator(self._place):
             return self._transport.share(wire, source).to(dtype)
-        wire = torch.zeros((), dtype=torch.float64, device=self._place) if wire is None else wire
+        wire = torch.zeros((), dtype=widest, device=self._place) if wire is None else wire
         dist.broadcast(wire, group=self._group.device, group_src=source)
         return wire.to(dtype)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from outsize.device.accelerators import is_accelerator
+from outsize.device.accelerators import is_accelerator, widest_float
 from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.host.speculative_step import Speculation
@@ -101,8 +101,8 @@ def _in_order(names: Iterable[str], norms: Mapping[str, Tensor], place: torch.de
             if is_own
             else torch.zeros(len(members), device=place)
         )
-        parts.append(own.to(place, torch.float64))
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=place)
+        parts.append(own.to(place, widest_float(place)))
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=widest_float(place), device=place)
 
 
 def _norm_of_norms(norms: Tensor, present: Sequence[float], dtypes: Sequence[torch.dtype]) -> Tensor:

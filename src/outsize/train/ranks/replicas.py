@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outsize.device.accelerators import widest_float
 from outsize.run.transport.control_messages import all_gather_values, gather_values
 from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.loss_weights import Counted, shares_of
@@ -132,7 +132,7 @@ class ReplicaGroup(Replicas):
         return own_pieces(self.index, all_counted), frozenset().union(*(names for _, names in gathered))
 
     def total(self, value: Tensor) -> Tensor:
-        wire = value.detach().to(torch.float64, copy=True).reshape(1)
+        wire = value.detach().to(widest_float(value.device), copy=True).reshape(1)
         dist.all_reduce(wire, group=self.group.of_tensor(wire))
         return wire[0].to(value.dtype)
 
