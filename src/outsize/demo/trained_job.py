@@ -23,7 +23,6 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.planner.advice.overview import Outlook
 from outsize.planner.advice.utilisation import utilisation
-from outsize.planner.memory.memory_samples import with_memory_samples
 from outsize.report import plots
 from outsize.report.html import page
 from outsize.report.tables.plan_tables import check_table, plan_table, run_table
@@ -86,9 +85,7 @@ class TrainedJob:
             )
         )
         (folder / "report.html").write_text(html, encoding="utf-8")
-        expected = seen.plan.expected
-        predicted = seen.timeline if expected is None else with_memory_samples(seen.timeline, expected)
-        (folder / "trace.json").write_text(json.dumps(perfetto(predicted, self.measured)))
+        (folder / "trace.json").write_text(json.dumps(perfetto(seen.timeline, self.measured)))
         plots.timeline_png(seen.timeline, self.measured, folder / "timeline.png")
         plots.memory_png(seen.plan, folder / "memory.png")
         plots.loss_png(self.losses, folder / "loss.png")

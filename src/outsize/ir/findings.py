@@ -548,10 +548,12 @@ class MemoryBound(Finding):
 
 
 @final
-class GradientBound(Finding):
-    """Holds the share of the step that the sum of the replicas' gradients takes."""
+class CollectiveBound(Finding):
+    """Holds the share of the step that collectives of the replicas' weights and gradients take which no
+    computation hides.
+    """
 
-    code: Literal["gradient-bound"] = "gradient-bound"
+    code: Literal["collective-bound"] = "collective-bound"
     replicas: int
     share: float
 
@@ -584,7 +586,7 @@ class ComputeBound(Finding):
 
 
 Bottleneck = Annotated[
-    SingleUnit | HostBound | MemoryBound | GradientBound | LinkBound | BubbleBound | ComputeBound,
+    SingleUnit | HostBound | MemoryBound | CollectiveBound | LinkBound | BubbleBound | ComputeBound,
     Field(discriminator="code"),
 ]
 """A bottleneck is the one term that would have to change for a step to get shorter."""

@@ -47,6 +47,7 @@ from outsize.ir.findings import (
     BubbleBound,
     CaptureNote,
     CheapestDevices,
+    CollectiveBound,
     ComposedSchedule,
     ComputeBound,
     ContextParallel,
@@ -58,7 +59,6 @@ from outsize.ir.findings import (
     Finding,
     FirstReplicaStatistics,
     FullestDevice,
-    GradientBound,
     HostBound,
     HostMemoryEnough,
     HostMemoryShort,
@@ -507,8 +507,9 @@ def _memory_bound(f: MemoryBound) -> str:
 
 
 @sentence.register
-def _gradient_bound(f: GradientBound) -> str:
-    return f"the sum of gradients over {f.replicas} replicas: {percent_text(f.share)} of the step"
+def _collective_bound(f: CollectiveBound) -> str:
+    share = percent_text(f.share)
+    return f"collectives of {f.replicas} replicas: {share} of the step, which no computation hides"
 
 
 @sentence.register

@@ -38,22 +38,36 @@ def by_blocks(plan: Plan, graph: ModelGraph) -> Plan:
         return plan
     owners = plan.owners(graph)
     of_stage = [[u for u, at in enumerate(owners) if at == stage] for stage in range(len(plan.stages))]
-    pieces, piece_of, size = list[list[list[int]]](), pieces_of(graph), _sizes(graph)
-    for units in of_stage:
-        pieces.append(_joined((list(group) for _, group in groupby(units, piece_of.__getitem__)), size))
-    numbers = iter(range(sum(map(len, pieces))))
-    parts = [[next(numbers) for _ in units] for units in pieces]
+    pieces = pieces_of_stages(graph, of_stage)
     whole = planned(plan.schedule, len(plan.stages), plan.microbatches, plan.axes.pp, plan.actions)
-    rows = tuple(tuple(_spelled(row, parts)) for row in whole.actions)
+    refined = divided(whole, list(map(len, pieces)))
     names = [unit.name for unit in graph.units]
     stages = [
         _stage(plan, stage, names, piece)
         for stage, parts_of_stage in enumerate(pieces)
         for piece in parts_of_stage
     ]
-    actions = written(Schedule(CUSTOM_NAME, whole.microbatches, rows))
+    actions = written(refined)
     updates = {"stages": tuple(stages), "schedule": CUSTOM_NAME, "actions": actions, "expected": None}
     return plan.model_copy(update=updates)
+
+
+def divided(schedule: Schedule, counts: Sequence[int]) -> Schedule:
+    """Returns the compute-only schedule with each stage divided into `counts[stage]` parts, numbered in
+    order.
+    """
+    numbers = iter(range(sum(counts)))
+    parts = [[next(numbers) for _ in range(count)] for count in counts]
+    rows = tuple(tuple(_spelled(row, parts)) for row in schedule.actions)
+    return Schedule(CUSTOM_NAME, schedule.microbatches, rows)
+
+
+def pieces_of_stages(graph: ModelGraph, stages: Iterable[Sequence[int]]) -> list[list[list[int]]]:
+    """Returns the pieces of each stage as lists of units; `stages` are the units of each stage, ascending."""
+    piece_of, size = pieces_of(graph), _sizes(graph)
+    return [
+        _joined((list(group) for _, group in groupby(units, piece_of.__getitem__)), size) for units in stages
+    ]
 
 
 def _spelled(row: Iterable[Action], parts: Sequence[Sequence[int]]) -> Iterator[Action]:

@@ -12,6 +12,11 @@ gradients is scattered before that. More is whole, less is sent. Two stages, two
 
     0UNSHARD 1UNSHARD 0F0 1F0 1B0 0B0 0F1 1F1 1B1 1REDUCE_GRAD 1RESHARD 0B1 0REDUCE_GRAD 0RESHARD
 
+Where weights are whole on every replica, `with_reductions` adds REDUCE_GRAD behind the last backward of each
+stage alone: its gradients are added up in buckets of BUCKET_BYTES, which leave within that backward.
+
+    1F0 0F0 .. 1B0 1B1 1REDUCE_GRAD 0B1 0REDUCE_GRAD
+
 Sends go first: another rank waits for them. A stage that uses a tied weight needs its owner's, too, where
 that is on the same rank (from another one it gets a copy).
 
@@ -26,10 +31,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import or_
+from typing import Final
 
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.schedules.message import SENDS, Edges
 
+# As those of torch's DDP, arXiv 2006.15704, sec. 3.2.3.
+BUCKET_BYTES: Final = 25_000_000
+_BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 Needs = Mapping[int, frozenset[int]]
 
 
@@ -44,6 +53,27 @@ def with_gathers(schedule: Schedule, uses: Edges, *, once: bool = False) -> Sche
             needs[user] |= {owner}
     rows = tuple(tuple(_row(row, needs, once)) for row in schedule.actions)
     return Schedule(schedule.name, schedule.microbatches, rows)
+
+
+def with_reductions(schedule: Schedule) -> Schedule:
+    """Returns the schedule with REDUCE_GRAD after the last backward of each stage and the sends that
+    follow it.
+    """
+    rows = tuple(tuple(_reduced(row)) for row in schedule.actions)
+    return Schedule(schedule.name, schedule.microbatches, rows)
+
+
+def _reduced(row: Sequence[Action]) -> Iterator[Action]:
+    last = {a.stage: position for position, a in enumerate(row) if a.kind in _BACKWARD}
+    waiting: list[Action] = []
+    for position, action in enumerate(row):
+        if action.kind is not Kind.SEND_B:
+            yield from waiting
+            waiting = []
+        yield action
+        if last.get(action.stage) == position:
+            waiting.append(Action(action.stage, Kind.REDUCE_GRAD))
+    yield from waiting
 
 
 def _row(row: Sequence[Action], needs: Needs, once: bool) -> Iterable[Action]:

@@ -9,7 +9,7 @@ import pytest
 from outsize.ir.schedule import COMPUTE, NO_MICROBATCH, Action, Kind, Schedule, parse_row
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
-from outsize.schedules.sharded import with_gathers
+from outsize.schedules.sharded import with_gathers, with_reductions
 
 BACKWARD = {Kind.B, Kind.W}
 LOADS = {Kind.LOAD, Kind.UNLOAD}
@@ -31,6 +31,14 @@ def test_one_stage_ahead_is_gathered_and_what_is_not_next_is_given_up() -> None:
         "0UNSHARD,1UNSHARD,0F0,0RESHARD,2UNSHARD,1F0,1RESHARD,2F0,1UNSHARD,2B0,2REDUCE_GRAD,2RESHARD,"
         "0UNSHARD,1B0,1REDUCE_GRAD,1RESHARD,0B0,0REDUCE_GRAD,0RESHARD"
     )
+
+
+def test_a_stage_is_reduced_behind_its_last_backward_and_what_that_sends() -> None:
+    row = parse_row("1F0,3F0,3B0,3SEND_B0,1I0,1SEND_B0,1W0")
+    found = with_reductions(Schedule("custom", 1, (row,))).actions[0]
+    assert ",".join(map(str, found)) == "1F0,3F0,3B0,3SEND_B0,3REDUCE_GRAD,1I0,1SEND_B0,1W0,1REDUCE_GRAD"
+    forwards = with_reductions(Schedule("custom", 1, (parse_row("0F0,1F0"),))).actions[0]
+    assert all(action.kind is not Kind.REDUCE_GRAD for action in forwards)
 
 
 def test_once_a_step_what_is_gathered_stays_until_its_last_backward() -> None:

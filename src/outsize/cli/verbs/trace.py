@@ -68,12 +68,9 @@ def trace(
 
 def write_trace(path: Path, outcome: RunOutcome) -> None:
     """Writes both timelines of the outcome as trace events. Raises BadOption when that fails."""
-    from outsize.planner.memory.memory_samples import with_memory_samples
     from outsize.report.trace import perfetto
 
-    expected = outcome.plan.expected
-    predicted = outcome.predicted if expected is None else with_memory_samples(outcome.predicted, expected)
-    write_text(path, json_text.dumps(perfetto(predicted, outcome.measured)) + "\n")
+    write_text(path, json_text.dumps(perfetto(outcome.predicted, outcome.measured)) + "\n")
 
 
 def outcome_tables(job: RunJob, outcome: RunOutcome) -> Iterable[RenderableType]:

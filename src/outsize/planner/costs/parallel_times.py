@@ -8,23 +8,20 @@
                 shares wait for it. A collective waits for the last of its ranks, so that what host and
                 device do not hide of each other grows with the group (`Efficiency.lateness`)
     cp          the same shares of work, by tokens; attention is computed in a ring (context_parallel.py)
-    sharded     FSDP gathers a stage's weights in the forward and once more in the backward, and scatters
-                its gradients, for every microbatch. It prefetches, so a pass is as slow as the slower of
-                compute and links, taken in the mean over the model (arXiv 2304.11277, sec. 3.3)
-    replicas    one all-reduce of a stage's gradients per step among all that have the same weights, cp
-                too; the last backward hides as much of it as it lasts (arXiv 2006.15704, sec. 3.2)
-    resident    over dp_shard its two halves: gradients are scattered during the last backward, weights
-                are gathered during the next step's first forward (arXiv 1910.02054, sec. 7.2.1)
+    replicas    a unit takes as long as on one device. Collectives of weights and gradients
+                (`WeightCollectives`) are actions of their own: UNSHARD gathers weights over dp_shard,
+                REDUCE_GRAD scatters gradients there and sums them among all that have the same part, cp
+                too (schedules/sharded.py, evaluate/played_step.py)
 
 Deviations: the collectives of tp are not overlapped with compute; weights that cp reads whole count with a
-share of their bytes; a replica's stages synchronise one after the other. Complexity: O(units + users of all
-values). Oracle: tests/unit/planner/costs/test_parallel_times.py, figures by hand.
+share of their bytes. Complexity: O(units + users of all values). Oracle:
+tests/unit/planner/costs/test_parallel_times.py, figures by hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Self, final
 
@@ -33,7 +30,7 @@ from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, ShardedFraction, Work
-from outsize.planner.costs.collectives import collective_s
+from outsize.planner.costs.collectives import Collective, collective_s
 from outsize.planner.costs.context_parallel import ring_bytes, ring_s
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
@@ -91,28 +88,35 @@ def split_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: C
     return times
 
 
-def with_gathered_weights(
-    sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster
-) -> UnitSeconds:
-    """Returns the seconds of `split_times` with the collectives of weights that are sharded."""
-    return times if layout.weights != "sharded" else _gathering(sharing, times, layout, cluster)
-
-
-def sync_s(held: tuple[int, int], passes: tuple[float, float], layout: Layout, cluster: Cluster) -> float:
-    """Returns the seconds per step for which replicas wait for each other's weights and gradients of a stage.
-
-    `held`: bytes of both on one device. `passes`: forward and backward of a microbatch, which overlap with
-    the transfers.
+@final
+@dataclass(frozen=True, eq=False)
+class WeightCollectives:
+    """Prices the collectives among the replicas of a layout, by its axes; `cluster` are all devices of the
+    kind that a stage has.
     """
-    (weights, gradients), (forward_s, backward_s), shard = held, passes, layout.axes.dp_shard
-    gather_s = scatter_s = 0.0
-    if layout.weights == "resident" and shard > 1:
-        group = _along(layout.microbatch_ranks, shard * layout.microbatch_ranks)
-        gather_s = collective_s("all_gather", weights, group, cluster)
-        scatter_s = collective_s("reduce_scatter", gradients, group, cluster)
-        gradients = -(-gradients // shard)
-    added_s = collective_s("all_reduce", gradients, _same_weights(layout), cluster)
-    return max(0.0, gather_s - forward_s) + max(0.0, scatter_s + added_s - backward_s)
+
+    layout: Layout
+    cluster: Cluster
+    _known: dict[tuple[Collective, int], float] = field(default_factory=dict)
+
+    def gather_s(self, weights_bytes: int) -> float:
+        """Returns the seconds in which the weights of some units become whole (UNSHARD)."""
+        return self._seconds("all_gather", weights_bytes)
+
+    def reduce_s(self, gradients_bytes: int, *, last: bool) -> float:
+        """Returns the seconds of one REDUCE_GRAD: the gradients are scattered over dp_shard, and with the
+        last one of a step summed over all that have the same part.
+        """
+        scatter_s = self._seconds("reduce_scatter", gradients_bytes)
+        part_bytes = -(-gradients_bytes // self.layout.axes.dp_shard)
+        return scatter_s + (self._seconds("all_reduce", part_bytes) if last else 0.0)
+
+    def _seconds(self, kind: Collective, size_bytes: int) -> float:
+        key = kind, size_bytes
+        if key not in self._known:
+            ranks = _same_weights(self.layout) if kind == "all_reduce" else _shards(self.layout)
+            self._known[key] = collective_s(kind, size_bytes, ranks, self.cluster)
+        return self._known[key]
 
 
 def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
@@ -192,19 +196,9 @@ def _part(work: Work, shards: int) -> Work:
     return work.model_copy(update={"flops": work.flops // shards, "moved_bytes": work.moved_bytes // shards})
 
 
-def _gathering(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
-    size = sharing.weights_bytes(layout.axes.tp)
-    group = _along(layout.microbatch_ranks, layout.axes.dp_shard * layout.microbatch_ranks)
-    gather = collective_s("all_gather", size, group, cluster)
-    scatter = collective_s("reduce_scatter", size, group, cluster)
-    forward = _slowdown(gather, float(times.forward.sum()))
-    backward = _slowdown(gather + scatter, float(times.backward.sum()))
-    return times.times(forward, backward, backward)
-
-
-def _slowdown(links_s: float, compute_s: float) -> float:
-    """Returns how much longer a pass takes that overlaps with the links."""
-    return max(1.0, links_s / compute_s) if compute_s else 1.0
+def _shards(layout: Layout) -> range:
+    """Returns the ranks of the first group that share the weights of a replica."""
+    return _along(layout.microbatch_ranks, layout.axes.dp_shard * layout.microbatch_ranks)
 
 
 def _same_weights(layout: Layout) -> list[int]:

@@ -3,7 +3,8 @@
     a unit       the slowest stage is a single unit, which no cut divides
     the host     holds the weights: which share of the step the devices compute, and which the host does
     memory       without the devices' limits another cut, or no recompute, would be faster by SEEN or more
-    links        transfers that no compute overlaps take that share of the step, or the replicas' gradients do
+    collectives  of replicas' weights and gradients that no compute overlaps take that share of the step
+    links        transfers that no compute overlaps do
     bubble       devices wait for that share: more microbatches or fewer stages would be faster
     compute      none of these: the stage that sets the pace, with the share of the step for which it computes
 
@@ -20,8 +21,8 @@ from typing import Final
 from outsize.ir.findings import (
     Bottleneck,
     BubbleBound,
+    CollectiveBound,
     ComputeBound,
-    GradientBound,
     HostBound,
     LinkBound,
     MemoryBound,
@@ -29,7 +30,8 @@ from outsize.ir.findings import (
 )
 from outsize.ir.graph import ModelGraph
 from outsize.planner.bounds.step_time import PrefixTimes
-from outsize.planner.evaluate.estimate import Estimate, waits_s
+from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.played_step import is_collective, is_message
 
 SEEN: Final = 0.02
 MUCH: Final = 0.25
@@ -47,9 +49,10 @@ def limited_by(estimate: Estimate, work: PrefixTimes, graph: ModelGraph, bounds:
     shorter_s = _memory_costs_s(work, estimate)
     if shorter_s > SEEN * step_s:
         return MemoryBound(shorter_s=shorter_s)
-    if estimate.sync_s > SEEN * step_s:
-        return GradientBound(replicas=layout.replicas, share=estimate.sync_s / step_s)
-    links_s = waits_s(estimate)
+    collectives_s = estimate.step.exposed_s(is_collective)
+    if collectives_s > SEEN * step_s:
+        return CollectiveBound(replicas=layout.replicas, share=collectives_s / step_s)
+    links_s = estimate.step.exposed_s(is_message)
     if links_s > SEEN * step_s:
         return LinkBound(share=links_s / step_s)
     if estimate.bubble > MUCH:
@@ -68,7 +71,7 @@ def _on_host(estimate: Estimate) -> HostBound | ComputeBound:
     busy = computed_s * estimate.layout.microbatches / (estimate.step_s * estimate.layout.axes.pp)
     if 1 - busy <= SEEN:
         return ComputeBound(stage=None, share=busy)
-    return HostBound(compute_share=busy, optimizer_share=estimate.sync_s / estimate.step_s)
+    return HostBound(compute_share=busy, optimizer_share=estimate.after_s / estimate.step_s)
 
 
 def _memory_costs_s(work: PrefixTimes, estimate: Estimate) -> float:

@@ -8,6 +8,7 @@ the ratio that the roofline predicts, unit by unit. Models of very many units ar
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -33,7 +34,7 @@ from outsize.planner.costs.coarsening import (
 )
 from outsize.planner.costs.device_scaling import on_kind
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.parallel_times import Sharing, split_times, sync_s, with_gathered_weights
+from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, split_times
 from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.heterogeneous.assignment import excess_bytes, first_of, numbers, orders, taken
 from outsize.planner.heterogeneous.bounds import Crossing, Fleet, Groups
@@ -47,6 +48,7 @@ from outsize.planner.memory.sharded import UnshardedBytes, device_tables
 from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hosted
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.partition.stage_weights import Demand, demands
+from outsize.schedules.refine import pieces_of
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Maps the microbatches of the whole batch to the model at that size, with its costs."""
@@ -89,6 +91,8 @@ class CostTables:
         self._works: dict[Key, PrefixTimes] = {}
         self._cases: dict[Key, PricedModel] = {}
         self._alike: dict[Key, Cluster] = {}
+        self._collectives: dict[Key, WeightCollectives] = {}
+        self._pieces: dict[int, Sequence[tuple[int, ...]]] = {}
         self._fleets: dict[Key, Fleet | None] = {}
         self._crossing: dict[int, Crossing] = {}
         self._cuts: dict[Layout, tuple[int, ...]] = {}
@@ -110,8 +114,8 @@ class CostTables:
         assert groups is not None, "the groups with usable memory exist"
         devices = [groups.devices[rank] for rank in ranks]
         options = tuple(tuple(self.case(layout, device, again) for again in recompute) for device in devices)
-        alike = tuple(map(self._like, devices))
-        return Pipeline(layout, groups, room, ranks, options, alike, demand=self.demands(layout)[0])
+        collectives = tuple(self._collectives_of(layout, device) for device in devices)
+        return Pipeline(layout, groups, room, ranks, options, collectives, demand=self.demands(layout)[0])
 
     def demands(self, layout: Layout) -> tuple[Demand | None, ...]:
         """Returns which weights the stages of a layout need, the preferred demand first."""
@@ -121,6 +125,13 @@ class CostTables:
         if key not in self._demands:
             self._demands[key] = demands(self.graph(layout), self.ends(layout), layout.axes.pp)
         return self._demands[key]
+
+    def _collectives_of(self, layout: Layout, device: Device) -> WeightCollectives:
+        """Returns the prices of collectives among the replicas of a stage on such a device."""
+        key = layout.axes, device.kind, device.memory_bytes
+        if key not in self._collectives:
+            self._collectives[key] = WeightCollectives(layout, self._like(device))
+        return self._collectives[key]
 
     def _like(self, device: Device) -> Cluster:
         """Returns all devices of the same kind: a group is among them."""
@@ -343,12 +354,48 @@ class CostTables:
         """
         return self._least.recompute_s(layout, self.work(layout), self._room_bytes(layout.group))
 
-    def together_s(self, layout: Layout) -> float:
-        """Returns the seconds that replicas take to reduce the gradients of an average stage."""
-        if layout.hosted:
+    def collectives_s(self, layout: Layout) -> float:
+        """Returns a lower bound of a step: its collectives of weights and gradients on an average rank, which
+        one queue runs one after the other.
+
+        Sums of whole weights begin within a last backward, behind all forwards. Where weights are sharded,
+        each pass of a stage may find those of its first block gathered.
+        """
+        if layout.hosted or layout.replicas * layout.axes.cp == 1:
             return 0.0
-        size = int(self._least.bytes_of(layout)[1]) // layout.stages
-        return min(sync_s((0, size), (0.0, 0.0), layout, like) for like in self._groups_like(layout))
+        return min(self._collectives_s(layout, device) for device in self._kinds_of(layout))
+
+    def _collectives_s(self, layout: Layout, device: Device) -> float:
+        m, pp, prices = layout.microbatches, layout.axes.pp, self._collectives_of(layout, device)
+        weights, gradients, *_ = (int(size) for size in self._least.bytes_of(layout))
+        if layout.weights != "sharded":
+            work = self.work(layout)
+            passed_s = m * work.forward[-1] + ((m - 1) * work.backward[-1] if pp == 1 else 0.0)
+            return float(passed_s) / pp + prices.reduce_s(gradients // pp, last=True)
+        shards, tp = layout.axes.dp_shard, layout.axes.tp
+        kept_s = max(
+            sum(prices.gather_s(size // tp) for size in sizes) for sizes in self._gathered_together(layout)
+        )
+        gathers_s = max(0.0, prices.gather_s(weights * shards) - layout.stages * kept_s)
+        scatter_s, last_s = (prices.reduce_s(gradients * shards, last=last) for last in (False, True))
+        return (m * 2 * gathers_s + (m - 1) * scatter_s + last_s) / pp
+
+    def _gathered_together(self, layout: Layout) -> Sequence[tuple[int, ...]]:
+        """Returns, for each block, the weight bytes of the blocks whose weights it uses: its own, and those
+        that own tied ones.
+        """
+        if layout.captured not in self._pieces:
+            graph = self.graph(layout)
+            piece, owners = pieces_of(graph), defaultdict[int, set[int]](set)
+            sizes = defaultdict[int, int](int)
+            for name, unit in graph.owner_of.items():
+                sizes[piece[unit]] += graph.parameter_of[name].size_bytes
+            for unit in graph.units:
+                names = (graph.parameter_of[name].name for name in unit.parameters)
+                owners[piece[unit.index]] |= {piece[graph.owner_of[name]] for name in names}
+            together = {tuple(sizes[owner] for owner in sorted(own)) for own in owners.values()}
+            self._pieces[layout.captured] = sorted(together)
+        return self._pieces[layout.captured]
 
     def update_s(self, layout: Layout) -> float:
         """Returns a lower bound of the optimizer's seconds: those of an average device."""
@@ -437,10 +484,7 @@ class CostTables:
         key = (*_spread_key(layout), device.kind)
         if key not in self._costs:
             seconds = self._split(layout, device)
-            if layout.weights == "sharded":
-                sharing, alike = self._sharing(layout), self._like(device)
-                seconds = with_gathered_weights(sharing, seconds, layout, alike)
-            elif layout.hosted and layout.microbatch_ranks == 1:
+            if layout.hosted and layout.microbatch_ranks == 1:
                 # With recompute a unit computes for longer and waits for less: a lower bound takes the
                 # minimum of both.
                 where = self._blocks_of(layout, device), layout, self._cluster
@@ -487,6 +531,5 @@ class CostTables:
 
 def _spread_key(layout: Layout) -> Key:
     """Returns what changes the seconds of a unit."""
-    shards = layout.axes.dp_shard if layout.weights == "sharded" else 1
     where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.hosted else ()
-    return layout.captured, layout.axes.tp, layout.axes.cp, layout.sequence, layout.weights, shards, *where
+    return layout.captured, layout.axes.tp, layout.axes.cp, layout.sequence, layout.weights, *where

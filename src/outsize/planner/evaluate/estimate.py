@@ -1,17 +1,13 @@
 """Prices one cut: seconds by simulating its schedule, bytes by counting what its actions hold.
 
 `price` is for plans that a person has edited; the search uses the same `estimate_cut` for its own. Cuts are
-not moved. Of a step of very many microbatches only a part is simulated: once the pipeline is full it repeats
-itself (a max-plus system is periodic), so the remaining time follows from the rate of the simulated part.
-Where links set the pace the period need not divide p: hence the rate is that of half of the simulated
-microbatches. With links of up to ten forwards that is within 0.2 % of a full simulation for up to 16 stages,
-within 1.5 % for 64 (the rate of the last p microbatches is up to 6 % off). Oracle:
+not moved. Seconds are those of playing the step (played_step.py). Oracle:
 tests/unit/planner/evaluate/test_estimate.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
@@ -20,16 +16,15 @@ from typing import Final, final
 import numpy as np
 
 from outsize.errors import TooFewSamples
-from outsize.ir.cluster import Cluster, Device
+from outsize.ir.cluster import Device
 from outsize.ir.findings import FullestDevice, SlowestStage, UntrainedStages
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Expected, StageFigures
-from outsize.ir.schedule import Kind, Schedule
-from outsize.ir.timeline import Timeline
+from outsize.ir.schedule import Schedule
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.parallel_times import sync_s
-from outsize.planner.costs.stage_edges import Edge, Edges, edges_of
+from outsize.planner.costs.stage_edges import Edge, Edges
 from outsize.planner.evaluate.plan_findings import fullest_device, slowest_stage, untrained_stages
+from outsize.planner.evaluate.played_step import PlayedStep, edges_along, played_step, stage_cost
 from outsize.planner.layout.layout import Layout, ScheduleKey
 from outsize.planner.memory.account import (
     InFlightState,
@@ -40,18 +35,9 @@ from outsize.planner.memory.account import (
 from outsize.planner.memory.headroom import Load, in_use, peak_margin
 from outsize.planner.memory.in_flight_states import states_along_edges, states_by_rank, states_by_stage
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
-from outsize.planner.simulation.critical_path import Cost, Network
-from outsize.planner.simulation.simulate import StageCost, simulate
+from outsize.planner.simulation.simulate import StageCost
 from outsize.schedules.lower import lower
-from outsize.schedules.planned import planned
 
-# At most this many forwards of one step are simulated, over all stages.
-PLAYED: Final = 4096
-# A backward in two halves costs a CPU this much for each unit whose weights wait: 80 to 200 us for ResNet-50,
-# MLPs and a transformer (docs/decisions/0028-stages-form-a-dag.md).
-SPLIT_S: Final = 1e-4
-# After this many rounds of p microbatches a pipeline repeats itself.
-FILLED: Final = 3
 # Autocast reads four bytes of a weight for two bytes of its copy.
 MOVED_PER_COPY: Final = 3
 
@@ -61,10 +47,10 @@ MOVED_PER_COPY: Final = 3
 class Estimate:
     """Describes one way to run a model, with what it is expected to cost.
 
-    `pipeline_s` is for all microbatches; for `sync_s` replicas wait for each other, and for `update_s` the
-    optimizer of the device with most gradients. No cut of this layout that fits makes a step shorter than
-    `floor_s`, which is 0 where it is unknown. `fastest_step_s` is that of the cut that was given up for one
-    between blocks; 0 where none was.
+    `pipeline_s` is for all microbatches, with the collectives of replicas; then for `after_s` the host's
+    optimizer works, or for `update_s` that of the device with most gradients. No cut of this layout that fits
+    makes a step shorter than `floor_s`, which is 0 where it is unknown. `fastest_step_s` is that of the cut
+    that was given up for one between blocks; 0 where none was.
     """
 
     pipeline: Pipeline
@@ -72,7 +58,7 @@ class Estimate:
     cases: tuple[PricedModel, ...]
     costs: tuple[StageCost, ...]
     pipeline_s: float
-    sync_s: float
+    after_s: float
     update_s: float
     floor_s: float = 0.0
     fastest_step_s: float = 0.0
@@ -104,9 +90,14 @@ class Estimate:
         return tuple(map(self.pipeline.device, range(self.pipeline.stages)))
 
     @property
+    def step(self) -> PlayedStep:
+        """Returns what is played of it."""
+        return played_step(self.pipeline, self.bounds, self.cases, self.costs)
+
+    @property
     def step_s(self) -> float:
         """Returns the predicted seconds of a step, with the optimizer's on an accelerator."""
-        return self.pipeline_s + self.sync_s + self.update_s
+        return self.pipeline_s + self.after_s + self.update_s
 
     @property
     def bubble(self) -> float:
@@ -148,33 +139,23 @@ def estimate_cut(
     pipeline: Pipeline, bounds: Sequence[int], choices: Sequence[int], floor_s: float = 0.0
 ) -> Estimate:
     """Simulates and accounts one cut; `choices[stage]` is the index of the stage's case."""
-    edges = _edges(pipeline.case, tuple(bounds))
     cases = tuple(pipeline.options[stage][choice] for stage, choice in enumerate(choices))
     depths = in_flight(pipeline.layout) if any(case.host_copies for case in cases) else (1,) * len(cases)
-    runs = zip(cases, pairwise(bounds), depths, strict=True)
-    costs = tuple(stage_cost(case, *run, held) for case, run, held in runs)
+    runs = tuple(pairwise(bounds))
+    costs = tuple(stage_cost(case, *run, held) for case, run, held in zip(cases, runs, depths, strict=True))
+    after = (
+        float(case.after_s[run]) for case, run in zip(cases, runs, strict=True) if case.after_s is not None
+    )
     return Estimate(
         pipeline,
         tuple(bounds),
         cases,
         costs,
-        _step_s(pipeline, edges, costs),
-        max(
-            _sync_s(pipeline, *of) for of in zip(cases, pairwise(bounds), costs, pipeline.alike, strict=True)
-        ),
+        played_step(pipeline, bounds, cases, costs).seconds(),
+        max(after, default=0.0),
         _update_s(pipeline, cases, bounds),
         floor_s,
     )
-
-
-def waits_s(estimate: Estimate) -> float:
-    """Returns the seconds by which the step would be shorter if links cost nothing."""
-    edges, layout = _edges(estimate.pipeline.case, estimate.bounds), estimate.layout
-    simulated = simulated_microbatches(layout)
-    seconds = _seconds(estimate.pipeline, edges, estimate.costs, simulated)
-    free = {cost: 0.0 if cost[-1] >= 0 else cost_s for cost, cost_s in seconds.items()}
-    network = _network_of(layout, simulated, edges)
-    return (network.step_s(seconds) - network.step_s(free)) * layout.microbatches / simulated
 
 
 def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
@@ -182,82 +163,8 @@ def lower_along(edges: Edges, schedule: Schedule) -> Schedule:
     return lower(schedule, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
 
 
-def simulated_microbatches(layout: Layout) -> int:
-    """Returns how many microbatches are simulated: all of them, or enough to extrapolate."""
-    if layout.actions:
-        return layout.microbatches
-    enough = max(PLAYED // layout.stages, (FILLED + 1) * layout.axes.pp)
-    return layout.microbatches - max(0, layout.microbatches - enough) // layout.axes.pp * layout.axes.pp
-
-
-def _step_s(pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost]) -> float:
-    """Returns the seconds of all microbatches, of which the last ones may not be simulated."""
-    layout = pipeline.layout
-    simulated = simulated_microbatches(layout)
-    seconds = _seconds(pipeline, edges, costs, simulated)
-    step_s = _network_of(layout, simulated, edges).step_s(seconds)
-    if simulated == layout.microbatches:
-        return step_s
-    shorter_s = _network_of(layout, simulated - _window(layout, simulated), edges).step_s(seconds)
-    return step_s + (layout.microbatches - simulated) * (step_s - shorter_s) / _window(layout, simulated)
-
-
-def _window(layout: Layout, simulated: int) -> int:
-    """Returns how many of the simulated microbatches give the rate: rounds of p, after those that fill the
-    pipeline.
-    """
-    pp = layout.axes.pp
-    return max(min(simulated // 2, simulated - FILLED * pp) // pp, 1) * pp
-
-
-Along = frozenset[Edge]
-
-
-@lru_cache(maxsize=64)
-def _network(schedule_key: ScheduleKey, forward: Along, backward: Along, step: Along) -> Network:
-    """Returns the events of one step; the same for all cuts that send along the same edges."""
-    return Network.of(planned(*schedule_key), forward, backward, step)
-
-
-def _network_of(layout: Layout, microbatches: int, edges: Edges) -> Network:
-    schedule_key = layout.schedule_key(microbatches)
-    return _network(schedule_key, frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step))
-
-
-def _seconds(
-    pipeline: Pipeline, edges: Edges, costs: Sequence[StageCost], microbatches: int
-) -> dict[Cost, float]:
-    """Returns the seconds of every kind of node."""
-    cp, seconds = pipeline.layout.axes.cp, dict[Cost, float]()
-    for stage, cost in enumerate(costs):
-        seconds |= {(kind, stage, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
-    for kind, sizes in ((Kind.F, forward_bytes(edges, microbatches)), (Kind.B, edges.backward)):
-        for (source, destination), size in _shares(sizes, cp).items():
-            seconds[kind, source, destination] = pipeline.link(source, destination).seconds(size)
-    return seconds
-
-
-def play(pipeline: Pipeline, bounds: Sequence[int], costs: Sequence[StageCost]) -> Timeline:
-    """Returns the predicted Timeline of the simulated microbatches."""
-    layout, edges = pipeline.layout, _edges(pipeline.case, tuple(bounds))
-    simulated = simulated_microbatches(layout)
-    lowered = lower_along(edges, planned(*layout.schedule_key(simulated)))
-    first_of = {rank: stage for stage, rank in reversed(tuple(enumerate(layout.ranks)))}
-    return simulate(
-        lowered,
-        costs,
-        _shares(forward_bytes(edges, simulated), layout.axes.cp),
-        _shares(edges.backward, layout.axes.cp),
-        lambda a, b: pipeline.link(first_of[a], first_of[b]),
-    )
-
-
-def _shares(sizes: Mapping[Edge, int], cp: int) -> Mapping[Edge, int]:
-    """Divides the bytes of each edge over the devices of a context-parallel group (each sends its part)."""
-    return {edge: -(-size // cp) for edge, size in sizes.items()}
-
-
 Run = tuple[int, int]
+Along = frozenset[Edge]
 
 
 def _memories(
@@ -271,7 +178,7 @@ def _memories(
         return tuple(_account(*of) for of in zip(cases, runs, states, strict=True))
     stage_edges = frozenset[Edge](), frozenset[Edge]()
     if layout.actions:
-        edges = _edges(pipeline.case, tuple(bounds))
+        edges = edges_along(pipeline.case, tuple(bounds))
         stage_edges = frozenset({*edges.forward, *edges.step}), frozenset(edges.backward)
     worst_states: dict[int, InFlightState] = {}
     for rank in range(layout.axes.pp):
@@ -279,12 +186,6 @@ def _memories(
         cases_and_runs = tuple(cases[s] for s in own), tuple(runs[s] for s in own)
         worst_states |= dict(zip(own, _worst_states(*cases_and_runs, key, stage_edges, rank), strict=True))
     return tuple(_account(*of, (worst_states[s],)) for s, of in enumerate(zip(cases, runs, strict=True)))
-
-
-# Options of stages are tried with the same cut.
-@lru_cache(maxsize=128)
-def _edges(case: PricedModel, bounds: tuple[int, ...]) -> Edges:
-    return edges_of(case.flows, bounds)
 
 
 # Cuts that are compared differ in a stage or two: the memory of the others is cached. The last tables stay
@@ -310,19 +211,6 @@ def _worst_states(
     return by_rank[rank].at(int(np.argmax(by_rank[rank].bytes_at(parts))))
 
 
-def _sync_s(
-    pipeline: Pipeline, case: PricedModel, run: tuple[int, int], cost: StageCost, alike: Cluster
-) -> float:
-    layout = pipeline.layout
-    if case.after_s is not None:
-        return float(case.after_s[run])
-    if layout.replicas * layout.axes.cp == 1:
-        return 0.0
-    ranges = case.ranges
-    held = int(ranges.weights[run] - ranges.buffers[run]), int(ranges.gradients[run])
-    return sync_s(held, (cost.forward_s, cost.backward_s), layout, alike)
-
-
 def _update_s(pipeline: Pipeline, cases: Sequence[PricedModel], bounds: Sequence[int]) -> float:
     """Returns the seconds of the slowest device's optimizer, and of casting its weights for the next step.
 
@@ -342,19 +230,6 @@ def in_flight(layout: Layout) -> tuple[int, ...]:
     """Returns the largest number of microbatches that each stage holds, as a chain."""
     states_of = states_by_stage(*layout.schedule_key()[:4])
     return tuple(max(alive.in_flight for alive in states) for states in states_of)
-
-
-def stage_cost(case: PricedModel, first: int, end: int, in_flight_count: int = 1) -> StageCost:
-    """Returns the costs of the units first..end-1; the microbatch being computed never goes to the host."""
-    seconds = case.seconds
-    passes = seconds.forward, seconds.backward, seconds.backward_weight
-    split_units = seconds.backward_weight > 0 if case.split_units is None else case.split_units
-    split_s = SPLIT_S * int(np.sum(split_units[first:end])) if case.base.device == "cpu" else 0.0
-    forward_s, backward_s, weight_s = (sum(times[first:end].tolist()) for times in passes)
-    if case.host_copies is not None and in_flight_count > 1:
-        moved = int(case.ranges.on_host[first, end]), case.microbatches
-        forward_s, backward_s = (case.host_copies.slowed_s(s, *moved) for s in (forward_s, backward_s))
-    return StageCost(forward_s, backward_s, weight_s, split_s)
 
 
 def expected(estimate: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:
@@ -392,16 +267,6 @@ def check_enough(batch_size: int, microbatches: int) -> None:
             numbers=f"{microbatches - batch_size} would be empty",
             next_step=f"--microbatches {batch_size}, or a larger --batch",
         )
-
-
-def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
-    """Returns the bytes per forward message; a step edge on the same stages is spread over the step's
-    messages.
-    """
-    merged = dict(edges.step)
-    for edge, size in edges.forward.items():
-        merged[edge] = size + edges.step.get(edge, 0) // microbatches
-    return merged
 
 
 def _figures(estimate: Estimate, stage: int, units: int) -> StageFigures:

@@ -35,6 +35,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
+from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Flow, flows
 from outsize.planner.costs.unit_times import HostCopies, UnitSeconds, fastest
 from outsize.planner.layout.layout import Layout
@@ -135,7 +136,7 @@ class Pipeline:
     `options[s]`.
 
     `groups` has the first device of each group of the layout; `room` has the same with the memory that a peak
-    may take. `alike[stage]` are all devices of the same kind as the stage's group. `even`: the stages of one
+    may take. `collectives[stage]` prices those among the stage's replicas. `even`: the stages of one
     device have equal shares of it; otherwise each may take it all, and the account of the whole device
     decides. Options before `first_option` are not tried. `demand` says which weights every stage needs.
     """
@@ -145,7 +146,7 @@ class Pipeline:
     room: Cluster
     ranks: tuple[int, ...]
     options: tuple[tuple[PricedModel, ...], ...]
-    alike: tuple[Cluster, ...]
+    collectives: tuple[WeightCollectives, ...]
     even: bool = True
     first_option: int = 0
     demand: Demand | None = None

@@ -157,15 +157,9 @@ class BranchAndBound:
         return self._cost_tables.work(layout).balanced_s(layout.stages, pp, m) + recompute_s
 
     def together_s(self, layout: Layout, pipeline_s: float) -> float:
-        """Adds the optimizer's seconds, and the part of the replicas' gradient reduction that no microbatch
-        hides.
-
-        At least one stage has its share of the gradients, and no more than its share of the pipeline's
-        seconds.
-        """
-        share_s = pipeline_s / layout.microbatches
-        reduced_s = max(0.0, self._cost_tables.together_s(layout) - share_s)
-        return pipeline_s + reduced_s + self._cost_tables.update_s(layout)
+        """Adds the optimizer's seconds to the bound of the pipeline or of the replicas' collectives."""
+        together_s = max(pipeline_s, self._cost_tables.collectives_s(layout))
+        return together_s + self._cost_tables.update_s(layout)
 
     def _try(self, layout: Layout, floor_s: float) -> None:
         most_s = inf if self._few() else self._close_s()

@@ -16,9 +16,10 @@ from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.unit_times import fastest
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, play, reasons
+from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.evaluate.plan_findings import shortages
 from outsize.planner.layout.layout import Layout, grouped, rank_named
+from outsize.planner.memory.memory_samples import with_memory_samples
 from outsize.planner.strategies import host_one_device, host_round_robin
 from outsize.planner.strategies.activation_offload import check_recompute, offload_reasons, offloads
 from outsize.planner.strategies.selective_recompute import Units, counted, recomputing, selective_reasons
@@ -52,14 +53,17 @@ def price(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> 
 
 
 def timeline(plan: Plan, graph: ModelGraph, profile: Profile, cluster: Cluster) -> Timeline:
-    """Returns the predicted Timeline of one step of the plan, or of its first microbatches; raises as
-    `price`.
+    """Returns the predicted Timeline of one step of the plan, or of its first microbatches, with the bytes
+    that the plan expects; raises as `price`.
     """
+    model = in_plans_order(plan, graph, profile)
     if plan.streams:
         hosts = host_one_device.timeline if plan.axes.pp == 1 else host_round_robin.timeline
-        return hosts(plan, *in_plans_order(plan, graph, profile), cluster)
-    estimate = _of_plan(plan, *in_plans_order(plan, graph, profile), cluster)
-    return play(estimate.pipeline, estimate.bounds, estimate.costs)
+        played, stage_of = hosts(plan, *model, cluster), tuple(range(len(plan.stages)))
+    else:
+        step = _of_plan(plan, *model, cluster).step
+        played, stage_of = step.timeline(), step.stage_of
+    return played if plan.expected is None else with_memory_samples(played, plan.expected, stage_of)
 
 
 def in_plans_order(plan: Plan, graph: ModelGraph, profile: Profile) -> tuple[ModelGraph, Profile]:

@@ -1,27 +1,29 @@
-"""Problem: compute the seconds of a step for very many cuts of one schedule, without the spans of each.
+"""Problem: when does each action of a step begin and end, for very many cuts of one schedule?
 
-Which action waits for which depends on the schedule alone, so the simulator's network of events (simulate.py)
-is built once, as arrays:
+Which action waits for which depends on the schedule alone, so the network of events is built once, as arrays:
 
-    compute      waits for the action before it on its rank, and for its messages
+    compute      waits for the action before it on its rank, for its messages, and for the weights that it
+                 uses
     message      waits for the action that made it, for the message before it on its wire, and until its
                  receive is posted: one action before the one that needs it, or with a later message of
                  the wire that is needed sooner (lower.py)
+    collective   UNSHARD and REDUCE_GRAD (schedules/sharded.py): waits for the compute action before it on
+                 its rank, and for the collective before it there, since a communicator has one queue
 
 For a cut only the durations differ, and the step is the longest path: each node starts when the last node it
 waits for has ended. Nodes at equal distance from a start form one level, and in a wide network a level is one
 array operation.
 
-The maxima and sums are those of the simulator, so the seconds are equal, bit by bit. This is a critical path
-(Kelley 1961) by levels; the order is Kahn's (CACM 5(11), 1962), a frontier at a time. Complexity: O(actions +
-messages) for each step; there are about 4 (m + p) levels. Oracle:
-tests/unit/planner/simulation/test_critical_path.py compares with `simulate` for all schedules, skips and tied
-weights.
+FSDP2 waits in each REDUCE_GRAD until no more than `ahead` earlier ones run, since their inputs take memory;
+on a CPU a rank waits for each (`CollectiveWaits`). This is a critical path (Kelley 1961) by levels; the order
+is Kahn's (CACM 5(11), 1962), a frontier at a time. Complexity: O(actions + messages) for each step; there are
+about 4 (m + p) levels. Oracles: tests/unit/planner/simulation/test_critical_path.py compares with `simulate`
+for all schedules, skips and tied weights, test_collective_nodes.py with events that are played one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -31,14 +33,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outsize.errors import InvalidSchedule
-from outsize.ir.schedule import Kind, Schedule
+from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
+from outsize.ir.timeline import Lane, Span
+from outsize.schedules.message import Message
 
 Cost = tuple[Kind, int, int]
-"""(kind, stage, -1) of a compute action; (F or B, source, destination) of a transfer."""
+"""(kind, stage, -1) of a compute action, an UNSHARD or a REDUCE_GRAD, (REDUCE_GRAD, stage, LAST) of a stage's
+last one; (F or B, source, destination) of a transfer."""
+Label = tuple[int, Lane, Action]
 Edges = Set[tuple[int, int]]
 Nodes = NDArray[np.int64]
 CODES: Final = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
+COLLECTIVES: Final = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
 NOBODY: Final = -1
+LAST: Final = -2
 # Array operations pay from this many nodes a level, and from this many in all.
 WIDE: Final = 24
 MANY: Final = 30_000
@@ -48,48 +56,84 @@ FEWEST: Final = 3
 
 @final
 @dataclass(frozen=True, eq=False)
+class CollectiveWaits:
+    """Says what waits for collectives: a compute action of stage s for the weights of `needs[s]`, and what
+    follows a REDUCE_GRAD for all before it but the last `ahead`.
+    """
+
+    needs: Mapping[int, Set[int]]
+    ahead: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class Network:
     """Holds the nodes by level; `kinds[node]` is the index of its cost in `costs`.
 
     `waits`, of shape (largest number of predecessors, nodes), lists what a node waits for; `nodes` pads it.
+    `place[k]` is the node of what was added as k-th: compute actions row after row, then `labels()`'s others.
     """
 
     costs: tuple[Cost, ...]
     kinds: Nodes
     waits: Nodes
     levels: tuple[int, ...]
+    place: Nodes
+    labels: Callable[[], list[Label]]
 
     @classmethod
     def of(
-        cls, schedule: Schedule, forward: Edges, backward: Edges, step: Edges = frozenset[tuple[int, int]]()
+        cls,
+        schedule: Schedule,
+        forward: Edges,
+        backward: Edges,
+        step: Edges = frozenset[tuple[int, int]](),
+        collectives: CollectiveWaits | None = None,
     ) -> Self:
-        """Builds the network of a schedule of compute actions, with messages over these edges between stages.
+        """Builds the network of a schedule of compute actions and collectives, with messages over these edges
+        between stages.
 
         Raises InvalidSchedule when it hangs.
         """
-        return cls._leveled(*_nodes_and_arcs(schedule, forward, backward, step))
-
-    @classmethod
-    def _leveled(cls, costs: tuple[Cost, ...], kinds: Nodes, arcs: Nodes) -> Self:
+        building = _Building(schedule, forward, backward, step)
+        if collectives is not None:
+            building.add(collectives)
+        kinds, arcs = np.concatenate(building.kinds), np.concatenate(building.arcs, axis=1)
         order, levels = _by_level(len(kinds), arcs)
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        return cls(costs, kinds[order], _table(len(kinds), place[arcs]), levels)
+        waits = _table(len(kinds), place[arcs])
+        return cls(tuple(building.costs), kinds[order], waits, levels, place, building.labels)
 
     def step_s(self, seconds: Mapping[Cost, float]) -> float:
         """Returns when the last node ends."""
-        durations = [seconds[cost] for cost in self.costs]
-        wide = len(self.kinds) > WIDE * len(self.levels) or len(self.waits) > FEWEST
-        return self._by_levels(np.array(durations)) if wide else self._by_nodes(durations)
+        return float(max(self.ends_s(seconds)))
 
-    def _by_levels(self, durations: NDArray[np.float64]) -> float:
+    def ends_s(self, seconds: Mapping[Cost, float]) -> Sequence[float]:
+        """Returns when each node ends, and 0 behind them."""
+        durations = [seconds[cost] for cost in self.costs]
+        wide = len(self.kinds) > WIDE * len(self.levels)
+        if wide:
+            return self._by_levels(np.array(durations))
+        return self._by_nodes(durations) if len(self.waits) == FEWEST else self._by_many(durations)
+
+    def spans(self, seconds: Mapping[Cost, float]) -> list[Span]:
+        """Returns the span of each node."""
+        ends, labels = self.ends_s(seconds), self.labels()
+        starts = np.maximum.reduce(np.asarray(ends)[self.waits]).tolist()
+        return [
+            Span(rank=rank, lane=lane, action=str(action), start_s=starts[node], end_s=float(ends[node]))
+            for (rank, lane, action), node in zip(labels, self.place.tolist(), strict=True)
+        ]
+
+    def _by_levels(self, durations: NDArray[np.float64]) -> Sequence[float]:
         lasting, latest = durations[self.kinds], np.maximum.reduce
         ends = np.zeros(len(lasting) + 1)
         for first, end in pairwise(self.levels):
             np.add(latest(ends[self.waits[:, first:end]]), lasting[first:end], out=ends[first:end])
-        return float(ends.max())
+        return ends.tolist()
 
-    def _by_nodes(self, durations: Sequence[float]) -> float:
+    def _by_nodes(self, durations: Sequence[float]) -> Sequence[float]:
         """Returns the same for narrow levels, where array operations would do little."""
         ends = [0.0] * (len(self.kinds) + 1)
         for node, (kind, a, b, c) in enumerate(self.rows):
@@ -100,7 +144,14 @@ class Network:
             if other > start:
                 start = other
             ends[node] = start + durations[kind]
-        return max(ends)
+        return ends
+
+    def _by_many(self, durations: Sequence[float]) -> Sequence[float]:
+        """Returns the same where nodes wait for more than three."""
+        ends = [0.0] * (len(self.kinds) + 1)
+        for node, (kind, *before) in enumerate(self.rows):
+            ends[node] = max([ends[other] for other in before]) + durations[kind]
+        return ends
 
     @cached_property
     def rows(self) -> list[list[int]]:
@@ -108,30 +159,96 @@ class Network:
         return np.vstack([self.kinds, self.waits]).T.tolist()
 
 
-def _nodes_and_arcs(
-    schedule: Schedule, forward: Edges, backward: Edges, step: Edges
-) -> tuple[tuple[Cost, ...], Nodes, Nodes]:
-    """Returns the costs, the cost's index of each node, and arcs of shape (2, number): what is waited for,
-    who waits.
+@final
+class _Building:
+    """Collects the nodes of a network: `costs`, the cost's index of each node (`kinds`), and `arcs` of shape
+    (2, number): what is waited for, who waits.
     """
-    rows = _Rows(schedule)
-    messages = list(_messages(rows, forward, backward, step))
-    costs = [(kind, stage, NOBODY) for stage in range(schedule.stages) for kind in CODES]
-    kinds, arcs, nodes = [rows.stage * len(CODES) + rows.code], [rows.chain()], len(rows.stage)
-    for wire in _wires(rows, messages):
-        numbers = nodes + np.arange(wire.shape[1])
-        producers, consumers, _, place = wire
-        kinds.append(len(costs) + place)
-        posted = _posted(rows, consumers)
-        arcs += [
-            np.array([producers, numbers]),
-            np.array([numbers[:-1], numbers[1:]]),
-            np.array([numbers, consumers]),
-        ]
-        arcs.append(np.array([posted, numbers])[:, posted != NOBODY])
-        nodes += len(numbers)
-    costs += [(kind, *edge) for kind, edge, _ in messages]
-    return tuple(costs), np.concatenate(kinds), np.concatenate(arcs, axis=1)
+
+    def __init__(self, schedule: Schedule, forward: Edges, backward: Edges, step: Edges) -> None:
+        self._schedule, self._rows = schedule, _Rows(schedule)
+        rows, messages = self._rows, list(_messages(self._rows, forward, backward, step))
+        self.costs: list[Cost] = [(kind, s, NOBODY) for s in range(schedule.stages) for kind in CODES]
+        self.kinds, self.arcs = [rows.stage * len(CODES) + rows.code], [rows.chain()]
+        self._nodes, self._messages, self._wires = len(rows.stage), messages, list[Nodes]()
+        self._moves: list[Label] = []
+        for wire in _wires(rows, messages):
+            numbers = self._nodes + np.arange(wire.shape[1])
+            producers, consumers, _, place = wire
+            self.kinds.append(len(self.costs) + place)
+            posted = _posted(rows, consumers)
+            self.arcs += [
+                np.array([producers, numbers]),
+                np.array([numbers[:-1], numbers[1:]]),
+                np.array([numbers, consumers]),
+            ]
+            self.arcs.append(np.array([posted, numbers])[:, posted != NOBODY])
+            self._nodes += len(numbers)
+            self._wires.append(wire)
+        self.costs += [(kind, *edge) for kind, edge, _ in messages]
+
+    def add(self, collectives: CollectiveWaits) -> None:
+        """Adds the collectives of the schedule's rows."""
+        first_cost, stages, kinds = len(self.costs), self._schedule.stages, list[int]()
+        self.costs += [(Kind.UNSHARD, stage, NOBODY) for stage in range(stages)]
+        self.costs += [(Kind.REDUCE_GRAD, stage, end) for end in (NOBODY, LAST) for stage in range(stages)]
+        arcs, compute = list[tuple[int, int]](), 0
+        for rank, row in enumerate(self._schedule.actions):
+            queue = _CollectiveQueue(collectives, arcs)
+            last = {action: at for at, action in enumerate(row) if action.kind is Kind.REDUCE_GRAD}
+            for at, action in enumerate(row):
+                if action.kind in COMPUTE:
+                    queue.compute(action.stage, compute)
+                    compute += 1
+                elif action.kind in COLLECTIVES:
+                    queue.collective(action, self._nodes)
+                    self._moves.append((rank, "load", action))
+                    group = 0 if action.kind is Kind.UNSHARD else 2 if last[action] == at else 1
+                    kinds.append(first_cost + group * stages + action.stage)
+                    self._nodes += 1
+        self.kinds.append(np.array(kinds, np.int64))
+        self.arcs.append(np.array(arcs, np.int64).reshape(-1, 2).T)
+
+    def labels(self) -> list[Label]:
+        """Returns rank, lane and action of each node, in the order in which they were added."""
+        rows = [[a for a in row if a.kind in COMPUTE] for row in self._schedule.actions]
+        computed: list[Label] = [(rank, "compute", a) for rank, row in enumerate(rows) for a in row]
+        rank_of, sent = self._schedule.rank_of, list[Label]()
+        for producers, _, _, places in (wire.tolist() for wire in self._wires):
+            for producer, place in zip(producers, places, strict=True):
+                kind, (source, destination), _ = self._messages[place]
+                message = Message(kind, source, destination, computed[producer][2].microbatch)
+                sent.append((rank_of[source], "send", message.send))
+        return computed + sent + self._moves
+
+
+@final
+class _CollectiveQueue:
+    """Collects what the collectives of one rank wait for, and what waits for them."""
+
+    def __init__(self, collectives: CollectiveWaits, arcs: list[tuple[int, int]]) -> None:
+        self._needs, self._ahead, self._arcs = collectives.needs, collectives.ahead, arcs
+        self._gathered: dict[int, int] = {}
+        self._reduced: list[int] = []
+        self._compute = self._collective = NOBODY
+        self._awaited = NOBODY
+
+    def compute(self, stage: int, node: int) -> None:
+        """Lets a compute action wait for its weights, and for gradients that have to be gone."""
+        awaited = [self._gathered.pop(owner, NOBODY) for owner in self._needs.get(stage, ())]
+        self._arcs += [(other, node) for other in (*awaited, self._awaited) if other != NOBODY]
+        self._compute, self._awaited = node, NOBODY
+
+    def collective(self, action: Action, node: int) -> None:
+        """Lets a collective wait for compute and for the queue."""
+        self._arcs += [(other, node) for other in (self._compute, self._collective) if other != NOBODY]
+        self._collective = node
+        if action.kind is Kind.UNSHARD:
+            self._gathered[action.stage] = node
+            return
+        self._reduced.append(node)
+        if len(self._reduced) > self._ahead:
+            self._awaited = self._reduced[-1 - self._ahead]
 
 
 @final
@@ -139,8 +256,9 @@ class _Rows:
     """Holds all compute actions, row after row: rank, index in the row, stage and kind of each."""
 
     def __init__(self, schedule: Schedule) -> None:
-        actions = [action for row in schedule.actions for action in row]
-        self.lengths = np.array([len(row) for row in schedule.actions])
+        rows = [[action for action in row if action.kind in COMPUTE] for row in schedule.actions]
+        actions = [action for row in rows for action in row]
+        self.lengths = np.array([len(row) for row in rows])
         self.code = np.array([CODES[a.kind] for a in actions])
         self.stage = np.array([a.stage for a in actions])
         self.place = np.concatenate([np.arange(n) for n in self.lengths])

@@ -13,10 +13,10 @@ when a cost grows; heap ties cannot change it.
 
 Source: Hockney's link model (ir/cluster.py) and the pipeline analysis of GPipe (arXiv 1811.06965,
 sec. 2.3); kernel in the spirit of SimPy. Symbols: p -> stages, m -> microbatches, t_f -> forward_s,
-t_b -> backward_s. Deviations: no contention between wires, no slow-down of compute by transfers, no actions
-of sharded weights. Complexity: O(k log k) for k actions.
-Oracles (tests/unit/planner/simulation/test_simulate.py): the closed forms (m + p - 1)(t_f + t_b) and
-m p (t_f + t_b), a longest path over the graph of cells, and conservation of busy time.
+t_b -> backward_s. Deviations: no contention between wires, no slow-down of compute by transfers.
+Complexity: O(k log k) for k actions. Oracles (tests/unit/planner/simulation/test_simulate.py): the closed
+forms (m + p - 1)(t_f + t_b) and m p (t_f + t_b), a longest path over the graph of cells, and conservation of
+busy time.
 """
 
 from __future__ import annotations

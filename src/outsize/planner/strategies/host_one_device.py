@@ -39,9 +39,10 @@ from outsize.planner.costs.stage_edges import Edges
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected, stage_cost
+from outsize.planner.evaluate.estimate import Estimate, check_enough, estimate_cut, expected
 from outsize.planner.evaluate.hosted_step import HostedStep
 from outsize.planner.evaluate.plan_findings import fullest_device, shortages
+from outsize.planner.evaluate.played_step import stage_cost
 from outsize.planner.fit.nearest import RECOMPUTED_TEXT, parts_text, stage_needs_text
 from outsize.planner.layout.layout import Layout, rank_named
 from outsize.planner.memory.range_tables import Bytes
@@ -285,7 +286,7 @@ def _bound(candidate: Estimate, blocks: StreamedBlocks, layout: Layout, cluster:
         + host.link.seconds(m * boundary_bytes[0]),
         to_host_s=copies_out * host.link.seconds(sum(blocks.traffic.gradients))
         + host.link.seconds(m * boundary_bytes[1]),
-        optimizer_s=candidate.sync_s,
+        optimizer_s=candidate.after_s,
     )
 
 

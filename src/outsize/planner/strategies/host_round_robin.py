@@ -40,6 +40,7 @@ from outsize.ir.profile import Profile
 from outsize.ir.timeline import Timeline
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.coarsening import coarse_graph, coarse_profile
+from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import edges_of
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.planner.evaluate.bottleneck import limited_by
@@ -271,9 +272,8 @@ def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> t
     layout = Layout.of_plan(plan)
     case = _case(plan, layout, blocks, cluster)
     places, stages = tuple(rank_named(stage.device, cluster) for stage in plan.stages), layout.stages
-    pipeline = Pipeline(
-        layout, cluster, with_usable_memory(cluster), places, ((case,),) * stages, (cluster,) * stages
-    )
+    room, collectives = with_usable_memory(cluster), WeightCollectives(layout, cluster)
+    pipeline = Pipeline(layout, cluster, room, places, ((case,),) * stages, (collectives,) * stages)
     candidate = estimate_cut(pipeline, range(stages + 1), (0,) * stages)
     if layout.hosted:
         step = _hosted_step(candidate, blocks.held, cluster)

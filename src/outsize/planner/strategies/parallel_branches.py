@@ -39,14 +39,8 @@ from outsize.planner.dag.balance_gain import branches
 from outsize.planner.dag.stage_levels import Placed, by_branches, stages_of
 from outsize.planner.evaluate.bottleneck import limited_by
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import (
-    Estimate,
-    estimate_cut,
-    expected,
-    forward_bytes,
-    reasons,
-    stage_cost,
-)
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut, expected, reasons
+from outsize.planner.evaluate.played_step import forward_bytes, stage_cost
 from outsize.planner.evaluate.ranking import as_alternative
 from outsize.planner.layout.layout import Layout, grouped
 from outsize.planner.memory.account import InFlightState, Phase, bytes_in_state

@@ -33,8 +33,8 @@ from outsize.run.moves.base import Moves
 from outsize.run.stage.cut import Cut
 from outsize.run.transport.control_messages import all_gather_tensors
 from outsize.run.transport.groups import RankGroup
+from outsize.schedules.sharded import BUCKET_BYTES, with_reductions
 
-BUCKET_BYTES: Final = 25_000_000  # as DDP's
 _BACKWARD: Final = frozenset({Kind.B, Kind.I, Kind.W})
 ByStage = Mapping[int, Sequence[tuple[nn.Parameter, bool]]]
 """Trained parameters of each stage of this rank, each with whether its gradients are sparse."""
@@ -151,8 +151,7 @@ class OverlappedAllReduce(Moves):
         return OverlappedAllReduce(self._sums)
 
     def scheduled(self, schedule: Schedule, cut: Cut) -> Schedule:
-        rows = tuple(tuple(with_reductions(row)) for row in schedule.actions)
-        return Schedule(schedule.name, schedule.microbatches, rows)
+        return with_reductions(schedule)
 
     def action(self, row: Sequence[Action], at: int) -> Callable[[], None]:
         stage, sums = row[at].stage, self._sums
@@ -175,23 +174,6 @@ class OverlappedAllReduce(Moves):
                 sums.watch(action.stage, arrival_counts)
 
         return run
-
-
-def with_reductions(row: Sequence[Action]) -> list[Action]:
-    """Returns a row with REDUCE_GRAD after the last backward of each of its stages and the sends that
-    follow it.
-    """
-    last = {a.stage: position for position, a in enumerate(row) if a.kind in _BACKWARD}
-    actions: list[Action] = []
-    waiting: list[Action] = []
-    for position, action in enumerate(row):
-        if action.kind is not Kind.SEND_B:  # another rank waits for this message, so it goes first
-            actions += waiting
-            waiting = []
-        actions.append(action)
-        if last.get(action.stage) == position:
-            waiting.append(Action(action.stage, Kind.REDUCE_GRAD))
-    return actions + waiting
 
 
 @final

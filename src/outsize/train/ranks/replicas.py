@@ -20,8 +20,9 @@ from torch import Tensor
 from outsize.device.accelerators import widest_float
 from outsize.run.transport.control_messages import all_gather_values, gather_values
 from outsize.run.transport.groups import RankGroup
+from outsize.schedules.sharded import BUCKET_BYTES
 from outsize.train.batch.loss_weights import Counted, shares_of
-from outsize.train.ranks.gradient_allreduce import BUCKET_BYTES, ByStage, GradientSum
+from outsize.train.ranks.gradient_allreduce import ByStage, GradientSum
 
 
 @final

@@ -12,11 +12,11 @@ from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.graph import ModelGraph, OpFamily, Parameter, ShardedFraction, Unit, Value, Work
-from outsize.ir.plan import Axes, Weights
+from outsize.ir.plan import Axes
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.planner.costs.efficiency import default_of
-from outsize.planner.costs.parallel_times import Sharing, split_times, sync_s, with_gathered_weights
+from outsize.planner.costs.parallel_times import Sharing, WeightCollectives, split_times
 from outsize.planner.costs.roofline import roofline, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
@@ -101,9 +101,7 @@ def seconds_of(found: Profile) -> dict[str, tuple[float, float, float]]:
 
 
 def spread_profile(graph: ModelGraph, profile: Profile, layout: Layout, among: Cluster) -> Profile:
-    sharing = Sharing.of(graph)
-    split = split_times(sharing, UnitSeconds.of(profile), layout, among)
-    return with_gathered_weights(sharing, split, layout, among).written(profile)
+    return split_times(Sharing.of(graph), UnitSeconds.of(profile), layout, among).written(profile)
 
 
 def test_a_captured_llama_adds_up_twice_in_a_layer() -> None:
@@ -214,71 +212,39 @@ def test_units_that_nobody_looked_into_are_divided() -> None:
     assert [(c.forward_s, c.backward_s) for c in found.units] == [(0.25, 0.5), (0.5, 1.0)]
 
 
-def test_weights_that_are_gathered_slow_only_what_they_do_not_hide_behind() -> None:
-    """Four of 100 bytes on four devices: 3 x 0.25 s and three quarters of the bytes, once in the forward
-    (4 s of compute) and twice in the backward (8 s).
-    """
-    graph, profile = chain([1.0] * 4)
-    sharded = Layout(Axes(dp_shard=4), 1, "1f1b", 1, 4, "sharded")
-    quick, slow = (spread_profile(graph, profile, sharded, cluster(bytes_per_s=b)) for b in (100.0, 10.0))
-    assert quick == profile
-    assert [c.forward_s for c in slow.units] == pytest.approx([30.75 / 4] * 4)
-    assert [c.backward_s for c in slow.units] == pytest.approx([2 * 30.75 / 4] * 4)
-    resident = Layout(Axes(dp_shard=4), 1, "1f1b", 1, 4)
-    assert spread_profile(graph, profile, resident, cluster(bytes_per_s=10.0)) == profile
-
-
-def test_tensor_parallel_shards_gather_their_own_part() -> None:
-    """Two devices gather 200 bytes at 10 B/s, beside 4 x 0.5 s."""
-    graph, profile = chain([1.0] * 4)
-    layout = Layout(Axes(tp=2, dp_shard=2), 1, "1f1b", 1, 2, "sharded")
-    found = spread_profile(graph, profile, layout, cluster(bytes_per_s=10.0))
-    assert [c.forward_s for c in found.units] == pytest.approx([0.5 * 10.25 / 2] * 4)
-
-
 @pytest.mark.parametrize(
-    ("axes", "weights", "seconds"),
+    ("axes", "seconds"),
     [
-        (Axes(dp_replicate=2), "resident", 10.5),
-        (Axes(tp=2, dp_replicate=2), "resident", 10.5),
-        (Axes(dp_shard=4), "resident", 16.5),
-        (Axes(dp_shard=4), "sharded", 0.0),
-        (Axes(dp_replicate=2, dp_shard=2), "sharded", 10.5),
-        (Axes(cp=4), "resident", 16.5),
-        (Axes(cp=2, dp_replicate=2), "resident", 16.5),
-        (Axes(cp=2, dp_shard=2), "resident", 16.0),
-        (Axes(dp_replicate=2, dp_shard=2), "resident", 16.0),
-        (Axes(cp=2, dp_shard=2), "sharded", 10.5),
-        (Axes(cp=2, tp=2), "resident", 10.5),
+        (Axes(dp_replicate=2), 10.5),
+        (Axes(tp=2, dp_replicate=2), 10.5),
+        (Axes(dp_shard=4), 8.25),
+        (Axes(dp_replicate=2, dp_shard=2), 5.25 + 5.5),
+        (Axes(cp=4), 16.5),
+        (Axes(cp=2, dp_replicate=2), 16.5),
+        (Axes(cp=2, dp_shard=2), 5.25 + 5.5),
+        (Axes(cp=2, tp=2), 10.5),
+        (Axes(tp=4), 0.0),
     ],
 )
-def test_replicas_add_up_gradients_beside_the_last_backward(
-    axes: Axes, weights: Weights, seconds: float
-) -> None:
-    """1,000 bytes at 100 B/s: a ring of two takes 2 x (0.25 + 5), one of four 2 x (0.75 + 7.5). Shards add
-    their halves among two 2 x (0.25 + 2.5).
+def test_the_last_gradients_of_a_step_are_scattered_and_summed(axes: Axes, seconds: float) -> None:
+    """1,000 bytes at 100 B/s: a ring of two sums in 2 x (0.25 + 5), one of four in 2 x (0.75 + 7.5), which
+    are two halves where it scatters. Shards add their halves among two: 2 x (0.25 + 2.5).
     """
-    layout, held = Layout(axes, 1, "1f1b", 1, axes.replicas, weights), (1000, 1000)
-    assert sync_s(held, (0.0, 0.0), layout, cluster()) == pytest.approx(seconds)
-    assert sync_s(held, (0.0, 4.0), layout, cluster()) == pytest.approx(max(0.0, seconds - 4))
-    assert sync_s(held, (99.0, 99.0), layout, cluster()) == 0.0
-
-
-def test_whole_weights_are_gathered_beside_the_first_forward() -> None:
-    """Two of 1,000 bytes: 5.25 s for each half; of frozen ones no gradients are scattered."""
-    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2)
-    assert sync_s((1000, 1000), (4.0, 5.0), layout, cluster()) == pytest.approx(1.25 + 0.25)
-    assert sync_s((1000, 0), (0.0, 0.0), layout, cluster()) == pytest.approx(5.25)
+    prices = WeightCollectives(Layout(axes, 1, "1f1b", 1, axes.replicas), cluster())
+    assert prices.reduce_s(1000, last=True) == pytest.approx(seconds)
+    scatter_s = {1: 0.0, 2: 5.25, 4: 8.25}[axes.dp_shard]
+    assert prices.reduce_s(1000, last=False) == prices.gather_s(1000) == pytest.approx(scatter_s)
+    assert prices.reduce_s(0, last=True) == prices.gather_s(0) == 0.0
 
 
 def test_groups_across_nodes_wait_for_the_network() -> None:
     """Two ranks of a pipeline on one node each: their replicas are within it, whatever the network is."""
     nodes = cluster("2x2xh100-80gb")
-    inside = Layout(Axes(pp=2, dp_replicate=2), 2, "1f1b", 1, 2)
-    assert sync_s((0, 1000), (0.0, 0.0), inside, nodes) == pytest.approx(10.5)
-    across = Layout(Axes(dp_replicate=4), 1, "1f1b", 1, 4)
     slow = nodes.model_copy(update={"outer": nodes.inner.model_copy(update={"bytes_per_s": 1.0})})
-    assert sync_s((0, 1000), (0.0, 0.0), inside, slow) == pytest.approx(10.5)
-    assert sync_s((0, 1000), (0.0, 0.0), across, slow) > 2 * 1000 / 4, (
+    inside = Layout(Axes(pp=2, dp_replicate=2), 2, "1f1b", 1, 2)
+    for among in (nodes, slow):
+        assert WeightCollectives(inside, among).reduce_s(1000, last=True) == pytest.approx(10.5)
+    across = Layout(Axes(dp_replicate=4), 1, "1f1b", 1, 4)
+    assert WeightCollectives(across, slow).reduce_s(1000, last=True) > 2 * 1000 / 4, (
         "half of a quarter at 1 B/s, there and back"
     )

@@ -9,8 +9,8 @@ from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.findings import (
     Bottleneck,
     BubbleBound,
+    CollectiveBound,
     ComputeBound,
-    GradientBound,
     LinkBound,
     MemoryBound,
     SingleUnit,
@@ -67,9 +67,9 @@ def test_gradients_of_replicas() -> None:
     graph = graph_of([unit(0, ("w",)), unit(1)], (), [parameter("w", size_bytes=2 * 10**9)])
     model, replicated = (graph, profile_of(graph, [0.1, 0.1])), Axes(pp=1, dp_replicate=2)
     found = limit(model, 8, on(1e9), replicated)
-    assert isinstance(found, GradientBound)
+    assert isinstance(found, CollectiveBound)
     assert found.replicas == 2
-    assert not isinstance(limit(model, 8, on(1e12), replicated), GradientBound)
+    assert not isinstance(limit(model, 8, on(1e12), replicated), CollectiveBound)
 
 
 def test_links_that_nothing_hides() -> None:

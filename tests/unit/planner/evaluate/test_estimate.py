@@ -10,9 +10,10 @@ from planner_graphs import chain
 from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, ScheduleName
-from outsize.planner.evaluate import estimate as module
+from outsize.planner.evaluate import played_step as module
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import Estimate, estimate_cut, play, simulated_microbatches, waits_s
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.played_step import is_message, simulated_microbatches
 from outsize.planner.layout.layout import Layout
 
 
@@ -60,8 +61,8 @@ def test_a_rank_sends_the_next_stage_all_that_it_has(axes: Axes, cp: int) -> Non
     pipeline = CostTables({1: model}, slowly_joined(axes.world_size), "sgd").pipeline(layout, ("none",))
     assert pipeline is not None
     found = estimate_cut(pipeline, (0, 1, 2), (0, 0))
-    assert waits_s(found) == pytest.approx(2 * 80 / cp)
-    spans = play(pipeline, found.bounds, found.costs).spans
+    assert found.step.exposed_s(is_message) == pytest.approx(2 * 80 / cp)
+    spans = found.step.timeline().spans
     sent_s = [span.end_s - span.start_s for span in spans if span.lane == "send"]
     assert sent_s == pytest.approx([80 / cp, 80 / cp])
 
@@ -92,7 +93,7 @@ def test_the_optimizer_of_an_accelerator_moves_its_bytes_after_the_last_backward
     update_s = {name: times * 2e9 / shares / bandwidth for name, times in (("adamw", 20), ("sgd", 3))}
     for name, each in estimates.items():
         assert each.update_s == pytest.approx(update_s[name], rel=1e-3)
-        assert each.step_s == each.pipeline_s + each.sync_s + each.update_s
+        assert each.step_s == each.pipeline_s + each.after_s + each.update_s
     assert estimates["adamw"].pipeline_s == estimates["sgd"].pipeline_s
 
 

@@ -18,7 +18,8 @@ from outsize.ir.plan import Axes, Recompute, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.schedule import Kind, Schedule
 from outsize.planner.evaluate.cost_tables import CostTables
-from outsize.planner.evaluate.estimate import estimate_cut, play, waits_s
+from outsize.planner.evaluate.estimate import estimate_cut
+from outsize.planner.evaluate.played_step import is_message
 from outsize.planner.layout.layout import Layout
 from outsize.planner.simulation.critical_path import Cost, Network
 from outsize.planner.simulation.simulate import StageCost, simulate
@@ -121,7 +122,7 @@ def test_a_schedule_that_hangs_has_no_longest_path() -> None:
 def test_what_the_search_estimates_is_what_is_played(
     cut: tuple[ModelGraph, Profile, tuple[int, ...]], name: ScheduleName, microbatches: int, ways: int
 ) -> None:
-    """On four nodes, skips and tied weights included; `waits_s` is what links add."""
+    """On four nodes, skips and tied weights included; what messages expose is what links add."""
     graph, profile, bounds = cut
     stages = len(bounds) - 1
     cluster = parse_cluster("2x2xcpu")
@@ -129,9 +130,10 @@ def test_what_the_search_estimates_is_what_is_played(
     pipeline = CostTables({microbatches: (graph, profile)}, cluster, "sgd").pipeline(layout, WAYS)
     assert pipeline is not None
     found = estimate_cut(pipeline, bounds, [ways >> stage & 1 for stage in range(stages)])
-    assert found.step_s == play(pipeline, bounds, found.costs).duration_s
+    assert found.step_s == found.step.timeline().duration_s
     instant = cluster.inner.model_copy(update={"latency_s": 0.0, "bytes_per_s": float("inf")})
     free = cluster.model_copy(update={"inner": instant, "outer": instant})
     same = CostTables({microbatches: (graph, profile)}, free, "sgd").pipeline(layout, WAYS)
     assert same is not None
-    assert waits_s(found) == found.step_s - play(same, bounds, found.costs).duration_s
+    apart = estimate_cut(same, bounds, [ways >> stage & 1 for stage in range(stages)])
+    assert found.step.exposed_s(is_message) == found.step_s - apart.step_s

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from outsize.ir.schedule import Kind, parse_row
 from outsize.run.transport.groups import RankGroup
 from outsize.train.batch.loss_weights import Counted
-from outsize.train.ranks.gradient_allreduce import GradientSum, with_reductions
+from outsize.train.ranks.gradient_allreduce import GradientSum
 from outsize.train.ranks.replicas import ReplicaGroup, own_pieces, pieces_of
 
 
@@ -23,13 +22,6 @@ def group() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-def test_a_stage_is_reduced_behind_its_last_backward_and_what_that_sends() -> None:
-    row = parse_row("1F0,3F0,3B0,3SEND_B0,1I0,1SEND_B0,1W0")
-    found = ",".join(map(str, with_reductions(row)))
-    assert found == "1F0,3F0,3B0,3SEND_B0,3REDUCE_GRAD,1I0,1SEND_B0,1W0,1REDUCE_GRAD"
-    assert all(action.kind is not Kind.REDUCE_GRAD for action in with_reductions(parse_row("0F0,1F0")))
 
 
 def test_what_no_replica_has_stays_none_and_the_rest_keeps_its_layout(group: dist.ProcessGroup) -> None:

@@ -1,0 +1,177 @@
+"""What is played of replicas: closed forms, bounds, and the sum that is left where nothing overlaps."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_graphs import chain, graphs
+
+from outsize.ir.cluster import Cluster, make_cluster
+from outsize.ir.graph import ModelGraph
+from outsize.ir.offload import Weights
+from outsize.ir.plan import Axes, Recompute, ScheduleName
+from outsize.ir.profile import Profile
+from outsize.planner.costs.parallel_times import WeightCollectives
+from outsize.planner.evaluate import played_step as module
+from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate, estimate_cut
+from outsize.planner.evaluate.played_step import BUCKET_BYTES, PlayedStep, is_collective
+from outsize.planner.layout.layout import Layout
+
+Model = tuple[ModelGraph, Profile]
+few = settings(max_examples=10, deadline=None, derandomize=True)
+
+
+def joined(devices: int, kind: str = "h100-80gb", bytes_per_s: float = 100.0) -> Cluster:
+    """Links that take a quarter of a second and so many bytes a second."""
+    cluster = make_cluster(f"{devices}x{kind}", kind, 1, devices)
+    update = {"latency_s": 0.25, "bytes_per_s": bytes_per_s, "hop_s": 0.25}
+    link = cluster.inner.model_copy(update=update)
+    return cluster.model_copy(update={"inner": link, "outer": link})
+
+
+def cut(
+    model: Model, layout: Layout, cluster: Cluster, bounds: tuple[int, ...], again: Recompute = "none"
+) -> Estimate:
+    pipeline = CostTables({layout.captured: model}, cluster, "sgd").pipeline(layout, (again,))
+    assert pipeline is not None
+    return estimate_cut(pipeline, bounds, [0] * layout.stages)
+
+
+def step_of(model: Model, layout: Layout, cluster: Cluster) -> PlayedStep:
+    """A single stage."""
+    return cut(model, layout, cluster, (0, len(model[0].units))).step
+
+
+def test_blocks_are_gathered_one_ahead() -> None:
+    """Four units of 1 s and 100 bytes, each a block, over two: 0.75 s a gather and a scatter. Only the first
+    gather and the last scatter are seen; at 10 B/s, 5.25 s each, the queue of 7 gathers and 4 scatters sets
+    the pace, and waits where the pass turns: the block there is whole, and the next one is asked for behind
+    its forward.
+    """
+    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2, "sharded")
+    model = chain([1.0] * 4)
+    assert step_of(model, layout, joined(2)).seconds() == pytest.approx(12 + 2 * 0.75)
+    assert step_of(model, layout, joined(2, bytes_per_s=10.0)).seconds() == pytest.approx(11 * 5.25 + 1)
+
+
+def test_a_cpu_waits_for_each_scatter() -> None:
+    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2, "sharded")
+    model, cluster = chain([1.0] * 4), joined(2, "cpu")
+    assert step_of(model, layout, cluster).seconds() == pytest.approx(12 + 0.75 + 4 * 0.75)
+
+
+def test_whole_weights_are_gathered_and_scattered_once_a_step() -> None:
+    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 3, 6)
+    step = step_of(chain([1.0] * 4), layout, joined(2))
+    names = [span.action for span in step.timeline().spans if span.lane == "load"]
+    assert sorted(names) == sorted(f"{s}{kind}" for s in range(4) for kind in ("UNSHARD", "REDUCE_GRAD"))
+    assert step.seconds() == pytest.approx(3 * 12 + 2 * 0.75)
+
+
+def test_buckets_leave_within_the_last_backward() -> None:
+    """Three units of a bucket each, backwards of 2 s, over two at 10 MB/s: 3 s for each sum. The first is
+    complete at 2 s of the backward, so the queue ends at 2 + 9 s, 5 s behind the backward.
+    """
+    layout, model = Layout(Axes(dp_replicate=2), 1, "1f1b", 2, 4), chain([1.0] * 3, weight_bytes=BUCKET_BYTES)
+    step = step_of(model, layout, joined(2, bytes_per_s=10e6))
+    assert step.seconds() == pytest.approx(2 * 9 + 5)
+    assert step.exposed_s(is_collective) == pytest.approx(5)
+    starts = [span.start_s for span in step.timeline().spans if span.action == "0REDUCE_GRAD"]
+    assert starts == pytest.approx([9 + 3 + 2, 9 + 3 + 5, 9 + 3 + 8])
+
+
+def test_a_stage_that_recomputes_everything_has_its_first_gradients_late() -> None:
+    """3 s of forwards again, then backwards as before."""
+    layout, model = Layout(Axes(dp_replicate=2), 1, "1f1b", 2, 4), chain([1.0] * 3, weight_bytes=BUCKET_BYTES)
+    step = cut(model, layout, joined(2, bytes_per_s=10e6), (0, 3), "full").step
+    starts = [span.start_s for span in step.timeline().spans if span.action == "0REDUCE_GRAD"]
+    assert starts[0] == pytest.approx(12 + 3 + 3 + 2)
+
+
+def test_small_gradients_are_one_bucket_behind_the_backward() -> None:
+    layout = Layout(Axes(dp_replicate=2), 1, "1f1b", 2, 4)
+    step = step_of(chain([1.0] * 3), layout, joined(2))
+    assert step.exposed_s(is_collective) == pytest.approx(2 * (0.25 + 1.5))
+
+
+def test_halves_of_backwards_have_all_gradients_at_their_end() -> None:
+    model = chain([1.0] * 4, weight_bytes=BUCKET_BYTES)
+    for schedule, hidden in (("1f1b", True), ("zero-bubble", False)):
+        layout = Layout(Axes(pp=2, dp_replicate=2), 2, schedule, 2, 4)
+        found = cut(model, layout, joined(4, bytes_per_s=1e9), (0, 2, 4)).step.timeline()
+        ends = max(s.end_s for s in found.spans if s.rank == 0 and s.lane == "compute")
+        assert (min(s.start_s for s in found.spans if s.action == "0REDUCE_GRAD") < ends) == hidden
+
+
+AXES = [
+    *((Axes(dp_shard=2), weights) for weights in ("sharded", "resident")),
+    *((Axes(pp=2, dp_shard=2), weights) for weights in ("sharded", "resident")),
+    *((Axes(pp=2, dp_replicate=2, dp_shard=2), weights) for weights in ("sharded", "resident")),
+    (Axes(dp_replicate=2), "resident"),
+    (Axes(pp=3, dp_replicate=2), "resident"),
+]
+
+
+@pytest.mark.parametrize(("axes", "weights"), AXES)
+@pytest.mark.parametrize("kind", ["cpu", "h100-80gb"])
+@few
+@given(graphs(max_units=5), st.integers(1, 3), st.sampled_from((1.0, 20.0, 1e4)))
+def test_no_cut_is_played_faster_than_its_bounds(
+    axes: Axes, weights: Weights, kind: str, model: Model, microbatches: int, speed: float
+) -> None:
+    """The bound of the collectives, and that of the work; without collectives the work alone is left."""
+    pp, n = axes.pp, len(model[0].units)
+    layout = Layout(axes, pp, "1f1b", microbatches, microbatches * axes.replicas, weights)
+    cluster = joined(axes.world_size, kind, speed)
+    tables = CostTables({layout.captured: model}, cluster, "sgd")
+    bound_s, pipeline = tables.collectives_s(layout), tables.pipeline(layout, ("none",))
+    assert pipeline is not None
+    for inner in combinations(range(1, n), pp - 1):
+        found = estimate_cut(pipeline, (0, *inner, n), [0] * pp)
+        step_s = found.step.seconds()
+        assert max(bound_s, tables.work(layout).least_s(pp, microbatches)) <= step_s * (1 + 1e-9)
+        whole = Layout(Axes(pp=pp), pp, "1f1b", microbatches, microbatches)
+        alone = cut(model, whole, joined(pp, kind, speed), found.bounds)
+        insist_on_laws(found.step, alone.step.seconds())
+
+
+def insist_on_laws(step: PlayedStep, alone_s: float) -> None:
+    """No rank's collectives overlap; a step is no shorter than a lane, and no longer than all in a row."""
+    spans = step.timeline().spans
+    for rank in range(step.layout.axes.pp):
+        for lane in ("compute", "load"):
+            own = sorted((s for s in spans if (s.rank, s.lane) == (rank, lane)), key=lambda s: s.start_s)
+            assert all(a.end_s <= b.start_s + 1e-9 for a, b in pairwise(own))
+            assert sum(s.duration_s for s in own) <= step.seconds() * (1 + 1e-9)
+    if len(step.counts) == len(step.costs):  # Blocks on two ranks send messages of their own.
+        moved_s = sum(s.duration_s for s in spans if s.lane == "load")
+        assert alone_s <= step.seconds() * (1 + 1e-9) <= (alone_s + moved_s) * (1 + 2e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("axes", [Axes(dp_shard=2), Axes(pp=2, dp_shard=2)])
+def test_a_part_of_the_microbatches_says_the_whole(
+    schedule: ScheduleName, axes: Axes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = chain([1.0, 0.5, 2.0, 1.5])
+    layout = Layout(axes, axes.pp, schedule, 40, 80, "sharded")
+    bounds = (0, 4) if axes.pp == 1 else (0, 2, 4)
+    monkeypatch.setattr(module, "BLOCKS_PLAYED", 1)
+    for speed in (10.0, 100.0, 1000.0):
+        part = cut(model, layout, joined(4, bytes_per_s=speed), bounds).step
+        assert part.simulated < 40
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "BLOCKS_PLAYED", 10**6)
+            whole_s = part.seconds()
+        assert part.seconds() == pytest.approx(whole_s, rel=2e-3)
+
+
+def test_devices_of_another_kind_have_their_own_prices() -> None:
+    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2, "sharded")
+    slow, quick = (WeightCollectives(layout, joined(2, bytes_per_s=s)) for s in (10.0, 100.0))
+    assert slow.gather_s(100) == 5.25
+    assert quick.gather_s(100) == 0.75
