@@ -82,6 +82,35 @@ def test_four_devices_are_bit_equal_to_the_layers_where_they_are(order: str) -> 
     insist_on_layers_where_they_are(("sim:0", "sim:1", "sim:2", "sim:3"), "1f1b")
 
 
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    "places", [("sim:0", "sim:1"), ("sim:1", "sim:0", "sim:2"), ("sim:0", "cpu")], ids=str
+)
+def test_clipping_has_the_bits_of_one_device(places: tuple[str, ...]) -> None:
+    """torch's own norm adds up device by device, which is another order than that of the layers."""
+    found = list[list[Tensor]]()
+    x, y = (torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    for devices in (("sim:0",) * len(places), places):
+        how = {"cluster": f"{len(places)}xcpu", "stages": len(places), "schedule": "1f1b"}
+        model = layers()
+        plan = outsize.plan(model, (x,), target=y, loss_fn=F.mse_loss, microbatches=MICROBATCHES, **how)  # pyright: ignore[reportArgumentType]
+        engine = outsize.parallelize(
+            model,
+            (x,),
+            target=y,
+            loss_fn=F.mse_loss,
+            plan=plan,
+            devices=list(devices),
+            clip_norm=0.01,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        )
+        results = [engine.step(x, target=y) for _ in range(3)]
+        norms = [result.grad_norm.cpu() for result in results if result.grad_norm is not None]
+        assert len(norms) == 3
+        found.append([*norms, *(p.detach().cpu() for p in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 def insist_on_layers_where_they_are(places: tuple[str, ...], schedule: Any) -> None:
     """Equal stages, one for each place, and a plain loop."""
     model, plain, count = layers(), layers(), len(places)

@@ -26,6 +26,8 @@ from outsize.device import streams
 ROOT: Final = Path(outsize.__file__).parent
 PACKAGES: Final = ("device", "run", "train", "capture")
 """What works with devices; the floors above measure and print."""
+LAUNCH: Final = ROOT / "train" / "launch"
+"""Waits for processes, and for no device."""
 ORDERS: Final = frozenset({"after", "wait", "wait_event", "wait_stream", "synchronize", "record_stream"})
 EVENTS: Final = frozenset({"record", "record_event"})
 NOTE: Final = "# Not simulated:"
@@ -52,8 +54,13 @@ class Site:
 
 def sites() -> list[Site]:
     """Returns all sites, in the order of modules and lines."""
-    paths = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
-    return [site for path in paths for site, _ in _sites_of(path, ast.parse(path.read_text()))]
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return [
+        site
+        for path in paths
+        if LAUNCH not in path.parents
+        for site, _ in _sites_of(path, ast.parse(path.read_text()))
+    ]
 
 
 def delete(site: Site) -> None:

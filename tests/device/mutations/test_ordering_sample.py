@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from ordering_proof import Proof
 from ordering_sites import Site, sites
@@ -15,6 +18,7 @@ pytestmark = [
     ),
 ]
 EACH = 4
+PAGE = Path(__file__).parents[3] / "docs" / "waits.md"
 
 
 def test_each_call_of_a_sample_is_found() -> None:
@@ -25,6 +29,12 @@ def test_each_call_of_a_sample_is_found() -> None:
         found = {site.name: proof.judge(site).by for site in sample}
     assert len(found) > 3
     assert all(found.values()), found
+
+
+def test_the_page_has_every_call() -> None:
+    """A new one is judged by `make mutations`, which writes the page."""
+    rows = re.findall(r"^\| `([^`]+)`", PAGE.read_text(), re.MULTILINE)
+    assert rows == [site.name for site in sites()]
 
 
 def test_each_call_has_a_name_of_its_own() -> None:

@@ -206,6 +206,7 @@ class _Outlet:
         tensors itself would send what comes next into that memory.
         """
         if self._header is not None:
+            # Not simulated: the header is in the host's memory, and gloo sends it.
             self._header[0].wait()
             self._header = None
             return

@@ -45,8 +45,8 @@ def clip_by_global_norm(
     `everything` holds the model's parameters in its order, those of other ranks on meta. `speculation` holds
     steps that have been taken already: they are kept when no gradient has to be scaled, else undone.
     """
-    if isinstance(crew, LocalCrew) and speculation is None:  # all gradients are here: torch's own norm
-        total = nn.utils.get_total_norm([p.grad for p in everything.values() if p.grad is not None])
+    if isinstance(crew, LocalCrew) and speculation is None:  # all gradients are here
+        total = _total_norm([p for p in everything.values() if p.grad is not None])
         nn.utils.clip_grads_with_norm_(everything.values(), max_norm, total)
         return total
     names, place = list(owned), crew.gradient_device
@@ -63,6 +63,21 @@ def clip_by_global_norm(
         speculation.settle(stands=bool(max_norm / (total + 1e-6) >= 1))
     torch.nn.utils.clip_grads_with_norm_(owned.values(), max_norm, total)
     return total
+
+
+def _total_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Returns torch's norm of gradients that are on one device, which others have to the bit.
+
+    torch itself adds up the norms of one device after those of another, so its sum depends on the layout.
+    """
+    places = list(dict.fromkeys(parameter.device for parameter in parameters))
+    if len(places) < 2:
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norms: dict[nn.Parameter, Tensor] = {}
+    for place in places:
+        here = [parameter for parameter in parameters if parameter.device == place]
+        norms |= dict(zip(here, _norms(here, {}, place), strict=True))
+    return torch.linalg.vector_norm(torch.stack([norms[parameter].to(places[0]) for parameter in parameters]))
 
 
 def _norms(
