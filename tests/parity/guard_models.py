@@ -11,7 +11,8 @@ import operator
 import random
 import threading
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, final
@@ -54,6 +55,30 @@ class Slotted:
 
 
 @final
+class Doubling(list[float]):
+    """A list that yields other numbers than it holds."""
+
+    def __iter__(self) -> Iterator[float]:
+        return (2 * number for number in super().__iter__())
+
+
+@final
+class Plain:
+    """A class whose objects become Other."""
+
+    def scale(self) -> float:
+        return 1.0
+
+
+@final
+class Other:
+    """What objects of Plain become."""
+
+    def scale(self) -> float:
+        return 0.5
+
+
+@final
 class Switch:
     """What models and losses read; a fresh one for each run."""
 
@@ -91,6 +116,8 @@ class Switch:
         self.closure, self.set_closure = _closure()
         self.twin, self.set_twin = _closure()
         self.default = _default()
+        self.doubling, self.kind, self.name = Doubling([1.0]), Plain(), "number"
+        self.ordered = OrderedDict(first=1.0, last=2.0)
 
     @property
     def computed(self) -> float:
@@ -243,7 +270,28 @@ KINDS: dict[str, tuple[Use, Change]] = {
         lambda s: s.set_twin(0.5),
     ),
     "default": (lambda s, x: s.default(x), lambda s: setattr(s.default, "__defaults__", (0.5,))),
+    "code": (lambda s, x: s.default(x), lambda s: setattr(s.default, "__code__", _halved.__code__)),
+    "class of an object": (lambda s, x: x * s.kind.scale(), lambda s: setattr(s.kind, "__class__", Other)),
+    "odd list": (lambda s, x: x * sum(s.doubling), lambda s: s.doubling.append(3.0)),
+    "order": (
+        lambda s, x: x * next(iter(s.ordered.values())),
+        lambda s: s.ordered.move_to_end("first"),
+    ),
+    "formatted name": (lambda s, x: x * getattr(s, f"{s.name}"), lambda s: setattr(s, "number", 0.5)),
+    "padded name": (
+        lambda s, x: x * getattr(s, f"{'num':s}{s.name[3:]!s}"),
+        lambda s: setattr(s, "number", 0.5),
+    ),
+    "joined name": (lambda s, x: x * getattr(s, "num" + "%s" % "ber"), lambda s: setattr(s, "number", 0.5)),  # noqa: UP031
+    "computed name": (
+        lambda s, x: x * getattr(s, "".join(["num", "ber"])),
+        lambda s: setattr(s, "number", 0.5),
+    ),
 }
+
+
+def _halved(x: Tensor, scale: float = 1.0) -> Tensor:
+    return x * scale * 0.5
 
 
 def _counted(s: Switch, x: Tensor) -> Tensor:
@@ -313,6 +361,30 @@ def _looped_over_rows(s: Switch, x: Tensor) -> Tensor:
     return x
 
 
+def _counted_in_the_class(s: Switch, x: Tensor) -> Tensor:
+    type(s).of_class += 1.0
+    return x * s.of_class
+
+
+def _counted_in_a_late_array(s: Switch, x: Tensor) -> Tensor:
+    if s.optional is None:
+        s.optional = np.zeros(2)
+    s.optional[0] += 1.0
+    return x * float(s.optional[0])
+
+
+def _counted_in_a_late_object(s: Switch, x: Tensor) -> Tensor:
+    if s.optional is None:
+        s.optional = SimpleNamespace(calls=0)
+    s.optional.calls += 1
+    return x * s.optional.calls
+
+
+def _drawn_of_a_late_generator(s: Switch, x: Tensor) -> Tensor:
+    s.optional = s.optional or random.Random(3)
+    return x * s.optional.random()
+
+
 # What user code writes into objects that are no modules, and draws by seeds and generators of its own.
 WRITES: dict[str, Use] = {
     "counter": _counted,
@@ -334,6 +406,10 @@ WRITES: dict[str, Use] = {
     "zip": lambda s, x: x * next(s.zipped)[0],
     "random of Python": lambda s, x: x * s.python_random.gauss(1.0, 0.1),
     "random of NumPy": lambda s, x: x * float(s.numpy_random.random()),
+    "counter in the class": _counted_in_the_class,
+    "array made at the first call": _counted_in_a_late_array,
+    "object made at the first call": _counted_in_a_late_object,
+    "generator made at the first call": _drawn_of_a_late_generator,
 }
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 from guard_models import KINDS, Reading, ReadingLoss, reset, squared
 from guard_runs import engine_of, insist_on_equal, plain, split
+from torch import Tensor
 
 from outsize.capture.guards import trace
 from outsize.capture.recording import fallbacks
@@ -68,4 +71,24 @@ def test_a_python_that_is_not_known_calls_the_loss_and_says_so_once(
     with pytest.warns(UserWarning, match="what a forward reads is not traced on Python") as said:
         found = split(engine_of(other, loss), lambda n: change(loss.switch) if n == 2 else None)
     assert len([w for w in said if "not traced" in str(w.message)]) == 1
+    insist_on_equal(expected, found)
+
+
+def test_what_a_partial_hands_to_the_loss_counts() -> None:
+    def weighted(table: dict[str, float], output: Tensor, target: Tensor, *, rates: list[float]) -> Tensor:
+        return squared(output, target) * table["scale"] * sum(rates)
+
+    def loss() -> Any:
+        return partial(weighted, {"scale": 1.0}, rates=[1.0])
+
+    def change(loss_fn: Any, number: int) -> None:
+        if number == 1:
+            loss_fn.args[0]["scale"] = 0.5
+        if number == 2:
+            loss_fn.keywords["rates"].append(2.0)
+
+    model, loss_fn = Reading(), loss()
+    expected = plain(model, loss_fn, lambda n: change(loss_fn, n))
+    other, another = Reading(), loss()
+    found = split(engine_of(other, another), lambda n: change(another, n))
     insist_on_equal(expected, found)

@@ -1,14 +1,16 @@
-"""Changes the items of lists, dicts and sets whatever their class says about it.
+"""Reads and changes the items of lists, dicts and sets whatever their class says about it.
 
 A frozen configuration is a dict whose class refuses `update` and `pop`. What it must hold again after a
 recording is written by the methods of the built-in type below the class, which its hooks and checks do not
-see. OrderedDict has an order of its own beside dict's, so its own methods are needed.
+see. OrderedDict has an order of its own beside dict's, so its own methods are needed. They are read in the
+same way: a list whose class yields other items than it holds would be filled with those.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+import copy
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -26,7 +28,25 @@ def refill(container: Any, items: Mapping[Any, Any] | Iterable[Any]) -> None:
         list.__setitem__(container, slice(None), list(items))
 
 
+def items_of(table: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """Returns the keys and values that a dict holds, in their order."""
+    return builtin_type(table).items(table)
+
+
+def elements_of(container: Any) -> Iterator[Any]:
+    """Returns an iterator over what a list, tuple, set or deque holds, or over the keys of a dict."""
+    return builtin_type(container).__iter__(container)
+
+
+def content_of(container: Any) -> Any:
+    """Returns what a container holds, as a plain dict, list or set; other containers are copied."""
+    if isinstance(container, dict):
+        return dict(items_of(container))
+    kind = next((kind for kind in (list, set) if isinstance(container, kind)), None)
+    return copy.copy(container) if kind is None else kind(elements_of(container))
+
+
 def builtin_type(container: Any) -> Any:
-    """Returns the built-in type whose methods change a container of this class."""
-    kinds = (OrderedDict, dict, list, set)
+    """Returns the built-in type whose methods read and change a container of this class."""
+    kinds = (OrderedDict, dict, list, tuple, set, frozenset, deque)
     return next((kind for kind in kinds if isinstance(container, kind)), type(container))

@@ -35,8 +35,8 @@ from outsize.program.modes import entering
 from outsize.program.python_reads import NumberInput
 from outsize.program.replay import resolve
 from outsize.program.tape import Instruction, Modes, Ref, Weight
-from outsize.program.tree import FIELD, ITEM, Steps, accessor, leaves, paths
-from outsize.program.weight_lookup import weight_named
+from outsize.program.tree import FIELD, ITEM, Steps, leaves, paths
+from outsize.program.weight_lookup import attribute_place, weight_named
 
 _LITERALS = (
     int,
@@ -308,23 +308,12 @@ class _FunctionWriter:
 
     def _weight(self, weight: Weight) -> str:
         if weight.kind == "attribute":
-            owner, key, steps = self._attribute(weight.name)
+            owner, key, steps = attribute_place(self._modules, weight.name)
             return self._part(f"{self._bind(owner.__dict__, 't')}[{key!r}]", steps)
         path, _, key = weight.name.rpartition(".")
         owner = self._modules[path]
         table = owner._parameters if weight.kind == "parameter" else owner._buffers
         return f"{self._bind(table, 't')}[{key!r}]"
-
-    def _attribute(self, name: str) -> tuple[nn.Module, str, Steps]:
-        """Returns the module, its attribute, and the steps in it that lead to a tensor of this name."""
-        for fqn, module in self._modules.items():
-            prefix = f"{fqn}." if fqn else ""
-            for key, value in module.__dict__.items() if name.startswith(prefix) else ():
-                if name.startswith(prefix + key):
-                    for steps, _ in paths(value, lambda leaf: isinstance(leaf, Tensor)):
-                        if name == f"{prefix}{key}{accessor(steps)}":
-                            return module, key, steps
-        raise KeyError(name)
 
     def _part(self, text: str, steps: Steps) -> str:
         """Returns the Python text of a part; a key that is no plain text or number is bound to a name."""

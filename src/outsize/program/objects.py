@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, final
 import torch
 from torch import Tensor, nn
 
-from outsize.program.containers import builtin_type, refill
+from outsize.program.containers import builtin_type, elements_of, items_of, refill
 from outsize.program.shared_storage import copies_that_share
 
 Step = tuple[str, Any]
@@ -266,20 +266,20 @@ def fingerprint(value: Any, how: Comparison, depth: int = DEPTH) -> Any:
     if not isinstance(value, _CONTAINERS) or not depth:
         return how.of_object(value)
     if isinstance(value, dict):
-        items = value.items()
+        items = items_of(value)
         return type(value), *((fingerprint(k, how), fingerprint(v, how, depth - 1)) for k, v in items)
-    parts = (fingerprint(part, how, depth - 1) for part in value)
+    parts = (fingerprint(part, how, depth - 1) for part in elements_of(value))
     return type(value), *([frozenset(parts)] if isinstance(value, set | frozenset) else parts)
 
 
 def _parts(value: Any, scope: Scope, *, is_root: bool) -> dict[Step, Any]:
     parts: dict[Step, Any] = {}
     if isinstance(value, dict):
-        parts = {(ITEM, key): part for key, part in value.items()}
+        parts = {(ITEM, key): part for key, part in items_of(value)}
     elif isinstance(value, list | tuple):
-        parts = {(ITEM, index): part for index, part in enumerate(value)}
+        parts = {(ITEM, index): part for index, part in enumerate(elements_of(value))}
     elif isinstance(value, set | frozenset):
-        parts = {(MEMBER, number): part for number, part in enumerate(value)}
+        parts = {(MEMBER, number): part for number, part in enumerate(elements_of(value))}
     elif isinstance(value, _CODE):
         return {(HELD_BY_CODE, number): part for number, part in enumerate(_held_by(value))}
     attributes = scope.attributes_of(value, is_root=is_root)

@@ -21,6 +21,12 @@ def is_outsize_file(filename: str) -> bool:
     return filename.startswith(_PACKAGE)
 
 
+def line_of(function: object) -> str:
+    """Returns the `file:line` where a function begins; "?" for what is no function of Python's."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
+
+
 def calling_line() -> str:
     """Returns the `file:line` of the nearest caller outside torch and outsize; "?" where there is none."""
     frame = sys._getframe(1)

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from outsize.program.tree import Steps, accessor, part_at, paths
+
 
 def weight_named(model: nn.Module, name: str) -> Tensor:
-    """Returns a parameter or buffer by name; callers look it up at each call, since it may have been
-    replaced.
+    """Returns a parameter, a buffer or a tensor in an attribute (`cfg.rates[0]`) by name.
+
+    Callers look it up at each call, since it may have been replaced. Raises KeyError where there is none.
     """
     path, _, key = name.rpartition(".")
-    owner = model.get_submodule(path)
-    parameter = owner._parameters.get(key)
-    return owner.get_buffer(key) if parameter is None else parameter
+    with suppress(AttributeError):  # `cfg.rates[0]` has no module in front of its last point.
+        owner = model.get_submodule(path)
+        found = owner._parameters.get(key)
+        found = owner._buffers.get(key) if found is None else found
+        if found is not None:
+            return found
+    holder, attribute, steps = attribute_place(dict(model.named_modules()), name)
+    return part_at(holder.__dict__[attribute], steps)
+
+
+def attribute_place(modules: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str, Steps]:
+    """Returns the module, its attribute, and the steps in it that lead to a tensor of this name.
+
+    Raises KeyError where there is none.
+    """
+    for fqn, module in modules.items():
+        prefix = f"{fqn}." if fqn else ""
+        for key, value in module.__dict__.items() if name.startswith(prefix) else ():
+            if name.startswith(prefix + key):
+                for steps, _ in paths(value, lambda leaf: isinstance(leaf, Tensor)):
+                    if name == f"{prefix}{key}{accessor(steps)}":
+                        return module, key, steps
+    raise KeyError(name)
 
 
 @final

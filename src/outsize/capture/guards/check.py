@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import is_
-from types import MappingProxyType
+from operator import attrgetter, is_
+from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, final
 
 from outsize.capture.guards.dict_versions import DictVersions
@@ -30,6 +30,7 @@ from outsize.capture.guards.values import (
     parts_of,
     snapshot_of,
 )
+from outsize.program.containers import elements_of
 from outsize.program.objects import ABSENT
 from outsize.program.python_reads import LOOK_UP, NumberDecision, PythonRead, ValuePlace
 
@@ -86,7 +87,9 @@ class ReadGuards:
         rows = [row for row in every if not row[0].is_input]
         self._items = DictItems((h, r.key, v) for r, h, v in rows if r.kind == "item")
         self._classes = _columns((h.__dict__, r.key, v) for r, h, v in rows if r.kind == "class")
-        self._attributes = _columns((h, r.key, v) for r, h, v in rows if r.kind == "attribute")
+        attributes = [(h, r.key, v) for r, h, v in rows if r.kind == "attribute"]
+        self._attributes = _columns(row for row in attributes if not isinstance(row[0], FunctionType))
+        self._functions = _by_key(row for row in attributes if isinstance(row[0], FunctionType))
         self._others = [
             (LOOK_UP[r.kind], h, r.key, v) for r, h, v in rows if r.kind not in ("item", "class", "attribute")
         ]
@@ -101,6 +104,7 @@ class ReadGuards:
             self._items.are_same()
             and _is_same(MappingProxyType.get, self._classes)
             and _is_same(getattr, self._attributes)
+            and all(all(map(is_, map(getter, of), values)) for getter, of, values in self._functions)
             and all(look_up(holder, key) is value for look_up, holder, key, value in self._others)
             and all(type(look_up(holder, key)) is kind for look_up, holder, key, kind in self._inputs)
             and self._contents.are_same()
@@ -168,6 +172,16 @@ def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> _Columns:
     listed = list(rows)
     holders, keys, values = ([row[n] for row in listed] for n in range(3))
     return holders, keys, [ABSENT] * len(listed), values
+
+
+def _by_key(rows: Iterable[tuple[Any, str, Any]]) -> list[tuple[Callable[[Any], Any], list[Any], list[Any]]]:
+    """Returns a getter, holders and values for each attribute that every holder has."""
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+    for holder, key, value in rows:
+        holders, values = found.setdefault(key, ([], []))
+        holders.append(holder)
+        values.append(value)
+    return [(attrgetter(key), *columns) for key, columns in found.items()]
 
 
 def _is_same(look_up: Callable[..., Any], columns: _Columns) -> bool:
@@ -243,13 +257,19 @@ class Contents:
         # What a tuple holds cannot be set; containers in it are here themselves.
         others = (c for c in listed if not isinstance(c, (*BUFFERS, dict, tuple, frozenset)))
         self._lists = [parts_of(c) if isinstance(c, functools.partial) else c for c in others]
-        self._sizes = list(map(len, self._lists))
-        self._parts = list(chain.from_iterable(self._lists))
+        self._parts = list(self._parts_now())
 
     def are_same(self) -> bool:
         """Returns whether every container holds the very same objects."""
-        if not self._dicts.are_same() or list(map(len, self._lists)) != self._sizes:
+        if not self._dicts.are_same():
             return False
-        if not all(map(is_, chain.from_iterable(self._lists), self._parts)):
+        now = list(self._parts_now())
+        if len(now) != len(self._parts) or not all(map(is_, now, self._parts)):
             return False
         return all(bool(frozen(array) == before) for array, before in self._arrays)
+
+    def _parts_now(self) -> Iterator[Any]:
+        """Yields the items of each container, and a mark behind them."""
+        for each in self._lists:
+            yield from elements_of(each)
+            yield ABSENT

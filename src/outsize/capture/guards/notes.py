@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import array
-import copy
 import functools
 import sys
 from collections import deque
@@ -36,9 +35,10 @@ from outsize.capture.guards.lookup import (
     put_back,
 )
 from outsize.capture.guards.values import DEPTH, PLAIN, is_container, parts_of
-from outsize.program.containers import refill
+from outsize.program.containers import content_of, refill
 from outsize.program.objects import ABSENT
-from outsize.program.python_reads import LOOK_UP, PythonRead
+from outsize.program.python_reads import LOOK_UP, LOSS, PythonRead
+from outsize.program.source_line import line_of
 
 Key = tuple[str, int, Any]  # kind, id of the holder, key
 Step = tuple[str, Any]
@@ -138,6 +138,21 @@ class Notes:
             self._base[id(module)] = name, ()
         for root in roots:
             self._adopt(root, None)
+            if isinstance(root, functools.partial):
+                self._open_partial(root)
+
+    def _open_partial(self, root: functools.partial[Any]) -> None:
+        """Notes what the loss function is called with, which no code of the user's has to look up."""
+        for name in ("args", "keywords"):
+            site = Site(f"loss_fn.{name}", line_of(root.func), LOSS)
+            self.read(Place("attribute", root, name), site)
+            self.content(getattr(root, name), site)
+
+    def begin(self) -> None:
+        """A forward begins: what an earlier one of the recording has left in old places is found there."""
+        for key, (place, _) in self._before.items():
+            if place.kind != "context":
+                self._adopt(LOOK_UP[place.kind](place.holder, place.key), key if key in self._noted else None)
 
     def is_old(self, value: Any) -> bool:
         """Returns whether the object lived before the recording, as far as is known."""
@@ -158,11 +173,25 @@ class Notes:
             return found.value
         self._accesses.append(_Access(owner, (_ATTRIBUTE, name), site))
         values = [self.read(place, site) for place in found.places]
+        self._note_class(owner, found, site)
         first = self._noted.get(_key(found.places[0]))
         if first is not None and values[0] is UNKNOWN and values[-1] is not UNKNOWN:
             first.instead = values[-1]
         self._extend(owner, (_ATTRIBUTE, name), found.value)
         return found.value
+
+    def _note_class(self, owner: Any, found: AttributeLookup, site: Site) -> None:
+        """Notes the class of an object in which something was found, since `o.__class__ = Other` is allowed.
+
+        The classes of modules are looked at with the structure of the model. What a weak reference has given
+        is left out: the note would keep it alive.
+        """
+        is_of_class = any(place.kind == "class" for place in found.places)
+        if not is_of_class or isinstance(owner, _NOT_OPENED) or self._origin.get(id(owner)) is None:
+            return
+        if _is_users(type(owner)):
+            label = site.label.rpartition(".")[0]
+            self.read(Place("attribute", owner, "__class__"), Site(f"type({label})", site.where, site.frame))
 
     def item(self, owner: Any, key: Any, site: Site) -> Any:
         """Notes `owner[key]` of an old dict, list or tuple, and returns it, or UNKNOWN."""
@@ -315,7 +344,7 @@ class Notes:
         """Notes that an old container is about to change."""
         if id(container) in self._old:
             if id(container) not in self._contents:
-                self._contents[id(container)] = container, copy.copy(container)
+                self._contents[id(container)] = container, content_of(container)
             self._note_write(id(container), None, site)
 
     def remember_tensor(self, tensor: Tensor) -> None:

@@ -63,7 +63,7 @@ from outsize.capture.guards.consumed import (
     set_random_state,
 )
 from outsize.capture.guards.events import Events, events_for
-from outsize.capture.guards.lookup import UNKNOWN, Method, Place, table_of
+from outsize.capture.guards.lookup import UNKNOWN, Method, Place, instance_dict, table_of
 from outsize.capture.guards.notes import Key, Notes, Site, roots_of
 from outsize.capture.guards.opcodes import (
     CALLS_NAME_FUNCTION_FIRST,
@@ -138,6 +138,8 @@ _TAKES_VALUES: Final = frozenset(
         "GET_YIELD_FROM_ITER",
     )
 )
+_PLAIN_TEXTS: Final = (str, int, float, bool, type(None))
+_ADD, _REMAINDER = 0, 6  # Operators of BINARY_OP.
 _GETTERS: Final = (operator.attrgetter, operator.itemgetter)
 
 _STDLIB: Final = sysconfig.get_path("stdlib")
@@ -291,7 +293,7 @@ class ReadTrace:
             functions = self._functions_of(frame, UNKNOWN if caller is None else caller.callee)
             self._frames[frame] = _Frame(code, functions)
             for function in functions:
-                self._note_defaults(function, frame)
+                self._note_function(function, frame)
         return True
 
     def on_instruction(self, frame: FrameType, offset: int) -> None:
@@ -416,7 +418,10 @@ class ReadTrace:
             self._functions[code] = [f for f in gc.get_referrers(code) if isinstance(f, FunctionType)]
         return [function for function in self._functions[code] if _may_run_in(frame, function)]
 
-    def _note_defaults(self, function: FunctionType, frame: FrameType) -> None:
+    def _note_function(self, function: FunctionType, frame: FrameType) -> None:
+        """Notes the code and the defaults of a function that runs: `%autoreload` changes both."""
+        site = self._site(frame, f"{function.__qualname__}.__code__")
+        self.notes.read(Place("attribute", function, "__code__"), site)
         for name in ("__defaults__", "__kwdefaults__"):
             defaults = getattr(function, name)
             if defaults:
@@ -480,20 +485,27 @@ class ReadTrace:
             value = getattr
         if value is object.__setattr__:
             value = setattr
-        if value is getattr and len(arguments) > 1 and isinstance(arguments[1].value, str):
-            name = arguments[1].value
-            return self.notes.attribute(
-                arguments[0].value, name, self._site(frame, f"{arguments[0].text}.{name}")
-            )
-        if value is hasattr and len(arguments) > 1 and isinstance(arguments[1].value, str):
-            name = arguments[1].value
-            self.notes.attribute(arguments[0].value, name, self._site(frame, f"{arguments[0].text}.{name}"))
+        if (value is getattr or value is hasattr) and len(arguments) > 1:
+            found = self._look_up(frame, arguments[0], arguments[1].value)
+            if value is getattr:
+                return found
         if value is setattr and len(arguments) == 3 and isinstance(arguments[1].value, str):
             self._set_attribute(frame, arguments[0], arguments[1].value, arguments[2].value)
         if self._numbers is not None:
             self._insist_on_known_types(self._numbers, value, arguments)
+        if value is type and len(arguments) == 1 and self.notes.is_old(arguments[0].value):
+            return type(arguments[0].value)
         if value is vars and len(arguments) == 1:
             return self.notes.attribute(arguments[0].value, "__dict__", self._site(frame, "vars(...)"))
+        return UNKNOWN
+
+    def _look_up(self, frame: FrameType, owner: _Entry, name: Any) -> Any:
+        """Returns what `getattr(owner, name)` is; all attributes count where the name is not known."""
+        if isinstance(name, str):
+            return self.notes.attribute(owner.value, name, self._site(frame, f"{owner.text}.{name}"))
+        table = instance_dict(owner.value) if self.notes.is_old(owner.value) else None
+        if table is not None and not isinstance(owner.value, type | ModuleType):
+            self.notes.items(table, self._site(frame, owner.text))
         return UNKNOWN
 
     def _insist_on_known_types(self, numbers: PlantedNumbers, callee: Any, arguments: list[_Entry]) -> None:
@@ -759,7 +771,22 @@ class ReadTrace:
             state.entries.append(left)
             return
         self._look_into(frame, [left, right])
-        state.entries.append(_Entry(self._made_of([left, right]), "?"))
+        text = None if in_place else _computed_text(operation.arg, left.value, right.value)
+        value = self._made_of([left, right]) if text is None else text
+        state.entries.append(_Entry(value, "?" if text is None else repr(text)))
+
+    def _format(self, frame: FrameType, state: _Frame, operation: Operation) -> None:
+        """Follows the parts of an f-string, which may be the name of an attribute or a key."""
+        value, *spec = popped = state.pop(operation.pops or 1)
+        self._look_into(frame, popped)
+        conversion = operation.arg & 3 if operation.name in ("FORMAT_VALUE", "CONVERT_VALUE") else 0
+        text = _formatted(value.value, conversion, spec[0].value if spec else "")
+        state.entries.append(_UNKNOWN if text is None else _Entry(text, repr(text)))
+
+    def _build_string(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
+        parts = [entry.value for entry in state.pop(operation.arg)]
+        is_text = all(type(part) is str for part in parts)
+        state.entries.append(_Entry("".join(parts), repr("".join(parts))) if is_text else _UNKNOWN)
 
     def _drop(self, _frame: FrameType, state: _Frame, operation: Operation) -> None:
         """Takes values from the stack without a look into them."""
@@ -932,6 +959,11 @@ _HANDLERS: Final[dict[str, Callable[[ReadTrace, FrameType, _Frame, Operation], N
     "CALL_KW": ReadTrace._call_with_keywords,
     "CALL_FUNCTION_EX": ReadTrace._call_with_star,
     "BINARY_OP": ReadTrace._binary_op,
+    "FORMAT_VALUE": ReadTrace._format,
+    "FORMAT_SIMPLE": ReadTrace._format,
+    "FORMAT_WITH_SPEC": ReadTrace._format,
+    "CONVERT_VALUE": ReadTrace._format,
+    "BUILD_STRING": ReadTrace._build_string,
     "IS_OP": ReadTrace._drop,
     "POP_TOP": ReadTrace._drop,
     "STORE_FAST": ReadTrace._store_fast,
@@ -992,6 +1024,31 @@ def _calls_users(frame: FrameType | None) -> bool:
 def is_known(value: Any) -> bool:
     """Returns whether the value on the shadow stack is the one on the real stack."""
     return value is not UNKNOWN and not isinstance(value, _MadeOf | _NewIterator | _BoundMethod | Method)
+
+
+def _formatted(value: Any, conversion: int, spec: Any) -> str | None:
+    """Returns the text of a plain value in an f-string, converted first (1: str, 2: repr, 3: ascii); None for
+    others.
+    """
+    if type(value) not in _PLAIN_TEXTS or type(spec) is not str:
+        return None
+    converted: Any = (value, str(value), repr(value), ascii(value))[conversion]
+    try:
+        return format(converted, spec)
+    except ValueError:
+        return None
+
+
+def _computed_text(operator_number: int, left: Any, right: Any) -> str | None:
+    """Returns what `+` or `%` makes of a text and a plain value; None for others."""
+    if type(left) is not str or type(right) not in _PLAIN_TEXTS:
+        return None
+    try:
+        if operator_number == _ADD:
+            return left + right
+        return left % right if operator_number == _REMAINDER else None
+    except (TypeError, ValueError):
+        return None
 
 
 def _keys_in(value: Any) -> frozenset[Key | None]:

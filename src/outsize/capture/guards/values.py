@@ -7,22 +7,21 @@ deeper than DEPTH are compared by identity.
 from __future__ import annotations
 
 import array
-import copy
 import functools
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import deque
 from itertools import chain
-from types import EllipsisType, MethodType, NoneType
+from types import CodeType, EllipsisType, MethodType, NoneType
 from typing import Any, Final, final
 
 import numpy as np
 from torch import Tensor
 
+from outsize.program.containers import content_of, elements_of, items_of
 from outsize.program.objects import ABSENT
 
 DEPTH: Final = 6
 ARRAY_BYTES: Final = 65536
-PLAIN: Final = (bool, int, float, complex, str, bytes, NoneType, EllipsisType)
+PLAIN: Final = (bool, int, float, complex, str, bytes, NoneType, EllipsisType, CodeType)
 BUFFERS: Final = (np.ndarray, bytearray, array.array)
 CONTAINERS: Final = (list, tuple, dict, set, frozenset, deque, functools.partial, *BUFFERS)
 
@@ -63,7 +62,7 @@ def frozen(value: Any, depth: int = DEPTH) -> Any:
         return functools.partial, *(frozen(part, depth - 1) for part in parts)
     if isinstance(value, dict):
         return type(value), *((frozen(k, depth - 1), frozen(v, depth - 1)) for k, v in items_of(value))
-    parts = (frozen(part, depth - 1) for part in value)
+    parts = (frozen(part, depth - 1) for part in elements_of(value))
     return type(value), *([frozenset(parts)] if isinstance(value, set | frozenset) else parts)
 
 
@@ -76,18 +75,13 @@ def _frozen_buffer(buffer: Any) -> Any:
     return type(buffer), getattr(buffer, "typecode", ""), bytes(buffer)
 
 
-def items_of(table: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    """Returns keys and values in their order, past methods of the user's own class."""
-    return OrderedDict.items(table) if isinstance(table, OrderedDict) else dict.items(table)
-
-
 def parts_of(value: Any) -> list[Any]:
     """Returns what a container holds."""
     if isinstance(value, dict):
         return list(chain.from_iterable(items_of(value)))
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
-    return [] if isinstance(value, BUFFERS) else list(value)
+    return [] if isinstance(value, BUFFERS) else list(elements_of(value))
 
 
 def snapshot_of(value: Any, depth: int = DEPTH) -> Any:
@@ -97,9 +91,11 @@ def snapshot_of(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, dict):
         return {key: snapshot_of(part, depth - 1) for key, part in items_of(value)}
     if isinstance(value, list | deque):
-        return [snapshot_of(part, depth - 1) for part in value]
+        return [snapshot_of(part, depth - 1) for part in elements_of(value)]
+    if type(value) is tuple:
+        return tuple(snapshot_of(part, depth - 1) for part in value)
     if isinstance(value, (set, *BUFFERS)):
-        return copy.copy(value)
+        return content_of(value)
     return value
 
 

@@ -247,6 +247,7 @@ def _reads_of(
 
 def _run(call: _RecordedCall, rule: LeafRule, fakes: FakeModel, caches: Caches, reads: Notes) -> Tape:
     real: dict[int, Tensor] = {}
+    reads.begin()
     recorder, tensors, loss_fn, modes = (
         Recorder(fakes, rule, real, reads),
         call.tensors,

@@ -21,6 +21,7 @@ from outsize.capture.guards.notes import Notes, Write
 from outsize.capture.recording.leaf_rule import HOOKS, LeafRule, common_module
 from outsize.errors import NotCapturable
 from outsize.program.python_reads import LOSS
+from outsize.program.source_line import line_of
 from outsize.program.tape import Tape
 from outsize.program.tree import leaves
 
@@ -104,12 +105,13 @@ def insist_on_harmless_writes(
     enclosed = [write for write in writes if _is_enclosed(model, write, modules, rule)]
     if enclosed:
         return ()
-    first = [(w, w.times) for w in writes if not _runs_as_it_is(w.site.frame, modules, rule)]
-    if not first:
+    if all(_runs_as_it_is(write.site.frame, modules, rule) for write in writes):
         return ()
+    times = {id(write): write.times for write in writes}
     again()
-    reads.writes_elsewhere()  # It judges anew.
-    moving = [write for write, times in first if write.times > times]
+    # It judges anew, and what was made by the first forward may be written by the second.
+    now = (w for w in reads.writes_elsewhere() if not _runs_as_it_is(w.site.frame, modules, rule))
+    moving = [write for write in now if write.times > times.get(id(write), 0)]
     lasting: list[Write] = []
     for write in moving:
         frame = write.site.frame
@@ -218,14 +220,9 @@ def _refusal(model: nn.Module, fqn: str, name: str, why: str) -> NotCapturable:
     owner = type(model.get_submodule(fqn))
     return NotCapturable(
         f"the forward of {owner.__name__} keeps state in self.{name}: {why}",
-        numbers=f"at {_line_of(owner.forward)}",
+        numbers=f"at {line_of(owner.forward)}",
         next_step=f"write self.{name}.copy_(...) on a registered buffer, or move it into a submodule",
     )
-
-
-def _line_of(forward: Any) -> str:
-    code = getattr(forward, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
 
 
 def _path(fqn: str, name: str) -> str:

@@ -49,6 +49,7 @@ class UnknownShares(UserWarning):
 REJECTIONS: Final = (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
 """A loss function raises one of these for shapes and values that it does not take."""
 DEVICE_ERRORS: Final = (torch.OutOfMemoryError, torch.AcceleratorError)
+_TRIED_SAMPLES: Final = 4
 Counting = Literal["auto", "samples"]
 FROM_LOSS: Final[Counting] = "auto"
 Tapes = Callable[[Batch], Tape]
@@ -202,12 +203,17 @@ def _columns(counted: Sequence[Counted]) -> list[list[float]]:
     if len({(len(part.denominators), part.limits) for part in counted}) > 1:
         return []
     columns = zip(*(part.denominators for part in counted), strict=True)
-    return [_shares(c, limits) for c, limits in zip(columns, counted[0].limits, strict=True) if sum(c)]
+    return [
+        _shares(c, limits) for c, limits in zip(columns, counted[0].limits, strict=True) if sum(c) or limits
+    ]
 
 
 def _shares(counts: Sequence[float], limits: Sequence[Limit]) -> list[float]:
+    """Under a lower limit, what was divided counts also where there was nothing to divide it by: the negative
+    samples of a focal loss beside a number of positives.
+    """
     whole = _limited(sum(counts), limits)
-    return [_limited(count, limits) / whole if count else 0.0 for count in counts]
+    return [_limited(count, limits) / whole if count or limits else 0.0 for count in counts]
 
 
 def _limited(count: float, limits: Sequence[Limit]) -> float:
@@ -268,6 +274,8 @@ def _is_sum(
     tape: Tape, terms: Sequence[Term], doubt: Underivable | None, trial: LossTrial, tried: bool | None
 ) -> bool:
     """Whether every summand adds up over samples; where the tape does not say, what was `tried` does."""
+    if doubt is None and any(kind == "min" for term in terms for kind, _ in term.limits):
+        return False  # A trial does not see through a lower limit.
     if tried is not None and (tried or doubt is not None):
         return tried
     if doubt is not None or not terms or any(t.measures or t.constant for t in terms):
@@ -289,22 +297,29 @@ def _scale(numbers: Sequence[tuple[int, float]], tape: Tape, trial: LossTrial) -
 def _adds_up(loss_fn: LossFn | None, tape: Tape, trial: LossTrial) -> tuple[bool | None, Exception | None]:
     """Whether the loss of two samples is twice that of one. Tried on random outputs of the model's shapes.
 
-    None, and what it raised, for a loss function that takes no such outputs. Raises what says that the
-    device is in no state to compute.
+    Every one of the first samples has to say so: a divisor with a lower limit does not move where a sample
+    has nothing that counts. None, and what it raised, for a loss function that takes no such outputs, and
+    where no sample says anything. Raises what says that the device is in no state to compute.
     """
     if loss_fn is None or LOSS in tape.live:
         return None, None  # A live one draws from a generator of its own, which a trial would move.
     draw, part = torch.Generator().manual_seed(0), trial.example
     output = map_leaves(lambda leaf: _drawn(leaf, tape, part.size, draw), tape.output)
-    target = map_leaves(lambda leaf: _moved(leaf, trial.home), part.take(slice(0, 1)).target)
-    try:
-        once = _tried(loss_fn, output, target)
-        twice = _tried(loss_fn, *(map_leaves(_doubled, x) for x in (output, target)))
-    except DEVICE_ERRORS:
-        raise
-    except Exception as error:  # any code of the user's may run in a loss function; the engine says what
-        return None, error
-    return once != 0 and math.isclose(twice, 2 * once, rel_tol=1e-3), None
+    answers = list[bool]()
+    for sample in range(min(part.size, _TRIED_SAMPLES)):
+        target = map_leaves(
+            lambda leaf: _moved(leaf, trial.home), part.take(slice(sample, sample + 1)).target
+        )
+        try:
+            once = _tried(loss_fn, output, target)
+            twice = _tried(loss_fn, *(map_leaves(_doubled, x) for x in (output, target)))
+        except DEVICE_ERRORS:
+            raise
+        except Exception as error:  # any code of the user's may run in a loss function; the engine says what
+            return None, error
+        if once != 0 and math.isfinite(once) and math.isfinite(twice):
+            answers.append(math.isclose(twice, 2 * once, rel_tol=1e-3))
+    return (all(answers) if answers else None), None
 
 
 def _tried(loss_fn: LossFn, output: Any, target: tuple[Any, ...]) -> float:

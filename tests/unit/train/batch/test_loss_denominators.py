@@ -218,6 +218,29 @@ def test_a_microbatch_of_padding_alone_has_no_share(loss: Loss) -> None:
     insist_on_whole(Tokens(), batch_of(PADDED), loss)
 
 
+def focal(scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """A sum over all tokens by the number of positives (Lin et al. 2017, arXiv:1708.02002)."""
+    each = F.binary_cross_entropy_with_logits(scores[..., 0], mask, reduction="none")
+    return (each * (scores[..., 0].sigmoid() - mask) ** 2).sum() / mask.sum()
+
+
+def focal_with_least_one(scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    each = F.binary_cross_entropy_with_logits(scores[..., 0], mask, reduction="none")
+    return (each * (scores[..., 0].sigmoid() - mask) ** 2).sum() / mask.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, PADDED, torch.zeros_like(LENGTHS)], ids=["some", "part", "none"]
+)
+def test_negatives_beside_a_number_of_positives_count_where_there_are_none(lengths: Tensor) -> None:
+    insist_on_whole(Tokens(), batch_of(lengths), focal_with_least_one)
+
+
+@pytest.mark.parametrize("loss", [focal, focal_with_least_one])
+def test_a_first_sample_without_positives_makes_no_sum(loss: Loss) -> None:
+    insist_on_whole(Tokens(), batch_of(torch.tensor([0, 6, 2, 2, 5, 3, 4, 6])), loss)
+
+
 @pytest.mark.parametrize(
     "module",
     [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(CLASS_WEIGHTS), nn.CrossEntropyLoss(label_smoothing=0.2)],
