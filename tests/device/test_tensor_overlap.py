@@ -24,7 +24,7 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("device_type", "order", "ranks", "sequence", "how"),
     [
-        ("cpu", "lazy", 2, False, {}),
+        pytest.param("cpu", "lazy", 2, False, {}, marks=FULL),
         ("cpu", "lazy", 2, True, {"recompute": "full"}),
         ("sim", "lazy", 2, True, {}),
         ("sim", "seed1", 2, False, {"autocast": True}),
@@ -47,10 +47,3 @@ def test_an_overlapped_collective_changes_no_bit(
         assert all(map(torch.equal, ours, theirs))
         assert begun >= 2 * 2 * 4, "two steps of two microbatches, and four divided products in a stage"
         assert waited == 0
-
-
-def test_a_schedule_that_delays_weight_gradients_does_not_join_them(ranks_of: Servers) -> None:
-    """They are computed when the schedule says so, and not while the collective of their layer is sent."""
-    how = {"schedule": "zero-bubble"}
-    found = ranks_of("cpu").run("overlapped", 4, order="lazy", sequence=False, how=how)
-    assert [rank["True"][1] for rank in found] == [0] * 4
