@@ -11,8 +11,6 @@ from typing import Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-from outsize.ir.hardware.devices import Device, host_link
-from outsize.ir.hardware.links import Link
 from outsize.ir.profile import Profile
 
 Seconds = NDArray[np.float64]
@@ -119,32 +117,6 @@ class UnitSeconds:
         units = zip(profile.units, rows, strict=True)
         changed = (unit.model_copy(update=dict(zip(names, row, strict=True))) for unit, row in units)
         return profile.model_copy(update={"units": tuple(changed)})
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class HostCopies:
-    """Describes copies between a device and its host: overlapped with kernels on an accelerator, between them
-    on a CPU.
-    """
-
-    link: Link
-    overlaps: bool
-
-    @classmethod
-    def of(cls, device: Device) -> Self:
-        """Returns the device's link to its host; a CPU reads and writes its own memory."""
-        link = host_link(device)
-        own = Link(name="memory", latency_s=0.0, bytes_per_s=device.bytes_per_s / 2)
-        return cls(own if link is None else link, link is not None)
-
-    def slowed_s(self, passed_s: float, size_bytes: int, microbatches: int) -> float:
-        """Returns the seconds of a forward or backward while `size_bytes` leave or arrive.
-
-        Twice in a step, when forwards change to backwards and back, compute waits for one copy.
-        """
-        moved_s = self.link.seconds(size_bytes)
-        return max(passed_s, moved_s) + moved_s / microbatches if self.overlaps else passed_s + moved_s
 
 
 def _ratio(above: Seconds, below: Seconds) -> Seconds:

@@ -140,9 +140,8 @@ def estimate_cut(
 ) -> Estimate:
     """Simulates and accounts one cut; `choices[stage]` is the index of the stage's case."""
     cases = tuple(pipeline.options[stage][choice] for stage, choice in enumerate(choices))
-    depths = in_flight(pipeline.layout) if any(case.host_copies for case in cases) else (1,) * len(cases)
     runs = tuple(pairwise(bounds))
-    costs = tuple(stage_cost(case, *run, held) for case, run, held in zip(cases, runs, depths, strict=True))
+    costs = tuple(stage_cost(case, *run) for case, run in zip(cases, runs, strict=True))
     after = (
         float(case.after_s[run]) for case, run in zip(cases, runs, strict=True) if case.after_s is not None
     )
@@ -224,12 +223,6 @@ def _update_s(pipeline: Pipeline, cases: Sequence[PricedModel], bounds: Sequence
             device = pipeline.device(stage)
             spent_s[pipeline.ranks[stage]] += default_of(device).update_s(size, device)
     return max(spent_s.values())
-
-
-def in_flight(layout: Layout) -> tuple[int, ...]:
-    """Returns the largest number of microbatches that each stage holds, as a chain."""
-    states_of = states_by_stage(*layout.schedule_key()[:4])
-    return tuple(max(alive.in_flight for alive in states) for states in states_of)
 
 
 def expected(estimate: Estimate, batch_size: int, bounds: Sequence[int]) -> Expected:

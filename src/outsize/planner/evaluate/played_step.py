@@ -7,6 +7,8 @@ write into it:
                        (schedules/sharded.py): for each use where weights are sharded, once a step where they
                        are resident. A rank's collectives have one queue; FSDP2 lets one REDUCE_GRAD run
                        beside the next block, and on a CPU the rank waits for each
+    offload            activations of a microbatch leave and come back with OFFLOAD_F and FETCH_B
+                       (schedules/offload.py), beside compute on an accelerator and between it on a CPU
     dp_replicate, cp   a stage's gradients leave in buckets within its last backward, the last units' first
                        (train/ranks/gradient_allreduce.py); nothing but the step's end waits for them
 
@@ -33,7 +35,6 @@ from typing import Final, final
 
 import numpy as np
 
-from outsize.ir.cluster import Device
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Span, Timeline
@@ -41,8 +42,9 @@ from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Edge, Edges, edges_of
 from outsize.planner.layout.layout import Layout, ScheduleKey
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
-from outsize.planner.simulation.critical_path import COLLECTIVES, LAST, CollectiveWaits, Cost, Network
+from outsize.planner.simulation.critical_path import COLLECTIVES, LAST, Cost, MoveWaits, Network
 from outsize.planner.simulation.simulate import StageCost
+from outsize.schedules.offload import with_activation_copies
 from outsize.schedules.planned import planned
 from outsize.schedules.refine import divided, pieces_of_stages
 from outsize.schedules.sharded import BUCKET_BYTES, with_gathers
@@ -78,14 +80,33 @@ def _nothing(_: Cost) -> bool:
 
 @final
 @dataclass(frozen=True)
-class _Gathers:
-    """Says which weights are gathered: `uses` has (owner, user) of the parts; `once` a step or for each use.
-    Of earlier REDUCE_GRADs, `ahead` may still run.
+class _Moves:
+    """Says what moves besides messages: weights that are gathered, (owner, user) of the parts, `once` a step
+    or for each use; and activations of the parts in `offloads`. `overlaps`: beside compute.
     """
 
     uses: frozenset[Edge]
     once: bool
-    ahead: int
+    offloads: frozenset[int]
+    overlaps: bool
+
+    @property
+    def any(self) -> bool:
+        """Returns whether anything moves."""
+        return bool(self.uses or self.offloads)
+
+    def added(self, schedule: Schedule) -> Schedule:
+        """Returns the compute-only schedule with the actions of these moves."""
+        gathered = with_gathers(schedule, self.uses, once=self.once) if self.uses else schedule
+        return with_activation_copies(gathered, self.offloads) if self.offloads else gathered
+
+    @property
+    def waits(self) -> MoveWaits:
+        """Returns what waits for them; of earlier REDUCE_GRADs FSDP2 lets one run."""
+        needs: dict[int, set[int]] = {}
+        for owner, user in self.uses:
+            needs.setdefault(user, set()).add(owner)
+        return MoveWaits(needs, 1 if self.overlaps else 0, self.overlaps)
 
 
 @final
@@ -102,8 +123,8 @@ class PlayedStep:
     stage_of: tuple[int, ...]
     edges: Edges
     costs: tuple[StageCost, ...]
-    gathers: _Gathers | None
-    collective_s: Mapping[Cost, float]
+    moves: _Moves
+    move_s: Mapping[Cost, float]
     buckets: tuple[Sequence[Bucket], ...]
 
     @property
@@ -114,7 +135,7 @@ class PlayedStep:
     @property
     def simulated(self) -> int:
         """Returns how many microbatches are played: all of them, or enough to extrapolate."""
-        parts = None if self.gathers is None else len(self.costs)
+        parts = len(self.costs) if self.moves.any else None
         return simulated_microbatches(self.layout, parts)
 
     def seconds(self, free: Callable[[Cost], bool] = _nothing) -> float:
@@ -133,7 +154,7 @@ class PlayedStep:
 
     def timeline(self) -> Timeline:
         """Returns the predicted Timeline of the microbatches that are played: spans in lanes 'compute',
-        'send' (of the sending rank) and 'load' (collectives).
+        'send' (of the sending rank) and 'load' (collectives and copies).
         """
         network, seconds = self._network(self.simulated), self._seconds(self.simulated, _nothing)
         ends = network.ends_s(seconds)
@@ -145,8 +166,7 @@ class PlayedStep:
 
     def schedule(self, microbatches: int) -> Schedule:
         """Returns the rows that are played, without sends and receives."""
-        key = self.layout.schedule_key(microbatches)
-        return planned(*key) if self.gathers is None else _gathered(key, self.counts, self.gathers)
+        return _moving(self.layout.schedule_key(microbatches), self.counts, self.moves)
 
     def _played_s(self, microbatches: int, free: Callable[[Cost], bool]) -> float:
         network = self._network(microbatches)
@@ -157,13 +177,11 @@ class PlayedStep:
     def _network(self, microbatches: int) -> Network:
         key, edges = self.layout.schedule_key(microbatches), self.edges
         along = frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step)
-        if self.gathers is None:
-            return _network(key, *along)
-        return _network_in_blocks(key, along, self.counts, self.gathers)
+        return _network(key, along, self.counts, self.moves)
 
     def _seconds(self, microbatches: int, free: Callable[[Cost], bool]) -> dict[Cost, float]:
         """Returns the seconds of every kind of node."""
-        cp, seconds = self.layout.axes.cp, dict(self.collective_s)
+        cp, seconds = self.layout.axes.cp, dict(self.move_s)
         for part, cost in enumerate(self.costs):
             seconds |= {(kind, part, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
         for kind, sizes in (
@@ -198,39 +216,38 @@ def played_step(
 ) -> PlayedStep:
     """Returns what is played of a cut whose stages have these cases and costs."""
     case, layout, stages = cases[0], pipeline.layout, tuple(range(len(cases)))
-    nothing: tuple[Sequence[Bucket], ...] = ((),) * len(stages)
-    if layout.hosted or layout.axes.dp_shard == 1:
-        reduces = not layout.hosted and layout.replicas * layout.axes.cp > 1
-        runs = zip(cases, pairwise(bounds), pipeline.collectives, strict=True)
-        buckets = tuple(_buckets(*of) for of in runs) if reduces else nothing
-        ones, edges = (1,) * len(stages), edges_along(case, tuple(bounds))
-        return PlayedStep(pipeline, ones, stages, edges, tuple(costs), None, {}, buckets)
-    counts, cut = _blocks(case, tuple(bounds))
+    shards = not layout.hosted and layout.axes.dp_shard > 1
+    counts, cut = _blocks(case, tuple(bounds)) if shards else ((1,) * len(stages), tuple(bounds))
     stage_of = tuple(stage for stage in stages for _ in range(counts[stage]))
-    runs = tuple(pairwise(cut))
-    seconds: dict[Cost, float] = {}
-    for part, (stage, run) in enumerate(zip(stage_of, runs, strict=True)):
+    parts = [(cases[stage], run) for stage, run in zip(stage_of, pairwise(cut), strict=True)]
+    uses, seconds = frozenset[Edge](), dict[Cost, float]()
+    buckets: tuple[Sequence[Bucket], ...] = ((),) * len(stages)
+    if shards:
+        uses = frozenset(_uses(case, cut, [layout.ranks[stage] for stage in stage_of]))
         whole = layout.axes.dp_shard if layout.weights == "sharded" else 1
-        seconds |= _collective_seconds(part, cases[stage], run, pipeline.collectives[stage], whole)
-    gathers = _Gathers(
-        frozenset(_uses(case, cut, [layout.ranks[stage] for stage in stage_of])),
-        layout.weights == "resident",
-        _ahead(pipeline.device(0)),
-    )
-    own = tuple(stage_cost(cases[stage], *run) for stage, run in zip(stage_of, runs, strict=True))
-    return PlayedStep(pipeline, counts, stage_of, edges_along(case, cut), own, gathers, seconds, nothing)
+        for part, stage in enumerate(stage_of):
+            seconds |= _collective_seconds(part, *parts[part], pipeline.collectives[stage], whole)
+        costs = tuple(stage_cost(own, *run) for own, run in parts)
+    elif not layout.hosted and layout.replicas * layout.axes.cp > 1:
+        buckets = tuple(_buckets(*own, c) for own, c in zip(parts, pipeline.collectives, strict=True))
+    for part, (own, run) in enumerate(parts):
+        if own.copies is not None:
+            copy_s = own.copies.seconds(int(own.ranges.on_host[run]))
+            seconds |= {(Kind.OFFLOAD_F, part, -1): copy_s, (Kind.FETCH_B, part, -1): copy_s}
+    offloads = frozenset(part for part, (own, _) in enumerate(parts) if own.copies is not None)
+    overlaps = host_link(pipeline.device(0)) is not None
+    moves = _Moves(uses, layout.weights == "resident", offloads, overlaps)
+    edges = edges_along(case, cut)
+    return PlayedStep(pipeline, counts, stage_of, edges, tuple(costs), moves, seconds, buckets)
 
 
-def stage_cost(case: PricedModel, first: int, end: int, in_flight_count: int = 1) -> StageCost:
-    """Returns the costs of the units first..end-1; the microbatch being computed never goes to the host."""
+def stage_cost(case: PricedModel, first: int, end: int) -> StageCost:
+    """Returns the costs of the units first..end-1."""
     seconds = case.seconds
     passes = seconds.forward, seconds.backward, seconds.backward_weight
     split_units = seconds.backward_weight > 0 if case.split_units is None else case.split_units
     split_s = SPLIT_S * int(np.sum(split_units[first:end])) if case.base.device == "cpu" else 0.0
     forward_s, backward_s, weight_s = (sum(times[first:end].tolist()) for times in passes)
-    if case.host_copies is not None and in_flight_count > 1:
-        moved = int(case.ranges.on_host[first, end]), case.microbatches
-        forward_s, backward_s = (case.host_copies.slowed_s(s, *moved) for s in (forward_s, backward_s))
     return StageCost(forward_s, backward_s, weight_s, split_s)
 
 
@@ -279,23 +296,16 @@ def _blocks(case: PricedModel, bounds: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 @lru_cache(maxsize=64)
-def _network(schedule_key: ScheduleKey, forward: Along, backward: Along, step: Along) -> Network:
-    """Returns the events of one step; the same for all cuts that send along the same edges."""
-    return Network.of(planned(*schedule_key), forward, backward, step)
-
-
-@lru_cache(maxsize=64)
-def _network_in_blocks(
-    schedule_key: ScheduleKey, along: tuple[Along, Along, Along], counts: tuple[int, ...], gathers: _Gathers
+def _network(
+    schedule_key: ScheduleKey, along: tuple[Along, Along, Along], counts: tuple[int, ...], moves: _Moves
 ) -> Network:
-    schedule, needs = _gathered(schedule_key, counts, gathers), dict[int, set[int]]()
-    for owner, user in gathers.uses:
-        needs.setdefault(user, set()).add(owner)
-    return Network.of(schedule, *along, CollectiveWaits(needs, gathers.ahead))
+    """Returns the events of one step; the same for all cuts that send along the same edges."""
+    return Network.of(_moving(schedule_key, counts, moves), *along, moves.waits if moves.any else None)
 
 
-def _gathered(schedule_key: ScheduleKey, counts: tuple[int, ...], gathers: _Gathers) -> Schedule:
-    return with_gathers(divided(planned(*schedule_key), counts), gathers.uses, once=gathers.once)
+def _moving(schedule_key: ScheduleKey, counts: tuple[int, ...], moves: _Moves) -> Schedule:
+    schedule = planned(*schedule_key)
+    return moves.added(schedule if max(counts) == 1 else divided(schedule, counts))
 
 
 @lru_cache(maxsize=64)
@@ -334,11 +344,6 @@ def _uses(case: PricedModel, cut: Sequence[int], ranks: Sequence[int]) -> Iterat
             owner, other = int(part_of[flow.producer]), int(part_of[user])
             if owner != other and ranks[owner] == ranks[other]:
                 yield owner, other
-
-
-def _ahead(device: Device) -> int:
-    """Returns how many REDUCE_GRADs may run beside compute: what FSDP2 lets, and none on a CPU."""
-    return 0 if host_link(device) is None else 1
 
 
 def _buckets(case: PricedModel, run: Run, collectives: WeightCollectives) -> list[Bucket]:

@@ -32,12 +32,13 @@ from numpy.typing import NDArray
 
 from outsize.ir.cluster import Cluster, Device, Link
 from outsize.ir.graph import ModelGraph
+from outsize.ir.hardware.devices import host_link
 from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
 from outsize.planner.bounds.step_time import PrefixTimes
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Flow, flows
-from outsize.planner.costs.unit_times import HostCopies, UnitSeconds, fastest
+from outsize.planner.costs.unit_times import UnitSeconds, fastest
 from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import component_table, peaks_of_components
 from outsize.planner.memory.in_flight_states import states_by_stage
@@ -67,7 +68,7 @@ class PricedModel:
     stage needs after its last backward, for all runs; None where only replicas wait for each other.
     `moved_per_gradient`: bytes that the optimizer reads and writes for each byte of gradients on a device.
     `split_units`: how many units with a gradient of weights each has; None where each is one unit.
-    `host_copies`: how activations are copied to the host; `seconds` do not include it.
+    `copies`: the link over which activations go to the host; `seconds` do not include it.
     """
 
     graph: ModelGraph
@@ -78,7 +79,7 @@ class PricedModel:
     microbatches: int
     recompute: Recompute = "none"
     after_s: Seconds | None = None
-    host_copies: HostCopies | None = None
+    copies: Link | None = None
     moved_per_gradient: float = 0.0
     split_units: Bytes | None = None
 
@@ -115,8 +116,8 @@ class PricedModel:
         """
         if recompute != "offload":
             return self if recompute == "none" else self.fully_recomputed()
-        host_copies = device and HostCopies.of(device)
-        return replace(self, ranges=self.ranges.offloaded(), recompute=recompute, host_copies=host_copies)
+        copies = device and _copy_link(device)
+        return replace(self, ranges=self.ranges.offloaded(), recompute=recompute, copies=copies)
 
     @property
     def profile(self) -> Profile:
@@ -199,6 +200,12 @@ class ChainPartition:
     bounds: tuple[int, ...]
     choices: tuple[int, ...]
     floor_s: float
+
+
+def _copy_link(device: Device) -> Link:
+    """Returns the device's link to its host; a CPU reads and writes its own memory."""
+    own = Link(name="memory", latency_s=0.0, bytes_per_s=device.bytes_per_s / 2)
+    return host_link(device) or own
 
 
 def split(pipeline: Pipeline) -> ChainPartition | None:

@@ -2,23 +2,28 @@
 
 Which action waits for which depends on the schedule alone, so the network of events is built once, as arrays:
 
-    compute      waits for the action before it on its rank, for its messages, and for the weights that it
-                 uses
+    compute      waits for the action before it on its rank, for its messages, for the weights that it uses,
+                 and a backward for its activations
     message      waits for the action that made it, for the message before it on its wire, and until its
                  receive is posted: one action before the one that needs it, or with a later message of
                  the wire that is needed sooner (lower.py)
     collective   UNSHARD and REDUCE_GRAD (schedules/sharded.py): waits for the compute action before it on
                  its rank, and for the collective before it there, since a communicator has one queue
+    copy         OFFLOAD_F and FETCH_B (schedules/offload.py): waits for the compute action before it on its
+                 rank, and for the copy before it in its direction. Compute waits until the copies that leave
+                 have left before more are launched, and before it sends more, for those that the next
+                 backward needs (run/host/copy_lane.py)
 
 For a cut only the durations differ, and the step is the longest path: each node starts when the last node it
 waits for has ended. Nodes at equal distance from a start form one level, and in a wide network a level is one
 array operation.
 
 FSDP2 waits in each REDUCE_GRAD until no more than `ahead` earlier ones run, since their inputs take memory;
-on a CPU a rank waits for each (`CollectiveWaits`). This is a critical path (Kelley 1961) by levels; the order
-is Kahn's (CACM 5(11), 1962), a frontier at a time. Complexity: O(actions + messages) for each step; there are
-about 4 (m + p) levels. Oracles: tests/unit/planner/simulation/test_critical_path.py compares with `simulate`
-for all schedules, skips and tied weights, test_collective_nodes.py with events that are played one by one.
+on a CPU a rank waits for each, and for each copy (`MoveWaits`). This is a critical path (Kelley 1961) by
+levels; the order is Kahn's (CACM 5(11), 1962), a frontier at a time. Complexity: O(actions + messages) for
+each step; there are about 4 (m + p) levels. Oracles: tests/unit/planner/simulation/test_critical_path.py
+compares with `simulate` for all schedules, skips and tied weights, test_collective_nodes.py with events that
+are played one by one.
 """
 
 from __future__ import annotations
@@ -38,13 +43,14 @@ from outsize.ir.timeline import Lane, Span
 from outsize.schedules.message import Message
 
 Cost = tuple[Kind, int, int]
-"""(kind, stage, -1) of a compute action, an UNSHARD or a REDUCE_GRAD, (REDUCE_GRAD, stage, LAST) of a stage's
-last one; (F or B, source, destination) of a transfer."""
+"""(kind, stage, -1) of an action, (REDUCE_GRAD, stage, LAST) of a stage's last one; (F or B, source,
+destination) of a transfer."""
 Label = tuple[int, Lane, Action]
 Edges = Set[tuple[int, int]]
 Nodes = NDArray[np.int64]
 CODES: Final = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 COLLECTIVES: Final = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
+COPIES: Final = frozenset({Kind.OFFLOAD_F, Kind.FETCH_B})
 NOBODY: Final = -1
 LAST: Final = -2
 # Array operations pay from this many nodes a level, and from this many in all.
@@ -56,13 +62,15 @@ FEWEST: Final = 3
 
 @final
 @dataclass(frozen=True, eq=False)
-class CollectiveWaits:
-    """Says what waits for collectives: a compute action of stage s for the weights of `needs[s]`, and what
-    follows a REDUCE_GRAD for all before it but the last `ahead`.
+class MoveWaits:
+    """Says what waits for collectives and copies: a compute action of stage s for the weights of `needs[s]`,
+    what follows a REDUCE_GRAD for all before it but the last `ahead`, and what follows a copy for it, unless
+    it `overlaps` with compute.
     """
 
     needs: Mapping[int, Set[int]]
     ahead: int
+    overlaps: bool = True
 
 
 @final
@@ -88,22 +96,22 @@ class Network:
         forward: Edges,
         backward: Edges,
         step: Edges = frozenset[tuple[int, int]](),
-        collectives: CollectiveWaits | None = None,
+        waits: MoveWaits | None = None,
     ) -> Self:
-        """Builds the network of a schedule of compute actions and collectives, with messages over these edges
-        between stages.
+        """Builds the network of a schedule of compute actions, collectives and copies, with messages over
+        these edges between stages.
 
         Raises InvalidSchedule when it hangs.
         """
         building = _Building(schedule, forward, backward, step)
-        if collectives is not None:
-            building.add(collectives)
+        if waits is not None:
+            building.add(waits)
         kinds, arcs = np.concatenate(building.kinds), np.concatenate(building.arcs, axis=1)
         order, levels = _by_level(len(kinds), arcs)
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        waits = _table(len(kinds), place[arcs])
-        return cls(tuple(building.costs), kinds[order], waits, levels, place, building.labels)
+        before = _table(len(kinds), place[arcs])
+        return cls(tuple(building.costs), kinds[order], before, levels, place, building.labels)
 
     def step_s(self, seconds: Mapping[Cost, float]) -> float:
         """Returns when the last node ends."""
@@ -187,25 +195,24 @@ class _Building:
             self._wires.append(wire)
         self.costs += [(kind, *edge) for kind, edge, _ in messages]
 
-    def add(self, collectives: CollectiveWaits) -> None:
-        """Adds the collectives of the schedule's rows."""
-        first_cost, stages, kinds = len(self.costs), self._schedule.stages, list[int]()
-        self.costs += [(Kind.UNSHARD, stage, NOBODY) for stage in range(stages)]
-        self.costs += [(Kind.REDUCE_GRAD, stage, end) for end in (NOBODY, LAST) for stage in range(stages)]
+    def add(self, waits: MoveWaits) -> None:
+        """Adds the collectives and copies of the schedule's rows."""
+        place, kinds = dict[Cost, int](), list[int]()
         arcs, compute = list[tuple[int, int]](), 0
         for rank, row in enumerate(self._schedule.actions):
-            queue = _CollectiveQueue(collectives, arcs)
+            queues = _MoveQueues(waits, arcs)
             last = {action: at for at, action in enumerate(row) if action.kind is Kind.REDUCE_GRAD}
-            for at, action in enumerate(row):
+            for at, (action, following) in enumerate(_with_following(row)):
                 if action.kind in COMPUTE:
-                    queue.compute(action.stage, compute)
+                    queues.compute(action, compute)
                     compute += 1
-                elif action.kind in COLLECTIVES:
-                    queue.collective(action, self._nodes)
+                elif action.kind in COLLECTIVES | COPIES:
+                    queues.launch(action, following, self._nodes)
                     self._moves.append((rank, "load", action))
-                    group = 0 if action.kind is Kind.UNSHARD else 2 if last[action] == at else 1
-                    kinds.append(first_cost + group * stages + action.stage)
+                    cost = action.kind, action.stage, LAST if last.get(action) == at else NOBODY
+                    kinds.append(len(self.costs) + place.setdefault(cost, len(place)))
                     self._nodes += 1
+        self.costs += place
         self.kinds.append(np.array(kinds, np.int64))
         self.arcs.append(np.array(arcs, np.int64).reshape(-1, 2).T)
 
@@ -223,32 +230,57 @@ class _Building:
 
 
 @final
-class _CollectiveQueue:
-    """Collects what the collectives of one rank wait for, and what waits for them."""
+class _MoveQueues:
+    """Collects what the collectives and copies of one rank wait for, and what waits for them."""
 
-    def __init__(self, collectives: CollectiveWaits, arcs: list[tuple[int, int]]) -> None:
-        self._needs, self._ahead, self._arcs = collectives.needs, collectives.ahead, arcs
+    def __init__(self, waits: MoveWaits, arcs: list[tuple[int, int]]) -> None:
+        self._waits, self._arcs = waits, arcs
+        self._compute, self._ends = NOBODY, dict[Kind, int]()
         self._gathered: dict[int, int] = {}
+        self._fetched: dict[tuple[int, int], int] = {}
         self._reduced: list[int] = []
-        self._compute = self._collective = NOBODY
-        self._awaited = NOBODY
+        self._awaited: list[int] = []  # What the rank's compute is behind, besides the last compute action.
 
-    def compute(self, stage: int, node: int) -> None:
-        """Lets a compute action wait for its weights, and for gradients that have to be gone."""
-        awaited = [self._gathered.pop(owner, NOBODY) for owner in self._needs.get(stage, ())]
-        self._arcs += [(other, node) for other in (*awaited, self._awaited) if other != NOBODY]
-        self._compute, self._awaited = node, NOBODY
+    def compute(self, action: Action, node: int) -> None:
+        """Lets a compute action wait for what it needs, and for what has to be gone."""
+        needs = self._waits.needs.get(action.stage, ())
+        own = [self._gathered.pop(owner, NOBODY) for owner in needs]
+        if action.kind in (Kind.B, Kind.I):
+            own.append(self._fetched.pop((action.stage, action.microbatch), NOBODY))
+        self._wait(node, *own, *self._awaited)
+        self._compute, self._awaited = node, []
 
-    def collective(self, action: Action, node: int) -> None:
-        """Lets a collective wait for compute and for the queue."""
-        self._arcs += [(other, node) for other in (self._compute, self._collective) if other != NOBODY]
-        self._collective = node
-        if action.kind is Kind.UNSHARD:
+    def launch(self, action: Action, following: Action | None, node: int) -> None:
+        """Lets a collective or a copy wait for compute and for its queue."""
+        kind = action.kind
+        if kind in COPIES:
+            self._awaited.append(self._ends.get(Kind.OFFLOAD_F, NOBODY))
+        if kind is Kind.OFFLOAD_F and following is not None and following.kind in (Kind.B, Kind.I):
+            self._awaited.append(self._fetched.get((following.stage, following.microbatch), NOBODY))
+        queue = Kind.UNSHARD if kind in COLLECTIVES else kind
+        self._wait(node, self._compute, self._ends.get(queue, NOBODY), *self._awaited)
+        self._ends[queue] = node
+        if kind is Kind.UNSHARD:
             self._gathered[action.stage] = node
-            return
-        self._reduced.append(node)
-        if len(self._reduced) > self._ahead:
-            self._awaited = self._reduced[-1 - self._ahead]
+        elif kind is Kind.REDUCE_GRAD:
+            self._reduced.append(node)
+            self._awaited += self._reduced[: len(self._reduced) - self._waits.ahead][-1:]
+        else:
+            if kind is Kind.FETCH_B:
+                self._fetched[action.stage, action.microbatch] = node
+            self._awaited += [] if self._waits.overlaps else [node]
+
+    def _wait(self, node: int, *others: int) -> None:
+        self._arcs += [(other, node) for other in dict.fromkeys(others) if other != NOBODY]
+
+
+def _with_following(row: Sequence[Action]) -> list[tuple[Action, Action | None]]:
+    """Returns each action with the next compute action behind it."""
+    pairs, following = list[tuple[Action, Action | None]](), None
+    for action in reversed(row):
+        pairs.append((action, following))
+        following = action if action.kind in COMPUTE else following
+    return pairs[::-1]
 
 
 @final

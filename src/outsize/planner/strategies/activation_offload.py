@@ -1,12 +1,10 @@
 """Problem: a stage lacks memory for its activations. Is copying them from the host faster than recomputing?
 
-Activations that wait for their backward leave in a forward and return in a backward, b bytes per microbatch:
-
-    F' = max(F, b / link) + b / link / m      B' = max(B, b / link) + b / link / m
-
-against B + F where everything is recomputed (recompute_knapsack.py chooses the units). The link is the
-device's own to its host: devices that share one are not slowed down by each other here. A CPU copies within
-its own memory, which no compute overlaps, so there it must be asked for.
+Activations that wait for their backward leave in a forward and return in a backward, as OFFLOAD_F and FETCH_B
+of the row that runs, which is played (evaluate/played_step.py); against a second forward where everything is
+recomputed (recompute_knapsack.py chooses the units). The link is the device's own to its host: devices that
+share one are not slowed down by each other here. A CPU copies within its own memory, which no compute
+overlaps, so there it must be asked for.
 
 The layouts that were fastest with recompute are cut again, each stage without it where that fits and
 otherwise with its activations on the host. The result must be faster by more than the error of a prediction,
@@ -77,7 +75,7 @@ def check_recompute(recompute: Recompute | None, weights: Weights | None) -> Non
 
 def offloaded(estimate_: Estimate) -> list[int]:
     """Returns the stages whose activations go to the host."""
-    return [stage for stage, case in enumerate(estimate_.cases) if case.host_copies is not None]
+    return [stage for stage, case in enumerate(estimate_.cases) if case.copies is not None]
 
 
 def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
@@ -85,12 +83,12 @@ def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
     stages = offloaded(estimate)
     for stage in stages[:1]:
         case, run = estimate.cases[stage], (estimate.bounds[stage], estimate.bounds[stage + 1])
-        assert case.host_copies is not None
+        assert case.copies is not None
         yield ActivationsOffloaded(
             stages=tuple(stages),
             stage=stage,
             moved_bytes=int(case.ranges.on_host[run]),
-            link=case.host_copies.link.name,
+            link=case.copies.name,
         )
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_graphs import chain, graphs
+from planner_graphs import chain, graphs, profile_of
+from torch import Tensor, nn
 
+import outsize
 from outsize.ir.cluster import Cluster, make_cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.offload import Weights
-from outsize.ir.plan import Axes, Recompute, ScheduleName
+from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName, stages_from_bounds
 from outsize.ir.profile import Profile
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.evaluate import played_step as module
@@ -175,3 +178,35 @@ def test_devices_of_another_kind_have_their_own_prices() -> None:
     slow, quick = (WeightCollectives(layout, joined(2, bytes_per_s=s)) for s in (10.0, 100.0))
     assert slow.gather_s(100) == 5.25
     assert quick.gather_s(100) == 0.75
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("gpipe", 1), ("gpipe", 2), ("1f1b", 2)])
+def test_activations_leave_and_come_back_as_they_are_played(schedule: ScheduleName, pp: int) -> None:
+    """The actions of a measured step, in their order, are those of the rows that are played."""
+    torch.manual_seed(0)
+    width, count = 8, 5
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())))
+    x = torch.randn(count, width)
+    graph = outsize.capture(net, (x[:1],), loss_fn=Tensor.sum)
+    bounds = tuple(len(graph.units) * stage // pp for stage in range(pp + 1))
+    plan = Plan(
+        model=graph.model,
+        fingerprint=graph.fingerprint,
+        cluster=f"{pp}xcpu",
+        axes=Axes(pp=pp),
+        batch_size=count,
+        microbatches=count,
+        schedule=schedule,
+        recompute="offload",
+        stages=stages_from_bounds(graph, bounds, ("cpu",) * pp),
+    )
+    engine = outsize.parallelize(net, (x,), plan=plan, loss_fn=Tensor.sum)
+    engine.step(x)
+    ran = engine.timeline().spans
+    model = graph, profile_of(graph, [1.0] * len(graph.units))
+    layout = Layout(plan.axes, pp, schedule, count, count)
+    rows = cut(model, layout, joined(pp, "cpu"), bounds, "offload").step.schedule(count).actions
+    for rank, row in enumerate(rows):
+        own = [s.action for s in ran if s.rank == rank and s.lane in ("compute", "load")]
+        assert own == [str(action) for action in row]
+    assert any("OFFLOAD" in str(action) for action in rows[0])

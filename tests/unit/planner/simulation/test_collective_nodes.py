@@ -1,4 +1,4 @@
-"""Collectives in a step, against rows that are played event by event, and their laws."""
+"""Collectives and copies in a step, against rows that are played event by event, and their laws."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Lane, Span
-from outsize.planner.simulation.critical_path import LAST, CollectiveWaits, Cost, Network
+from outsize.planner.simulation.critical_path import LAST, Cost, MoveWaits, Network
 from outsize.schedules.builders import build
 from outsize.schedules.lower import lower
 from outsize.schedules.message import RECEIVES, SENDS, Ends, Message, Wire, message_of
+from outsize.schedules.offload import with_activation_copies
 from outsize.schedules.refine import divided
 from outsize.schedules.sharded import with_gathers
 
@@ -42,10 +43,13 @@ class Step:
         for owner, user in uses:
             if rank_of[owner] == rank_of[user]:
                 self.needs[user].add(owner)
-        self.ahead = ahead
-        self.row = with_gathers(lower(compute, forward, backward), uses, once=once)
-        moving = with_gathers(compute, uses, once=once)
-        self.network = Network.of(moving, forward, backward, collectives=CollectiveWaits(self.needs, ahead))
+        self.ahead, self.overlaps = ahead, dice.random() < 0.7
+        away = {part for part in range(parts) if dice.random() < 0.5}
+        lowered = with_gathers(lower(compute, forward, backward), uses, once=once)
+        self.row = with_activation_copies(lowered, away)
+        moving = with_activation_copies(with_gathers(compute, uses, once=once), away)
+        waits = MoveWaits(self.needs, ahead, self.overlaps)
+        self.network = Network.of(moving, forward, backward, waits=waits)
         self.seconds: dict[Cost, float] = {
             cost: dice.choice((0.0, 1.0)) * dice.random() for cost in self.network.costs
         }
@@ -70,6 +74,8 @@ class Rows:
         self.at, self.now_s = [0] * len(self.rows), [0.0] * len(self.rows)
         self.queue_s = [0.0] * len(self.rows)
         self.reduced_s: list[list[float]] = [[] for _ in self.rows]
+        self.left_s, self.back_s = [0.0] * len(self.rows), [0.0] * len(self.rows)
+        self.fetched_s: defaultdict[tuple[int, int], float] = defaultdict(float)
         self.spans: list[Span] = []
 
     def play(self) -> list[Span]:
@@ -103,6 +109,8 @@ class Rows:
         elif action.kind in COMPUTE:
             if not self.computed(rank, action):
                 return False
+        elif action.kind in (Kind.OFFLOAD_F, Kind.FETCH_B):
+            self.copied(rank, action)
         elif action.kind is not Kind.RESHARD:
             self.collected(rank, action)
         self.at[rank] += 1
@@ -116,11 +124,32 @@ class Rows:
             return False
         waits = [self.arrived[message] for message in inbox]
         waits += [self.whole_s[owner] for owner in self.step.needs[action.stage]]
+        if action.kind in (Kind.B, Kind.I):
+            waits.append(self.fetched_s[action.stage, action.microbatch])
         gone = self.reduced_s[rank][: len(self.reduced_s[rank]) - self.step.ahead]
         start_s = max([self.now_s[rank], *gone, *waits])
         self.now_s[rank] = start_s + self.step.seconds[action.kind, action.stage, -1]
         self.note(rank, "compute", action, (start_s, self.now_s[rank]))
         return True
+
+    def copied(self, rank: int, action: Action) -> None:
+        """Launches a copy behind those that leave, and behind what the next backward waits for."""
+        leaves = action.kind is Kind.OFFLOAD_F
+        following = next(a for a in self.rows[rank][self.at[rank] :] if a.kind in COMPUTE)
+        gone = self.reduced_s[rank][: len(self.reduced_s[rank]) - self.step.ahead]
+        behind = [self.now_s[rank], self.left_s[rank], *gone]
+        if leaves and following.kind in (Kind.B, Kind.I):
+            behind.append(self.fetched_s[following.stage, following.microbatch])
+        self.now_s[rank] = max(behind)
+        start_s = max(self.now_s[rank], self.left_s[rank] if leaves else self.back_s[rank])
+        end_s = start_s + self.step.seconds[action.kind, action.stage, -1]
+        if leaves:
+            self.left_s[rank] = end_s
+        else:
+            self.back_s[rank] = self.fetched_s[action.stage, action.microbatch] = end_s
+        if not self.step.overlaps:
+            self.now_s[rank] = end_s
+        self.note(rank, "load", action, (start_s, end_s))
 
     def collected(self, rank: int, action: Action) -> None:
         """Launches a collective."""
@@ -160,15 +189,18 @@ def test_every_span_is_that_of_rows_played_event_by_event(
 @pytest.mark.parametrize("once", [False, True])
 @few
 @given(ahead=st.integers(0, 2), seed=st.integers(0, 10_000))
-def test_a_ranks_collectives_never_overlap_and_no_lane_is_longer_than_the_step(
+def test_nothing_in_a_queue_overlaps_and_no_queue_is_longer_than_the_step(
     once: bool, ahead: int, seed: int
 ) -> None:
     step = Step("1f1b", once, ahead, seed)
     spans, step_s = step.network.spans(step.seconds), step.network.step_s(step.seconds)
     lanes: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
-        if span.lane != "send":
-            lanes[span.rank, span.lane].append(span)
+        kind = Action.parse(span.action).kind
+        if kind in COMPUTE | {Kind.OFFLOAD_F, Kind.FETCH_B}:
+            lanes[span.rank, "compute" if kind in COMPUTE else str(kind)].append(span)
+        elif span.lane == "load":
+            lanes[span.rank, "collectives"].append(span)
     for own in lanes.values():
         ordered = sorted(own, key=lambda span: (span.start_s, span.end_s))
         assert all(before.end_s <= after.start_s for before, after in pairwise(ordered))
@@ -177,10 +209,10 @@ def test_a_ranks_collectives_never_overlap_and_no_lane_is_longer_than_the_step(
 
 @few
 @given(seed=st.integers(0, 10_000))
-def test_without_collectives_the_step_is_that_of_whole_weights(seed: int) -> None:
+def test_without_moves_the_step_is_that_of_whole_weights(seed: int) -> None:
     """And with them it is no longer than the sum of both."""
     step = Step("1f1b", False, 0, seed)
-    moves = {Kind.UNSHARD, Kind.REDUCE_GRAD}
+    moves = {Kind.UNSHARD, Kind.REDUCE_GRAD, Kind.OFFLOAD_F, Kind.FETCH_B}
     free = {cost: 0.0 if cost[0] in moves else s for cost, s in step.seconds.items()}
     spans = step.network.spans(step.seconds)
     apart_s = step.network.step_s(free)
@@ -194,7 +226,7 @@ def test_blocks_that_nothing_hides_take_the_sum_and_hidden_ones_the_longest() ->
     turns) and three sums.
     """
     row = with_gathers(divided(build("1f1b", 1, 1), [3]), {(part, part) for part in range(3)})
-    network = Network.of(row, set(), set(), collectives=CollectiveWaits({p: {p} for p in range(3)}, 1))
+    network = Network.of(row, set(), set(), waits=MoveWaits({p: {p} for p in range(3)}, 1))
 
     def step_s(forward_s: float, gather_s: float, reduce_s: float) -> float:
         seconds = dict.fromkeys(network.costs, forward_s)
@@ -213,9 +245,7 @@ def test_a_rank_of_a_cpu_waits_for_each_sum() -> None:
     row = Schedule("custom", 1, with_gathers(divided(build("1f1b", 1, 1), [2]), {(0, 0), (1, 1)}).actions)
     found: list[float] = []
     for ahead in (0, 1):
-        network = Network.of(
-            row, set(), set(), collectives=CollectiveWaits({p: {p} for p in range(2)}, ahead)
-        )
+        network = Network.of(row, set(), set(), waits=MoveWaits({p: {p} for p in range(2)}, ahead))
         seconds = dict.fromkeys(network.costs, 0.0)
         seconds |= {(Kind.B, p, -1): 4.0 for p in range(2)}
         seconds |= {c: 3.0 for c in network.costs if c[0] is Kind.REDUCE_GRAD}

@@ -14,7 +14,6 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.plan import Plan, Recompute, ScheduleName, StageFigures
 from outsize.ir.profile import Profile
-from outsize.planner.costs.unit_times import HostCopies
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
 
@@ -92,14 +91,16 @@ def test_a_slow_link_sets_the_pace() -> None:
     link = host_link(where.devices[0])
     assert link is not None
     moved_s = link.seconds(UNITS * (KEPT - SMALL))
-    assert step_s(planned(found, where, "offload")) == pytest.approx((2 * COUNT + 2) * moved_s)
+    first_and_last_s = 3 * UNITS * 1e-4
+    assert step_s(planned(found, where, "offload")) == pytest.approx(2 * COUNT * moved_s + first_and_last_s)
 
 
 def test_a_cpu_copies_in_between() -> None:
-    where = cluster(1, kind="cpu")
-    copies = HostCopies.of(where.devices[0])
-    assert not copies.overlaps
-    assert copies.slowed_s(1.0, 60 * GB // 2, 4) == pytest.approx(2.0)
+    """Its memory reads and writes: each copy takes twice the bytes, and nothing hides it."""
+    where, found = cluster(1, kind="cpu"), model(0.1)
+    copy_s = 2 * UNITS * (KEPT - SMALL) / where.devices[0].bytes_per_s
+    plain, away = (step_s(planned(found, where, how)) for how in ("none", "offload"))
+    assert away == pytest.approx(plain + 2 * COUNT * copy_s)
 
 
 def test_it_is_chosen_where_it_is_faster_than_recompute() -> None:
