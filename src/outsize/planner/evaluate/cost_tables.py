@@ -278,6 +278,11 @@ class CostTables:
             self._reached_s = min(self._reached_s, BEYOND * fleet.likely_s)
         return max(work.least_s(pp, m), m * paced_s, fleet.least_s if fleet is not None else 0.0)
 
+    def floor_without_memory_s(self, layout: Layout) -> float:
+        """Returns a lower bound of the step of any cut on equal devices, whatever it holds."""
+        how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
+        return self.work(layout).floor_s(*how)
+
     def floor_s(self, layout: Layout, recompute: Sequence[Recompute], most_s: float = inf) -> float:
         """Returns a lower bound of the step of any cut that fits, with a stage on each device, in these
         options.

@@ -12,10 +12,11 @@ layouts) and the layouts that are priced. Oracle: tests/unit/planner/search/test
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
+from operator import itemgetter
 from typing import Final, final
 
 from outsize.ir.plan import Recompute
@@ -29,6 +30,8 @@ from outsize.planner.partition.stage_weights import Demand
 
 # One search prices at most this many layouts; the gap accounts for the others.
 MOST_TRIED: Final = 24
+# After this many layouts those are asked for that follow from the best of them.
+FIRST: Final = 8
 FEW: Final = 24
 # Stages that only hold frozen weights are chosen where the step of others takes this many times as long.
 DEARER: Final = 1.25
@@ -37,19 +40,33 @@ DEARER: Final = 1.25
 @final
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """Holds what was priced, what does not fit, and a lower bound over everything that was allowed."""
+    """Holds what was priced, what does not fit, and a lower bound over everything that was allowed.
+
+    `slower` are layouts that were not priced because they cannot win, the least bound first; only of a few.
+    """
 
     estimates: tuple[Estimate, ...]
     rejected: tuple[Pipeline, ...]
     floor_s: float
+    slower: tuple[Layout, ...] = ()
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Returns the layouts that fit or may fit, the fastest first."""
+        priced = sorted(self.estimates, key=lambda estimate: estimate.step_s)
+        return tuple(dict.fromkeys((*(estimate.layout for estimate in priced), *self.slower)))
+
+
+Related = Callable[[Sequence[Estimate]], Iterable[Layout]]
+"""Maps estimates to layouts that are worth a look where those are good."""
 
 
 @final
 class _Queue:
-    """Holds the layouts that wait, by their lower bounds."""
+    """Holds the layouts that wait, by their lower bounds; `priced` counts those that were."""
 
     def __init__(self, search: BranchAndBound, layouts: Sequence[Layout]) -> None:
-        self._search, self._layouts = search, layouts
+        self._search, self._layouts, self.priced = search, layouts, 0
         self._bounds: dict[int, StepBound] = {}
         self._queue = [(search.least_s(layout), False, place) for place, layout in enumerate(layouts)]
         heapify(self._queue)
@@ -65,9 +82,13 @@ class _Queue:
         return self._queue[0][0] if self._queue else inf
 
     @property
-    def floors_s(self) -> list[float]:
-        """Returns the bounds of all that wait."""
-        return [floor_s for floor_s, *_ in self._queue]
+    def waiting(self) -> list[tuple[float, Layout]]:
+        """Returns all that wait with their bounds."""
+        return [(self._floor_s(*each), self._layouts[each[2]]) for each in self._queue]
+
+    def _floor_s(self, floor_s: float, sharp: bool, place: int) -> float:
+        layout = self._layouts[place]
+        return floor_s if sharp or layout.chunks == 1 else max(floor_s, self._search.balanced_s(layout))
 
     def pop(self) -> tuple[Layout, float] | None:
         """Takes the layout with the least bound, with its bound; None where that became another one's."""
@@ -76,7 +97,7 @@ class _Queue:
         if sharp:
             return layout, floor_s
         if layout.chunks > 1:
-            heappush(self._queue, (max(floor_s, self._search.balanced_s(layout)), True, place))
+            heappush(self._queue, (self._floor_s(floor_s, sharp, place), True, place))
             return None
         if place not in self._bounds:
             self._bounds[place] = self._search.bound(layout)
@@ -90,28 +111,64 @@ class _Queue:
 
 @final
 class BranchAndBound:
-    """Prices layouts by ascending lower bound until the next one cannot win."""
+    """Prices layouts by ascending lower bound until the next one cannot win.
 
-    def __init__(self, tables: CostTables, recompute: Sequence[Recompute]) -> None:
-        self._cost_tables, self._recompute = tables, tuple(recompute)
+    Of a few layouts all are priced, so that a plan can be compared with them, where it `compares`.
+    """
+
+    def __init__(self, tables: CostTables, recompute: Sequence[Recompute], *, compares: bool = True) -> None:
+        self._cost_tables, self._recompute, self._compares = tables, tuple(recompute), compares
         self._estimates: list[Estimate] = []
         self._rejected: list[Pipeline] = []
+        self._slower: list[tuple[float, Layout]] = []
         self._floors: list[float] = []
         self._asked = 0
 
     def run(self, layouts: Sequence[Layout]) -> SearchResult:
         """Prices what may win, by ascending lower bound."""
+        return self._result([self._searched(layouts)])
+
+    def run_with(self, layouts: Sequence[Layout], related: Related) -> SearchResult:
+        """Prices what may win of these layouts, and of those that are `related` to the best ones.
+
+        The related ones come early, because a short step ends the search of all others sooner.
+        """
+        queue = self._searched(layouts, FIRST)
+        first = tuple(related(self._estimates))
+        queues = [queue, self._searched(first)]
+        self._continue(queue, MOST_TRIED + len(self._estimates) - queue.priced)
+        more = tuple(layout for layout in related(self._estimates) if layout not in first)
+        return self._result([*queues, self._searched(more)])
+
+    def _searched(self, layouts: Sequence[Layout], most: int = MOST_TRIED) -> _Queue:
+        """Prices of these layouts what may win, at most so many where they are not few."""
         queue = _Queue(self, layouts)
         self._asked += len(layouts)
-        while queue.layouts_wait and not self._over(queue.least_s):
+        self._continue(queue, len(self._estimates) + most)
+        return queue
+
+    def _continue(self, queue: _Queue, most: int) -> None:
+        """Prices what may win of those that wait, until there are `most` estimates in all."""
+        before = len(self._estimates)
+        while queue.layouts_wait and not self._over(queue.least_s, most):
             if (least := queue.pop()) is None:
                 continue
-            if self._cost_tables.has_pieces(least[0]):
-                self._try(*least)
-            else:  # The bound holds, but none of its cuts can be priced.
-                self._floors.append(least[1])
-        self._floors += queue.floors_s
-        return SearchResult(tuple(self._estimates), tuple(self._rejected), min(self._floors, default=inf))
+            if not self._cost_tables.has_pieces(least[0]):
+                self._floors.append(least[1])  # The bound holds, but none of its cuts can be priced.
+            elif not self._try(*least):
+                self._slower.append((least[1], least[0]))
+        queue.priced += len(self._estimates) - before
+
+    def _result(self, queues: Sequence[_Queue]) -> SearchResult:
+        waiting = [each for queue in queues for each in queue.waiting]
+        floors = (*self._floors, *(floor_s for floor_s, _ in waiting))
+        few = (*self._slower, *waiting) if self._asked <= FEW else ()
+        return SearchResult(
+            tuple(self._estimates),
+            tuple(self._rejected),
+            min(floors, default=inf),
+            tuple(layout for floor_s, layout in sorted(few, key=itemgetter(0)) if floor_s < inf),
+        )
 
     def floor_s(self, layouts: Iterable[Layout]) -> float:
         """Returns a lower bound over all cuts of these layouts, without pricing them."""
@@ -120,11 +177,11 @@ class BranchAndBound:
             least = queue.pop()
         return inf if least is None else least[1]
 
-    def _over(self, floor_s: float) -> bool:
+    def _over(self, floor_s: float, most: int) -> bool:
         """Returns whether to stop; a few layouts are always priced for comparison."""
         if not self._estimates:
             return floor_s == inf
-        enough = len(self._estimates) >= MOST_TRIED and not self._few()
+        enough = len(self._estimates) >= most and not self._few()
         return enough or self._beaten(floor_s)
 
     def _beaten(self, floor_s: float) -> bool:
@@ -138,7 +195,7 @@ class BranchAndBound:
         return CLOSE * min((f.step_s for f in self._estimates), default=inf)
 
     def _few(self) -> bool:
-        return self._asked <= FEW
+        return self._compares and self._asked <= FEW
 
     def least_s(self, layout: Layout) -> float:
         """Returns a lower bound that needs only sums; infinite where nothing can fit."""
@@ -161,20 +218,21 @@ class BranchAndBound:
         together_s = max(pipeline_s, self._cost_tables.collectives_s(layout))
         return together_s + self._cost_tables.update_s(layout)
 
-    def _try(self, layout: Layout, floor_s: float) -> None:
+    def _try(self, layout: Layout, floor_s: float) -> bool:
+        """Prices or rejects a layout; returns False where it was given up because it cannot win."""
         most_s = inf if self._few() else self._close_s()
         if self._cost_tables.unequal:  # Not all orders of unequal devices are tried.
             floor_s = max(floor_s, self._floor_below(layout, most_s))
             self._floors.append(floor_s)
             if self._beaten(floor_s):
-                return
+                return False
         best, least_s, pipeline = None, inf, None
         for demand in self._cost_tables.demands(layout):
             if demand is None and (best is not None or least_s < inf):
                 break
             tables = self._tables(layout, floor_s, most_s, demand)
             if not tables:
-                return
+                return True
             candidate, candidate_floor_s = self._best_of(tables, floor_s, most_s)
             if best is None or (candidate is not None and best.step_s > DEARER * candidate.step_s):
                 best = candidate or best
@@ -185,6 +243,7 @@ class BranchAndBound:
             self._floors.append(least_s)
         elif pipeline is not None:
             self._rejected.append(pipeline)
+        return best is not None or least_s == inf
 
     def _floor_below(self, layout: Layout, most_s: float) -> float:
         """Returns the bound of a layout of unequal devices, which is not sought above `most_s`."""

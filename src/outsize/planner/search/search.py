@@ -29,10 +29,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain, compress, islice
 from math import inf
 from operator import not_
-from typing import Final
+from typing import Final, NamedTuple, final
 
 from outsize.errors import BadOption, NoFeasiblePlan, OutsizeError, TooManyStages
 from outsize.ir.answers.request import PlanRequest
@@ -48,6 +49,7 @@ from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, 
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.plan_findings import device_kinds
 from outsize.planner.evaluate.ranking import (
+    BITS,
     alternative,
     choose,
     compared_with,
@@ -113,13 +115,15 @@ def search(
     TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices than stages, or
     when nothing was captured for the microbatches asked for.
     """
+    found = _open(request, candidates, cluster)
+    mesh = _mesh(request, found, candidates, cluster)
+    most_s = inf if mesh is None or mesh.expected is None else BITS * mesh.expected.step_s
     try:
-        given_plan = _with_given_axes(request.without_axis_search, candidates, cluster)
+        given_plan = _with_given_axes(request.without_axis_search, candidates, cluster, most_s)
     except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
-        return _instead(refused, request, candidates, cluster, smallest)
-    if not request.opens_axes(cluster):
-        return given_plan
-    mesh = _mesh(request, _open(request, candidates, cluster), candidates, cluster)
+        if mesh is not None:
+            return _refusing_pipelines(mesh, refused)
+        return _instead(refused, request, candidates, found, cluster, smallest)
     return given_plan if mesh is None else faster(given_plan, mesh)
 
 
@@ -127,40 +131,56 @@ def _instead(
     refused: OutsizeError,
     request: PlanRequest,
     candidates: Candidates,
+    found: tuple[SearchResult, CostTables],
     cluster: Cluster,
     smallest: Callable[[], Candidates],
 ) -> Plan:
-    """Returns the fastest mesh, because a pipeline was `refused`; else a pipeline of the smallest
-    microbatches; else a plan with weights on the host.
+    """Returns a pipeline of the smallest microbatches, because the others were `refused` and no mesh was
+    `found`; else a plan with weights on the host.
 
     Raises the refusal where nothing fits.
     """
-    found = _open(request, candidates, cluster)
-    plan = _mesh(request, found, candidates, cluster)
-    if plan is None and isinstance(refused, NoFeasiblePlan):
+    if isinstance(refused, NoFeasiblePlan):
         for count, model in smallest().items():
             finer = request.without_axis_search.model_copy(update={"microbatches": count})
             with suppress(NoFeasiblePlan):
                 return _with_given_axes(finer, {count: model}, cluster)
-    if plan is None and request.may_use_hosts(cluster):
-        plan = _hosted(request, candidates, *found, cluster)
+    plan = _hosted(request, candidates, *found, cluster) if request.may_use_hosts(cluster) else None
     if plan is None:
         closed = len(cluster.devices) > 1 and not request.searches_axes
         raise or_other_axes(refused) if closed and isinstance(refused, NoFeasiblePlan) else refused
+    return _refusing_pipelines(plan, refused)
+
+
+def _refusing_pipelines(plan: Plan, refused: OutsizeError) -> Plan:
+    """Returns the plan with why it is no pipeline."""
     return plan.model_copy(update={"why": (*plan.why, no_pipeline(refused))})
 
 
-def _with_given_axes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan:
-    """Searches only the axes that were given, and parallel branches where the graph has any."""
+def _with_given_axes(
+    request: PlanRequest, candidates: Candidates, cluster: Cluster, most_s: float = inf
+) -> Plan:
+    """Searches only the axes that were given, and parallel branches where the graph has any.
+
+    A plan that takes longer than `most_s` is not compared with others.
+    """
     if request.schedule == CUSTOM.name:
         run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), candidates, cluster)
         model = candidates[run_plan.microbatches * run_plan.axes.replicas]
         return with_schedule(run_plan, request.actions, *model, cluster)
     free = request.schedule is None and not request.has_group_axes and not request.inference
     if request.schedule != COMPOSED.name and not free:
-        return _by_runs(request, candidates, cluster)
-    plan = _by_runs(request.model_copy(update={"schedule": None}), candidates, cluster)
-    return _composed(request, plan, candidates, cluster)
+        return _by_runs(request, candidates, cluster, most_s)
+    named = request.model_copy(update={"schedule": None})
+    plan = _by_runs(named, candidates, cluster, most_s)
+    composed = _composed(request, plan, candidates, cluster)
+    if composed is plan or _takes_longer(composed, most_s) or not _takes_longer(plan, most_s):
+        return composed
+    return _composed(request, _by_runs(named, candidates, cluster), candidates, cluster)
+
+
+def _takes_longer(plan: Plan, most_s: float) -> bool:
+    return plan.expected is not None and plan.expected.step_s > most_s
 
 
 def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster: Cluster) -> Plan:
@@ -178,8 +198,11 @@ def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster:
     )
 
 
-def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan:
-    """Returns the fastest plan whose stages are runs of the model's own order."""
+def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster, most_s: float = inf) -> Plan:
+    """Returns the fastest plan whose stages are runs of the model's own order.
+
+    Where it takes longer than `most_s` its layout is not compared with others.
+    """
     if request.weights in HOSTED:
         check_hosted(request, [graph for graph, _ in candidates.values()], cluster)
         check_recompute(request.recompute, request.weights)
@@ -188,9 +211,13 @@ def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> 
         check_enough(request.batch_size, count)
     layouts = tuple(pipeline_layouts(request, asked, cluster))
     tables = CostTables(candidates, cluster, request.optimizer)
-    result = BranchAndBound(tables, _recompute(request)).run(() if request.weights in HOSTED else layouts)
+    searched, compares = () if request.weights in HOSTED else layouts, most_s == inf
+    result = BranchAndBound(tables, _recompute(request), compares=compares).run(searched)
     if result.estimates:
-        return _plan(request, result, tables, cluster)
+        improved = _improved(request, result, tables, cluster)
+        if not compares and improved.estimate.step_s <= most_s:
+            result = BranchAndBound(tables, _recompute(request)).run(searched)
+        return _written(request, result, improved, cluster)
     last = not request.inference and (len(cluster.devices) == 1 or request.weights in HOSTED)
     plan = _hosted(request, asked, result, tables, cluster) if last else None
     if plan is not None:
@@ -224,9 +251,10 @@ def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tup
     layouts = tuple(meshes(request, candidates, cluster))
     is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
     grouped_layouts = tuple(compress(layouts, is_grouped))
-    result = search_loop.run(grouped_layouts)
     if request.schedule is None and not request.inference:
-        result = search_loop.run(tuple(_interleaved(result, tables)))
+        result = search_loop.run_with(grouped_layouts, partial(_interleaved, tables))
+    else:
+        result = search_loop.run(grouped_layouts)
     least_s = search_loop.floor_s(compress(layouts, map(not_, is_grouped)))
     return replace(result, floor_s=min(result.floor_s, least_s)), tables
 
@@ -290,9 +318,10 @@ def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
     return [request.total_microbatches]
 
 
-def _interleaved(result: SearchResult, tables: CostTables) -> Iterator[Layout]:
+def _interleaved(tables: CostTables, estimates: Sequence[Estimate]) -> Iterator[Layout]:
     """Yields the best meshes again with several stages on a device: such cuts take long to price."""
-    for estimate in sorted(result.estimates, key=lambda e: e.step_s)[:MESHES]:
+    plain = [estimate for estimate in estimates if estimate.layout.chunks == 1]
+    for estimate in sorted(plain, key=lambda e: e.step_s)[:MESHES]:
         layout = estimate.layout
         counts, units = [(layout.microbatches, layout.captured)], len(tables.graph(layout).units)
         for chunked in pipelines(layout.axes, counts, (CHUNKED.name,), units):
@@ -331,8 +360,24 @@ def _nothing_fits(
 # -- what comes out --------------------------------------------------------------------------------------
 
 
+@final
+class _Improved(NamedTuple):
+    """Holds the best estimate after moves of its cut and finer recompute; the tables that its bounds are of,
+    and the recomputed units by stage.
+    """
+
+    tables: CostTables
+    estimate: Estimate
+    recomputed: dict[int, Units]
+
+
 def _plan(request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster) -> Plan:
-    tables, best, recomputed = _improved(request, result, tables, cluster)
+    return _written(request, result, _improved(request, result, tables, cluster), cluster)
+
+
+def _written(request: PlanRequest, result: SearchResult, improved: _Improved, cluster: Cluster) -> Plan:
+    """Returns the best of a search as a plan that is compared with what else was priced."""
+    tables, best, recomputed = improved
     layout, piece_ends = best.layout, tables.ends(best.layout)
     bounds = tuple(piece_ends[b] for b in best.bounds)
     recomputed = by_blocks(best, bounds) | recomputed
@@ -370,19 +415,15 @@ def _plan(request: PlanRequest, result: SearchResult, tables: CostTables, cluste
     )
 
 
-def _improved(
-    request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster
-) -> tuple[CostTables, Estimate, dict[int, Units]]:
-    """Returns the best estimate after moves of its cut and finer recompute; the tables that its bounds are
-    of, and the recomputed units by stage.
-    """
+def _improved(request: PlanRequest, result: SearchResult, tables: CostTables, cluster: Cluster) -> _Improved:
     best, all_tables = polish(choose(result.estimates)), tables
     if not (tables.exact(best.layout) or tables.unequal):
         tables, best = _refined(request, tables, best)
     best, recomputed = selective(best, tables, request.optimizer)
     tables, best, recomputed = _between_blocks(request, tables, best, recomputed)
-    other = or_offloaded(best, result.estimates, all_tables, cluster) if request.recompute is None else None
-    return (tables, best, recomputed) if other is None else (all_tables, other, {})
+    if request.recompute is None and (other := or_offloaded(best, result.layouts, all_tables, cluster)):
+        return _Improved(all_tables, other, {})
+    return _Improved(tables, best, recomputed)
 
 
 def _between_blocks(

@@ -34,18 +34,18 @@ TRIED: Final = 8
 
 
 def or_offloaded(
-    best: Estimate, priced: Sequence[Estimate], tables: CostTables, cluster: Cluster
+    best: Estimate, layouts: Sequence[Layout], tables: CostTables, cluster: Cluster
 ) -> Estimate | None:
-    """Returns a faster estimate than the best one, which recomputes; None where there is none."""
+    """Returns a faster estimate than the best one, which recomputes; None where there is none.
+
+    `layouts` are those that were searched, the fastest first.
+    """
     links = all(host_link(device) is not None for device in cluster.devices)
     possible = links and not tables.unequal and best.graph.form == "tape"
     if not possible or all(case.recompute == "none" for case in best.cases):
         return None
-    layouts = dict.fromkeys(e.layout for e in sorted(priced, key=lambda e: e.step_s))
     most_s = best.step_s / CLOSE
-    tried = [
-        option for layout in list(layouts)[:TRIED] for option in _offload_options(layout, tables, most_s)
-    ]
+    tried = [option for layout in layouts[:TRIED] for option in _offload_options(layout, tables, most_s)]
     if not tried:
         return None
     candidate = polish(choose(tried))
@@ -94,7 +94,7 @@ def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
 
 def _offload_options(layout: Layout, tables: CostTables, most_s: float) -> Iterator[Estimate]:
     """Yields the best cuts of a layout that fit, where a step may be as short as `most_s`."""
-    if layout.hosted:
+    if layout.hosted or tables.floor_without_memory_s(layout) > most_s:
         return
     for pipeline in tables.pipelines(layout, ("none", "offload")):
         prices = StagePrices(pipeline)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from heapq import heappop, heappush
 from itertools import product
 from math import inf
 from operator import itemgetter
@@ -126,17 +127,26 @@ def or_round_robin(
 def _round_robin(
     request: PlanRequest, candidates: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
 ) -> Plan | None:
-    """Returns the fastest that fits; of those as fast, the one with fewest devices and stages."""
+    """Returns the fastest that fits; of those as fast, the one with fewest devices and stages.
+
+    A plan's bound is its compute alone, then its step without copies; only what may win is played with them.
+    """
     known = cache(lambda count, cut: HostedStages.of(*candidates[count], cut, request.optimizer))
-    fitting, best_s = list[tuple[float, Plan]](), inf
-    for least_s, plan, cut in sorted(_plans(request, candidates, cluster, recomputes), key=itemgetter(0)):
-        if least_s > CLOSE * best_s:
-            break
-        candidate, _ = _estimate_and_bound(plan, known(plan.microbatches, cut), cluster)
-        if candidate.fits:
-            fitting.append((candidate.step_s, plan))
-            best_s = min(best_s, candidate.step_s)
-    close = [plan for step_s, plan in fitting if step_s <= CLOSE * best_s]
+    plans = sorted(_plans(request, candidates, cluster, recomputes), key=itemgetter(0))
+    queue = [(least_s, place) for place, (least_s, *_) in enumerate(plans)]
+    estimates, fitting, best_s = dict[int, Estimate](), list[tuple[int, float]](), inf
+    while queue and queue[0][0] <= CLOSE * best_s:
+        least_s, place = heappop(queue)
+        _, plan, cut = plans[place]
+        blocks = known(plan.microbatches, cut)
+        if place in estimates:
+            played = _with_copies(estimates.pop(place), blocks, cluster)
+            fitting.append((place, played.step_s))
+            best_s = min(best_s, played.step_s)
+        elif (candidate := _without_copies(plan, blocks, cluster)).fits:
+            estimates[place] = candidate
+            heappush(queue, (max(least_s, candidate.step_s), place))
+    close = [plans[place][1] for place, step_s in sorted(fitting) if step_s <= CLOSE * best_s]
     if not close:
         return None
     plan = min(close, key=lambda plan: (plan.axes.pp, len(plan.stages), OF_SEVERAL.index(plan.weights)))
@@ -269,16 +279,25 @@ def _degrees(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Iterator[Deg
 def _estimate_and_bound(plan: Plan, blocks: HostedStages, cluster: Cluster) -> tuple[Estimate, Bound]:
     """Prices a plan; each stage is a unit."""
     check_enough(plan.batch_size, plan.microbatches)
+    candidate = _with_copies(_without_copies(plan, blocks, cluster), blocks, cluster)
+    return candidate, _bound(candidate.layout, candidate.cases[0], blocks.held, cluster)
+
+
+def _without_copies(plan: Plan, blocks: HostedStages, cluster: Cluster) -> Estimate:
+    """Prices a plan whose copies take no time: no step with them is shorter."""
     layout = Layout.of_plan(plan)
     case = _case(plan, layout, blocks, cluster)
     places, stages = tuple(rank_named(stage.device, cluster) for stage in plan.stages), layout.stages
     room, collectives = with_usable_memory(cluster), WeightCollectives(layout, cluster)
     pipeline = Pipeline(layout, cluster, room, places, ((case,),) * stages, (collectives,) * stages)
-    candidate = estimate_cut(pipeline, range(stages + 1), (0,) * stages)
-    if layout.hosted:
-        step = _hosted_step(candidate, blocks.held, cluster)
-        candidate = replace(candidate, pipeline_s=step.seconds)
-    return candidate, _bound(layout, case, blocks.held, cluster)
+    return estimate_cut(pipeline, range(stages + 1), (0,) * stages)
+
+
+def _with_copies(candidate: Estimate, blocks: HostedStages, cluster: Cluster) -> Estimate:
+    """Returns the estimate with the seconds of the step that is played with its copies."""
+    if not candidate.layout.hosted:
+        return candidate
+    return replace(candidate, pipeline_s=_hosted_step(candidate, blocks.held, cluster).seconds)
 
 
 def _hosted_step(candidate: Estimate, held: WeightAndGradientBytes, cluster: Cluster) -> HostedStep:

@@ -8,7 +8,11 @@ stays whole, with the reason; logits over the vocabulary are gathered instead, o
 computed in parts.
 
     1 assume that every product can be sharded     2 walk the tape; where a sharded value is lost, its origins
-    3 stay whole, or are sharded in parts          4 walk again until nothing is lost (each pass settles one)
+    3 stay whole, or are sharded in parts          4 walk again until nothing is lost
+
+A weight that has to be sharded in parts is walked again from its first use at once, so that a pass finds the
+parts of all layers. A pass that found any settles nothing else by what it saw of the whole tape, and the
+result is that of a pass that found nothing.
 
 Source: Megatron-LM (arXiv 1909.08053, sec. 3) for the pairs; deviation: they are derived. Symbols: styles of
 ir/units/tensor_styles.py. Complexity: O(passes x (instructions + reads)), about five passes. Oracle:
@@ -119,6 +123,12 @@ class _SettledStyles:
         self.weights: dict[str, Shape] = {name: tuple(t.shape) for name, t in every}
         self.whole: dict[str, str] = {}  # The value is the reason.
         self.points: dict[str, set[Fraction]] = {}
+        self.first_user: dict[str, int] = {}
+        self.last_reader: dict[int, int] = {}
+        for instruction in tape.instructions:
+            self.last_reader |= dict.fromkeys(instruction.reads(), instruction.index)
+            for name in instruction.parameters():
+                self.first_user.setdefault(name, instruction.index)
         self.ndims = {name: len(shape) for name, shape in self.weights.items()}
         self.tables = self._tables()
         rows = {self.weights[name][0] for name in self.tables}
@@ -148,12 +158,15 @@ class _StylePass:
     """Goes through the tape once."""
 
     def __init__(self, known: _SettledStyles) -> None:
-        self.known, self.changed = known, False
+        self.known, self.changed, self._parted = known, False, False
         self._rank_instructions: dict[int, RankInstruction] = {}
         self._shares: dict[int, Share] = {}
         self._roles: dict[str, Role] = dict(known.fixed or {})
         self._feeds: dict[str, frozenset[str]] = {}
         self._known_points = {name: frozenset(points) for name, points in known.points.items()}
+        self._again: dict[
+            int, frozenset[str]
+        ] = {}  # After these instructions earlier ones are visited again.
         self._pending: set[int] = set()  # The next pass knows more of these slots.
         self._entered: dict[
             str, frozenset[str]
@@ -163,7 +176,9 @@ class _StylePass:
 
     def run(self) -> None:
         for instruction in self.known.tape.instructions:
-            self._visit(instruction)
+            self._visit_settled(instruction)
+        if self._parted:  # The next pass knows all parts from the first instruction on.
+            return
         for slot in self.known.tape.output_slots():
             share = self._shares.get(slot)
             if share is not None and self._may_gather(share):
@@ -187,6 +202,12 @@ class _StylePass:
             frozenset(self._entered),
             frozenset(self.known.heads),
         )
+
+    def _visit_settled(self, instruction: Instruction) -> None:
+        """Visits an instruction, and those before it again where it is the last that tells of parts."""
+        self._visit(instruction)
+        if origins := self._again.pop(instruction.index, None):
+            self._visit_again(origins, instruction.index)
 
     def _visit(self, instruction: Instruction) -> None:
         if not self._pending.isdisjoint(instruction.reads()):
@@ -375,8 +396,39 @@ class _StylePass:
                     f"its parts cannot be told apart, {instruction.name} at {instruction.where}"
                 )
             self.known.points.setdefault(name, set()).update(parted.points)
-        self.changed = True
+        self.changed = self._parted = True
         self._pending |= set(instruction.defines())
+        if parted.share.origins.isdisjoint(self.known.whole):
+            due = self._last_reader(parted.share.origins, instruction)
+            self._again[due] = self._again.get(due, frozenset()) | parted.share.origins
+
+    def _last_reader(self, origins: frozenset[str], here: Instruction) -> int:
+        """Returns the last instruction that reads what these weights have sharded up to here."""
+        run = self.known.tape.instructions[self._first_user(origins) : here.index + 1]
+        slots = {slot for instruction in run for slot in instruction.defines()}
+        sharded = (s for s in slots if s in self._shares and not origins.isdisjoint(self._shares[s].origins))
+        return max(here.index, *(self.known.last_reader.get(slot, 0) for slot in sharded))
+
+    def _first_user(self, weights: frozenset[str]) -> int:
+        return min(self.known.first_user[name] for name in weights)
+
+    def _visit_again(self, origins: frozenset[str], last: int) -> None:
+        """Goes again from the first use of weights whose parts are known now to the last instruction that
+        told of them.
+        """
+        self._known_points |= {name: frozenset(self.known.points[name]) for name in origins}
+        fed = {name for name, feeds in self._feeds.items() if not feeds.isdisjoint(origins)}
+        for name in origins | fed:
+            self._roles.pop(name, None)
+            self._feeds.pop(name, None)
+        again = self.known.tape.instructions[self._first_user(origins) : last + 1]
+        for instruction in again:
+            self._rank_instructions.pop(instruction.index, None)
+            for slot in instruction.defines():
+                self._shares.pop(slot, None)
+                self._pending.discard(slot)
+        for instruction in again:
+            self._visit_settled(instruction)
 
     def _without(self, call: RuleInput, reason: str) -> RankInstruction | None:
         """Leaves the origins of a value that cannot be followed whole, or gathers the value."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf
 
 from planner_graphs import chain
 
 from outsize.ir.cluster import make_cluster
-from outsize.ir.plan import Axes
+from outsize.ir.plan import Axes, ScheduleName
 from outsize.planner.evaluate.cost_tables import CostTables
+from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.ranking import choose
 from outsize.planner.layout.layout import Layout
-from outsize.planner.search.branch_and_bound import BranchAndBound
+from outsize.planner.search.branch_and_bound import FIRST, BranchAndBound
 
 
 def test_more_stages_than_pieces_are_bounded_and_not_rejected() -> None:
@@ -22,3 +26,44 @@ def test_more_stages_than_pieces_are_bounded_and_not_rejected() -> None:
     assert [estimate.layout.stages for estimate in result.estimates] == [2]
     assert result.rejected == ()
     assert 0 < result.floor_s < inf
+
+
+def tables_of(stages: int) -> tuple[CostTables, list[Layout]]:
+    """Sixteen equal units on four devices with room for all, in pipelines of every count of microbatches."""
+    cluster = make_cluster("4xcpu", "cpu", 1, 4, 2**40)
+    counts = (1, 2, 4, 8, 16)
+    tables = CostTables({count: chain([16.0 / count] * 16) for count in counts}, cluster, "adamw")
+    names: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "naive")
+    axes = Axes(pp=stages)
+    return tables, [Layout(axes, stages, name, count, count) for name in names for count in counts]
+
+
+def test_what_is_not_compared_with_others_is_found_by_fewer_tries() -> None:
+    tables, layouts = tables_of(4)
+    all_of = BranchAndBound(tables, ("none", "full")).run(layouts)
+    found = BranchAndBound(tables, ("none", "full"), compares=False).run(layouts)
+    assert choose(found.estimates).layout == choose(all_of.estimates).layout
+    assert choose(found.estimates).step_s == choose(all_of.estimates).step_s
+    assert found.floor_s == all_of.floor_s
+    assert len(found.estimates) < len(all_of.estimates) == len(layouts)
+    assert set(found.layouts) == set(layouts)
+
+
+def test_related_layouts_end_the_search_of_the_others() -> None:
+    """Two stages on each device have a shorter step than any single one, so few of those are priced."""
+    tables, layouts = tables_of(4)
+    many = [replace(layout, sequence=sequence) for layout in layouts for sequence in (False, True)]
+    asked = list[int]()
+
+    def chunked(estimates: Sequence[Estimate]) -> Iterator[Layout]:
+        asked.append(len(estimates))
+        best = min((e for e in estimates if e.layout.chunks == 1), key=lambda e: e.step_s).layout
+        yield replace(best, stages=8, schedule="interleaved")
+
+    alone = BranchAndBound(tables, ("none",)).run(many)
+    both = BranchAndBound(tables, ("none",)).run_with(many, chunked)
+    best = choose(both.estimates)
+    assert best.layout.schedule == "interleaved"
+    assert best.step_s < choose(alone.estimates).step_s
+    assert asked[0] <= FIRST
+    assert len(both.estimates) <= len(alone.estimates) + 1

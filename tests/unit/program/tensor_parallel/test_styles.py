@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from outsize.errors import BadOption
 from outsize.ir.units.tensor_styles import DivisibleSize, TensorStyles
+from outsize.program.tensor_parallel import styles
 from outsize.train.tensor_parallel import tensor_styles
 
 
@@ -98,6 +99,31 @@ def test_a_fused_projection_is_divided_in_its_parts(split: Callable[..., Any], p
     assert why(found, "qkv").startswith("3 parts of 12") is (parts == 3)
     assert [d.size for d in found.divided] == [3]  # heads
     assert found.degrees == (3,)
+
+
+def test_more_layers_take_no_more_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer has a projection in three parts, which the pass that meets it settles."""
+    passes = list[int]()
+    run = styles._StylePass.run
+    monkeypatch.setattr(styles._StylePass, "run", lambda self: (passes.append(1), run(self))[1])
+    taken = list[int]()
+    for layers in (2, 7):
+        passes.clear()
+        modules = {
+            f"{name}{i}": nn.Linear(12, 12 * n) for i in range(layers) for name, n in (("qkv", 3), ("out", 1))
+        }
+
+        def stack(m: Any, x: Tensor, layers: int = layers) -> Tensor:
+            for i in range(layers):
+                q, k, v = by_chunk(getattr(m, f"qkv{i}")(x))
+                mixed = functional.scaled_dot_product_attention(q, k, v)
+                x = x + getattr(m, f"out{i}")(mixed.transpose(1, 2).flatten(2))
+            return x
+
+        found, _ = styles_of(stack, **modules)
+        assert set(found.values()) == {"column", "row"}
+        taken.append(len(passes))
+    assert taken == [2, 2]
 
 
 def test_softmax_over_heads_cannot_be_divided() -> None:
