@@ -5,10 +5,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/installed
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 SITE   := .venv-docs
+CLUSTERS := .venv-clusters
 WORKERS = $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 HOUSE  := $(wildcard src tests benchmarks examples)
 
-.PHONY: help demo test test-quick fuzz chaos mutations parity check bench bench-optimality docs docs-site clean clean-venv
+.PHONY: help demo test test-quick test-integrations fuzz chaos mutations parity check bench bench-optimality docs docs-site clean clean-venv
 .DEFAULT_GOAL := help
 
 help:  ## list these targets
@@ -21,10 +22,18 @@ demo: $(STAMP)  ## plan, split, check and train real models over two processes; 
 # and are not sorted again by their number of tests. One process more than cores: tests of real runs wait for them. One thread each, because libgomp's would spin. The house
 # rules are those of `make check`.
 test: $(STAMP)  ## run all tests, in parallel; benchmarks/test-time has their times
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/house -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore tests/house --ignore tests/integrations -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 test-quick: $(STAMP)  ## run the tests nearest to your change from main, in about a minute
 	OMP_NUM_THREADS=1 $(BIN)/python tests/quick.py
+
+# The engines' own packages judge job files in a venv of their own: their pins are not those of torch. Slurm is Debian's;
+# where it cannot be installed its tests say so and are skipped.
+test-integrations: $(STAMP) $(CLUSTERS)/installed  ## test against the real packages: Slurm, Ray, Jupyter, job files
+	command -v slurmctld munged >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
+	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
+	$(PIP) install -c constraints.txt nbclient ipykernel
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 FILES := 1000000
 fuzz: $(STAMP)  ## read a million changed files, of which `make test` reads 500; FILES=N reads another number
@@ -71,7 +80,7 @@ clean:  ## remove what a run leaves behind; .venv stays
 	find $(HOUSE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:  ## remove .venv; the next make builds it again
-	rm -rf $(VENV) $(SITE)
+	rm -rf $(VENV) $(SITE) $(CLUSTERS)
 
 # torchvision, and what needs it or torch, comes without its dependencies: it must not exchange the pinned torch
 # for another build. The libraries of the extra `zoo` are models for the tests.
@@ -93,4 +102,10 @@ $(SITE)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(SITE)
 	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 	    | $(SITE)/bin/python -m pip -qq --disable-pip-version-check install -c constraints.txt -r /dev/stdin
+	@touch $@
+
+$(CLUSTERS)/installed:
+	@echo "Installing into $(CLUSTERS), once: a minute."
+	@$(PYTHON) -m venv $(CLUSTERS)
+	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install kubeflow-trainer-api==2.3.0 dstack==0.22.5 skypilot==0.14.1 ray==2.60.0
 	@touch $@

@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outsize.api.jobs import job_request, job_request_of_plans
     from outsize.api.planning import capture, estimate, fit, measure, outlook, plan, price
     from outsize.api.renting import rank_clusters
     from outsize.api.running import check, parallelize, resume
@@ -26,6 +27,8 @@ __all__ = [
     "check",
     "estimate",
     "fit",
+    "job_request",
+    "job_request_of_plans",
     "largest",
     "largest_batch",
     "measure",
@@ -39,6 +42,8 @@ __all__ = [
 ]
 _HOME = {
     "check": "running",
+    "job_request": "jobs",
+    "job_request_of_plans": "jobs",
     "largest": "sizes",
     "largest_batch": "sizes",
     "parallelize": "running",

@@ -33,7 +33,7 @@ from outsize.train.measure.training_case import TrainingCase
 PLANS: Final = "plans"
 # A run of thousands of ranks may have many sizes; the nearest ones come next.
 _AHEAD: Final = 8
-_REFUSALS: Final = (NoFeasiblePlan, TooManyStages, BadOption)
+REFUSALS: Final = (NoFeasiblePlan, TooManyStages, BadOption)
 
 
 @final
@@ -74,7 +74,7 @@ def elastic_plan(case: TrainingCase, request: PlanRequest, source: CostSource, r
     for asked in _requests(request, run, total):
         try:
             problem, plan = plan_case(case, asked, run.cluster(run.ranks), source)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             refused = refused or error
             continue
         _tell(plan, request, run, refused)

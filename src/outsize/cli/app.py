@@ -22,6 +22,7 @@ from outsize.cli.verbs.bench import bench
 from outsize.cli.verbs.check import check
 from outsize.cli.verbs.demo import demo
 from outsize.cli.verbs.doctor import doctor
+from outsize.cli.verbs.emit import emit
 from outsize.cli.verbs.explain import explain
 from outsize.cli.verbs.explain_plan import explain_plan
 from outsize.cli.verbs.fit import fit
@@ -70,6 +71,7 @@ def make_app() -> typer.Typer:
     app.command()(check)
     app.command(cls=RunCommand)(run_verb)
     app.command()(tune)
+    app.command()(emit)
     app.command()(bench)
     app.command()(trace)
     app.command()(explain)

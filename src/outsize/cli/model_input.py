@@ -72,6 +72,11 @@ def make_model_input(
     return ModelInput(model, args, kwargs, wanted)
 
 
+def is_model(target: object, module: bool = False) -> bool:
+    """Tells whether TARGET is `provider:name`, unless a file has this very name."""
+    return isinstance(target, str) and ":" in target and not module and not Path(target).exists()
+
+
 def with_weights(spec: str, shape: str | None, batch: int, seed: int, size_bytes: int) -> ModelInput | None:
     """Returns the input with weights of `size_bytes`; None where they exceed a quarter of the free memory.
 

@@ -33,6 +33,12 @@ class Screen:
         for table in () if self.as_json else tables():
             self._print(table)
 
+    def document_or_text(self, document: Mapping[str, Any], text: str) -> None:
+        """Writes the JSON document under --json, else a text as it is, such as a file for another program."""
+        self.emit(document)
+        if not self.as_json:
+            sys.stdout.write(text)
+
     def _print(self, table: RenderableType) -> None:
         """Writes the table to stdout; into a file or a pipe without the blanks that fill its columns."""
         from outsize.report.tables.table_style import Shown

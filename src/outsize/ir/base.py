@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from abc import ABC
 from pathlib import Path
-from typing import Annotated, Any, Self
+from pkgutil import resolve_name
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,6 +31,11 @@ DeviceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+-]+(/[0-9]+)?$", max_
 """The name of a device; `cuda:0/1` shares the memory of `cuda:0`."""
 
 
+_HTML: Final = "outsize.report.html.cells:html_of"
+"""Who shows records in a notebook: a name that is looked up when one is shown, since nothing here imports
+the report."""
+
+
 class Record(BaseModel, ABC):
     """Is an immutable value that round-trips through JSON; unknown keys are errors."""
 
@@ -38,6 +44,11 @@ class Record(BaseModel, ABC):
     def to_json(self) -> str:
         """Returns the record as indented JSON; equal records give equal text."""
         return self.model_dump_json(indent=2)
+
+    def _repr_html_(self) -> str | None:
+        """Returns what a notebook shows instead of the text, which is shown for None."""
+        shown: str | None = resolve_name(_HTML)(self)
+        return shown
 
     def write(self, path: str | Path) -> None:
         """Writes the record's JSON; the old file stays whole until the new one is. Raises OSError."""

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from outsize.cli import options
-from outsize.cli.model_input import plan_or_request, write_text
+from outsize.cli.model_input import is_model, plan_or_request, write_text
 from outsize.cli.processes.job import RunJob, RunOutcome
 from outsize.cli.processes.launch import LaunchPlace, run_job
 from outsize.cli.screen import Screen
@@ -169,7 +169,7 @@ class RunCommand(TyperCommand):
         """Parses TARGET first, then the whole line in the way that fits it."""
         ctx.allow_interspersed_args = False
         first, _, _ = self.make_parser(ctx).parse_args(args=list(args))
-        ctx.allow_interspersed_args = _is_model(first.get("target"), bool(first.get("module")))
+        ctx.allow_interspersed_args = is_model(first.get("target"), bool(first.get("module")))
         return super().parse_args(ctx, args)
 
 
@@ -231,9 +231,9 @@ def run(
         nproc_per_node,
         {name: value for name, value in torchrun_options.items() if value not in (None, False)},
         WatchOptions.given(hang_timeout, on_hang, os.environ),
-        _checked(on_oom, max_restarts, is_model=_is_model(target, module)),
+        _checked(on_oom, max_restarts, is_model=is_model(target, module)),
     )
-    if not _is_model(target, module):
+    if not is_model(target, module):
         _refuse_for_scripts(ctx)
         _run_script(place, [target, *(arguments or ())], module)
         return
@@ -301,11 +301,6 @@ def _checked(on_oom: str | None, max_restarts: int | None, *, is_model: bool) ->
             next_step="--max-restarts 3",
         )
     return on_oom
-
-
-def _is_model(target: object, module: bool) -> bool:
-    """Tells whether TARGET is `provider:name`, unless a file has this very name."""
-    return isinstance(target, str) and ":" in target and not module and not Path(target).exists()
 
 
 def _run_script(place: LaunchPlace, argv: list[str], module: bool) -> None:

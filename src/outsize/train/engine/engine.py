@@ -26,6 +26,7 @@ from outsize.capture.graph.by_modules import untouched
 from outsize.device.accelerators import is_accelerator
 from outsize.errors import BadOption
 from outsize.ir.answers.utilisation import Utilisation
+from outsize.ir.formatting import axes_text, microbatches_text
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.modes import outside_autocast
@@ -116,6 +117,14 @@ class Engine:
             if plan.form == "modules"
             else Pipelined(model, plan, crew, self._ownership, options, recording)
         )
+
+    def __repr__(self) -> str:
+        """Returns model, plan and devices: `Engine(ResNet: pp 2, 1f1b, 4 microbatches; cpu; step 0)`."""
+        plan, crew = self.plan, self.crew
+        how = [axes_text(plan.axes.used), plan.schedule, microbatches_text(plan.microbatches)]
+        here = dict.fromkeys(str(crew.device_of(s) or device_of_model(self.model)) for s in crew.stages)
+        where = f"rank {crew.global_rank} of {plan.axes.world_size} on " if crew.world_size > 1 else ""
+        return f"Engine({plan.model}: {', '.join(how)}; {where}{', '.join(here)}; step {self.steps})"
 
     # -- the loop ------------------------------------------------------------------------------------
 

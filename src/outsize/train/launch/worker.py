@@ -36,6 +36,7 @@ from outsize.train.launch.failure import fault_file, write_failure
 from outsize.train.launch.launch import error_file, set_environment
 
 _PRELOADED: Final = ("numpy", "torch.distributed", "outsize.api.running")
+_FOR_OTHERS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 
 
 def main(argv: list[str]) -> None:
@@ -93,8 +94,11 @@ def serve(descriptor: int, folder: Path) -> None:
     """Forks workers as the launcher orders them, and tells how they end, until the launcher is gone.
 
     Then it kills those that still run (one that is stopped cannot end by itself) and removes the launcher's
-    temporary folder.
+    temporary folder. Signals that ask a run to end are for the launcher and the workers: Slurm sends them to
+    every process of a job, and without this one nobody could tell how the workers have ended.
     """
+    for number in _FOR_OTHERS:
+        signal.signal(number, signal.SIG_IGN)
     for name in _PRELOADED:
         __import__(name)
     gc.collect()
@@ -161,7 +165,8 @@ def _work(order: Mapping[str, Any], ours: Sequence[int]) -> NoReturn:
     """Becomes the worker; the process ends here whatever happens."""
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, *_FOR_OTHERS):
+            signal.signal(number, signal.SIG_DFL)
         for descriptor in ours:
             os.close(descriptor)
         for descriptor, path in zip((1, 2), order["outputs"], strict=True):
