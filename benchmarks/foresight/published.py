@@ -91,9 +91,9 @@ RUNS = (
     ),
     PublishedRun(
         "Llama-2 7B, 128 A100, FSDP",
-        "foundation-model-stack/fms-fsdp, README: HSDP, no recompute, 2 samples",
+        "foundation-model-stack/fms-fsdp, README of 2024: HSDP, no recompute, 2 samples, 400 Gb/s a node",
         LLAMA_7B,
-        "16x8xa100-80gb",
+        "16x8xa100-80gb@4xib100",
         256,
         4096,
         3700,
@@ -101,9 +101,9 @@ RUNS = (
     ),
     PublishedRun(
         "Llama-2 7B, 96 H100, FSDP",
-        "foundation-model-stack/fms-fsdp, README: HSDP, no recompute, 2 samples",
+        "foundation-model-stack/fms-fsdp, README of 2024: HSDP, no recompute, 2 samples, 800 Gb/s a node",
         LLAMA_7B,
-        "12x8xh100-80gb",
+        "12x8xh100-80gb@8xib100",
         192,
         4096,
         7500,
@@ -138,18 +138,18 @@ RUNS = (
     ),
     PublishedRun(
         "GPT 175B, 1,024 A100",
-        "arXiv 2104.04473, sec. 5.1: 1,536 samples, 140 TFLOP/s with full recompute, so 8 P FLOPs a token;"
-        " tp 8, pp 8, dp 16 are assumed: those of the paper's 145.6B (table 1)",
+        "arXiv 2104.04473, sec. 5.1: 1,536 samples, 140 TFLOP/s of its equation 3, with full recompute; the"
+        " layout is not said: tp 8, pp 8, dp 16 and 2 samples are those of its 145.6B (table 1)",
         GPT_175B,
         "128x8xa100-80gb",
         1536,
         2048,
-        140e12 / (8 * 175e9),
+        140e12 / (96 * 96 * 12288**2 * (1 + 2048 / (6 * 12288) + 51200 / (16 * 96 * 12288))),
         {
             "tp": 8,
             "stages": 8,
             "dp_replicate": 16,
-            "microbatches": 96,
+            "microbatches": 48,
             "schedule": "interleaved",
             "recompute": "full",
         },

@@ -4,16 +4,19 @@ A CPU has no fused kernel with dropout, so that a recording sees two products, a
 the probabilities [batch, heads, queries, keys] that autograd saves. Accelerators run one kernel, with dropout
 and masks as well. Costs of both are noted, and the planner takes those of the devices that it plans for.
 
-    forward    2 products of queries x keys x width; reads q, k, v and writes the result
+    forward    2 products of queries x keys x width; reads q, k, v and writes the result. Blocks of BLOCK
+               keys that a causal mask hides from a block of queries are skipped, so of n x n blocks those
+               on and below the diagonal are computed: (n + 1) / (2 n) of the products
     backward   5 such products; reads q, k, v, result and gradient, and writes three gradients
     saved      q, k, v and the logsumexp [batch, heads, queries] in float32. The result counts with the
                projection that follows and saves the same memory
 
-Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2; torch's sdp_utils.cpp, which takes the flash
-or the memory-efficient kernel for every dtype on CUDA. Deviations: causal masks count whole products, as in
-torch's formula for the unfused ones. nn.MultiheadAttention is a leaf, whose ops are counted as they run.
-Complexity: O(1). Oracle: tests/unit/capture/costs/test_fused_attention.py compares with a recording without
-dropout, in which the CPU's kernel is fused as well.
+Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2 and sec. 3.1 (causal masks); torch's
+sdp_utils.cpp, which takes the flash or the memory-efficient kernel for every dtype on CUDA. Deviations: masks
+that are tensors count whole products; the CPU's kernel has blocks of 512 keys, and skips less of short
+sequences. nn.MultiheadAttention is a leaf, whose ops are counted as they run. Complexity: O(1). Oracle:
+tests/unit/capture/costs/test_fused_attention.py compares with a recording without dropout, in which the CPU's
+kernel is fused as well, and counts blocks.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from outsize.ir.graph import Work
 from outsize.program.tape import Cost
 
 LOGSUMEXP_BYTES = 4
+BLOCK = 128  # Queries and keys of a block in FlashAttention-2.
 _NAMES = ("query", "key", "value")
 
 
@@ -40,7 +44,20 @@ def attention_inputs(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return [values[name] for name in _NAMES]
 
 
-def fused_cost(inputs: Sequence[Tensor], out: Tensor, saved_bytes: int, saved: frozenset[int]) -> Cost:
+def is_causal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a call of scaled_dot_product_attention asks for a causal mask without giving one."""
+    return bool(args[5] if len(args) > 5 else kwargs.get("is_causal", False))
+
+
+def causal_flops(flops: int, queries: int, keys: int) -> int:
+    """Returns the FLOPs of the blocks that a causal mask does not hide wholly."""
+    blocks = -(-keys // BLOCK)
+    return flops * (blocks + 1) // (2 * blocks) if queries == keys and keys else flops
+
+
+def fused_cost(
+    inputs: Sequence[Tensor], out: Tensor, saved_bytes: int, saved: frozenset[int], *, causal: bool
+) -> Cost:
     """Returns the cost of one kernel each for forward and backward.
 
     `saved_bytes` are those of `inputs` that nothing has saved before, `saved` their storages.
@@ -48,6 +65,8 @@ def fused_cost(inputs: Sequence[Tensor], out: Tensor, saved_bytes: int, saved: f
     query, key, value = inputs
     rows = query.shape[:-1].numel()  # no op: this runs while ops are counted
     flops = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    if causal:
+        flops = causal_flops(flops, query.shape[-2], key.shape[-2])
     sizes = sum(t.numel() * t.dtype.itemsize for t in inputs)
     statistics_bytes = rows * LOGSUMEXP_BYTES
     result_bytes = out.numel() * out.dtype.itemsize + statistics_bytes

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Rule, rule_of
-from outsize.capture.costs.fused_attention import fused_cost
+from outsize.capture.costs.fused_attention import causal_flops, fused_cost
 from outsize.capture.costs.live_memory import Storages, storage_bytes, storage_key
 from outsize.capture.costs.op_families import ALLOCATIONS, family_of, of_operands, op_name
 from outsize.ir.graph import SMALL_BYTES, OpFamily, Work
@@ -150,7 +150,7 @@ class CostMeter:
         self._seen -= self._fresh.keys()
         self._fresh.clear()
 
-    def fuse(self, inputs: list[Tensor], storages: list[int], out: Tensor) -> None:
+    def fuse(self, inputs: list[Tensor], storages: list[int], out: Tensor, *, causal: bool) -> None:
         """Notes what the instruction, an attention over query, key and value, costs as one kernel."""
         if any(work.family == "attention" for work in self._forward.works()):
             return
@@ -158,7 +158,11 @@ class CostMeter:
         saved = {key: pair for key, pair in keys.items() if key not in self._weights}
         first = (t for key, (t, _) in saved.items() if key not in self._seen or key in self._fresh)
         self._fused = fused_cost(
-            inputs, out, sum(map(storage_bytes, first)), frozenset(storage for _, storage in saved.values())
+            inputs,
+            out,
+            sum(map(storage_bytes, first)),
+            frozenset(storage for _, storage in saved.values()),
+            causal=causal,
         )
 
     def make_once(self, copies: Iterable[tuple[Tensor, int]]) -> None:
@@ -392,8 +396,11 @@ def flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
 
 
-def _cpu_flash_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def _cpu_flash_flops(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
+) -> int:
+    flops = sdpa_flop_count(query.shape, key.shape, value.shape)
+    return causal_flops(flops, query.shape[-2], key.shape[-2]) if is_causal else flops
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from outsize.capture.costs.fused_attention import attention_inputs
+from outsize.capture.costs.fused_attention import attention_inputs, is_causal
 from outsize.capture.costs.meter import CostMeter
 from outsize.capture.costs.weight_casts import WeightCasts
 from outsize.capture.fakes.fake_model import FakeModel, differing, is_fake
@@ -366,7 +366,8 @@ class Recorder(Watcher):
             self._casts.begin(casting=bool(modes.autocast))
             out = run(call)
             if (attended := attention_inputs(target, args, kwargs)) and isinstance(out, Tensor):
-                self.meter.fuse(attended, [self.slots.storage(t) for t in attended], out)
+                storages = [self.slots.storage(t) for t in attended]
+                self.meter.fuse(attended, storages, out, causal=is_causal(args, kwargs))
             pairs = zip(touched, before, strict=True)
             written = [p for p, v in pairs if version(p[1]) != v or self._is_silent(p[1])]
             if target in _EFFECTS:

@@ -219,6 +219,38 @@ _HOSTS: Final = {
 }
 """Each row's data sheet names this interconnect: PCIe, 16 lanes to the memory of the host."""
 
+# The columns are kinds (the word before the first dash), and shares of the bfloat16 peak.
+_REACHED: Final = (
+    ("a100 a800", 0.869, 0.6),
+    ("h100 h800 h200", 0.803, 0.35),
+    ("b200", 0.776, 0.35),
+)
+USUAL_MATMUL: Final = 0.869
+USUAL_ATTENTION: Final = 0.6
+
+
+@final
+class Reached(Record):
+    """Holds the shares of a device's peak that the best products and fused attention reach.
+
+    Products are the best of all shapes: "Maximum Achievable Matmul FLOPS" in S. Bekman, Machine Learning
+    Engineering, compute/accelerator. Newer devices run into their limit of power. Attention is that of
+    FlashAttention-2, which torch runs: 50 to 73 % of an A100's peak (arXiv 2307.08691, sec. 4), and 35 % of
+    an H100's, whose own instructions it does not use (arXiv 2407.08608, sec. 1); on a B200 no more.
+    """
+
+    matmul: float = Field(gt=0, le=1)
+    attention: float = Field(gt=0, le=1)
+
+
+def reached_by(kind: str) -> Reached:
+    """Returns the shares of a kind of device; those of an A100 where nobody has published any."""
+    word = kind.split("-")[0]
+    known = ((matmul, attention) for words, matmul, attention in _REACHED if word in words.split())
+    matmul, attention = next(known, (USUAL_MATMUL, USUAL_ATTENTION))
+    return Reached(matmul=matmul, attention=attention)
+
+
 HOST_BYTES_PER_S: Final = 0.8 * 204.8e9
 """The devices of a node share its memory's bandwidth.
 

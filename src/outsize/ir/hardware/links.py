@@ -8,6 +8,8 @@ HDR, NDR), IEEE 802.3. Shares: the bus bandwidth of nccl-tests on DGX machines (
 which NCCL's tuning.cc also takes as its bound), perftest on InfiniBand, one TCP stream on Ethernet; orders of
 magnitude, to be replaced by `outsize measure --links`. A hop inside a collective starts no kernel, so it is
 shorter than a first message: the LL128 column of NCCL's tuning.cc (NVLink 1.9 us, PCIe 2.5, network 4.0).
+Switches of NVLink 4 add up: nccl-tests report a bus bandwidth of 480 GB/s for an all_reduce of eight H100,
+more than a ring's 360, and count 14/8 bytes of it for each byte of the tensor.
 """
 
 from __future__ import annotations
@@ -22,12 +24,15 @@ class Link(Record):
     """Models point-to-point cost: latency_s + bytes / bytes_per_s (Hockney, 1994).
 
     `hop_s` is the latency of each further hop of a collective that has begun; None means `latency_s`.
+    `switch_bytes_per_s` are the bytes of an all_reduce among any number of ranks that switches add up in a
+    second (NVLink SHARP); None where they add nothing.
     """
 
     name: str
     latency_s: Seconds
     bytes_per_s: Speed
     hop_s: Seconds | None = None
+    switch_bytes_per_s: Speed | None = None
     source: str = ""
 
     def seconds(self, size_bytes: int) -> float:
@@ -57,7 +62,9 @@ LINKS: Final = {
         _link("nvlink2", 7, 150e9, 0.8, 1.9, "NVLink 2, 6 links (V100)"),
         _link("nvlink3", 6, 300e9, 0.8, 1.9, "NVLink 3, 12 links (A100)"),
         _link("nvlink3-8", 6, 200e9, 0.8, 1.9, "NVLink 3, 8 links (A800)"),
-        _link("nvlink4", 6, 450e9, 0.8, 1.9, "NVLink 4, 18 links (H100, H200)"),
+        _link("nvlink4", 6, 450e9, 0.8, 1.9, "NVLink 4, 18 links (H100, H200)").model_copy(
+            update={"switch_bytes_per_s": 480e9 * 8 / 14}
+        ),
         _link("nvlink4-8", 6, 200e9, 0.8, 1.9, "NVLink 4, 8 links (H800)"),
         _link("nvlink5", 6, 900e9, 0.8, 1.9, "NVLink 5, 18 links (B200)"),
     )

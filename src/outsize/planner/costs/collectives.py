@@ -3,6 +3,7 @@
 On equal links of latency a and bandwidth B, n ranks, S bytes (Thakur, Rabenseifner, Gropp 2005, sec. 4):
 
     all_reduce    ring  2(n-1) a + 2 (n-1)/n S/B        tree   2 ceil(lg n) a + 2 S/B
+                  in switches that add, within a node: 25 us + S/C
     broadcast     tree  ceil(lg n) (a + S/B)            chain  (n-2+k) (a + S/(k B)) in the best k >= 1 pieces
     all_gather, reduce_scatter, all_to_all    ring  (n-1) a + (n-1)/n S/B
 
@@ -15,9 +16,10 @@ once.
 
 Sources: Thakur et al., IJHPCA 19(1), 2005; Patarasuk, Yuan, JPDC 69(2), 2009 (no all_reduce moves fewer bytes
 than the ring); Sanders, Speck, Traeff, Parallel Computing 35, 2009 (two trees at once: 2 S/B); NCCL's guide
-and tuning.cc (a flat ring enters each node once; hops within a collective are short: Link.hop_s). Deviations:
-no protocols, no reduction in switches (SHARP, NVLS), no contention with other traffic; unequal nodes count as
-the weakest of them. Symbols: S -> size_bytes, a -> step_s, B -> bytes_per_s. Complexity: O(ranks). Oracle:
+and tuning.cc (a flat ring enters each node once; hops within a collective are short: Link.hop_s; NVLS has a
+latency of 25 us). Deviations: no protocols, no sums in switches between nodes (SHARP), no contention with
+other traffic; unequal nodes count as the weakest of them. Symbols: S -> size_bytes, a -> step_s, B ->
+bytes_per_s, C -> switch_bytes_per_s. Complexity: O(ranks). Oracle:
 tests/unit/planner/costs/test_costs_collectives.py, sums by hand and a ring simulated step by step.
 """
 
@@ -33,6 +35,8 @@ from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
 from outsize.ir.hardware.links import Link
 
+# The latency of an all_reduce in switches.
+SWITCH_S = 25e-6
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
 
@@ -74,19 +78,24 @@ class _Wire:
     ring_s: float
     tree_s: float
     bytes_per_s: float
+    switch_bytes_per_s: float | None = None
 
     @classmethod
     def of(cls, link: Link, n: int, bytes_per_s: float) -> _Wire:
         """Builds a group whose hops all use the same link."""
         start_s = max(0.0, link.latency_s - link.step_s)
-        return cls(n, start_s, (n - 1) * link.step_s, _depth(n) * link.step_s, bytes_per_s)
+        ring_s, tree_s = (n - 1) * link.step_s, _depth(n) * link.step_s
+        return cls(n, start_s, ring_s, tree_s, bytes_per_s, link.switch_bytes_per_s)
 
     def seconds(self, kind: Collective, size_bytes: float) -> float:
         """Returns the seconds of the faster algorithm."""
         tree_bytes_s = size_bytes / self.bytes_per_s
         ring_bytes_s = tree_bytes_s * (self.n - 1) / self.n
         if kind == "all_reduce":
-            return self.start_s + 2 * min(self.ring_s + ring_bytes_s, self.tree_s + tree_bytes_s)
+            sent_s = 2 * min(self.ring_s + ring_bytes_s, self.tree_s + tree_bytes_s)
+            if self.switch_bytes_per_s is not None:
+                sent_s = min(sent_s, SWITCH_S + size_bytes / self.switch_bytes_per_s)
+            return self.start_s + sent_s
         if kind == "broadcast":
             return self.start_s + min(
                 self.tree_s + _depth(self.n) * tree_bytes_s, self._chain_s(tree_bytes_s)

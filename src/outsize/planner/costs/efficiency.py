@@ -7,7 +7,11 @@ an op costs (x + half_s) / peak seconds: filling and draining the device costs h
 size. Stated in seconds, one curve serves devices of any speed: a faster one needs a larger op.
 
 GPU: large matmuls of cuBLAS reach 0.8 to 0.9 of the A100's bfloat16 peak, 1024^3 about 0.4; the forward of
-FlashAttention-2 0.55 to 0.73, its backward 0.5 to 0.6 (arXiv 2307.08691, sec. 4); copies 0.8 to 0.9.
+FlashAttention-2 0.55 to 0.73, its backward 0.5 to 0.6 (arXiv 2307.08691, sec. 4); copies 0.8 to 0.9. Other
+kinds of devices reach more or less of their peaks (ir/hardware/devices.py): products as much of the best that
+they reach as an A100 of its own best, attention as much as FlashAttention-2 reaches there.
+While a collective runs, computing is slower by 0.189: both use the same processors and the same memory (mean
+over GPT and Llama trainings on A100, H100, MI210 and MI250, arXiv 2507.03114).
 Convolutions in NCHW, norms and the backwards of embeddings reach less. Orders of magnitude, not fits.
 Products of bfloat16 whose rows are not aligned to 16 bytes reach 0.3: heads of 50,257 classes in published
 steps take what 77 to 83 TFLOP/s of an A100's 312 would (tuned half of benchmarks/foresight, where the cost
@@ -33,13 +37,14 @@ Oracle: tests/unit/planner/costs/test_roofline.py.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Final, final
 
 from pydantic import Field
 
 from outsize.ir.base import Record
 from outsize.ir.graph import OpFamily
-from outsize.ir.hardware.devices import Device
+from outsize.ir.hardware.devices import USUAL_ATTENTION, USUAL_MATMUL, Device, reached_by
 
 
 @final
@@ -63,7 +68,7 @@ class Efficiency(Record):
     """Holds curves by family for FLOPs and for bytes; `launch_s` is added per op, `host_s` is its launch on
     the host. `late` is the share of the shorter of a host's and its device's seconds that is lost where both
     need equally long. `update` is the share of bandwidth that an optimizer's step reaches; None leaves its
-    seconds out.
+    seconds out. `crowded` is by how much longer an op takes while a collective runs.
 
     A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
     the device, so `host_s` is 0 and `launch_s` is all.
@@ -74,6 +79,7 @@ class Efficiency(Record):
     launch_s: float = Field(ge=0)
     host_s: float = Field(default=0.0, ge=0)
     late: float = Field(default=0.0, ge=0)
+    crowded: float = Field(default=0.0, ge=0)
     update: float | None = Field(default=None, gt=0)
 
     def lateness(self, ranks: int) -> float:
@@ -82,6 +88,14 @@ class Efficiency(Record):
         The mean of the latest of n exponential delays is 1 + 1/2 + ... + 1/n times that of one.
         """
         return self.late * sum(1 / rank for rank in range(1, ranks + 1))
+
+    def beside_s(self, compute_s: float, links_s: float) -> float:
+        """Returns the seconds of computing beside collectives, which slow it down while they run."""
+        return compute_s + self.crowded * min(compute_s, links_s)
+
+    def copied_s(self, size_bytes: float, device: Device) -> float:
+        """Returns the seconds in which the device reads so many bytes and writes them elsewhere."""
+        return 2 * size_bytes / (device.bytes_per_s * self.memory["elementwise"].peak)
 
     def update_s(self, moved_bytes: float, device: Device) -> float:
         """Returns the seconds of an optimizer's step that reads and writes so many bytes of the device."""
@@ -114,6 +128,7 @@ GPU: Final = Efficiency(
     launch_s=10e-6,
     host_s=57e-6,
     late=0.15,
+    crowded=0.189,
     update=0.85,
 )
 
@@ -146,4 +161,18 @@ CPU: Final = Efficiency(
 
 def default_of(device: Device) -> Efficiency:
     """Returns the curves of a known kind of device."""
-    return CPU if device.kind == "cpu" else GPU
+    return CPU if device.kind == "cpu" else _of_kind(device.kind)
+
+
+@cache
+def _of_kind(kind: str) -> Efficiency:
+    reached, compute = reached_by(kind), dict(GPU.compute)
+    shares = {
+        "matmul": reached.matmul / USUAL_MATMUL,
+        "unaligned_matmul": reached.matmul / USUAL_MATMUL,
+        "attention": reached.attention / USUAL_ATTENTION,
+    }
+    for family, share in shares.items():
+        curve = compute[family]
+        compute[family] = curve.model_copy(update={"peak": curve.peak * share})
+    return GPU.model_copy(update={"compute": compute})

@@ -11,6 +11,10 @@ write into it:
                        (schedules/offload.py), beside compute on an accelerator and between it on a CPU
     dp_replicate, cp   a stage's gradients leave in buckets within its last backward, the last units' first
                        (train/ranks/gradient_allreduce.py); nothing but the step's end waits for them
+    beside them        compute is slower while a collective runs (`Efficiency.crowded`): by those of one block
+                       in a pass of a block, by a share of those that run once a step in each microbatch
+    copies             FSDP2 copies gathered weights out of its buffer and gradients into it, on the stream of
+                       compute (split_with_sizes_copy, chunk_cat)
 
 Of a step of very many microbatches only a part is played: once the pipeline is full it repeats itself (a
 max-plus system is periodic), so the remaining time follows from the rate of the played part. Where links set
@@ -19,7 +23,7 @@ of up to ten forwards that is within 0.2 % of a full simulation for up to 16 sta
 rate of the last p microbatches is up to 6 % off).
 
 Deviations: buckets end with a unit, not with a parameter; parameters of one dtype; pieces of models of very
-many units count with the block in which they begin; FSDP2's copies into and out of its buffers cost nothing.
+many units count with the block in which they begin; weights that are whole during a step are copied for free.
 Complexity: O(actions that are played). Oracles: tests/unit/planner/evaluate/test_estimate.py plays all
 microbatches, test_played_step.py has closed forms, tests/dist/test_played_actions.py the actions of real
 steps.
@@ -28,7 +32,7 @@ steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Final, final
@@ -38,6 +42,7 @@ import numpy as np
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Span, Timeline
+from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.costs.stage_edges import Edge, Edges, edges_of
 from outsize.planner.layout.layout import Layout, ScheduleKey
@@ -224,12 +229,13 @@ def played_step(
     buckets: tuple[Sequence[Bucket], ...] = ((),) * len(stages)
     if shards:
         uses = frozenset(_uses(case, cut, [layout.ranks[stage] for stage in stage_of]))
-        whole = layout.axes.dp_shard if layout.weights == "sharded" else 1
         for part, stage in enumerate(stage_of):
-            seconds |= _collective_seconds(part, *parts[part], pipeline.collectives[stage], whole)
-        costs = tuple(stage_cost(own, *run) for own, run in parts)
+            seconds |= _collective_seconds(part, _held(*parts[part], layout), pipeline.collectives[stage])
+        places = zip(stage_of, parts, strict=True)
+        costs = tuple(_beside_gathers(pipeline, (s, p), *own, seconds) for p, (s, own) in enumerate(places))
     elif not layout.hosted and layout.replicas * layout.axes.cp > 1:
         buckets = tuple(_buckets(*own, c) for own, c in zip(parts, pipeline.collectives, strict=True))
+        costs = tuple(_beside_buckets(pipeline, *of) for of in zip(stages, costs, buckets, strict=True))
     for part, (own, run) in enumerate(parts):
         if own.copies is not None:
             copy_s = own.copies.seconds(int(own.ranges.on_host[run]))
@@ -318,20 +324,60 @@ def _last_backwards(schedule_key: ScheduleKey) -> dict[int, tuple[int, Kind]]:
     return dict(sorted(last.items(), reverse=True))
 
 
-def _collective_seconds(
-    part: int, case: PricedModel, run: Run, collectives: WeightCollectives, whole: int
-) -> dict[Cost, float]:
-    """Returns the seconds of the collectives of a part; its tables hold 1 / `whole` of weights and
-    gradients.
-    """
-    ranges = case.ranges
-    weights = whole * int(ranges.weights[run] - ranges.buffers[run])
-    gradients = whole * int(ranges.gradients[run])
+Held = tuple[int, int]
+"""Bytes of the whole weights and gradients of a part."""
+
+
+def _held(case: PricedModel, run: Run, layout: Layout) -> Held:
+    """Returns the bytes of a part; the tables of sharded weights hold a share of them."""
+    whole, ranges = layout.axes.dp_shard if layout.weights == "sharded" else 1, case.ranges
+    return whole * int(ranges.weights[run] - ranges.buffers[run]), whole * int(ranges.gradients[run])
+
+
+def _collective_seconds(part: int, held: Held, collectives: WeightCollectives) -> dict[Cost, float]:
+    """Returns the seconds of the collectives of a part."""
+    weights, gradients = held
     return {
         (Kind.UNSHARD, part, -1): collectives.gather_s(weights),
         (Kind.REDUCE_GRAD, part, -1): collectives.reduce_s(gradients, last=False),
         (Kind.REDUCE_GRAD, part, LAST): collectives.reduce_s(gradients, last=True),
     }
+
+
+def _beside_buckets(pipeline: Pipeline, stage: int, cost: StageCost, buckets: Sequence[Bucket]) -> StageCost:
+    """Returns the cost of a stage whose last backward runs beside its gradients' collectives, in the mean
+    over microbatches.
+    """
+    links_s = sum(seconds for _, seconds in buckets)
+    slower_s = _slower_s(pipeline, stage, cost.backward_s, links_s) / pipeline.layout.microbatches
+    return replace(cost, backward_s=cost.backward_s + slower_s)
+
+
+def _beside_gathers(
+    pipeline: Pipeline, place: tuple[int, int], case: PricedModel, run: Run, seconds: Mapping[Cost, float]
+) -> StageCost:
+    """Returns the cost of a part of a stage, `place`, beside the collectives of its like, with copies of its
+    weights and gradients where each use gathers.
+    """
+    (stage, part), cost, once = place, stage_cost(case, *run), pipeline.layout.weights == "resident"
+    weights, gradients = _held(case, run, pipeline.layout)
+    gather_s, reduce_s = (seconds[kind, part, -1] for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
+    summing_s = (seconds[Kind.REDUCE_GRAD, part, LAST] - reduce_s) / pipeline.layout.microbatches
+    if once:
+        gather_s, reduce_s = (each / pipeline.layout.microbatches for each in (gather_s, reduce_s))
+    forward_s = _slower_s(pipeline, stage, cost.forward_s, gather_s)
+    again_s = 0.0 if once else gather_s
+    backward_s = _slower_s(pipeline, stage, cost.backward_s, again_s + reduce_s + summing_s)
+    if not once:
+        device = pipeline.device(stage)
+        forward_s += default_of(device).copied_s(weights, device)
+        backward_s += default_of(device).copied_s(weights + gradients, device)
+    return replace(cost, forward_s=cost.forward_s + forward_s, backward_s=cost.backward_s + backward_s)
+
+
+def _slower_s(pipeline: Pipeline, stage: int, compute_s: float, links_s: float) -> float:
+    """Returns by how much a pass is slower beside collectives of so many seconds."""
+    return default_of(pipeline.device(stage)).beside_s(compute_s, links_s) - compute_s
 
 
 def _uses(case: PricedModel, cut: Sequence[int], ranks: Sequence[int]) -> Iterator[Edge]:

@@ -23,9 +23,9 @@ WIDTH, HEADS, LENGTH, SAMPLES = 32, 4, 24, 3
 class Attention(nn.Module):
     """One layer of self-attention; `shared` computes query, key and value by one projection."""
 
-    def __init__(self, dropout: float, *, shared: bool) -> None:
+    def __init__(self, dropout: float, *, shared: bool, causal: bool = True) -> None:
         super().__init__()
-        self.dropout, self.shared = dropout, shared
+        self.dropout, self.shared, self.causal = dropout, shared, causal
         self.inputs = nn.ModuleList(
             nn.Linear(WIDTH, 3 * WIDTH if shared else WIDTH) for _ in range(1 if shared else 3)
         )
@@ -37,16 +37,22 @@ class Attention(nn.Module):
         parts = projected[0].split(WIDTH, dim=2) if self.shared else projected
         q, k, v = (p.view(*x.shape[:2], HEADS, -1).transpose(1, 2) for p in parts)
         p = self.dropout if self.training else 0.0
-        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
         return self.out(attended.transpose(1, 2).reshape(x.shape))
 
 
 def captured(
-    dropout: float, *, shared: bool, repeats: int = 1, train: bool = True
+    dropout: float,
+    *,
+    shared: bool,
+    repeats: int = 1,
+    causal: bool = True,
+    train: bool = True,
+    length: int = LENGTH,
 ) -> tuple[Captured, nn.Module]:
-    layers = [Attention(dropout, shared=shared) for _ in range(repeats)]
+    layers = [Attention(dropout, shared=shared, causal=causal) for _ in range(repeats)]
     model = nn.Sequential(*layers).train(train)
-    return build_graph(record(model, (torch.randn(SAMPLES, LENGTH, WIDTH),), {}), model), model
+    return build_graph(record(model, (torch.randn(SAMPLES, length, WIDTH),), {}), model), model
 
 
 def attention(graph: ModelGraph) -> list[tuple[Work, ...]]:
@@ -76,6 +82,23 @@ def test_what_is_one_kernel_on_a_cpu_has_one_cost() -> None:
     for dropout, train in ((0.0, True), (0.1, False)):
         found, model = captured(dropout, shared=True, train=train)
         assert on_accelerators(found, model) is found
+
+
+def flops(causal: bool, length: int, dropout: float) -> list[int]:
+    """FLOPs of attention's forward and backward on accelerators."""
+    found, model = captured(dropout, shared=True, causal=causal, length=length)
+    return [w.flops for works in attention(on_accelerators(found, model).graph) for w in works]
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(1024, 8), (100, 1), (129, 2)])
+def test_kernels_skip_the_blocks_that_a_causal_mask_hides(length: int, blocks: int) -> None:
+    """Of the n x n blocks of scores those on and below the diagonal are counted one by one."""
+    seen = sum(key <= query for query in range(blocks) for key in range(blocks))
+    whole = flops(False, length, 0.0)
+    assert len(whole) == 2
+    for dropout in (0.0, 0.1):  # The CPU's kernel, and ops that are no kernel there.
+        found = flops(True, length, dropout)
+        assert found == pytest.approx([each * seen / blocks**2 for each in whole], abs=1)
 
 
 def test_a_plan_has_the_kernels_of_its_devices() -> None:

@@ -53,6 +53,16 @@ def ring_all_reduce(n: int, link: Link, size_bytes: int) -> tuple[float, list[li
     return now, chunks
 
 
+def test_switches_of_h100_add_up_large_sums() -> None:
+    """480 GB/s of bus bandwidth on eight: each byte of the tensor counts 14/8 of it (nccl-tests)."""
+    eight, size = make_cluster("x", "h100-80gb", 1, 8), 10**9
+    assert seconds("all_reduce", size, eight) == pytest.approx(size * 14 / 8 / 480e9, rel=0.02)
+    ring = make_cluster("x", "a100-80gb", 1, 8)
+    assert seconds("all_reduce", size, ring) == pytest.approx(size * 14 / 8 / 240e9, rel=0.02)
+    small = eight.model_copy(update={"inner": eight.inner.model_copy(update={"switch_bytes_per_s": None})})
+    assert seconds("all_reduce", 1000, eight) == seconds("all_reduce", 1000, small)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
 def test_a_large_all_reduce_is_a_ring(n: int) -> None:
     link = wire(1e-6, 1e9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.offload import Weights
 from outsize.ir.plan import Axes, Plan, Recompute, ScheduleName, stages_from_bounds
 from outsize.ir.profile import Profile
+from outsize.planner.costs.efficiency import Efficiency
 from outsize.planner.costs.parallel_times import WeightCollectives
 from outsize.planner.evaluate import played_step as module
 from outsize.planner.evaluate.cost_tables import CostTables
@@ -31,7 +33,7 @@ few = settings(max_examples=10, deadline=None, derandomize=True)
 def joined(devices: int, kind: str = "h100-80gb", bytes_per_s: float = 100.0) -> Cluster:
     """Links that take a quarter of a second and so many bytes a second."""
     cluster = make_cluster(f"{devices}x{kind}", kind, 1, devices)
-    update = {"latency_s": 0.25, "bytes_per_s": bytes_per_s, "hop_s": 0.25}
+    update = {"latency_s": 0.25, "bytes_per_s": bytes_per_s, "hop_s": 0.25, "switch_bytes_per_s": None}
     link = cluster.inner.model_copy(update=update)
     return cluster.model_copy(update={"inner": link, "outer": link})
 
@@ -47,6 +49,51 @@ def cut(
 def step_of(model: Model, layout: Layout, cluster: Cluster) -> PlayedStep:
     """A single stage."""
     return cut(model, layout, cluster, (0, len(model[0].units))).step
+
+
+@pytest.fixture(autouse=True, scope="module")
+def apart() -> Iterator[None]:
+    """Nothing is slower beside a collective, and copies cost nothing, but where a test is about them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Efficiency, "copied_s", lambda *_: 0.0)
+        patch.setattr(Efficiency, "beside_s", lambda _, compute_s, __: compute_s)
+        yield
+
+
+COPY_S, CROWDED = 0.125, 0.189  # arXiv 2507.03114
+as_it_is = Efficiency.beside_s
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of 100 bytes take `COPY_S`, and computing beside a collective is slower."""
+    monkeypatch.setattr(Efficiency, "copied_s", lambda _, size, __: COPY_S * size / 100)
+    monkeypatch.setattr(Efficiency, "beside_s", as_it_is)
+
+
+@pytest.mark.usefixtures("together")
+def test_blocks_are_slower_beside_their_collectives_and_copies() -> None:
+    """Passes of 1 and 2 s beside a gather of 0.75 s, and in the backward beside as long a scatter."""
+    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2, "sharded")
+    passes_s = 4 * (1 + CROWDED * 0.75 + COPY_S) + 4 * (2 + CROWDED * 1.5 + 2 * COPY_S)
+    assert step_of(chain([1.0] * 4), layout, joined(2)).seconds() == pytest.approx(passes_s + 2 * 0.75)
+
+
+@pytest.mark.usefixtures("together")
+def test_whole_weights_are_beside_their_collectives_once_a_step() -> None:
+    """Of three microbatches one gathers each block in its forward, and one scatters in its backward."""
+    layout = Layout(Axes(dp_shard=2), 1, "1f1b", 3, 6)
+    passes_s = 36 + 4 * CROWDED * 1.5
+    assert step_of(chain([1.0] * 4), layout, joined(2)).seconds() == pytest.approx(passes_s + 2 * 0.75)
+
+
+@pytest.mark.usefixtures("together")
+def test_the_last_backward_is_slower_beside_its_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buckets of 200 bytes: a ring of two sums each in 2 x (0.25 + 1) s."""
+    monkeypatch.setattr(module, "BUCKET_BYTES", 200)
+    layout = Layout(Axes(dp_replicate=2), 1, "1f1b", 1, 2)
+    played = step_of(chain([1.0] * 4), layout, joined(2))
+    assert played.costs[0].backward_s == pytest.approx(8 + CROWDED * 5)
 
 
 def test_blocks_are_gathered_one_ahead() -> None:
