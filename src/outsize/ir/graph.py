@@ -77,6 +77,7 @@ class ShardedFraction(Record):
     weights.
 
     Sums (all-reduces) and gathers (and reduce-scatters) of its passes are in bytes of whole tensors.
+    `again_bytes` are those that its backward gathers again, which no forward has kept whole.
     """
 
     work: float = 0.0
@@ -86,6 +87,7 @@ class ShardedFraction(Record):
     forward_gather: int = 0
     backward_sum: int = 0
     backward_gather: int = 0
+    again_bytes: int = 0
 
 
 @final

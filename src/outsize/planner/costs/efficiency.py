@@ -167,7 +167,7 @@ def default_of(device: Device) -> Efficiency:
 @cache
 def _of_kind(kind: str) -> Efficiency:
     reached, compute = reached_by(kind), dict(GPU.compute)
-    shares = {
+    shares: dict[OpFamily, float] = {
         "matmul": reached.matmul / USUAL_MATMUL,
         "unaligned_matmul": reached.matmul / USUAL_MATMUL,
         "attention": reached.attention / USUAL_ATTENTION,

@@ -152,7 +152,9 @@ def _collectives(
     one rank starts none.
     """
     forward = [(unit.forward_sum > 0) + (unit.forward_gather > 0) for unit in units]
-    backward = [(unit.backward_sum > 0) + (unit.backward_gather > 0) for unit in units]
+    backward = [
+        (unit.backward_sum > 0) + (unit.backward_gather > 0) + (unit.again_bytes > 0) for unit in units
+    ]
     return np.array(forward, np.float64) * (ranks > 1), np.array(backward, np.float64) * (ranks > 1)
 
 

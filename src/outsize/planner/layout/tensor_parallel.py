@@ -3,7 +3,8 @@
     weights, values, saved bytes     the divided ones 1 / tp (rounded up), all others whole
     work, workspace                  1 / tp in a unit whose work is divided
     sequence parallelism             the same; values between layers are divided too
-                                    (program/tensor_parallel/sequence.py)
+                                    (program/tensor_parallel/sequence.py). What is gathered again for a
+                                    backward is whole during it
 
 The graph says what is divided (`ModelGraph.tensor`, derived from the program:
 program/tensor_parallel/styles.py). The planner then computes a stage on this graph as on any other;
@@ -95,6 +96,7 @@ def _unit(unit: Unit, tp: int) -> Unit:
     divided_sizes = {name: _left(unit, getattr(unit, name), tp) for name in names}
     saved = unit.saved_bytes - unit.divided.saved_bytes + share(unit.divided.saved_bytes, tp)
     saved += _casts(unit, tp)
+    divided_sizes["backward_workspace_bytes"] += unit.divided.again_bytes
     return unit.model_copy(update={**divided_sizes, "saved_bytes": saved, "cast_bytes": 0})
 
 

@@ -1,15 +1,17 @@
 """Counts the bytes that ranks send on a rank's tape: of whole tensors, by instruction of the whole tape.
 
 Bytes are counted as in planner/costs/collectives.py: the input of an all-reduce, the output of an all-gather,
-and the input of a reduce-scatter, which is a reversed all-gather and counts as one. Deviation: a backward
-inside the forward (`torch.autograd.grad`) sends as well, and is not counted. Complexity: O(instructions).
-Oracle: the bytes that were sent, tests/dist/test_tensor_parallel.py.
+and the input of a reduce-scatter, which is a reversed all-gather and counts as one. What products by columns
+have gathered is gathered again in their backward, if that computes gradients of weights. Deviation: a
+backward inside the forward (`torch.autograd.grad`) sends as well, and is not counted. Complexity:
+O(instructions). Oracle: the bytes that were sent, tests/dist/test_tensor_parallel.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any, Literal, final
 
@@ -19,10 +21,11 @@ from torch import Tensor, nn
 from outsize.program.liveness import live
 from outsize.program.tape import Instruction, Ref, Tape, Weight
 from outsize.program.tensor_parallel.local_tape import Collectives, local_tape
-from outsize.program.tensor_parallel.share import RankPosition
+from outsize.program.tensor_parallel.overlap import overlapped
+from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tensor_parallel.styles import Derived
 
-Sent = Literal["forward_sum", "forward_gather", "backward_sum", "backward_gather"]
+Sent = Literal["forward_sum", "forward_gather", "backward_sum", "backward_gather", "again_bytes"]
 
 
 def _named(name: str) -> Any:
@@ -50,7 +53,7 @@ def sent_bytes(tape: Tape, derived: Derived, model: nn.Module) -> dict[int, Coun
     wanted = (tape.loss.slot,) if tape.loss is not None else tape.output_slots()
     alive, weights = live(local, wanted), dict(model.named_parameters(remove_duplicate=False))
     counts: dict[int, Counter[Sent]] = {}
-    for instruction in local.instructions:
+    for instruction in overlapped(local.instructions, local.output_slots(), local, model):
         if alive[instruction.index]:
             sent = _of(instruction, local, weights)
             sent["backward_sum"] += sum(
@@ -69,8 +72,14 @@ def _of(instruction: Instruction, tape: Tape, weights: Mapping[str, Tensor]) -> 
     if not name or slot is None:
         return Counter()
     first = instruction.args[0] if instruction.args else None
+    if name == "columns" and isinstance(first, Ref):
+        return _entering(first, instruction.args[1], instruction, tape, weights)
     out = _bytes(tape.metas[slot].shape, tape.metas[slot].dtype)
     back = out if tape.metas[slot].requires_grad else 0
+    if name == "attend" and "share" in instruction.kwargs:
+        apart = replace(instruction, kwargs={k: v for k, v in instruction.kwargs.items() if k != "share"})
+        ((x,), share) = instruction.args[1], instruction.kwargs["share"]
+        return _of(apart, tape, weights) + _entering(x, share, instruction, tape, weights)
     if name in ("scatter", "collect") or instruction.kwargs.get("scatter") is not None:
         return Counter[Sent]({"forward_gather": out, "backward_gather": back})
     if name in ("reduce", "row", "lookup", "attend"):
@@ -89,6 +98,19 @@ def _of(instruction: Instruction, tape: Tape, weights: Mapping[str, Tensor]) -> 
         size = _size(weight) if weight is not None and weight.requires_grad else 0
     kinds: dict[str, Sent] = {"enter": "backward_sum", "cut": "backward_gather"}
     return Counter({kinds[name]: size}) if name in kinds else Counter()
+
+
+def _entering(
+    x: Ref, share: Share | None, joined: Instruction, tape: Tape, weights: Mapping[str, Tensor]
+) -> Counter[Sent]:
+    """Returns what products send of the value that they read, of which ranks have shares; None for all."""
+    meta = tape.metas[x.slot]
+    size = _bytes(meta.shape, meta.dtype)
+    back = size if meta.requires_grad else 0
+    if share is None:
+        return Counter[Sent]({"backward_sum": back})
+    again = size if any(weights[name].requires_grad for name in joined.parameters() if name in weights) else 0
+    return Counter[Sent]({"forward_gather": size, "backward_gather": back + again, "again_bytes": again})
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -10,12 +10,11 @@ items along some dim (tokens) equally, a rank needs its own items only:
 A sum is a source; values are followed from it by the rules of propagate.py, as sharded values are from a
 column-parallel product. Where a rule is missing the value is gathered, or, if it comes from only one source,
 that source is excluded in another pass. The dim is the longest that is not the last, of equals the later one;
-it need not be divisible.
+it need not be divisible. A column product saves its shard, and gathers the whole again in its backward.
 
-Source: Korthikanti et al., arXiv 2205.05198, sec. 4.2.2. Deviations: it is derived; what a column product
-saves for its backward is the gathered whole, which the paper gathers again; gradients of norms are added up
-at each use. Complexity: O(passes x instructions), two or three passes. Oracle: tests/dist/test_sequence.py
-trains by it; tests/unit/program/tensor_parallel/test_sequence_parts.py by hand.
+Source: Korthikanti et al., arXiv 2205.05198, sec. 4.2.2. Deviations: it is derived; gradients of norms are
+added up at each use. Complexity: O(passes x instructions), two or three passes. Oracle:
+tests/dist/test_sequence.py trains by it; tests/unit/program/tensor_parallel/test_sequence_parts.py by hand.
 """
 
 from __future__ import annotations

@@ -168,7 +168,10 @@ class TensorParallelGroup(Collectives):
             return Entry(_same, self.total, self.begin_total)
         one = {"share": share}
         return Entry(
-            partial(self.whole, **one), partial(self.total_part, **one), partial(self.begin_total_part, **one)
+            partial(self.whole, **one),
+            partial(self.total_part, **one),
+            partial(self.begin_total_part, **one),
+            gathers=True,
         )
 
     def _added(self, x: Tensor, scatter: Share | None) -> Tensor:

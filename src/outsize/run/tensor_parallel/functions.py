@@ -46,11 +46,15 @@ class InFlight:
 @final
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Says how products get a value, and what is done with its gradient; `begin` only begins `backward`."""
+    """Says how products get a value, and what is done with its gradient; `begin` only begins `backward`.
+
+    `gathers`: the value is the whole of which each rank has a shard.
+    """
 
     forward: Collective
     backward: Collective
     begin: Callable[[Tensor], InFlight]
+    gathers: bool = False
 
 
 @final
@@ -74,6 +78,9 @@ class Paired(torch.autograd.Function):
 class ColumnProducts(torch.autograd.Function):
     """Computes `entered, entered @ w1.T + b1, ...` of a value; `turned[i]` says that w is used as it is.
 
+    A value that is gathered is not saved: its shard is, and the backward gathers it again, for the gradients
+    of weights (arXiv 2205.05198, sec. 4.2.2).
+
     `weights` are w1, b1, w2, b2, ...; a bias may be None. Where autocast has products in another precision,
     the value in it is the last result: what is saved has to be one, or second derivatives would end there.
     Gradients have the kernels and the order of sums that separate products have: the value's begins with that
@@ -87,27 +94,38 @@ class ColumnProducts(torch.autograd.Function):
         read = lowered(entered)
         pairs = zip(weights[::2], weights[1::2], turned, strict=True)
         outs = [functional.linear(read, w.t() if turn else w, b) for w, b, turn in pairs]
-        ctx.entry, ctx.turned, ctx.dtype = entry, turned, entered.dtype
-        is_trained = any(ctx.needs_input_grad[3:])
-        ctx.save_for_backward(read if is_trained else None, *weights[::2])
+        ctx.entry, ctx.turned, ctx.dtypes = entry, turned, (entered.dtype, read.dtype)
+        saved = x if entry.gathers else read
+        ctx.save_for_backward(saved if any(ctx.needs_input_grad[3:]) else None, *weights[::2])
         ctx.set_materialize_grads(False)
         return (entered, *outs) if read is entered else (entered, *outs, read)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Returns the gradient of x, summed over ranks, and those of the weights."""
-        read, *weights = ctx.saved_tensors
+        saved, *weights = ctx.saved_tensors
+        entered_dtype, read_dtype = ctx.dtypes
+        read = _again(saved, ctx.entry, read_dtype)
         of_outs, of_read = grads[1 : 1 + len(weights)], grads[1 + len(weights) :]
         products = [each for each in zip(of_outs, weights, ctx.turned, strict=True) if each[0] is not None]
         of_value = [grad for grad in (grads[0], *of_read) if grad is not None]
         of_value += [_of_input(*product) for product in reversed(products)]
-        sending = _begun(of_value, ctx.entry, ctx.dtype, is_own=bool(products))
+        sending = _begun(of_value, ctx.entry, entered_dtype, is_own=bool(products))
         of_weights, needed = list[Tensor | None](), ctx.needs_input_grad[3:]
         wanted = zip(of_outs, ctx.turned, needed[::2], needed[1::2], strict=True)
         for grad, turned, trains, has_bias in reversed([*wanted]):
             of_weights.append(None if grad is None or not has_bias else _rows(grad).sum(0))
-            of_weights.append(None if grad is None or not trains else _of_weight(grad, read, turned))
+            of_weights.append(_of_weight(grad, read, turned) if trains else None)
         return None if sending is None else sending(), None, None, *reversed(of_weights)
+
+
+def _again(saved: Tensor | None, entry: Entry, dtype: torch.dtype) -> Tensor | None:
+    """Returns the value that products have read, from what was saved of it."""
+    if saved is None or not entry.gathers:
+        return saved
+    if torch.is_grad_enabled():
+        return Paired.apply(saved, entry.forward, entry.backward).to(dtype)
+    return entry.forward(saved).to(dtype)
 
 
 def _begun(
@@ -139,7 +157,9 @@ def _of_input(grad: Tensor, weight: Tensor, turned: bool) -> Tensor:
     return part.view(*grad.shape[:-1], part.shape[-1])
 
 
-def _of_weight(grad: Tensor, read: Tensor, turned: bool) -> Tensor:
+def _of_weight(grad: Tensor | None, read: Tensor | None, turned: bool) -> Tensor | None:
+    if grad is None or read is None:
+        return None
     return _rows(read).t() @ _rows(grad) if turned else _rows(grad).t() @ _rows(read)
 
 

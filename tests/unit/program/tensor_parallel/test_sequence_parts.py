@@ -83,15 +83,22 @@ def test_a_norm_that_also_takes_whole_values_takes_no_parts() -> None:
 
 
 def test_a_llama_sends_as_much_as_before_but_for_its_norms() -> None:
-    """All-reduces become as many gathers and reduce-scatters, two of which take as long as one."""
+    """All-reduces become as many gathers and reduce-scatters, two of which take as long as one; besides, what
+    products have read is gathered again.
+    """
     model, batch = built("llama"), batch_of("llama")
     tape, derived, after = both(model, **batch)
     totals = []
     for each in (derived, after):
         sent = sent_bytes(tape, each, model).values()
         sums = sum(c["forward_sum"] + c["backward_sum"] for c in sent)
-        totals.append((sums, sum(c["forward_gather"] + c["backward_gather"] for c in sent)))
+        gathers = sum(c["forward_gather"] + c["backward_gather"] - c["again_bytes"] for c in sent)
+        totals.append((sums, gathers))
     norms = sum(p.nbytes for name, p in model.named_parameters() if "norm" in name)
     (before, nothing), (left, gathered) = totals
     assert nothing == 0
     assert 2 * before + 2 * norms == 2 * left + gathered
+    tokens, layers = batch["input_ids"].numel(), model.config.num_hidden_layers
+    read = tokens * model.config.hidden_size * 4
+    # By q, k and v, by gate and up, and by the head.
+    assert sum(c["again_bytes"] for c in sent_bytes(tape, after, model).values()) == (2 * layers + 1) * read

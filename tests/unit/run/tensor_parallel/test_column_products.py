@@ -84,15 +84,37 @@ def test_values_and_gradients_have_the_bits_of_separate_products(
     assert [t.dtype for t in answers[0]] == [t.dtype for t in answers[1]]
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_gathered_value_is_saved_as_the_shard_that_it_was(
+    group: TensorParallelGroup, trained: bool
+) -> None:
+    """Ten tokens of two samples are gathered, of which this rank has five; frozen products need none."""
+    x, saved = drawn(2, 5, WIDTH), list[Tensor]()
+    weights = [w.detach().requires_grad_(trained) for w, *_ in products_of(False)]
+    products = tuple((weight, None, False) for weight in weights)
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        entered, *_ = group.columns(x * 1, Share(1, (10,)), products)
+    assert entered.shape == (2, 10, WIDTH)
+    known = {weight.data_ptr() for weight in weights}
+    kept = [t.shape for t in saved if t.data_ptr() not in known]
+    assert kept == [(2, 5, WIDTH)] * trained
+
+
+@pytest.mark.parametrize("share", [None, Share(1, (10,))], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_second_derivatives_are_those_of_separate_products(
-    group: TensorParallelGroup, autocast: bool
+    group: TensorParallelGroup, autocast: bool, share: Share | None
 ) -> None:
     answers = list[tuple[Tensor, ...]]()
     for way in (separate, TensorParallelGroup.columns):
         products, x = products_of(False), drawn(2, 5, WIDTH)
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            _, *outs = way(group, x * 1, None, products)
+            _, *outs = way(group, x * 1, share, products)
         (slope,) = torch.autograd.grad(sum(out.sin().sum() for out in outs), x, create_graph=True)
         weights = [w for w, _, _ in products]
         answers.append((slope, *torch.autograd.grad(slope.square().sum(), [x, *weights])))
