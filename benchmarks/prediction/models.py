@@ -79,26 +79,26 @@ def unet(samples: int, side: int, microbatches: int) -> Case:
     return Case(UNet(32, 4, 8).train(), Batch((x,), {}, (y,)), F.cross_entropy, microbatches)
 
 
-def gpt2(samples: int, length: int, microbatches: int) -> Case:
-    """transformers' GPT-2 of 8 layers, d = 256, on bytes."""
-    config = import_transformers().GPT2Config(
-        n_layer=8, n_embd=256, n_head=4, n_positions=length, vocab_size=256, bos_token_id=0, eos_token_id=0
-    )
+def gpt2(samples: int, length: int, microbatches: int, **sizes: int) -> Case:
+    """transformers' GPT-2 of these sizes; 124 M parameters, as published, without any."""
+    sizes = {"n_positions": length, "bos_token_id": 0, "eos_token_id": 0, **sizes}
+    config = import_transformers().GPT2Config(**sizes)
     torch.manual_seed(0)
     model = import_transformers().GPT2LMHeadModel(config).train()
-    ids = torch.randint(0, 256, (samples, length))
+    ids = torch.randint(0, config.vocab_size, (samples, length))
     batch = Batch((), {"input_ids": ids, "use_cache": False}, (torch.roll(ids, -1, 1),))
     return Case(model, batch, next_token, microbatches)
 
 
 def next_token(output: Any, target: Tensor) -> Tensor:
-    """Cross entropy of logits [batch, length, 256] against [batch, length]."""
+    """Cross entropy of logits [batch, length, classes] against [batch, length]."""
     return F.cross_entropy(output.logits.flatten(0, 1), target.flatten())
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "resnet50-24x96x96": lambda: resnet50(24, 96, 4),
     "resnet50-64x128x128": lambda: resnet50(64, 128, 8),
-    "gpt2-8-layers": lambda: gpt2(16, 256, 4),
+    "gpt2-8-layers": lambda: gpt2(16, 256, 4, n_layer=8, n_embd=256, n_head=4, vocab_size=256),
+    "gpt2-124M": lambda: gpt2(8, 128, 4),
     "unet": lambda: unet(16, 128, 4),
 }

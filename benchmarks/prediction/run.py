@@ -2,7 +2,8 @@
 
 Two processes, one thread and one core each. In turns (A B A B): the units of the whole model are timed, and
 the plan made from the first of these timings is run. Compared are the step, and for each stage its forward
-and backward per microbatch.
+and backward per microbatch. With --beside the first process alone times the units, beside a neighbour that it
+forks, as `measured=True` does; with --alone nothing runs beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-CASES = ("resnet50-24x96x96", "resnet50-64x128x128", "gpt2-8-layers", "unet")
+CASES = ("resnet50-24x96x96", "resnet50-64x128x128", "gpt2-8-layers", "unet", "gpt2-124M")
+HOWS = ("cpu-clock", "alone", "beside")
 LAUNCH = (
     "import sys; from outsize.train.launch.launch import run_script; sys.exit(run_script(sys.argv[1:], 2))"
 )
@@ -79,7 +81,8 @@ def main() -> None:
     machine = f"{platform.machine()}-{platform.system().lower()}"
     result: dict[str, Any] = {"date": str(datetime.date.today()), "machine": machine, "options": extra}
     result["rows"] = rows = []
-    path = HERE / "results" / f"{result['date']}_{machine}{'_cpu-clock' * ('--cpu-clock' in extra)}.json"
+    how = "".join(f"_{name}" for name in HOWS if f"--{name}" in extra)
+    path = HERE / "results" / f"{result['date']}_{machine}{how}.json"
     path.parent.mkdir(exist_ok=True)
     for case in options.cases.split(","):
         rows.append(measure(case, extra) | {"load": os.getloadavg()[0]})

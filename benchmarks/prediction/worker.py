@@ -42,11 +42,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--alone", action="store_true", help="rank 1 rests while rank 0 times the units")
+    parser.add_argument("--beside", action="store_true", help="the same, beside a neighbour that it forks")
     parser.add_argument("--cpu-clock", action="store_true", help="stages' seconds while on the CPU only")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     world = join()
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[world.rank]})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[world.rank]})
+    options.cores = frozenset(cores[:2])
     torch.set_num_threads(1)
     if options.cpu_clock:
         clock.perf_counter = time.thread_time  # pyright: ignore[reportPrivateImportUsage]
@@ -97,11 +100,16 @@ def measured(case: Case, captured: Captured, world: World, options: argparse.Nam
     """A: the units' times, seen by rank 0 while the other rank does the same (or rests)."""
     part = case.batch.resized(captured.graph.batch_size)
     clock = time.thread_time if options.cpu_clock else None
-    how = UnitTimingOptions(repeats=options.repeats, seed=seeder(0, 0, 0), clock=clock)
+    beside, resting = int(options.beside), options.alone or options.beside
+    how = UnitTimingOptions(repeats=options.repeats, seed=seeder(0, 0, 0), clock=clock, beside=beside)
     dist.barrier()
     found = None
-    if world.rank == 0 or not options.alone:
+    if world.rank == 0 or not resting:
+        own = os.sched_getaffinity(0)
+        if options.beside:
+            os.sched_setaffinity(0, own | options.cores)  # of which it gives one to each neighbour
         found = measure_units(captured, case.model, part.tensors(), how)
+        os.sched_setaffinity(0, own)
     dist.barrier()
     return agreed(found, world)
 

@@ -52,14 +52,15 @@ def fit_table(fit: Fit) -> Group:
 
 
 def _heading(fit: Fit) -> RenderableType:
-    fits = {"YES": "fits", "YES IF": "does not fit as asked on", "NO": "does not fit"}[fit.answer]
+    fits = "does not fit" if fit.answer == "NO" else "fits"
     first = Text.assemble(
         (fit.answer, COLOURS[fit.answer]),
         ("  ", ""),
         (fit.model, "bold"),
-        f" ({parameters_text(fit)}) {fits} {fit.cluster}",
+        f" ({parameters_text(fit)}) {fits} {fit.cluster}{_condition(fit.changes)}",
     )
-    lines = [first, Text(setting_text(fit))]
+    setting = setting_text(fit)
+    lines = [first, Text(f"It does not as {setting}" if fit.answer == "YES IF" else setting)]
     if not fit.whole:
         lines.append(
             Text(
@@ -75,6 +76,15 @@ def _heading(fit: Fit) -> RenderableType:
     if fit.refused is not None:
         lines.append(Text(refusal_text(fit.refused)))
     return Group(*lines)
+
+
+def _condition(changes: tuple[Change, ...]) -> str:
+    """Returns with what it fits: with what `plan` does by itself, or with one of several changes."""
+    if not changes:
+        return ""
+    if changes[0].planned:
+        return f" with {options_text(changes[0].options)}, which outsize plan takes by itself"
+    return " with one of these changes" if len(changes) > 1 else f" with {options_text(changes[0].options)}"
 
 
 def parameters_text(fit: Fit) -> str:

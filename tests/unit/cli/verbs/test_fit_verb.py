@@ -28,8 +28,10 @@ def test_yes_if_names_what_to_type(outsize: Outsize) -> None:
     call = ("fit", WIDE, "--cluster", "2x0.421GB")
     answer = outsize(*call, "--axes", "pp")
     assert answer.code == 1
-    assert answer.out.startswith("YES IF")
-    assert "--optimizer sgd" in answer.out
+    said = " ".join(answer.out.split())
+    assert said.startswith("YES IF Sequential (1.58 M parameters) fits 2x0.421GB with one of these changes")
+    assert "It does not as 2 stages, 1f1b" in said
+    assert "--optimizer sgd" in said
     assert outsize(*call, "--optimizer", "sgd").code == 0
 
 
@@ -38,7 +40,9 @@ def test_where_no_pipeline_fits_it_names_what_plan_would_do(outsize: Outsize) ->
     call = ("fit", WIDE, "--cluster", "2x0.421GB")
     answer = outsize(*call)
     assert (answer.code, answer.out[:6]) == (1, "YES IF")
-    assert "nothing else fits; one device, optimizer on the host" in " ".join(answer.out.split())
+    said = " ".join(answer.out.split())
+    assert "fits 2x0.421GB with --axes all --weights host-optimizer, which outsize plan takes" in said
+    assert "nothing else fits; one device, optimizer on the host" in said
     assert "With --axes all --weights host-optimizer" in answer.out
     assert "101 %" in answer.out
     change, other = document(outsize(*call, "--json"))["changes"][:2]
