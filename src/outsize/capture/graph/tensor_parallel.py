@@ -68,8 +68,10 @@ def _unit(
         cost, local = instruction.cost, derived.rank_instructions.get(instruction.index)
         split = local is not None and (local.parts or local.kind in ("row", "loss"))
         # What a product by columns gathers is gathered again in its backward, and saved as a shard.
-        whole = local is not None and local.kind != "column"
-        gathered = {leaf.slot for leaf in local.gather if isinstance(leaf, Ref)} if whole else set[int]()
+        if local is None or local.kind == "column":
+            gathered = set[int]()
+        else:
+            gathered = {leaf.slot for leaf in local.gather if isinstance(leaf, Ref)}
         amount = 1000 * cost.flops + cost.moved_bytes  # A product weighs more than the glue around it.
         all_work += amount
         work += amount if split else 0

@@ -82,9 +82,11 @@ def _condition(changes: tuple[Change, ...]) -> str:
     """Returns with what it fits: with what `plan` does by itself, or with one of several changes."""
     if not changes:
         return ""
-    if changes[0].planned:
-        return f" with {options_text(changes[0].options)}, which outsize plan takes by itself"
-    return " with one of these changes" if len(changes) > 1 else f" with {options_text(changes[0].options)}"
+    first, *others = changes
+    with_first = f" with {options_text(first.options)}"
+    if first.planned:
+        return f"{with_first}, which outsize plan takes by itself"
+    return " with one of these changes" if others else with_first
 
 
 def parameters_text(fit: Fit) -> str:
