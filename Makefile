@@ -29,7 +29,7 @@ test-quick: $(STAMP)  ## run the tests nearest to your change from main, in abou
 
 # The engines' own packages judge job files in a venv of their own: their pins are not those of torch. Slurm is Debian's;
 # where it cannot be installed its tests say so and are skipped.
-test-integrations: $(STAMP) $(CLUSTERS)/installed  ## test against the real packages: Slurm, Ray, Jupyter, job files
+test-integrations: $(STAMP) $(CLUSTERS)/installed  ## test against the real packages: Trainer, loggers, Slurm, Ray, Jupyter, ...
 	command -v slurmctld munged >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
 	$(PIP) install -c constraints.txt nbclient ipykernel
@@ -91,7 +91,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), once: a minute or a few."
 	@$(PYTHON) -m venv $(VENV) || { \
 	    echo "$(PYTHON) cannot build a venv. Next: install your system's python3-venv package."; exit 1; }
-	@$(PIP) install -c constraints.txt -e '.[hf,plot,test,dev]'
+	@$(PIP) install -c constraints.txt -e '.[hf,plot,loggers,test,dev]'
 	@$(PIP) install -c constraints.txt pillow requests importlib_metadata
 	@$(PIP) install -c constraints.txt --no-deps torchvision diffusers timm peft
 	@touch $@

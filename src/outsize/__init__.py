@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from outsize.ir.units.tensor_styles import TensorStyles
     from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
     from outsize.train.batch.batch import microbatch
+    from outsize.train.engine.callbacks import Callback
     from outsize.train.engine.engine import Engine
     from outsize.train.tensor_parallel import tensor_parallel, tensor_styles
 
@@ -69,6 +70,7 @@ _HOME = {
     "tensor_parallel": "outsize.train.tensor_parallel",
     "tensor_styles": "outsize.train.tensor_parallel",
     "tune": "outsize.api",
+    "Callback": "outsize.train.engine.callbacks",
     "Cluster": "outsize.ir.cluster",
     "ColumnParallelLinear": "outsize.run.tensor_parallel.linear",
     "Engine": "outsize.train.engine.engine",
@@ -85,6 +87,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Callback",
     "Cluster",
     "ColumnParallelLinear",
     "Engine",

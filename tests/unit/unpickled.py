@@ -21,6 +21,8 @@ OUTSIZE: Final = str(Path(__file__).parents[2] / "src" / "outsize")
 ALLOWED: Final = {
     "train/check/check.py:_launch": "a live model, where nothing can be forked: in a folder of mode 0700",
     "train/check/worker.py:_loaded": "reads that file; the folder belongs to the same user",
+    "integrations/transformers.py:_save_rng_state": "a file of the Trainer, by the Trainer",
+    "integrations/transformers.py:_load_optimizer_and_scheduler": "the same",
     "torch/utils/data": "a user's own worker processes send batches by pipes from this one",
     "torch/_inductor": "compiled code, which torch.compile keeps in the user's own folder",
     "torch/_functorch": "the same",

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from outsize.ir.plan import BatchNormMode, Plan, Recompute, ScheduleName
     from outsize.ir.profile import ProfileSet
     from outsize.train.batch.batch_dims import Asked
+    from outsize.train.batch.loss_weights import Counting
     from outsize.train.crew.grad_clip import Clipping
+    from outsize.train.engine.callbacks import Callback
     from outsize.train.engine.options import MakeOptimizer
 
 P = ParamSpec("P")
@@ -154,6 +156,8 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     hang_timeout: float
     on_hang: OnHang
     on_oom: OnOutOfMemory
+    counting: Counting
+    callbacks: Sequence[Callback]
 
 
 PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})

@@ -89,6 +89,10 @@ def parallelize(
     - `clipping`: "speculative" does not wait, and undoes a step where the norm was too large: the same bits,
       for 12 more bytes per parameter on the host (AdamW); "exact" by default.
     - `scaler`: a GradScaler of torch.
+    - `counting`: by what a microbatch counts in the batch's loss: "auto" by what the loss is a mean over,
+      "samples", or "sum" where losses of microbatches are added as they are (the loss has divided by a count
+      of the whole batch).
+    - `callbacks`: objects of `outsize.Callback`, the same on every rank; rank 0 calls them.
     - `own_batches`: each replica passes its own samples alone (`engine.batch_sampler`).
     - `seed`: the seed of random numbers in the model; 0 by default.
     - `weights`: a .safetensors file, an index, or a folder with one, for a model on meta: every rank reads

@@ -50,6 +50,15 @@ def import_peft() -> ModuleType:
     return _import("peft")
 
 
+def import_package(name: str, *, extra: str) -> ModuleType:
+    """Imports a package that comes with an extra of outsize, and may import torchvision.
+
+    Raises ModelNotImportable, which names the extra, when it is not installed or does not import.
+    """
+    _define_missing_operators()
+    return _import(name, extra=extra)
+
+
 def _import(name: str, *, extra: str = "") -> ModuleType:
     """Imports a package that comes with an extra of outsize, or by its own name."""
     try:

@@ -110,6 +110,16 @@ class WeightFiles:
             into.copy_(tensor)
             return str(tensor.dtype).removeprefix("torch.") if tensor.dtype != into.dtype else None
 
+    def box(
+        self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> Tensor:
+        """Returns a box of a tensor, or all of it, on the CPU."""
+        with _opened(self._file_of[name]) as handle:
+            if offsets is None or sizes is None or not sizes:
+                return handle.get_tensor(name)
+            box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+            return handle.get_slice(name)[box]
+
 
 def _found(path: Path) -> Path:
     candidates = [path / SINGLE, path / INDEX] if path.is_dir() else [path]

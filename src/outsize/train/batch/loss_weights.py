@@ -50,7 +50,7 @@ REJECTIONS: Final = (RuntimeError, ValueError, TypeError, IndexError, AssertionE
 """A loss function raises one of these for shapes and values that it does not take."""
 DEVICE_ERRORS: Final = (torch.OutOfMemoryError, torch.AcceleratorError)
 _TRIED_SAMPLES: Final = 4
-Counting = Literal["auto", "samples"]
+Counting = Literal["auto", "samples", "sum"]
 FROM_LOSS: Final[Counting] = "auto"
 Tapes = Callable[[Batch], Tape]
 
@@ -107,7 +107,7 @@ class LossShares:
         summands = _summands(tape, trial) if counting == FROM_LOSS else ()
         terms = [term for term in summands if isinstance(term, Term)]
         self.doubt = next((x for x in summands if isinstance(x, Underivable)), None)
-        self.summed, self.trial_error = False, None
+        self.summed, self.trial_error = counting == "sum", None
         if counting == FROM_LOSS and trial is not None:
             tried, self.trial_error = _adds_up(trial.loss_fn, tape, trial)
             self.summed = _is_sum(tape, terms, self.doubt, trial, tried)

@@ -37,6 +37,7 @@ from outsize.run.checkpoint.manifest import published, step_of
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.checkpoint.write import begin
 from outsize.run.tensor_parallel.collectives import local_of
+from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.background import BackgroundSaves, WrittenSave
 from outsize.train.checkpoint.generators import generator_states, set_generator_states
@@ -44,7 +45,7 @@ from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
 from outsize.train.checkpoint.optimizers import NamedOptimizer, merged
 from outsize.train.checkpoint.plain_values import read, written
-from outsize.train.checkpoint.weights import HeldWeights, code_of, first_difference
+from outsize.train.checkpoint.weights import MODEL, FileTensors, HeldWeights, code_of, first_difference
 
 RANDOM: Final = "random"
 ALSO: Final = "also"
@@ -71,10 +72,14 @@ class RunSettings:
 @final
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a run is: the steps that it has taken, and the engine's optimizer."""
+    """Where a run is: the steps that it has taken, and the engine's optimizer.
+
+    `has_weights` says whether a save holds the weights as well.
+    """
 
     steps: int
     optimizer: Optimizer | None
+    has_weights: bool = True
 
 
 @final
@@ -119,8 +124,13 @@ class Checkpoints:
         modules = ModuleStates(self._held)
         states = shared_facts(group, modules.states)
         apart = [name for name in self._attached.objects if len({c["digests"].get(name) for c in cards}) > 1]
-        chunks = [*self._chunks(optimizers), *self._own_chunks(tensors, apart), *modules.chunks(states)]
+        chunks = [
+            *self._chunks(optimizers, moment),
+            *self._own_chunks(tensors, apart),
+            *modules.chunks(states),
+        ]
         values = {**self._values(cards, apart), "modules": merged_states(states)}
+        values["weights"] = moment.has_weights
         folder = Path(shared_facts(group, lambda: str(begin(root, moment.steps)) if rank == 0 else "")[0])
         written = WrittenSave(folder, rank, values, keep)
         if wait:
@@ -170,11 +180,12 @@ class Checkpoints:
                 stacklevel=6,
             )
 
-    def _chunks(self, optimizers: Mapping[str, NamedOptimizer]) -> list[Chunk]:
+    def _chunks(self, optimizers: Mapping[str, NamedOptimizer], moment: Moment) -> list[Chunk]:
+        weights = self._held.parts() if moment.has_weights else ()
         states = [part for optimizer in optimizers.values() for part in optimizer.parts()]
         return [
             Chunk(part.name, part.at.shape, region.offsets, memory)
-            for part in (*self._held.parts(), *states)
+            for part in (*weights, *states)
             if part.at.writes
             for region, memory in part.regions()
         ]
@@ -235,9 +246,10 @@ class Checkpoints:
 
     def _restore(self, saved: CheckpointReader, optimizer: Optimizer | None) -> None:
         values, settings = saved.values, self._settings
-        self._held.insist_on_model(saved, str(saved.folder))
-        for part in self._held.parts():
-            part.fill(saved)
+        if values.get("weights", True):
+            self._held.insist_on_model(saved, str(saved.folder))
+            for part in self._held.parts():
+                part.fill(saved)
         restore_modules(self._held.model, values.get("modules", {}), saved)
         self._resumed, self._restored = saved, []
         if optimizer is not None:
@@ -250,6 +262,22 @@ class Checkpoints:
             self._place_loader(number)
         for name in self._attached.objects:
             self._restore_object(name)
+
+    @torch.no_grad()
+    def load_weights(self, files: WeightFiles) -> None:
+        """Sets this rank's weights to those of files with the model's names; all ranks call this together.
+
+        Raises BadWeights.
+        """
+
+        def load() -> None:
+            saved = FileTensors(files, self._held.model)
+            for part in self._held.parts():
+                if part.name.startswith(f"{MODEL}/"):
+                    saved.insist_on_shape(part.name, part.at.shape)
+                    part.fill(saved)
+
+        shared_facts(self._group, load)
 
     def _restore_optimizer(self, optimizer: NamedOptimizer, name: str) -> None:
         assert self._resumed is not None

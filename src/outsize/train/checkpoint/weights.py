@@ -15,12 +15,12 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from outsize.errors import ModelMismatch
+from outsize.errors import BadWeights, ModelMismatch
 from outsize.run.tensor_parallel.collectives import local_of
 from outsize.run.weights.freed import FreedWeight
 from outsize.run.weights.load import saved_names
 from outsize.run.weights.ownership import places
-from outsize.run.weights.safetensors import TensorPart
+from outsize.run.weights.safetensors import TensorPart, WeightFiles
 from outsize.train.checkpoint.regions import Division, Located, Region, Sizes, located
 from outsize.train.crew.crew import Crew
 from outsize.train.crew.weight_ownership import Ownership
@@ -143,6 +143,49 @@ class HeldWeights:
             )
             error.shared = True
             raise error
+
+
+@final
+class FileTensors:
+    """The weights of safetensors files, as the tensors of a checkpoint are read; tied ones by any name."""
+
+    def __init__(self, files: WeightFiles, model: nn.Module) -> None:
+        """Raises BadWeights where the files lack a weight of the model."""
+        self.folder, self._files = files.path, files
+        named = {first: [n for n in names if n in files] for first, names in saved_names(model).items()}
+        lacking = [first for first, found in named.items() if not found]
+        if lacking:
+            raise BadWeights(
+                f"{files.path} lacks weights of {type(model).__name__}",
+                numbers=f"{len(lacking)} missing: {', '.join(lacking[:_SHOWN])}",
+                next_step="a folder of engine.full_state_dict(to=FOLDER) or engine.save_pretrained(FOLDER)",
+            )
+        self._names = {f"{MODEL}/{first}": found[0] for first, found in named.items()}
+
+    def insist_on_shape(self, name: str, shape: Sizes) -> None:
+        """Raises BadWeights where a weight has another shape in the files."""
+        if self.shape(name) != tuple(shape):
+            raise BadWeights(
+                f"{self._names[name]} has another shape in {self.folder} than in the model",
+                numbers=f"{list(self.shape(name))} in the file, {list(shape)} in the model",
+                next_step="build the model with the config of the weights",
+            )
+
+    def names(self) -> Iterable[str]:
+        """Returns the names of all tensors."""
+        return self._names
+
+    def shape(self, name: str) -> Sizes:
+        """Returns the shape of a whole tensor."""
+        return self._files.shapes([self._names[name]])[self._names[name]]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Returns the dtype of a tensor."""
+        return self._files.box(self._names[name]).dtype
+
+    def read(self, name: str, offsets: Sizes | None = None, sizes: Sizes | None = None) -> Tensor:
+        """Returns a box of a tensor, or all of it, on the CPU."""
+        return self._files.box(self._names[name], offsets, sizes)
 
 
 @final

@@ -47,7 +47,7 @@ from outsize.run.stage.boundary import backward_edges, forward_edges, step_edges
 from outsize.run.stage.cut import Cut
 from outsize.run.stage.stage import StageExecutor
 from outsize.run.transport.base import CHANNELS, Transport
-from outsize.run.transport.control_messages import all_gather_json
+from outsize.run.transport.control_messages import all_gather_json, all_gather_values
 from outsize.run.transport.process_group import SENDS_AHEAD, TransportGroups
 from outsize.run.transport.same_host import connect
 from outsize.run.watchdog.progress import Progress
@@ -278,6 +278,19 @@ class Crew(ABC):
     @abstractmethod
     def gather_spans(self) -> list[RawSpan]:
         """Returns the spans of all ranks since `start_step`."""
+
+    def by_microbatch(self, own: Iterable[tuple[int, Any]], *, own_batches: bool = False) -> list[Any]:
+        """Returns what ranks have for each microbatch, in the order of its number, on all ranks of the run;
+        with `own_batches` on those of this replica. Tensors of other ranks are on the host.
+
+        Every rank calls this with the pairs that it has. Raises NotSendable.
+        """
+        known = list(own)
+        if self.mesh is None:
+            return [value for _, value in known]
+        group = self.mesh.pipeline.host if own_batches else self.mesh.group.host
+        by_number = dict(chain.from_iterable(all_gather_values(known, group)))
+        return [value for _, value in sorted(by_number.items(), key=lambda pair: pair[0])]
 
     def here(self, leaf: Any) -> Any:
         """Returns a tensor moved to this rank's device; anything else is returned as it is."""

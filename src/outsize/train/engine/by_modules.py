@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -40,7 +41,7 @@ from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.executor import Executor
 from outsize.train.engine.options import EngineOptions
 from outsize.train.ranks.replicas import Piece
-from outsize.train.variants.results import EvalResult
+from outsize.train.variants.results import BatchLoss, EvalResult
 
 
 @final
@@ -84,18 +85,22 @@ class ByModules(Executor):
         step: int,
         optimizer: Optimizer | None = None,
         grad_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> BatchLoss:
         self._grad_scale = grad_scale
         loss, _ = self._run(parts, scale, step)
         assert loss is not None
         return loss
 
-    def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
+    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:
         loss, outputs = self._run(parts, 1.0, step)
+        total, replicas = None if loss is None else loss.total, self._crew.replicas
+        if gather:  # Every rank has run the model's own Python, so it has the outputs of its replica.
+            every = [outputs] if replicas.own_batches else replicas.of_all(outputs)
+            return EvalResult(total, tuple(chain.from_iterable(every)))
         if self._crew.rank < self._crew.world_size - 1:
-            return EvalResult(loss, None)
-        first_outputs = self._crew.replicas.on_first(outputs)
-        return EvalResult(loss, None if first_outputs is None else tuple(first_outputs))
+            return EvalResult(total, None)
+        first_outputs = replicas.on_first(outputs)
+        return EvalResult(total, None if first_outputs is None else tuple(first_outputs))
 
     def _placement(self) -> Placement:
         """Returns which stage owns which weight.
@@ -106,7 +111,7 @@ class ByModules(Executor):
         insist_on_model(self._plan, graph)
         return placement_of_modules(graph, self._plan.owners(graph), self._model)
 
-    def _run(self, parts: Sequence[Batch], scale: float, step: int) -> tuple[Tensor | None, list[Any]]:
+    def _run(self, parts: Sequence[Batch], scale: float, step: int) -> tuple[BatchLoss | None, list[Any]]:
         """Returns the loss of the batch and the outputs by microbatch; with grad on, gradients (times
         `scale`) add up.
         """
@@ -121,10 +126,10 @@ class ByModules(Executor):
         self._is_casting = bool(casting_devices())
         keeping = self._kept.step() if self._is_casting else nullcontext()
         with gradient_context, nullcontext() if run is None else run.active(), keeping:
-            total, outputs = self._loop(parts, pieces, scale, step, run)
+            total, losses, outputs = self._loop(parts, pieces, scale, step, run)
         if grad:
             replicas.spread(self._ownership.own({name for name, _ in self._model.named_buffers()}))
-        return None if total is None else replicas.total(total), outputs
+        return None if total is None else BatchLoss(replicas.total(total), losses), outputs
 
     def _loop(
         self,
@@ -133,9 +138,9 @@ class ByModules(Executor):
         scale: float,
         step: int,
         run: OwnedRun | None,
-    ) -> tuple[Tensor | None, list[Any]]:
+    ) -> tuple[Tensor | None, tuple[tuple[int, Tensor], ...], list[Any]]:
         total: Tensor | None = None
-        outputs = []
+        losses, outputs = [], []
         for piece in pieces:
             part, number = parts[piece.part].mapped(self._crew.here), piece.number
             with _rewording_errors(self._model, run):
@@ -149,7 +154,9 @@ class ByModules(Executor):
             if loss is not None:
                 weighted = loss.detach() * piece.share if piece.counts else torch.zeros_like(loss)
                 total = weighted if total is None else total + weighted
-        return total, outputs
+                if piece.counts:
+                    losses.append((number, loss.detach()))
+        return total, tuple(losses), outputs
 
     def _forward(
         self, number: int, part: Batch, seed: Seed, run: OwnedRun | None

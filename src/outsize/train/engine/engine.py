@@ -36,6 +36,7 @@ from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.watchdog.progress import watched
+from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.batch.batch import Batch, as_target, microbatches_in
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.batch.checks import (
@@ -47,7 +48,13 @@ from outsize.train.batch.checks import (
 )
 from outsize.train.batch.sampler import ReplicaBatches
 from outsize.train.checkpoint.agreement import shared_facts
-from outsize.train.checkpoint.checkpoints import Checkpoints, Moment, RunSettings, newest_checkpoint
+from outsize.train.checkpoint.checkpoints import (
+    Checkpoints,
+    Moment,
+    RunSettings,
+    layout_of,
+    newest_checkpoint,
+)
 from outsize.train.checkpoint.interval import SaveInterval
 from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.timer import SaveRule, StepSaver
@@ -62,6 +69,7 @@ from outsize.train.crew.pretrained import has_adapters, insist_on_pretrained, sa
 from outsize.train.crew.state_dict import gathered, save
 from outsize.train.crew.weight_ownership import Ownership
 from outsize.train.engine.by_modules import ByModules
+from outsize.train.engine.callbacks import Callbacks
 from outsize.train.engine.executor import Executor
 from outsize.train.engine.generate import generate
 from outsize.train.engine.loss_watch import LossWatch, warn_of_loss
@@ -72,7 +80,7 @@ from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
 from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
 from outsize.train.ranks.tensor_parallel import insist_on_whole, tensor_ranks
-from outsize.train.variants.results import EvalResult, StepResult, evaluating
+from outsize.train.variants.results import BatchLoss, EvalResult, StepResult, evaluating
 from outsize.train.variants.variant import RecordingOptions
 
 DEFAULTS: Final = EngineOptions()
@@ -98,6 +106,8 @@ class Engine:
         self.steps = 0
         self._watch = LossWatch()
         self._saver: StepSaver | None = None
+        self._loss: Tensor | None = None  # of the last step
+        self._callbacks = Callbacks(options.callbacks, crew, plan)
         self.optimizer: Optimizer | None = None
         home = _home(model, crew, len(plan.stages))
         self._tensor = tensor_ranks(model, plan, crew.mesh, compiled=options.compiled is not None)
@@ -138,10 +148,17 @@ class Engine:
 
     @watched("step")
     def step(
-        self, *args: Any, target: Any = None, update: bool = True, loss_scale: float = 1.0, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        update: bool = True,
+        loss_scale: float = 1.0,
+        gather: bool = False,
+        **kwargs: Any,
     ) -> StepResult:
         """Runs one training step. `update=False` only accumulates gradients; `loss_scale` multiplies the loss
-        in the backward (1/k for a mean over k accumulated steps).
+        in the backward (1/k for a mean over k accumulated steps). `gather=True` gives every rank the losses
+        of the microbatches (`result.losses`).
 
         A batch that does not divide has microbatches that differ by one sample; a short batch has fewer of
         them. `step([outsize.microbatch(x1, target=y1), ...])` takes microbatches as they are, each of its own
@@ -166,7 +183,8 @@ class Engine:
         with borrowed_generators():
             optimizer = self.optimizer if at_once else None
             with noting_what_follows(self._options.on_out_of_memory):
-                loss = self._executor.train(parts, loss_scale, self.steps, optimizer, grad_scale)
+                trained = self._executor.train(parts, loss_scale, self.steps, optimizer, grad_scale)
+        loss = self._loss = trained.total
         self._equip()
         wrong_step = self._watch.look(self.steps, loss)
         if wrong_step is not None:
@@ -175,11 +193,13 @@ class Engine:
             place = None if apart else self._non_finite_place(parts)
             warn_of_loss(wrong_step, parts, self.named_parameters(), place)
         with outside_autocast(), noting_what_follows(self._options.on_out_of_memory):
-            norm = self.update() if update and not by_closure else None
+            norm = self._update() if update and not by_closure else None
         if by_closure:
             norm = self._step_by_closure(loss, partial(self._executor.train, parts, loss_scale, self.steps))
         self.steps += 1
-        return StepResult(loss, norm)
+        if update:
+            self._tell_of_step(norm)
+        return StepResult(loss, norm, tuple(self.crew.by_microbatch(trained.own)) if gather else None)
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError, for what a torch.nn.Module has with the call to use instead."""
@@ -193,16 +213,19 @@ class Engine:
         )
 
     @watched("evaluate")
-    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> EvalResult:
+    def evaluate(self, *args: Any, target: Any = None, gather: bool = False, **kwargs: Any) -> EvalResult:
         """Runs a forward in eval mode, at any batch size, or over microbatches as in `step`.
 
-        Gradients and generators stay unchanged, and so do buffers that the model does not write in eval mode.
+        The rank of the last stage gets the outputs; with `gather=True` every rank does. Gradients and
+        generators stay unchanged, and so do buffers that the model does not write in eval mode.
         """
         self.crew.insist_on_ended_steps()
         # The caller's inference mode is left: a program that is recorded here must also run outside of it.
         with torch.inference_mode(False), torch.no_grad(), evaluating(self.model), borrowed_generators():
-            result = self._executor.evaluate(self._microbatches(args, kwargs, target), self.steps)
+            parts = self._microbatches(args, kwargs, target)
+            result = self._executor.evaluate(parts, self.steps, gather=gather)
         self._equip()
+        self._callbacks.after_evaluation(self.steps, result.loss)
         return result
 
     @watched("generate")
@@ -313,17 +336,31 @@ class Engine:
 
         shared_facts(host, write)
 
-    def save(self, root: str | Path, *, keep: int | None = None, wait: bool = True) -> Path:
+    def load_weights(self, path: str | Path) -> None:
+        """Sets this rank's weights to those of a folder, an index or a file of safetensors, in place.
+
+        Names are the model's own, as in `full_state_dict(to=path)`. Optimizer and step number stay. Every
+        rank calls this. Raises BadWeights.
+        """
+        self._checkpoints.load_weights(WeightFiles(path))
+
+    def save(
+        self, root: str | Path, *, keep: int | None = None, wait: bool = True, weights: bool = True
+    ) -> Path:
         """Saves the run to a new folder in `root` and returns it; every rank calls this.
 
         It has weights, optimizer, scaler, random generators, steps, and what `attach` and `batches` were
         given. Any layout goes on from it (`outsize.resume`, `parallelize(..., resume=root)`). `keep`: how
         many complete checkpoints stay; all by default. `wait=False` returns when the state is copied to host
-        memory, and a thread writes it: `finish_saving` waits, as the next save does. Raises BadOption before
-        anything is written, NotSaved.
+        memory, and a thread writes it: `finish_saving` waits, as the next save does. `weights=False` leaves
+        the weights out, for a caller that saves them elsewhere: `resume` then leaves them as they are. Raises
+        BadOption before anything is written, NotSaved.
         """
         self.crew.insist_on_ended_steps()
-        return self._checkpoints.save(Path(root), Moment(self.steps, self.optimizer), keep, wait=wait)
+        moment = Moment(self.steps, self.optimizer, has_weights=weights)
+        folder = self._checkpoints.save(Path(root), moment, keep, wait=wait)
+        self._callbacks.after_save(self.steps, folder)
+        return folder
 
     def checkpoint(
         self, root: str | Path, *, every: int | str | None = None, keep: int | None = None
@@ -359,6 +396,9 @@ class Engine:
         if saved is None:
             return None
         self.steps = self._checkpoints.restore(saved, self.optimizer)
+        before = Plan.model_validate(saved.values["plan"])
+        if layout_of(before) != layout_of(self.plan):
+            self._callbacks.after_replan(self.steps, before)
         return self.steps
 
     def attach(self, **objects: Any) -> None:
@@ -402,6 +442,41 @@ class Engine:
 
         `step` does this by itself unless `update=False`.
         """
+        norm = self._update()
+        self._tell_of_step(norm)
+        return norm
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scales the gradients so that their norm over all ranks is at most `max_norm`; returns the norm
+        before (0-dim), the same on every rank.
+
+        It is for loops that call the optimizer themselves, between `step(update=False)` and the optimizer's
+        step; `float("inf")` only measures. Every rank calls this.
+        """
+        own = dict(self.named_parameters())
+        with outside_autocast():
+            return clip_by_global_norm(
+                own, dict(self.model.named_parameters()), max_norm, self.crew, self._tensor
+            )
+
+    def zero_grad(self) -> None:
+        """Drops all gradients of this rank, as `update` does after the optimizer's step."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    # -- private ----------------------------------------------------------------------------------------
+
+    def _tell_of_step(self, norm: Tensor | None) -> None:
+        def report() -> Utilisation | None:
+            measured = self.timeline()
+            return self.report(measured) if measured.spans and self._options.explain is not None else None
+
+        if self._loss is not None:
+            self._callbacks.after_step(self.steps, self._loss, norm, self.optimizer, report)
+
+    def _update(self) -> Tensor | None:
         self.unscale()
         norm = self._clip()
         if wants_closure(self.optimizer):
@@ -424,8 +499,6 @@ class Engine:
         """
         if self._scaling is not None:
             self._scaling.unscale(self.optimizer)
-
-    # -- private ----------------------------------------------------------------------------------------
 
     def _clip(self) -> Tensor | None:
         """Clips the gradients, if asked for, and returns their norm before."""
@@ -452,7 +525,7 @@ class Engine:
                 self._executor.evaluate(parts, self.steps)
         return search.place
 
-    def _step_by_closure(self, loss: Tensor, train: Callable[[], Tensor]) -> Tensor | None:
+    def _step_by_closure(self, loss: Tensor, train: Callable[[], BatchLoss]) -> Tensor | None:
         """Steps an optimizer that evaluates the batch as often as it wants; the first time has been `loss`.
 
         Returns the norm of the first evaluation's gradients.
@@ -466,7 +539,7 @@ class Engine:
                 return loss
             optimizer.zero_grad()
             with borrowed_generators():
-                again = train()
+                again = train().total
             with outside_autocast():
                 self._clip()
             return again

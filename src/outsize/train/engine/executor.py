@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from outsize.train.batch.batch import Batch
-from outsize.train.variants.results import EvalResult
+from outsize.train.variants.results import BatchLoss, EvalResult
 
 
 class Executor(ABC):
@@ -31,7 +31,7 @@ class Executor(ABC):
         step: int,
         optimizer: Optimizer | None = None,
         grad_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> BatchLoss:
         """Returns the batch's loss, on every rank; gradients, times `scale`, add up in the parameters.
 
         `grad_scale` (0-dim) multiplies them as well. `optimizer` may step for gradients as they land on the
@@ -40,5 +40,5 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
-        """Returns loss and outputs; called in eval mode without grad."""
+    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:
+        """Returns loss and outputs, with `gather` on every rank; called in eval mode without grad."""

@@ -20,6 +20,7 @@ from outsize.run.weights.safetensors import WeightSource
 from outsize.train.batch.batch_dims import Asked
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting
 from outsize.train.crew.grad_clip import Clipping
+from outsize.train.engine.callbacks import Callback
 from outsize.train.variants.variant import KEPT
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -31,10 +32,11 @@ Explain = Callable[[Timeline, Plan, Sequence[str]], Utilisation]
 class EngineOptions:
     """How a model is trained, besides what its plan says.
 
-    `counting` says whether a microbatch weighs by its samples or its tokens, by default as the loss does.
+    `counting` says whether a microbatch weighs by its samples or its tokens, by default as the loss does, or
+    whether losses of microbatches are added as they are ("sum").
     `explain` makes the report of a measured step. `captures` recorded programs stay in memory. `compiled` is
     a backend of torch.compile; None runs the stages as they are. `on_out_of_memory` is called where a device
-    has no memory for a step, and returns what follows, which the error says.
+    has no memory for a step, and returns what follows, which the error says. `callbacks` are told of steps.
     """
 
     loss_fn: LossFn | None = None
@@ -50,6 +52,7 @@ class EngineOptions:
     captures: int = KEPT
     compiled: str | None = None
     on_out_of_memory: Callable[[], str] | None = None
+    callbacks: Sequence[Callback] = ()
 
     def __post_init__(self) -> None:
         """Raises BadOption when no program would stay."""

@@ -50,7 +50,7 @@ from outsize.train.engine.stage_factory import StageFactory
 from outsize.train.ranks.replicas import Piece
 from outsize.train.variants.microbatch_group import GroupOutputs, PipelineInputs
 from outsize.train.variants.model_state import StructureVersions
-from outsize.train.variants.results import EvalResult, rebuilt
+from outsize.train.variants.results import BatchLoss, EvalResult, rebuilt
 from outsize.train.variants.variant import RecordingOptions, Variant, Variants
 
 
@@ -112,23 +112,23 @@ class Pipelined(Executor):
         step: int,
         optimizer: Optimizer | None = None,
         grad_scale: Tensor | None = None,
-    ) -> Tensor:
+    ) -> BatchLoss:
         with self._programs.running():
             variants = self._find(parts, outputs=False)
             insist_on_loss(variants[0].tape)
             self._ready(variants, parts)
             with self._collecting():
-                loss = self._total(self._run(_Step(variants, parts, step, scale, optimizer, grad_scale)))
+                loss = self._loss(self._run(_Step(variants, parts, step, scale, optimizer, grad_scale)))
         assert loss is not None
         return loss
 
-    def evaluate(self, parts: Sequence[Batch], step: int) -> EvalResult:
+    def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:
         with self._programs.running():
             variants = self._find(parts, outputs=True)
             self._ready(variants, parts)
             results = self._run(_Step(variants, parts, step))
-            loss, outputs = self._total(results), self._outputs(variants, results)
-        return EvalResult(loss, outputs)
+            loss, outputs = self._loss(results), self._outputs(variants, results, gather=gather)
+        return EvalResult(None if loss is None else loss.total, outputs)
 
     def _find(self, parts: Sequence[Batch], *, outputs: bool, waits: bool = True) -> list[Variant]:
         """Returns the variant of each microbatch."""
@@ -236,8 +236,12 @@ class Pipelined(Executor):
             groups[group_index % count].append((group_index % count, list(members)))
         return [[group for group in round_groups if group] for round_groups in zip_longest(*groups)]
 
-    def _outputs(self, variants: list[Variant], results: list[GroupOutputs]) -> tuple[Any, ...] | None:
-        """Returns the outputs of each microbatch in order, on the last stage of the first replica."""
+    def _outputs(
+        self, variants: list[Variant], results: list[GroupOutputs], *, gather: bool
+    ) -> tuple[Any, ...] | None:
+        """Returns the outputs of each microbatch in order, on the last stage of the first replica, or
+        everywhere.
+        """
         replicas = self._crew.replicas
         local_outputs = [
             (piece.part, tuple(t.cpu() for t in values) if replicas.count > 1 else values)
@@ -246,6 +250,9 @@ class Pipelined(Executor):
             if piece.counts
         ]
         all_outputs = replicas.on_first(local_outputs) if any(r.outputs for r in results) else None
+        if gather:
+            known = self._crew.by_microbatch(all_outputs or (), own_batches=replicas.own_batches)
+            all_outputs = list(enumerate(known))
         return (
             tuple(
                 rebuilt(variants[part], tuple(map(self._crew.here, values)))
@@ -293,19 +300,24 @@ class Pipelined(Executor):
         on_host = [[(n, mean.cpu(), m2.cpu()) for n, mean, m2 in part] for part in own_calls]
         return [list(chain(*parts)) for parts in zip(*replicas.of_all(on_host), strict=True)]
 
-    def _total(self, results: list[GroupOutputs]) -> Tensor | None:
-        """Returns the sum of the microbatches' losses by their shares, in order, on every rank."""
+    def _loss(self, results: list[GroupOutputs]) -> BatchLoss | None:
+        """Returns the sum of the microbatches' losses by their shares, in order, on every rank; None where
+        there is no loss.
+        """
         total: Any = None
+        own: list[tuple[int, Tensor]] = []
         for result in results:
             for loss, piece in zip(result.losses, result.pieces, strict=False):
                 # A mean over no targets is NaN, and has no share.
                 counts = piece.counts and piece.share
                 part = loss * piece.share if counts else torch.zeros_like(loss)
                 total = part if total is None else total + part.to(total.device)
+                if piece.counts:
+                    own.append((piece.number, loss))
         dtype, rank = results[0].loss_dtype, results[0].loss_rank
         if dtype is None:
             return None
-        return self._crew.replicas.total(self._crew.broadcast(total, dtype, rank))
+        return BatchLoss(self._crew.replicas.total(self._crew.broadcast(total, dtype, rank)), tuple(own))
 
 
 def _written(variants: Sequence[Variant]) -> frozenset[str]:

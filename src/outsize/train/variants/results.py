@@ -16,15 +16,30 @@ from outsize.train.variants.variant import Variant
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class BatchLoss:
+    """The loss of a batch on every rank, and those of the microbatches (number, loss) that this rank ran.
+
+    The latter are as the loss function returned them, without their shares in the batch's loss.
+    """
+
+    total: Tensor
+    own: tuple[tuple[int, Tensor], ...] = ()
+
+
+@final
 @dataclass(frozen=True)
 class StepResult:
     """The `loss` of the whole batch (0-dim, detached, on every rank); the gradient norm if clipping is on.
 
-    `loss.backward()` raises BadOption, because the step has run the backward already.
+    `losses` are those of the microbatches in order, as the loss function returned them, on every rank after
+    `step(..., gather=True)`, else None. `loss.backward()` raises BadOption, because the step has run the
+    backward already.
     """
 
     loss: Tensor
     grad_norm: Tensor | None = None
+    losses: tuple[Tensor, ...] | None = None
 
     def __post_init__(self) -> None:
         # Attributes of this one tensor. Pickles leave them out, so that torch.load(weights_only=True) works.
@@ -34,8 +49,10 @@ class StepResult:
 @final
 @dataclass(frozen=True)
 class EvalResult:
-    """The `loss` if there is one; the `outputs` of each microbatch on the rank of the last stage, else
-    None.
+    """The `loss` if there is one; the `outputs` of each microbatch in order.
+
+    Outputs are on the rank of the last stage, and None on others; after `evaluate(..., gather=True)` they are
+    on every rank.
     """
 
     loss: Tensor | None

@@ -93,7 +93,7 @@ class Variant:
 class RecordingOptions:
     """How the variants of a model are recorded, besides what its plan says.
 
-    `counting` says whether a microbatch weighs by its samples or its tokens. `home` says which device
+    `counting` says by what a microbatch weighs: samples, tokens, or 1. `home` says which device
     tapes are made for, where stages have others. `tensor` has this rank's part of the weights under tensor
     parallelism. `most` variants stay.
     """

@@ -1,0 +1,125 @@
+"""Takes a framework's loss function apart, which calls the model itself, into the call and the rest.
+
+def compute_loss(model, inputs):             1. with a stand-in that stops it: the arguments of the call
+    outputs = model(**inputs)                2. the stages compute the model's output
+    return loss_of(outputs)                  3. with a stand-in that returns that output: the loss
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn, final
+
+import torch
+from torch import nn
+
+from outsize.errors import BadOption
+from outsize.train.batch.batch import Batch, microbatch
+from outsize.train.engine.engine import Engine
+
+
+@final
+class CallArguments(NamedTuple):
+    """The arguments of one call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments_of_call(model: nn.Module, compute_loss: Callable[[nn.Module], object]) -> CallArguments:
+    """Returns the arguments with which `compute_loss` calls the model, which does not run.
+
+    Raises BadOption where it does not call it.
+    """
+    try:
+        compute_loss(_ModelProbe(model))
+    except _ModelCalled as call:
+        return call.arguments
+    raise BadOption(
+        "the loss is computed without a call of the model", next_step="outputs = model(**inputs), once"
+    )
+
+
+@final
+class _ModelCalled(BaseException):
+    """Carries the arguments of a call of the model out of the code that calls it."""
+
+    def __init__(self, arguments: CallArguments) -> None:
+        self.arguments = arguments
+        super().__init__()
+
+
+class ModelStandIn(nn.Module, ABC):
+    """Stands for a model, with the name and the config that code may ask for."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        vars(self).update(config=getattr(model, "config", None), model_name=type(inner).__name__)
+
+    def _get_name(self) -> str:
+        return vars(self)["model_name"]
+
+
+@final
+class _ModelProbe(ModelStandIn):
+    """Raises _ModelCalled where it is called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _ModelCalled(CallArguments(args, kwargs))
+
+
+@final
+class ModelAnswer(ModelStandIn):
+    """Returns the output that the stages have computed, once."""
+
+    def __init__(self, model: Any, output: Any) -> None:
+        super().__init__(model)
+        vars(self).update(outputs=[output])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output. Raises BadOption the second time."""
+        outputs: list[Any] = vars(self)["outputs"]
+        if not outputs:
+            raise BadOption(
+                "the loss calls the model twice, and a pipeline runs it once",
+                next_step="put both calls into a module of your own, whose forward returns both outputs",
+            )
+        return outputs.pop()
+
+
+@final
+class SplitModel(ModelStandIn):
+    """Stands for the split model in a framework's loop: without gradients a call of it is an evaluation."""
+
+    def __init__(self, engine: Engine, evaluate: Callable[[Batch], Any]) -> None:
+        super().__init__(engine.model)
+        self.module = engine.model
+        vars(self).update(evaluate=evaluate, drop_gradients=engine.zero_grad)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's output. Raises BadOption where gradients are wanted."""
+        if torch.is_grad_enabled():
+            raise BadOption(
+                "a split model is not called in training: its backward is the pipeline's",
+                next_step="change the loss, which may be any function of the model's output",
+            )
+        return vars(self)["evaluate"](microbatch(*args, **kwargs))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops this rank's gradients."""
+        vars(self)["drop_gradients"]()
+
+
+@final
+class OwnWeights:
+    """Shows the parameters of this rank, under their names, to code that makes an optimizer of a model."""
+
+    def __init__(self, model: Any, own: set[int]) -> None:
+        """Takes the ids of the rank's parameters."""
+        self._model, self._own = model, own
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields names and parameters in the model's order."""
+        return ((n, p) for n, p in self._model.named_parameters() if id(p) in self._own)

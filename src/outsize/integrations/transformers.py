@@ -1,0 +1,300 @@
+"""Runs a Trainer of transformers over the stages of a plan.
+
+    -from transformers import Trainer
+    +from outsize.integrations.transformers import Trainer
+     trainer = Trainer(model=model, args=args, train_dataset=data, outsize={"stages": 2})
+
+A batch of the DataLoader is a microbatch of the pipeline, so `per_device_train_batch_size` is its size and
+`gradient_accumulation_steps` is how many there are. The Trainer's loop stays as it is:
+
+    get_batch_samples   the batches of one update            kept, so that all of them run in one pipeline
+    training_step       the first runs engine.step(all)      each returns the loss of its own batch
+    _clip_grad_norm     the norm over all ranks
+    optimizer.step      this rank's part of the weights
+
+The loss is `compute_loss`, also where a subclass overrides it: it is called with a stand-in for the model
+once to learn the model's arguments, and on the last stage with one that returns the model's output.
+Every rank passes the same batches. Accelerate is told of one process for data, so it wraps and divides
+nothing. The class works as a mixin too: `class MySFTTrainer(Trainer, SFTTrainer)`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from outsize.api.running import parallelize
+from outsize.capture.models.imports import import_package
+from outsize.errors import BadCheckpoint, BadOption
+from outsize.integrations.model_calls import ModelAnswer, OwnWeights, SplitModel, arguments_of_call
+from outsize.integrations.split_options import Split, options_of
+from outsize.run.stage.rng import borrowed_generators
+from outsize.train.batch.batch import Batch, microbatch
+from outsize.train.engine.engine import Engine
+
+if TYPE_CHECKING:
+    import transformers
+    from accelerate import utils
+else:
+    transformers = import_package("transformers", extra="hf")
+    utils = import_package("accelerate.utils", extra="hf")
+
+STATES: Final = "outsize"  # the folder in a checkpoint of the Trainer that has the optimizer's states
+
+
+class Trainer(transformers.Trainer, ABC):
+    """A Trainer of transformers whose model is split by a plan; `outsize` says how, and may be left out."""
+
+    def __init__(self, *args: Any, outsize: Split | None = None, **kwargs: Any) -> None:
+        """Takes the arguments of transformers' Trainer. Raises BadOption."""
+        self._options = options_of(outsize)
+        self._engine: Engine | None = None
+        self._split: SplitModel | None = None
+        self._batches: list[Any] = []
+        self._losses = deque[Tensor]()
+        self._processes = 1
+        self._attached: Any = None
+        super().__init__(*args, **kwargs)
+
+    @property
+    def engine(self) -> Engine:
+        """Returns the engine, which is built when it is first needed, for the model that the Trainer has."""
+        if self._engine is None or self._engine.model is not self.model:
+            self._engine = self._parallelized()
+            self._split = SplitModel(self._engine, self._evaluated)
+        return self._engine
+
+    @property
+    def _whole(self) -> nn.Module:
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
+    # -- one process for data, whatever the number of ranks ---------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator, which is told of one process for data. Raises BadOption for fp16."""
+        if self.args.fp16:
+            raise BadOption(
+                "fp16=True scales losses inside of Accelerate, which sees no backward of a pipeline",
+                next_step="bf16=True, or your own loop with parallelize(..., scaler=GradScaler())",
+            )
+        state: Any = self.args.distributed_state
+        self._processes = state.num_processes
+        state.distributed_type, state.num_processes = utils.DistributedType.NO, 1
+        self.args._n_gpu = min(1, self.args.n_gpu)  # Several devices of one process are the plan's.
+        super().create_accelerator_and_postprocess()
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves the model where it is; the engine moves each stage to its device."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        assert self.engine is not None
+        assert self._split is not None
+        return self._split
+
+    # -- optimizer ---------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Returns the optimizer of this rank's weights, and builds the engine where there is none."""
+        made = self.engine.optimizer
+        self.optimizer = self.optimizer or made
+        return self.optimizer
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Returns the names of the whole model's weights that decay."""
+        return super().get_decay_parameter_names(self._whole)
+
+    def _own_optimizer(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """Returns the optimizer that the arguments ask for, of this rank's parameters."""
+        own = {id(parameter) for parameter in parameters}
+        if self.optimizer is None:
+            weights: Any = OwnWeights(self.model, own)
+            return super().create_optimizer(weights)
+        groups: Any = getattr(self.optimizer, "param_groups", ())
+        given = (p for group in groups for p in group["params"])
+        if not {id(parameter) for parameter in given} <= own:
+            raise BadOption(
+                "optimizers=(optimizer, ...) has weights of other ranks",
+                numbers=f"{self._processes} processes",
+                next_step="optimizer_cls_and_kwargs=(torch.optim.AdamW, {...}), or optim= of the arguments",
+            )
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.engine.clip_grad_norm(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.engine.clip_grad_norm(float("inf")) if grad_norm is None else grad_norm
+
+    # -- steps -------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the batches of one update, which run together."""
+        self._batches, items = super().get_batch_samples(*args, **kwargs)
+        self._losses.clear()
+        return self._batches, items
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Returns the loss of one batch; an update's first one runs all of its batches."""
+        if not self._losses:
+            is_first = bool(self._batches) and self._batches[0] is inputs
+            self._losses.extend(self._trained(self._batches if is_first else [inputs], num_items_in_batch))
+        return self._losses.popleft()
+
+    def _trained(self, batches: list[Any], items: Any) -> Iterator[Tensor]:
+        """Runs the batches as microbatches of one step; returns the loss of each, as training_step does."""
+        self._whole.train()
+        if callable(train := getattr(self.optimizer, "train", None)):
+            train()
+        parts = [self._microbatch_of(inputs, items) for inputs in batches]
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            by_items = self.model_accepts_loss_kwargs and items is not None
+            is_scaled = by_items or self.compute_loss_func is not None
+        divisor = 1 if is_scaled else len(batches)
+        with self.accelerator.autocast():
+            result = self.engine.step(parts, update=False, loss_scale=1 / divisor, gather=True)
+        losses = (loss.to(self.args.device) for loss in result.losses or ())
+        return losses if is_scaled else (loss / divisor for loss in losses)
+
+    def _microbatch_of(self, inputs: dict[str, Any], items: Any) -> Batch:
+        """Returns the arguments with which `compute_loss` calls the model, and those of the loss."""
+        arguments = arguments_of_call(
+            self._whole, lambda model: self.compute_loss(model, dict(inputs), num_items_in_batch=items)
+        )
+        return microbatch(*arguments.args, target=(dict(inputs), items), **arguments.kwargs)
+
+    def _loss_of(self, output: Any, inputs: dict[str, Any], items: Any) -> Any:
+        """Returns the loss of a model's output; the engine records it as the loss function."""
+        with torch.autocast(self.args.device.type, enabled=False):
+            answer = ModelAnswer(self.model, self._outputs_of(output))
+            return self.compute_loss(answer, dict(inputs), num_items_in_batch=items)
+
+    def _outputs_of(self, output: Any) -> Any:
+        """Returns a model's output as Accelerate gives it to the Trainer: in float32 after autocast."""
+        return utils.convert_to_fp32(output) if self.args.bf16 else output
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Returns loss, outputs and labels of one batch, on every rank."""
+        names = self.label_names
+        has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+        if not (prediction_loss_only and has_labels):
+            return super().prediction_step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        with self.accelerator.autocast():
+            loss = self.engine.evaluate([self._microbatch_of(inputs, items)]).loss
+        return None if loss is None else loss.to(self.args.device), None, None
+
+    def _evaluated(self, batch: Batch) -> Any:
+        """Returns the model's output on every rank."""
+        with self.accelerator.autocast():
+            outputs = self.engine.evaluate([batch], gather=True).outputs
+        return self._outputs_of((outputs or (None,))[0])
+
+    # -- saving and going on -----------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self._engine is None:
+            return super()._save(output_dir, state_dict)
+        folder = Path(output_dir or str(self.args.output_dir))
+        if hasattr(type(self.model), "save_pretrained"):
+            self._engine.save_pretrained(folder)
+        else:
+            self._engine.full_state_dict(to=folder)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(folder))
+            (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
+        return None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._attach()
+        self.engine.save(Path(output_dir) / STATES, keep=1, weights=False)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._attach()
+        folder = Path(checkpoint) / STATES
+        if folder.is_dir():
+            self.engine.resume(folder)
+        elif self._processes == 1:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            raise BadCheckpoint(
+                f"{checkpoint} is of a Trainer of one process, whose optimizer's states are in one file",
+                numbers=f"{self._processes} processes",
+                next_step="resume it in one process and save it there; any number goes on from that",
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self._engine is None or self._processes == 1:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._engine.load_weights(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self._engine is None or self._processes == 1:
+            super()._load_best_model()
+        else:
+            self._engine.load_weights(str(self.state.best_model_checkpoint))
+
+    def _attach(self) -> None:
+        if self._attached is not self.lr_scheduler:
+            self._attached = self.lr_scheduler
+            self.engine.attach(scheduler=self.lr_scheduler)
+
+    # -- the engine --------------------------------------------------------------------------------------
+
+    def _parallelized(self) -> Engine:
+        inputs = self._example()
+        items = self._get_num_items_in_batch([inputs], self.args.device)
+        part = self._microbatch_of(inputs, items)
+        options: dict[str, Any] = dict(self._options)
+        if "plan" not in options:
+            count = self.args.gradient_accumulation_steps
+            options = {"microbatches": count, "batch_size": count * self.args.train_batch_size, **options}
+        with self.accelerator.autocast():
+            return parallelize(
+                self._whole,
+                part.args,
+                part.kwargs,
+                target=part.target,
+                loss_fn=self._loss_of,
+                counting="sum",
+                optimizer=self._own_optimizer,
+                **options,
+            )
+
+    def _example(self) -> dict[str, Any]:
+        """Returns the samples of one update as a batch, without a draw from the run's generators."""
+        dataset: Any = self.train_dataset
+        count = self.args.gradient_accumulation_steps * self.args.train_batch_size
+        with borrowed_generators():
+            if dataset is None:
+                dataset = self.eval_dataset
+                dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+                prepared: Any = self.get_eval_dataloader(dataset)
+            else:
+                prepared = self.get_train_dataloader()
+            return next(iter(DataLoader(prepared.dataset, batch_size=count, collate_fn=prepared.collate_fn)))

@@ -1,0 +1,160 @@
+"""The real Trainer of transformers, split: the logs of the plain one, digit for digit."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+import trainer_worker
+from forked import in_forks
+from trainer_worker import transformers
+
+from outsize.errors import BadOption
+from outsize.integrations.transformers import Trainer
+
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+JOBS: dict[str, dict[str, Any]] = {
+    "gpt2 in bfloat16": {"arguments": {"bf16": True, "eval_strategy": "steps", "eval_steps": 2}},
+    "gpt2 with padding": {"ragged": True, "metrics": False},
+    "gpt2 by epochs": {
+        "arguments": {"max_steps": -1, "num_train_epochs": 1, "max_grad_norm": 0.0, "warmup_steps": 2,
+                      "lr_scheduler_type": "cosine", "logging_steps": 1},
+    },
+    "gpt2 with LoRA": {"lora": True},
+    "a loss of the user's": {"own_loss": True, "arguments": {"bf16": True}},
+    "label smoothing": {"arguments": {"label_smoothing_factor": 0.1}},
+    "bert with SGD": {"model": "bert", "arguments": {"optim": "sgd", "gradient_accumulation_steps": 2}},
+}  # fmt: skip
+
+
+def run(job: dict[str, Any], folder: Path, ranks: int = 1) -> dict[str, Any]:
+    """What the script says of this job."""
+    job = {"folder": str(folder), "out": str(folder / "out.json"), **job}
+    if ranks == 1:
+        trainer_worker.main(job)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+        def rank(number: int) -> None:
+            numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ.update(place | {name: str(value) for name, value in numbers.items()})
+            trainer_worker.main(job)
+
+        in_forks(folder, ranks, rank, 240)
+    return json.loads((folder / "out.json").read_text())
+
+
+@cache
+def plain(name: str) -> dict[str, Any]:
+    return run(JOBS[name], Path(mkdtemp()))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_split_trainer_has_the_digits_of_the_plain_one(name: str, tmp_path: Path) -> None:
+    assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path) == plain(name)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["gpt2 in bfloat16", "gpt2 with LoRA", "a loss of the user's"])
+def test_so_has_one_over_two_processes(name: str, tmp_path: Path) -> None:
+    assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path, ranks=2) == plain(name)
+
+
+@pytest.mark.dist
+def test_a_run_goes_on_at_another_number_of_stages(tmp_path: Path) -> None:
+    """Two processes save at step 2; three stages in one process go on, and two processes from the best."""
+    job: dict[str, Any] = {"arguments": {**SAVES, "lr_scheduler_type": "cosine"}}
+    whole = run(job, tmp_path / made(tmp_path, "plain"))
+    saved = {"split": {"stages": 2}, "arguments": {**job["arguments"], "load_best_model_at_end": True,
+             "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1.0}}  # fmt: skip
+    run({**job, "split": {"stages": 2}}, tmp_path / made(tmp_path, "two"), ranks=2)
+    checkpoint = str(tmp_path / "two/run/checkpoint-2")
+    again = run({**job, "split": {"stages": 3}, "resume": checkpoint}, tmp_path / made(tmp_path, "three"))
+    assert steps_of(again) == steps_of(whole)
+    assert again["predicted"] == whole["predicted"]
+    # At this learning rate the loss grows, so the best model is the first that was saved.
+    expected = run({"arguments": saved["arguments"]}, tmp_path / made(tmp_path, "best"))
+    found = run(saved, tmp_path / made(tmp_path, "best of two"), ranks=2)
+    assert found["predicted"] == expected["predicted"]
+    assert found["logs"][-1] == expected["logs"][-1]
+
+
+def made(folder: Path, name: str) -> str:
+    (folder / name).mkdir()
+    return name
+
+
+def steps_of(result: dict[str, Any]) -> list[Any]:
+    return [log for log in result["logs"] if "loss" in log]
+
+
+def test_the_folder_is_one_that_from_pretrained_reads(tmp_path: Path) -> None:
+    result = run({"split": {"stages": 2}}, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    data = trainer_worker.Tokens(20, False, 0)
+    with torch.no_grad():
+        logits = [model(data[i]["input_ids"][None]).logits for i in range(20)]
+    assert sum(float(part.double().sum()) for part in logits) == pytest.approx(result["predicted"], rel=1e-5)
+    assert {"config.json", "model.safetensors"} <= set(result["files"])
+    assert (tmp_path / "model" / "training_args.json").is_file()  # the plain one writes a pickle
+
+
+def trainer_of(tmp_path: Path, kind: Any = Trainer, **more: Any) -> Any:
+    arguments = more.pop("arguments", {})
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=2, max_steps=1, report_to="none", use_cpu=True, **arguments
+    )
+    data = trainer_worker.Tokens(8, False, 0)
+    return kind(model=trainer_worker.model_of({}), args=args, train_dataset=data, **more)
+
+
+def test_options_that_are_the_trainers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"clip_norm of outsize= is what the training framework says itself"):
+        trainer_of(tmp_path, outsize={"stages": 2, "clip_norm": 1.0})
+
+
+def test_fp16_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match=r"fp16=True scales losses .* Next: bf16=True"):
+        trainer_of(tmp_path, arguments={"fp16": True})
+
+
+def test_a_loss_that_calls_the_model_twice_is_refused(tmp_path: Path) -> None:
+    class Twice(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return model(**inputs).loss + model(**inputs).loss
+
+    with pytest.raises(Exception, match=r"the loss calls the model twice, and a pipeline runs it once"):
+        trainer_of(tmp_path, Twice, outsize={"stages": 2}).train()
+
+
+def test_a_loss_without_the_model_is_refused(tmp_path: Path) -> None:
+    class Without(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            return inputs["input_ids"].sum()
+
+    with pytest.raises(BadOption, match=r"without a call of the model"):
+        trainer_of(tmp_path, Without, outsize={"stages": 2}).train()
+
+
+def test_a_plan_may_come_from_a_file(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, outsize={"stages": 2}, arguments={"gradient_accumulation_steps": 2})
+    trainer.engine.plan.save(tmp_path / "plan.json")
+    other = trainer_of(tmp_path, outsize=tmp_path / "plan.json", arguments={"gradient_accumulation_steps": 2})
+    assert other.engine.plan == trainer.engine.plan
+    assert (len(other.engine.plan.stages), other.engine.plan.microbatches) == (2, 2)
+
+
+def test_a_checkpoint_of_the_plain_trainer_goes_on_in_one_process(tmp_path: Path) -> None:
+    job: dict[str, Any] = {"arguments": SAVES}
+    whole = run(job, tmp_path / made(tmp_path, "plain"))
+    checkpoint = str(tmp_path / "plain/run/checkpoint-2")
+    again = run({**job, "split": {"stages": 2}, "resume": checkpoint}, tmp_path / made(tmp_path, "split"))
+    assert steps_of(again) == steps_of(whole)
