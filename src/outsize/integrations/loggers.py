@@ -160,14 +160,14 @@ class MLflow(ScalarLogger):
 
     def write(self, scalars: Mapping[str, float], step: int) -> None:
         """Adds the scalars to the run."""
-        if self._client is None:
+        if not self._run_id:
             self._begin()
         for name, value in scalars.items():
             self._client.log_metric(self._run_id, name.replace(":", "_"), value, step=step)
 
     def close(self) -> None:
         """Ends the run."""
-        if self._client is not None:
+        if self._run_id:
             self._client.set_terminated(self._run_id)
 
     def _begin(self) -> None:

@@ -96,7 +96,7 @@ class SplitModel(ModelStandIn):
     def __init__(self, engine: Engine, evaluate: Callable[[Batch], Any]) -> None:
         super().__init__(engine.model)
         self.module = engine.model
-        vars(self).update(evaluate=evaluate, drop_gradients=engine.zero_grad)
+        vars(self).update(evaluate=evaluate, drop_gradients=engine.drop_gradients)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's output. Raises BadOption where gradients are wanted."""

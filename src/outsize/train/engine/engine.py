@@ -459,7 +459,7 @@ class Engine:
                 own, dict(self.model.named_parameters()), max_norm, self.crew, self._tensor
             )
 
-    def zero_grad(self) -> None:
+    def drop_gradients(self) -> None:
         """Drops all gradients of this rank, as `update` does after the optimizer's step."""
         for _, parameter in self.named_parameters():
             parameter.grad = None

@@ -129,7 +129,7 @@ def test_clipping_by_hand_is_torchs() -> None:
     nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     for parameter, ours in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter.grad, ours.grad)  # type: ignore[arg-type]
-    engine.zero_grad()
+    engine.drop_gradients()
     assert all(p.grad is None for p in model.parameters())
 
 
