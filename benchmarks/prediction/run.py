@@ -55,7 +55,7 @@ def summary(case: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def stage_of(number: int, stage: dict[str, Any], spans: dict[str, list[float]]) -> dict[str, Any]:
     """Forward, backward and both, per microbatch."""
-    forward, backward = spans[f"{number}F"], spans[f"{number}B"]
+    forward, backward = spans[f"{number}F"], backwards(number, spans)
     both = stage["forward_s"] + stage["backward_s"]
     real = statistics.median(forward) + statistics.median(backward)
     return {
@@ -63,6 +63,12 @@ def stage_of(number: int, stage: dict[str, Any], spans: dict[str, list[float]]) 
         "backward": compared(stage["backward_s"], backward),
         "error": both / real - 1,
     }
+
+
+def backwards(number: int, spans: dict[str, list[float]]) -> list[float]:
+    """Seconds of a stage's backwards; of those in two halves both."""
+    halves = zip(*(spans.get(f"{number}{kind}", []) for kind in "IW"), strict=True)
+    return [*spans.get(f"{number}B", []), *map(sum, halves)]
 
 
 def compared(predicted_s: float, laps: list[float]) -> dict[str, float]:
