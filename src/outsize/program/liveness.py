@@ -115,8 +115,10 @@ def _calls_of(tape: Tape, leaves: Iterable[str]) -> list[list[int]]:
 
 
 def _graph_of(tape: Tape, instruction: Instruction) -> tuple[int, int]:
+    """Returns the run from what is differentiated by, a value or a weight's first use, to the gradient."""
     made = [tape.producer.get(slot, 0) for slot in instruction.reads()]
-    return min(made, default=instruction.index), instruction.index
+    uses = ((i.index for i in tape.instructions if weight in i.weights) for weight in instruction.weights)
+    return min([*made, *map(min, uses)], default=instruction.index), instruction.index
 
 
 def _memory(tape: Tape, instruction: Instruction) -> set[object]:

@@ -122,6 +122,15 @@ def test_a_gradient_taken_inside_the_forward_keeps_its_graph_in_one_stage() -> N
     assert legal_cuts(t) == [False, True, False, False, False]
 
 
+def test_a_gradient_by_weights_keeps_everything_since_their_first_use_in_one_stage() -> None:
+    weight = Weight("net.weight", "parameter")
+    lines = (
+        *(line(0, [0], 1), line(1, [1], 2, weights=(weight,)), line(2, [2], 3)),
+        *(line(3, [3], 4, target=torch.autograd.grad, weights=(weight,)), line(4, [4], 5)),
+    )
+    assert legal_cuts(tape(*lines)) == [False, True, False, False, True, False]
+
+
 def test_last_reads_ignore_the_dead() -> None:
     t = tape(line(0, [0], 1), line(1, [1], 2), line(2, [1], 3))
     assert last_reads(t, [True, False, True]) == {0: 0, 1: 2}
