@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def make_app() -> typer.Typer:
     """Returns the application with all verbs."""
-    app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(cls=Verbs, pretty_exceptions_enable=False)
     app.callback(invoke_without_command=True)(outsize)
     app.command()(fit)
     app.command()(measure)
