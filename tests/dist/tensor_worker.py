@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from recorded_once import always_recorded, recorded_once
 from tensor_models import DROPOUT, MODELS, NO_DOUBLE, RARE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import parametrize
 
 from outsize.capture.recording.fallbacks import TapeOptions, record
-from outsize.errors import BadOption
+from outsize.errors import BadOption, NotCapturable
 from outsize.run.tensor_parallel.collectives import full_of
 from outsize.run.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from outsize.train.launch.launch import join
@@ -256,6 +257,93 @@ class Both(nn.Module):
         return self.down(self.up(x).tanh())
 
 
+class Watched(nn.Module):
+    """Two pairs; the hooks of the cases are set on modules of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.GELU(),
+            nn.Linear(16, 8),
+        )
+        self.drop, self.table = nn.Dropout(0.5), nn.Embedding(40, 8)
+        self.up2, self.down2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.table(ids))
+        x = x + self.down(self.drop(self.act(self.up(x))))
+        return self.down2(self.up2(x).tanh())
+
+
+def to_unit(x: Tensor) -> Tensor:
+    """What a rank cannot do to its part of the features alone."""
+    return x / x.norm(dim=-1, keepdim=True)
+
+
+class OwnScale(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / weight.norm()
+
+
+def with_own_forward(module: nn.Module) -> None:
+    plain = module.forward
+    module.forward = lambda x: to_unit(plain(x)) * 3
+
+
+HOOKED: dict[str, Callable[[Any], Any]] = {
+    "output of a row": lambda m: m.down.register_forward_hook(lambda _, a, out: to_unit(out) * 3),
+    "input of a row": lambda m: m.down.register_forward_pre_hook(lambda _, a: (to_unit(a[0]) * 3,)),
+    "gradient of a row": lambda m: m.down.register_full_backward_hook(lambda _, i, o: (to_unit(i[0]),)),
+    "gradient into a row": lambda m: m.down.register_full_backward_pre_hook(lambda _, o: (to_unit(o[0]),)),
+    "output of a column": lambda m: m.up.register_forward_hook(lambda _, a, out: to_unit(out) * 3),
+    "gradient of a column": lambda m: m.up.register_full_backward_hook(lambda _, i, o: (to_unit(i[0]) * 3,)),
+    "between": lambda m: m.act.register_forward_hook(lambda _, a, out: to_unit(out) * 3),
+    "dropout": lambda m: m.drop.register_forward_hook(lambda _, a, out: out * 3),
+    "vocabulary": lambda m: m.table.register_forward_hook(lambda _, a, out: out * 3),
+    "parametrized row": lambda m: parametrize.register_parametrization(m.down, "weight", OwnScale()),
+    "parametrized column": lambda m: parametrize.register_parametrization(m.up, "weight", OwnScale()),
+    "weight norm of a row": lambda m: nn.utils.weight_norm(m.down),
+    "own forward of a row": lambda m: with_own_forward(m.down),
+    "own forward of a column": lambda m: with_own_forward(m.up),
+}
+
+
+def hooked(mesh: DeviceMesh) -> dict[str, Any]:
+    """For each case the largest error in double precision, and the styles; last, hooks that come too late."""
+    ids = torch.arange(12).view(2, 6) * 3
+    found: dict[str, Any] = {}
+    for case, hook in HOOKED.items():
+        ways = list[tuple[Tensor, Numbers]]()
+        for given in (None, mesh):
+            torch.manual_seed(0)
+            model = Watched().double()
+            hook(model)
+            if given is not None:
+                styles = {m.module: m.style for m in tensor_parallel(model, (ids,), {}, mesh).modules}
+                found[case] = {"styles": styles}
+            ways.append(gradients(model, (ids,), {}))
+        found[case]["error"] = max(worst(ways[1][1], ways[0][1]), abs(ways[1][0] - ways[0][0]).item())
+    found["calls of a counter"] = []
+    for is_early in (True, False):
+        model, calls = Watched(), list[int]()
+        if is_early:
+            model.down.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        tensor_parallel(model, (ids,), {}, mesh)
+        if not is_early:
+            model.down.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        calls.clear()
+        try:
+            model(ids)
+        except NotCapturable as error:
+            found["too late"] = str(error)
+        found["calls of a counter"].append(len(calls))
+    return found
+
+
 def refusals(mesh: DeviceMesh) -> list[str]:
     said = []
     for given in (None, mesh):
@@ -290,6 +378,7 @@ def main(folder: Path, names: list[str]) -> None:
         found["layers"] = layers(mesh)
         found["changed values"] = changed_values(mesh)
         found["refusals"] = refusals(mesh)
+        found["hooked"] = hooked(mesh)
     (folder / f"rank{world.rank}.json").write_text(json.dumps(found))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from launches import said_by
 from tensor_models import MODELS, NO_DOUBLE, RARE
-from tensor_worker import EXTENTS, record_cases
+from tensor_worker import EXTENTS, HOOKED, record_cases
 
 from outsize.capture.graph.build import build_graph
 from outsize.capture.graph.tensor_parallel import with_styles
@@ -89,6 +89,22 @@ def test_a_value_that_forward_reads_is_read_again(found: list[Found]) -> None:
         assert changed["kept"] == 32
         assert len(changed["said"]) == (2 if rank == 0 else 0)
     assert "captured again" in found[0]["changed values"]["said"][0]
+
+
+@pytest.mark.parametrize("case", HOOKED)
+def test_hooks_see_what_they_see_on_one_device(found: list[Found], case: str) -> None:
+    """Their modules stay whole, and what they feed; other layers are divided."""
+    for rank in found:
+        assert rank["hooked"][case]["error"] < 1e-13
+        assert rank["hooked"][case]["styles"]["down2"] == "row"
+
+
+def test_hooks_that_come_after_the_division_are_refused_by_name(found: list[Found]) -> None:
+    for rank in found:
+        assert rank["hooked"]["too late"].startswith("NotCapturable [E")
+        assert "down.weight is divided, but this call needs all of it" in rank["hooked"]["too late"]
+        assert "Next: divide the model after its hooks are set" in rank["hooked"]["too late"]
+        assert rank["hooked"]["calls of a counter"] == [1, 0]
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_is_done(found: list[Found]) -> None:

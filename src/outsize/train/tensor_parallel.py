@@ -38,6 +38,7 @@ from outsize.program.weight_lookup import weight_named
 from outsize.run.tensor_parallel.collectives import TensorParallelGroup, local_of
 from outsize.train.batch.batch import Batch
 from outsize.train.variants.changed_values import ChangedValues
+from outsize.train.variants.model_state import StructureVersions
 from outsize.train.variants.variant import InputGuards
 
 KEPT = 32  # number of programs that are kept of one signature, and number of signatures
@@ -118,31 +119,37 @@ class Divided:
         self.together, self._sequence = together, sequence
         self._model, self._roles, self._whole, self._gather = model, roles, whole, gather_output
         self._known: dict[str, list[_Variant]] = {}
-        self._changes = ChangedValues()
+        self._changes, self._versions = ChangedValues(), StructureVersions(model)
         # A module that would run as it is has no more than this rank's parts of its weights.
         self._changes.may_run_live = self._changes.may_follow = False
         self._changes.is_silent = together.place.rank != 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         batch = Batch(args, kwargs)
-        known = self._known.get(self._key(batch), [])
+        key = self._key(batch)
+        out = self._variant(batch, key).run(batch)
+        self._versions.ran()
+        return out
+
+    def _variant(self, batch: Batch, key: str) -> _Variant:
+        known = self._known.get(key, [])
         stale: _Variant | None = None
         for place, variant in enumerate(known):
             if variant.guards.hold(batch):
                 if variant.reads.hold():
                     known.insert(0, known.pop(place))
-                    return variant.run(batch)
+                    return variant
                 stale = stale or variant
         if stale is not None:
             self._changes.note(stale.reads.changed(), _no_stages)
-        return self._record(batch).run(batch)
+        return self._record(batch, key)
 
-    def keep(self, batch: Batch, tape: Tape, derived: Derived) -> _Variant:
+    def keep(self, batch: Batch, tape: Tape, derived: Derived, key: str | None = None) -> _Variant:
         """Compiles the tape of such a batch; what was used longest ago is dropped."""
         modules = dict(self._model.named_modules())
         local = local_tape(tape, derived, modules, self.together, gather=self._gather)
         variant = _Variant(self._model, tape, local)
-        same = self._known.setdefault(self._key(batch), [])
+        same = self._known.setdefault(self._key(batch) if key is None else key, [])
         same.insert(0, variant)
         del same[KEPT:]
         if len(self._known) > KEPT:
@@ -150,15 +157,16 @@ class Divided:
         return variant
 
     def _key(self, batch: Batch) -> str:
-        trained = hash(tuple(p.requires_grad for p in self._model.parameters()))
-        return f"{batch.signature()}{self._model.training}{trained}{current_modes()}"
+        """Returns what has a program of its own: hooks and frozen weights are of the model's structure."""
+        version = self._versions.number()
+        return f"{batch.signature()}{self._model.training}{version}{current_modes()}"
 
-    def _record(self, batch: Batch) -> _Variant:
+    def _record(self, batch: Batch, key: str) -> _Variant:
         with self._whole.standing_in(self._model):
             tape = record(self._model, batch.args, batch.kwargs, options=_WITH_GUARDS)
             derived = derive(tape, self._model, self._roles)
             derived = in_sequence(tape, derived, self._model) if self._sequence else derived
-        return self.keep(batch, tape, derived)
+        return self.keep(batch, tape, derived, key)
 
 
 @final

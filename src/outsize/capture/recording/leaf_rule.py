@@ -21,6 +21,7 @@ from outsize.capture.guards.consumed import Consumed
 from outsize.capture.guards.symbolic_numbers import PlantedNumbers
 from outsize.program.python_reads import LOSS
 from outsize.program.tape import Weight
+from outsize.program.tensor_parallel.opaque_modules import is_hooked
 from outsize.program.tree import leaves
 
 _CONTAINERS = (
@@ -33,13 +34,9 @@ _CONTAINERS = (
     nn.TransformerEncoderLayer,
     nn.TransformerDecoderLayer,
 )
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # A call of any module reads these; a class that uses one of the others may read every attribute.
 _OF_ALL_MODULES: Final = frozenset(vars(nn.Module())) - {"training"}
 _LOOK_UPS: Final = frozenset(("getattr", "vars", "attrgetter", "__dict__", "__getattribute__", "__getattr__"))
-# Hooks of these modules fill lists of the running forward (router logits, hidden states) and do nothing else,
-# so they are recorded with that forward.
-_COLLECTORS = frozenset({"transformers.utils.output_capturing"})
 
 
 @final
@@ -124,12 +121,6 @@ def _codes_in(value: Any) -> list[CodeType]:
     functions = (value, *(getattr(value, name, None) for name in ("fget", "func", "__func__", "__wrapped__")))
     codes = (getattr(function, "__code__", None) for function in functions)
     return [code for code in codes if isinstance(code, CodeType)]
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Returns whether the user has set hooks on the module, which must run on every step."""
-    hooks = [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]
-    return any(getattr(hook, "__module__", None) not in _COLLECTORS for hook in hooks)
 
 
 def takes_copy(

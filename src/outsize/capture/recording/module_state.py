@@ -18,11 +18,12 @@ from torch import nn
 from outsize.capture.fakes.fake_model import FakeModel
 from outsize.capture.guards.consumed import Consumed, is_random_generator
 from outsize.capture.guards.notes import Notes, Write
-from outsize.capture.recording.leaf_rule import HOOKS, LeafRule, common_module
+from outsize.capture.recording.leaf_rule import LeafRule, common_module
 from outsize.errors import NotCapturable
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import line_of
 from outsize.program.tape import Tape
+from outsize.program.tensor_parallel.opaque_modules import HOOKS
 from outsize.program.tree import leaves
 
 Attribute = tuple[str, str]  # module, name

@@ -37,7 +37,7 @@ from outsize.capture.recording.intercept import (
     inside_transform,
     on_real_tensors,
 )
-from outsize.capture.recording.leaf_rule import LeafRule, common_module, is_hooked, may_read, takes_copy
+from outsize.capture.recording.leaf_rule import LeafRule, common_module, may_read, takes_copy
 from outsize.capture.recording.number_arguments import insist_on_one_kind
 from outsize.capture.recording.opaque_leaf import probe
 from outsize.capture.recording.python_random import PythonGenerators, is_seeded, mark_seed
@@ -49,6 +49,7 @@ from outsize.program.modes import Modes, current_modes
 from outsize.program.python_reads import LOSS
 from outsize.program.source_line import calling_line
 from outsize.program.tape import Guard, Instruction, Weight
+from outsize.program.tensor_parallel.opaque_modules import is_hooked
 from outsize.program.tree import leaves, map_leaves
 
 

@@ -1,5 +1,6 @@
-"""Tries out what a user's module does that its program does not show, on a small copy of it.
+"""Tells what a user's module does that its program does not show, by its hooks and by trials on a small copy.
 
+    runs_own_code     has it hooks, or a forward of its own? They see the values of one device, all of them.
     works_by_vector   does it treat all vectors along its last dim equally, as a norm does? (Each transformers
                       model file defines its own RMSNorm class.)
     adds_up           experts with weights (experts, a, b): with which parts of them do the results of ranks
@@ -13,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,26 @@ from outsize.program.tape import Meta
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tree import leaves
 
+HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Hooks of these modules fill lists of the running forward (router logits, hidden states) and do nothing else,
+# so they are recorded with that forward.
+_COLLECTORS: Final = frozenset({"transformers.utils.output_capturing"})
 # What a module has besides its attributes; hooks are among the others, and have to be empty.
 _TABLES = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
 _KNOWN: dict[tuple[Hashable, ...], bool] = {}  # What was tried of modules that are built the same.
 _TRIED = 4  # The sharded dim is tried with so many items.
 _MOST = 1 << 20  # A module with more weights is not tried.
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Returns whether the user has set hooks on the module, which must run on every step."""
+    hooks = [hook for kind in HOOKS for hook in (getattr(module, kind, None) or {}).values()]
+    return any(getattr(hook, "__module__", None) not in _COLLECTORS for hook in hooks)
+
+
+def runs_own_code(module: nn.Module) -> bool:
+    """Returns whether the module or a part of it has hooks, or a forward that is not its class's."""
+    return any(is_hooked(each) or "forward" in vars(each) for each in module.modules())
 
 
 def works_by_vector(module: nn.Module, shape: tuple[int, ...], dim: int) -> bool:

@@ -31,7 +31,6 @@ from outsize.program.tensor_parallel.share import Share
 
 _BEGIN: Final = frozenset({"enter", "collect"})
 _SEND_NOTHING: Final = frozenset({"attention", "cut", "dropout"})
-_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def overlapped(
@@ -132,8 +131,6 @@ class _Joiner:
             x, weight, bias = instruction.args
             return Product(x, weight.name, None if bias is None else bias.name, turned=True)
         module = self._modules[instruction.target] if isinstance(instruction.target, str) else None
-        if module is not None and any(vars(module).get(name) for name in _HOOKS):
-            return None
         return product_of(instruction, module, self._ndims)
 
 

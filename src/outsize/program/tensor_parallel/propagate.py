@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from outsize.program.tape import Ref, Weight
-from outsize.program.tensor_parallel.opaque_modules import works_by_vector
+from outsize.program.tensor_parallel.opaque_modules import runs_own_code, works_by_vector
 from outsize.program.tensor_parallel.propagate_views import VIEWS
 from outsize.program.tensor_parallel.rule_step import NotPropagated, Operand, RuleInput, Shape, Step, op_name
 from outsize.program.tensor_parallel.share import Share
@@ -199,6 +199,8 @@ _ACTIVATIONS = (
 
 def follow(call: RuleInput, module: nn.Module | None) -> Step:
     """Returns the step of an instruction with some sharded operands. Raises NotPropagated and Parted."""
+    if module is not None and runs_own_code(module):
+        raise NotPropagated(f"{type(module).__name__} has hooks or a forward of its own")
     if module is not None and call.instruction.parameters():
         return _by_vector(call, module)
     if module is None:

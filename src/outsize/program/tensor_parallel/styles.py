@@ -31,7 +31,7 @@ from torch import nn
 
 from outsize.errors import NotCapturable
 from outsize.program.tape import Instruction, Meta, Ref, Tape
-from outsize.program.tensor_parallel.opaque_modules import adds_up
+from outsize.program.tensor_parallel.opaque_modules import adds_up, runs_own_code
 from outsize.program.tensor_parallel.products import Heads, Lookup, Product, heads_of, lookup_of, product_of
 from outsize.program.tensor_parallel.propagate import entering, follow
 from outsize.program.tensor_parallel.rule_step import (
@@ -221,6 +221,7 @@ class _StylePass:
             return
         except NotPropagated as lost:
             local = self._without(call, f"{lost}, {instruction.name} at {instruction.where}")
+            self._alone.update(dict.fromkeys(instruction.parameters(), instruction))
         self._alone.update(dict.fromkeys(self._used_whole(local, instruction), instruction))
         if local is None:
             return
@@ -241,6 +242,8 @@ class _StylePass:
     def _localised(self, call: RuleInput) -> RankInstruction | None:
         instruction, known = call.instruction, self.known
         module = known.module(instruction)
+        if module is not None and runs_own_code(module):
+            return self._followed(call, module) if call.divided() else self._undivided(instruction, module)
         product = product_of(instruction, module, known.ndims)
         if product is not None:
             return self._product(product, call)
@@ -255,6 +258,14 @@ class _StylePass:
         if op_name(instruction) == "cross_entropy" and module is None:
             return self._loss(call)
         return self._followed(call, module)
+
+    def _undivided(self, instruction: Instruction, module: nn.Module) -> None:
+        """Leaves a module's weights whole whose hooks, or whose own forward, see the values of one device."""
+        place = f"{instruction.name} at {instruction.where}"
+        for name in instruction.parameters():
+            self.known.whole.setdefault(
+                name, f"{type(module).__name__} has hooks or a forward of its own, {place}"
+            )
 
     def _followed(self, call: RuleInput, module: nn.Module | None) -> RankInstruction:
         step = follow(call, module)
@@ -449,9 +460,9 @@ class _StylePass:
         place = f"{user.name} at {user.where}" if user is not None else "a module that every rank runs"
         if self.known.fixed is not None:
             raise NotCapturable(
-                f"{name} is divided, but this input needs all of it",
+                f"{name} is divided, but this call needs all of it",
                 numbers=place,
-                next_step="call outsize.tensor_parallel with such an input as the example",
+                next_step="divide the model after its hooks are set, with such an input as the example",
             )
         self._settle(divided, f"all of {name} is wanted, {place}")
 

@@ -62,6 +62,26 @@ def test_what_a_norm_over_features_takes_is_whole_and_the_place_is_named() -> No
     assert "test_styles.py:" in why(found, "a")
 
 
+def hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda *_: None)
+
+
+def own_forward(module: nn.Module) -> None:
+    module.forward = lambda x: nn.Linear.forward(module, x)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize("marked", [hook, own_forward])
+def test_a_module_that_runs_code_of_the_user_is_whole_and_the_reason_says_so(
+    marked: Callable[[nn.Module], None], name: str
+) -> None:
+    layers = {"a": nn.Linear(12, 24), "b": nn.Linear(24, 12)}
+    marked(layers[name])
+    styles, found = styles_of(lambda m, x: m.b(m.a(x).relu()), **layers)
+    assert set(styles.values()) == {"whole"}
+    assert f"Linear has hooks or a forward of its own, {name} at " in why(found, "a")
+
+
 def test_convolutions_are_left_alone() -> None:
     styles, _ = styles_of(lambda m, x: m.conv(x.transpose(1, 2)), conv=nn.Conv1d(12, 24, 1))
     assert styles == {"conv": "whole"}
