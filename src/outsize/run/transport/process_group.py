@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outsize.device.malloc import mapped_tensor
 from outsize.errors import BoundaryMismatch
 from outsize.run.transport.base import CHANNELS, Pending, Transport
 from outsize.run.transport.groups import HOST_BACKENDS, RankGroup, device_backend, unbound_group
@@ -147,7 +148,7 @@ class ProcessTransport(Transport):
             dist.send(flat, group=group, group_dst=destination, tag=_STATE_TAG)
         if group.rank() != destination:
             return None
-        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        value = mapped_tensor(tensor.shape, tensor.dtype)
         if tensor.numel():
             dist.recv(value.reshape(-1).view(torch.uint8), group=group, group_src=source, tag=_STATE_TAG)
         return value
