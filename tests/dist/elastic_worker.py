@@ -1,7 +1,8 @@
 """A run whose number of ranks changes: its losses by step, and faults that ranks inflict on themselves.
 
-elastic_worker.py FOLDER LAST KILLS [SECONDS]     trains up to step LAST, SECONDS longer in each step;
-                                                  KILLS, `3:1,6:0`: at step 3 rank 1 kills itself
+elastic_worker.py FOLDER LAST KILLS [SECONDS [EVERY]]     trains up to step LAST, SECONDS longer in each step;
+                                                          KILLS, `3:1,6:0`: at step 3 rank 1 kills itself;
+                                                          saves after EVERY steps (1)
 
 Each kill happens once, in whichever attempt comes first to its step. Rank 0 appends `step ranks loss` to
 FOLDER/losses when a step is over. The loader shuffles, so that its position counts, too.
@@ -25,7 +26,9 @@ import outsize
 SAMPLES, BATCH = 48, 8
 
 
-def train(folder: Path | None, last: int, kills: dict[int, int], step_s: float = 0.0) -> list[str]:
+def train(
+    folder: Path | None, last: int, kills: dict[int, int], step_s: float = 0.0, every: int = 1
+) -> list[str]:
     """Trains up to step `last` and returns a line for each step; without a folder nothing is saved."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)]
@@ -59,7 +62,7 @@ def train(folder: Path | None, last: int, kills: dict[int, int], step_s: float =
                 ):
                     (folder / f"killed-{engine.steps}").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-                engine.checkpoint(folder / "run", every=1, keep=2)
+                engine.checkpoint(folder / "run", every=every, keep=2)
                 time.sleep(step_s)
             if engine.steps == last:
                 engine.finish_saving()
@@ -73,4 +76,5 @@ def kills_in(text: str) -> dict[int, int]:
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), kills_in(sys.argv[3]), float((sys.argv[4:] or ["0"])[0]))
+    step_s, every = [*sys.argv[4:], *("0", "1")[len(sys.argv) - 4 :]]
+    train(Path(sys.argv[1]), int(sys.argv[2]), kills_in(sys.argv[3]), float(step_s), int(every))

@@ -30,12 +30,19 @@ def undisturbed(steps: int) -> dict[str, set[str]]:
     return {step: {loss} for step, _, loss in (line.split() for line in train(None, steps, {}))}
 
 
-def run_elastic(folder: Path, steps: int, kills: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_elastic(
+    folder: Path, steps: int, kills: str, *options: str, every: int = 1
+) -> subprocess.CompletedProcess[str]:
     (folder / "temporary").mkdir()
     command = [sys.executable, "-c", OUTSIZE, "run", *options, str(HERE / "elastic_worker.py"), str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "temporary")}
     return subprocess.run(
-        [*command, str(steps), kills], capture_output=True, text=True, timeout=120, env=env, check=False
+        [*command, str(steps), kills, "0", str(every)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
+        check=False,
     )
 
 
@@ -61,3 +68,15 @@ def test_restarts_with_as_many_ranks_and_down_to_the_least(tmp_path: Path) -> No
     assert [text in done.stderr for text in ("3 of 4 processes", "2 of 4 processes")] == [True, True]
     assert "restart 4 of 4" in done.stderr
     assert losses_in(tmp_path) == undisturbed(12)
+
+
+def test_copies_in_memory_lose_no_more_than_the_step_in_flight(tmp_path: Path) -> None:
+    """Nothing is saved on disk; kill -9 of each rank in turn, at the end of a step that is not yet copied."""
+    options = ("--nproc-per-node=1:2", "--max-restarts=2", "--peer-copies=1")
+    done = run_elastic(tmp_path, STEPS, "3:1,5:0", *options, every=1000)
+    assert done.returncode == 0, done.stderr
+    steps = [int(line.split()[0]) for line in (tmp_path / "losses").read_text().splitlines()]
+    assert steps == [1, 2, 3, 3, 4, 5, 5, 6]
+    assert losses_in(tmp_path) == undisturbed(STEPS)
+    assert not list((tmp_path / "run").glob("step-*"))
+    assert list((tmp_path / "temporary").iterdir()) == []

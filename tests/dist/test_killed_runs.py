@@ -17,7 +17,6 @@ from forked import preload
 
 from outsize.cli.processes.job import RunJob
 from outsize.cli.processes.run_worker import train
-from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.train.launch.launch import join
@@ -46,10 +45,14 @@ def job(steps: int, folder: Path | None, stages: int) -> RunJob:
 
 
 def losses(of: RunJob) -> tuple[float, ...]:
-    return train(of, join("cpu")).losses
+    outcome = train(of, join("cpu"))
+    assert outcome is not None
+    return outcome.losses
 
 
-def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_with_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "killed_toy.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
     preload()
@@ -69,5 +72,9 @@ def test_a_killed_run_goes_on_with_the_same_losses(tmp_path: Path, monkeypatch: 
     late = losses(job(saved + 3, tmp_path / "run", 2))
     assert late == losses(job(saved + 3, None, 1))[saved:]
     assert len(list((tmp_path / "run").glob("step-*"))) == 2
-    with pytest.raises(BadOption, match=f"has a run of {saved + 3} steps already"):
-        losses(job(saved + 3, tmp_path / "run", 2))
+
+    # A run that is killed between its last save and its end is over: started again, it says so and ends well.
+    assert train(job(saved + 3, tmp_path / "run", 2), join("cpu")) is None
+    said = capfd.readouterr().err
+    assert f"has a run of {saved + 3} steps already" in said
+    assert f"nothing is left to do. Next: --steps {2 * (saved + 3)}, or another --checkpoint DIR" in said

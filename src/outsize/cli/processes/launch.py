@@ -23,14 +23,15 @@ PROCESSES = 2
 @final
 @dataclass(frozen=True)
 class LaunchPlace:
-    """The number of processes on this machine, torchrun's options by name, those of the watchdog, and what
-    follows where a device has no memory.
+    """The number of processes on this machine, torchrun's options by name, those of the watchdog, what
+    follows where a device has no memory, and how often the run copies itself into memory.
     """
 
     nproc_per_node: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     watch: WatchOptions | None = None
     on_oom: str | None = None
+    peer_copies: str | None = None
 
     @property
     def nnodes(self) -> int:
@@ -72,6 +73,7 @@ class LaunchPlace:
             shown_as=shown_as,
             watch=self.watch,
             on_oom=self.on_oom,
+            peer_copies=self.peer_copies,
             least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)
@@ -82,8 +84,8 @@ def _flag(flag: str, value: Any) -> tuple[str, ...]:
 
 
 def run_job(job: RunJob, place: LaunchPlace, screen: Screen) -> RunOutcome | None:
-    """Returns the outcome, on the machine of rank 0 (None on others); typer.Exit with the run's code if it
-    failed.
+    """Returns the outcome, on the machine of rank 0 (None on others, and where no step was left to take);
+    typer.Exit with the run's code if it failed.
 
     Raises WorldMismatch (before anything starts), BadOption.
     """

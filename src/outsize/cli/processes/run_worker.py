@@ -31,7 +31,7 @@ from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.cli.model_input import ModelInput, make_model_input
 from outsize.cli.processes.job import JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document, warn_on_one_line
-from outsize.errors import BadOption, OutsizeError
+from outsize.errors import OutsizeError
 from outsize.ir.base import Record
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
@@ -69,7 +69,11 @@ def _device_type(job: RunJob) -> str:
 
 
 def serve(
-    folder: JobFolder, work: Callable[[World], Record], *, as_json: bool, device_type: Callable[[], str]
+    folder: JobFolder,
+    work: Callable[[World], Record | None],
+    *,
+    as_json: bool,
+    device_type: Callable[[], str],
 ) -> None:
     """Writes rank 0's outcome to the folder; an error of outsize goes there as well as to the launcher."""
     try:
@@ -80,13 +84,13 @@ def serve(
         folder.error.write_text(json.dumps(error_document(error)), encoding="utf-8")
         # The traceback has no frame of the user's; without it the launcher shows only the message.
         raise error.with_traceback(None) from None
-    if world.rank == 0:
+    if world.rank == 0 and outcome is not None:
         folder.outcome.write_text(outcome.to_json(), encoding="utf-8")
     leave(world)
 
 
-def train(job: RunJob, world: World) -> RunOutcome:
-    """Runs the job on this rank; every rank returns the outcome."""
+def train(job: RunJob, world: World) -> RunOutcome | None:
+    """Runs the job on this rank; every rank returns the outcome, or None where no step is left to take."""
     screen = Screen(job.as_json)
     warn_on_one_line()
     if world.rank:
@@ -97,6 +101,10 @@ def train(job: RunJob, world: World) -> RunOutcome:
         )
     chosen = _agree(world, job, inputs, screen)
     engine = _engine(job, inputs, chosen.plan)
+    if engine.steps >= job.steps:
+        if not world.rank:
+            screen.note(_nothing_left(engine.steps, job))
+        return None
     watch = MemoryWatch(engine.crew.device or engine.crew.device_of(0))
     with watch if job.watch_memory else contextlib.nullcontext():
         losses, steps_s, timelines = _steps(engine, inputs, job, screen)
@@ -110,6 +118,14 @@ def train(job: RunJob, world: World) -> RunOutcome:
         predicted=chosen.timeline,
         measured=with_memory(middle, origin_s, _of_all(world, watch)),
         used=engine.report(middle),
+    )
+
+
+def _nothing_left(steps: int, job: RunJob) -> str:
+    """Words a run that was killed behind its last save, or that has been started once more."""
+    return (
+        f"outsize: {job.checkpoint} has a run of {steps} steps already, and --steps {job.steps} counts all "
+        f"of them, so nothing is left to do. Next: --steps {steps + job.steps}, or another --checkpoint DIR"
     )
 
 
@@ -206,18 +222,9 @@ def _engine(job: RunJob, inputs: ModelInput, plan: Plan) -> Engine:
 def _steps(
     engine: Engine, inputs: ModelInput, job: RunJob, screen: Screen
 ) -> tuple[tuple[float, ...], tuple[float, ...], list[Timed]]:
-    """Returns loss and seconds of each step, and the last timelines; the batch is the same in all.
-
-    Raises BadOption where the checkpoint has all steps already.
-    """
+    """Returns loss and seconds of each step, and the last timelines; the batch is the same in all."""
     losses, seconds, timelines = [], [], deque[Timed](maxlen=WATCHED)
     first, save = engine.steps, _saver(engine, job)
-    if first >= job.steps:
-        raise BadOption(
-            f"{job.checkpoint} has a run of {first} steps already",
-            numbers=f"--steps {job.steps} counts all of them",
-            next_step=f"--steps {first + job.steps}, or another --checkpoint DIR",
-        )
     with screen.bar("training") as progress:
         progress(first, job.steps)
         for done in range(first, job.steps):

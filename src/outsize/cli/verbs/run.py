@@ -128,6 +128,17 @@ OutOfMemory = Annotated[
         show_default=False,
     ),
 ]
+Copies = Annotated[
+    str | None,
+    typer.Option(
+        "--peer-copies",
+        metavar="INTERVAL",
+        help="Copy the run into this machine's memory after every 1 (steps), 30s or 10m: a worker that is "
+        "killed loses no more (--max-restarts).",
+        rich_help_panel=_PROCESSES,
+        show_default=False,
+    ),
+]
 Module = Annotated[
     bool,
     typer.Option("-m", "--module", help="TARGET is a module, as in python -m.", rich_help_panel=_PROCESSES),
@@ -197,6 +208,7 @@ def run(
     hang_timeout: HangTimeout = None,
     on_hang: HangAction = None,
     on_oom: OutOfMemory = None,
+    peer_copies: Copies = None,
     module: Module = False,
     steps: Steps = STEPS,
     input: options.Input = None,
@@ -232,6 +244,7 @@ def run(
         {name: value for name, value in torchrun_options.items() if value not in (None, False)},
         WatchOptions.given(hang_timeout, on_hang, os.environ),
         _checked(on_oom, max_restarts, is_model=is_model(target, module)),
+        _checked_copies(peer_copies, max_restarts),
     )
     if not is_model(target, module):
         _refuse_for_scripts(ctx)
@@ -301,6 +314,19 @@ def _checked(on_oom: str | None, max_restarts: int | None, *, is_model: bool) ->
             next_step="--max-restarts 3",
         )
     return on_oom
+
+
+def _checked_copies(interval: str | None, max_restarts: int | None) -> str | None:
+    """Returns how often the run copies itself into memory. Raises BadOption for what makes no sense."""
+    if interval is None:
+        return None
+    if not max_restarts:
+        raise BadOption(
+            "copies in memory are for a run that starts again, which --max-restarts has to allow",
+            next_step="--max-restarts 3",
+        )
+    SaveInterval.parse(interval)
+    return interval
 
 
 def _run_script(place: LaunchPlace, argv: list[str], module: bool) -> None:

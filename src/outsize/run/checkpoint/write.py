@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -80,11 +80,17 @@ def abandon(folder: Path, files: FileSystem = DISK) -> None:
             _remove(folder, files)
 
 
-def write_part(folder: Path, rank: int, chunks: Sequence[Chunk], files: FileSystem = DISK) -> PartFacts:
+def write_part(
+    folder: Path,
+    rank: int,
+    chunks: Sequence[Chunk],
+    files: FileSystem = DISK,
+    written_bytes: Callable[[int], None] = lambda _: None,
+) -> PartFacts:
     """Writes one rank's parts, a file for each group, and returns their facts for rank 0.
 
-    One tensor at a time is copied to the host. Raises NotSaved when the disk refuses, BadWeights for a dtype
-    that safetensors lacks.
+    One tensor at a time is copied to the host; `written_bytes` is told its size once it is written. Raises
+    NotSaved when the disk refuses, BadWeights for a dtype that safetensors lacks.
     """
     groups: dict[str, dict[str, Chunk]] = {}
     for chunk in chunks:
@@ -99,7 +105,7 @@ def write_part(folder: Path, rank: int, chunks: Sequence[Chunk], files: FileSyst
         file = f"{group}-{rank:05}.safetensors"
         layout = SafetensorsFile({key: _meta(chunk.tensor) for key, chunk in ordered.items()})
         with _said(folder / file, layout.size_bytes):
-            sums = layout.write(folder / file, (chunk.tensor for chunk in ordered.values()), files)
+            sums = layout.write(folder / file, _told(ordered.values(), written_bytes), files)
         written.append(FileFacts(name=file, size_bytes=layout.size_bytes))
         for (key, chunk), crc32 in zip(ordered.items(), sums, strict=True):
             facts[chunk.name] = dtype_code(chunk.name, chunk.tensor), tuple(chunk.shape)
@@ -115,6 +121,13 @@ def write_part(folder: Path, rank: int, chunks: Sequence[Chunk], files: FileSyst
             for name, (dtype, shape) in facts.items()
         },
     )
+
+
+def _told(chunks: Iterable[Chunk], written_bytes: Callable[[int], None]) -> Iterator[Tensor]:
+    """Yields the tensors of chunks, and tells the size of each when the next one is wanted."""
+    for chunk in chunks:
+        yield chunk.tensor
+        written_bytes(chunk.tensor.nbytes)
 
 
 def publish(

@@ -9,7 +9,7 @@ each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import PartFacts
 from outsize.run.checkpoint.write import abandon, publish, write_part
 from outsize.train.checkpoint.agreement import shared_facts
+from outsize.train.checkpoint.progress import SaveProgress, shown
 
 
 @final
@@ -34,10 +35,19 @@ class WrittenSave:
     values: dict[str, Any]
     keep: int | None
 
-    def write(self, chunks: Sequence[Chunk], group: dist.ProcessGroup | None) -> None:
+    def write(
+        self,
+        chunks: Sequence[Chunk],
+        group: dist.ProcessGroup | None,
+        written_bytes: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Writes this rank's chunks; when all ranks have, rank 0 publishes the folder. Raises NotSaved."""
+
+        def part() -> str:
+            return write_part(self.folder, self.rank, chunks, written_bytes=written_bytes).to_json()
+
         try:
-            texts = shared_facts(group, lambda: write_part(self.folder, self.rank, chunks).to_json())
+            texts = shared_facts(group, part)
         except BaseException:
             if self.rank == 0:
                 abandon(self.folder)
@@ -59,6 +69,8 @@ class BackgroundSaves:
         self._pool: ThreadPoolExecutor | None = None
         self._group: dist.ProcessGroup | None = None
         self._last: Future[None] | None = None
+        self.progress: SaveProgress | None = None
+        self.tell: Callable[[SaveProgress], None] = shown
 
     def write(self, save: WrittenSave, chunks: Sequence[Chunk], group: dist.ProcessGroup | None) -> None:
         """Copies the chunks to the host and lets the thread write them; all ranks call this together."""
@@ -69,10 +81,30 @@ class BackgroundSaves:
                 own: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
                 self._group = own
         copies = [replace(chunk, tensor=chunk.tensor.detach().to(CPU, copy=True)) for chunk in chunks]
-        self._last = self._pool.submit(save.write, copies, self._group)
+        total_bytes = sum(chunk.tensor.nbytes for chunk in copies)
+        tell = self.tell if save.rank == 0 else _nothing
+        self.progress = SaveProgress(save.folder, save.values["steps"], total_bytes, tell)
+        self._last = self._pool.submit(_written, save, copies, self._group, self.progress)
 
     def finish(self) -> None:
         """Waits for the save that is being written; raises what it raised."""
         last, self._last = self._last, None
         if last is not None:
             last.result()
+
+
+def _nothing(_: SaveProgress) -> None:
+    """Says nothing: rank 0 does."""
+
+
+def _written(
+    save: WrittenSave, chunks: Sequence[Chunk], group: dist.ProcessGroup | None, progress: SaveProgress
+) -> None:
+    """Writes a checkpoint, and says how far it is."""
+    progress.add(0)
+    try:
+        save.write(chunks, group, progress.add)
+    except BaseException:
+        progress.end(failed=True)
+        raise
+    progress.end()

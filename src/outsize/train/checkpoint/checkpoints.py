@@ -40,6 +40,7 @@ from outsize.run.tensor_parallel.collectives import local_of
 from outsize.run.weights.safetensors import WeightFiles
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.background import BackgroundSaves, WrittenSave
+from outsize.train.checkpoint.copies import copy_rule
 from outsize.train.checkpoint.generators import generator_states, set_generator_states
 from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
@@ -118,6 +119,24 @@ class Checkpoints:
         written, NotSaved, also for the save before.
         """
         self._background.finish()
+        written, chunks = self._begun(root, moment, keep)
+        if wait:
+            written.write(chunks, self._group)
+        else:
+            self._background.write(written, chunks, self._group)
+        return written.folder
+
+    def copy(self, root: Path, moment: Moment) -> None:
+        """Writes the run's state to `root`, a folder in memory, where the newest copy stays alone.
+
+        A save that is still being written to another folder goes on. All ranks call this together. Raises
+        NotSaved.
+        """
+        written, chunks = self._begun(root, moment, 1)
+        written.write(chunks, self._group)
+
+    def _begun(self, root: Path, moment: Moment, keep: int | None) -> tuple[WrittenSave, list[Chunk]]:
+        """Returns a new folder that is to be written, and what this rank writes there."""
         group, rank = self._group, self._held.crew.global_rank
         optimizers, tensors = self._optimizers(moment.optimizer), dict[str, Tensor]()
         cards = shared_facts(group, lambda: self._card(moment, optimizers, tensors))
@@ -132,12 +151,12 @@ class Checkpoints:
         values = {**self._values(cards, apart), "modules": merged_states(states)}
         values["weights"] = moment.has_weights
         folder = Path(shared_facts(group, lambda: str(begin(root, moment.steps)) if rank == 0 else "")[0])
-        written = WrittenSave(folder, rank, values, keep)
-        if wait:
-            written.write(chunks, group)
-        else:
-            self._background.write(written, chunks, group)
-        return folder
+        return WrittenSave(folder, rank, values, keep), chunks
+
+    @property
+    def background(self) -> BackgroundSaves:
+        """Returns what writes saves beside the steps."""
+        return self._background
 
     def finish(self) -> None:
         """Waits until the last save is on the disk; raises what it raised."""
@@ -401,12 +420,21 @@ def insist_on_no_gradients(optimizer: Optimizer) -> None:
 
 
 def newest_folder(root: str | Path) -> str | None:
-    """Returns the folder of the newest complete checkpoint in `root`, or `root` where it is a checkpoint."""
+    """Returns the newest complete checkpoint of a run that saves itself in `root`: a folder there, or a copy
+    in memory (copies.py); `root` itself where it is a checkpoint, None where there is none.
+    """
     path = Path(root)
-    if not path.is_dir():
-        return None
-    found = [path] if step_of(path) is not None else published(path)
-    return str(found[0]) if found else None
+    if step_of(path) is not None and path.is_dir():
+        return str(path)
+    rule = copy_rule(root)
+    roots = [path] if rule is None else [path, rule.folder]
+    newest = [folders[0] for each in roots if each.is_dir() and (folders := published(each))]
+    return str(max(newest, key=_steps_of)) if newest else None
+
+
+def _steps_of(folder: Path) -> int:
+    step = step_of(folder)
+    return -1 if step is None else step[0]
 
 
 def newest_checkpoint(root: str | Path, group: dist.ProcessGroup | None) -> CheckpointReader | None:

@@ -8,6 +8,7 @@ loop:  engine.step(...)        engine.checkpoint("run", every="10m")
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,16 @@ from typing import Protocol, final
 
 import torch.distributed as dist
 
-from outsize.errors import Preempted
+from outsize.errors import NotSaved, Preempted
 from outsize.run.transport.control_messages import broadcast_json
+from outsize.train.checkpoint.copies import CopyRule, copy_rule
 from outsize.train.checkpoint.interval import SaveInterval
 from outsize.train.checkpoint.preemption import PreemptionWatch
+
+
+@final
+class CopyNote(UserWarning):
+    """Says once that copies in memory have no room."""
 
 
 @final
@@ -63,16 +70,39 @@ class SaveRule:
 
 
 @final
+class StepCopier:
+    """Copies a run into memory after its steps, as its launcher was asked to."""
+
+    def __init__(self, rule: CopyRule, group: dist.ProcessGroup | None) -> None:
+        self._folder, self._timer = rule.folder, SaveTimer(rule.every, group)
+        self._has_room, self._is_first = True, group is None or group.rank() == 0
+
+    def after_step(self, steps: int, copy: Callable[[Path], None]) -> None:
+        """Copies if that is due; where memory has no room for it, it says so once, and the run goes on."""
+        if not self._has_room or not self._timer.is_due(steps):
+            return
+        try:
+            copy(self._folder)
+        except NotSaved as error:
+            self._has_room = False
+            if self._is_first:
+                text = f"the run goes on without copies in memory: {error}"
+                warnings.warn(text, CopyNote, stacklevel=4)
+
+
+@final
 class StepSaver:
     """Saves a run after its steps by one rule, and when a signal asks it to end."""
 
     def __init__(self, rule: SaveRule, group: dist.ProcessGroup | None) -> None:
         self.rule = rule
+        copies = copy_rule(rule.root)
+        self._copier = None if copies is None else StepCopier(copies, group)
         self._timer = None if rule.every is None else SaveTimer(rule.every, group)
         self._preemption = PreemptionWatch(group)
 
-    def after_step(self, steps: int, save: Save) -> bool:
-        """Saves if that is due after so many steps, and returns whether it did.
+    def after_step(self, steps: int, save: Save, copy: Callable[[Path], None]) -> bool:
+        """Saves if that is due after so many steps, and returns whether it did; copies where that is due.
 
         All ranks call this together. Raises Preempted, NotSaved.
         """
@@ -87,6 +117,8 @@ class StepSaver:
             )
             ended.shared = True
             raise ended
+        if self._copier is not None:
+            self._copier.after_step(steps, copy)
         is_due = self._timer is not None and self._timer.is_due(steps)
         if is_due:
             save(self.rule.root, keep=self.rule.keep, wait=False)

@@ -57,6 +57,7 @@ from outsize.train.checkpoint.checkpoints import (
 )
 from outsize.train.checkpoint.interval import SaveInterval
 from outsize.train.checkpoint.loaders import CountedLoader
+from outsize.train.checkpoint.progress import SaveProgress
 from outsize.train.checkpoint.timer import SaveRule, StepSaver
 from outsize.train.checkpoint.weights import HeldWeights
 from outsize.train.crew.apply_named import NamedCall, NamedCalls
@@ -370,14 +371,18 @@ class Engine:
         `every`: so many steps (500), or so long ("90s", "10m", "2h"); a thread writes while the run goes on,
         `finish_saving` after the loop waits for it. From the first call on, SIGTERM and SIGUSR1 (a machine is
         taken away: SLURM, Kubernetes) let the step end; then this call saves and raises Preempted, which ends
-        the process with code 75. Raises BadOption, NotSaved.
+        the process with code 75. Under `outsize run --peer-copies` it copies the run into memory, too. Raises
+        BadOption, NotSaved.
         """
         rule = SaveRule(Path(root), None if every is None else SaveInterval.parse(every), keep)
         if self._saver is None or self._saver.rule != rule:
             if self._saver is not None:
                 self._saver.close()
             self._saver = StepSaver(rule, None if self.crew.mesh is None else self.crew.mesh.group.host)
-        return self._saver.after_step(self.steps, self.save)
+        return self._saver.after_step(self.steps, self.save, self._copy)
+
+    def _copy(self, root: Path) -> None:
+        self._checkpoints.copy(root, Moment(self.steps, self.optimizer))
 
     def finish_saving(self) -> None:
         """Waits until the last `save(..., wait=False)` is on the disk. Every rank calls this.
@@ -385,6 +390,22 @@ class Engine:
         Raises NotSaved.
         """
         self._checkpoints.finish()
+
+    @property
+    def saving(self) -> SaveProgress | None:
+        """Returns how far the save is that a thread writes, or has written last; None before the first."""
+        return self._checkpoints.background.progress
+
+    @property
+    def on_saving(self) -> Callable[[SaveProgress], None]:
+        """Returns what the writing thread of rank 0 calls with the progress of a save: at its beginning, once
+        a second at most, and at its end. By default it shows a line on a terminal, and logs elsewhere.
+        """
+        return self._checkpoints.background.tell
+
+    @on_saving.setter
+    def on_saving(self, tell: Callable[[SaveProgress], None]) -> None:
+        self._checkpoints.background.tell = tell
 
     def resume(self, root: str | Path) -> int | None:
         """Goes on from the newest complete checkpoint in `root`; returns its steps, or None where there is

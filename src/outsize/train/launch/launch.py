@@ -25,9 +25,12 @@ from outsize.train.launch.failure import Failure, signal_name
 from outsize.train.launch.fork_server import ForkServer, can_serve_forks
 from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, file_store, loopback_interface
 from outsize.train.launch.spec import (
+    COPIES,
     ON_OOM,
     SIZES,
     LaunchSpec,
+    PeerCopies,
+    copies_folder,
     lifeline_in,
     private_folder,
     worker_environment,
@@ -132,6 +135,12 @@ def set_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def peer_copies() -> PeerCopies | None:
+    """Returns how often this run copies itself into memory, and where; None where it does not."""
+    text = os.environ.get(COPIES)
+    return PeerCopies.of_variable(text) if text else None
+
+
 def error_file() -> Path | None:
     """Returns the file in which elastic expects the record of a failed worker."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -164,6 +173,9 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     codes: list[int] = []
     agent: Agent | None = None
     with contextlib.ExitStack() as stack:
+        copies = stack.enter_context(copies_folder(spec, config.max_nodes))
+        # A launcher that a worker starts does not inherit the worker's copies.
+        extra_environment[COPIES] = "" if copies is None else copies.variable
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = stack.enter_context(
             catchable_signals(meets=not loopback)
         )

@@ -19,6 +19,8 @@ from outsize.train.launch.rendezvous import loopback_interface
 
 WORKER_ARGUMENTS = 4  # python -P -m outsize.train.launch.worker, then the arguments of worker.py
 SIZES = "OUTSIZE_WORLD_SIZES"  # the numbers of ranks that a run may have, "2,3,4", where there are several
+COPIES = "OUTSIZE_PEER_COPIES"  # how often a run copies itself into memory, and where: 1:/dev/shm/outsize-...
+SHARED_MEMORY = Path("/dev/shm")
 ON_OOM = "OUTSIZE_ON_OOM"  # what follows where a device has no memory: raise, or replan
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -33,8 +35,8 @@ class LaunchSpec:
     processes may take to end after a failure or a signal, in seconds, before they are killed; torchrun's
     --shutdown-timeout overrides it. `watch` are the watchdog's options; None: the environment's. Of
     `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all are.
-    `on_oom` is passed to `parallelize`.
-    Raises BadOption (E106).
+    `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory, as
+    checkpoint/interval.py reads it. Raises BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -46,6 +48,7 @@ class LaunchSpec:
     watch: WatchOptions | None = None
     least_nproc: int | None = None
     on_oom: str | None = None
+    peer_copies: str | None = None
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""
@@ -96,14 +99,55 @@ class LaunchSpec:
         return self.shown_as or shlex.join(["-m", self.argv[0]] if self.module else [self.argv[0]])
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class PeerCopies:
+    """How often a run copies itself into memory, as it was asked for, and its launcher's folder there."""
+
+    every: str
+    folder: Path
+
+    @classmethod
+    def of_variable(cls, text: str) -> PeerCopies:
+        """Returns what `variable` has passed on."""
+        every, _, folder = text.partition(":")
+        return cls(every, Path(folder))
+
+    @property
+    def variable(self) -> str:
+        """Returns the value of OUTSIZE_PEER_COPIES."""
+        return f"{self.every}:{self.folder}"
+
+
 @contextmanager
-def private_folder(prefix: str) -> Iterator[Path]:
-    """Makes a temporary folder of mode 0700, which is gone afterwards.
+def copies_folder(spec: LaunchSpec, machines: int) -> Iterator[PeerCopies | None]:
+    """Makes the folder for copies of the run in this machine's memory, which is gone afterwards.
+
+    Raises BadOption where copies would not outlive what they are for.
+    """
+    if spec.peer_copies is None:
+        yield None
+        return
+    if machines > 1:
+        raise BadOption(
+            "copies in memory are lost with their machine, and this run has several",
+            numbers=f"up to {machines} machines",
+            next_step="engine.checkpoint(FOLDER, every=...) in a folder that all machines see",
+        )
+    if not SHARED_MEMORY.is_dir():
+        raise BadOption(f"this system has no {SHARED_MEMORY}", next_step="leave out --peer-copies")
+    with private_folder("outsize-copies-", SHARED_MEMORY) as folder:
+        yield PeerCopies(spec.peer_copies, folder)
+
+
+@contextmanager
+def private_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Makes a temporary folder of mode 0700 in `parent` or TMPDIR, which is gone afterwards.
 
     Raises BadOption where there is no place for it, or its disk is full later on.
     """
     try:
-        folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise _no_place(error) from error
     with folder as name:

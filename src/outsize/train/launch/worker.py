@@ -33,7 +33,7 @@ from typing import IO, Any, Final, NoReturn
 
 from outsize.train.launch.exit import INTERRUPTED, end_now, exit_code
 from outsize.train.launch.failure import fault_file, write_failure
-from outsize.train.launch.launch import error_file, set_environment
+from outsize.train.launch.launch import error_file, peer_copies, set_environment
 
 _PRELOADED: Final = ("numpy", "torch.distributed", "outsize.api.running")
 _FOR_OTHERS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     """Runs TARGET and ends the process."""
     lifeline, kind, target, *arguments = argv
     theirs = [Path(lifeline).parent, *(map(Path, arguments) if target.startswith("outsize.") else ())]
-    folders = [path for path in theirs if path.name.startswith("outsize-")]
+    folders = [path for path in theirs if path.name.startswith("outsize-")] + _copies()
     threading.Thread(target=_die_with_launcher, args=(lifeline, folders), daemon=True).start()
     _write_whole_lines()
     record = error_file()
@@ -71,6 +71,12 @@ def _execute(kind: str, target: str) -> None:
     else:
         sys.path.insert(0, str(Path(target).resolve().parent))
         runpy.run_path(target, run_name="__main__")
+
+
+def _copies() -> list[Path]:
+    """Returns the launcher's folder for copies in memory, if it has one."""
+    copies = peer_copies()
+    return [] if copies is None else [copies.folder]
 
 
 def _write_whole_lines() -> None:
@@ -123,7 +129,8 @@ def serve(descriptor: int, folder: Path) -> None:
                     for pid in running:
                         with contextlib.suppress(ProcessLookupError, PermissionError):
                             os.killpg(pid, signal.SIGKILL)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    for each in (folder, *_copies()):
+                        shutil.rmtree(each, ignore_errors=True)
                     return
                 pid = _fork(json.loads(line), [channel.fileno(), awake, wake])
                 running.add(pid)

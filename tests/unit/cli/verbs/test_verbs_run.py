@@ -27,7 +27,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     def start(spec: LaunchSpec) -> int:
         rest = {"module": spec.module, "options": spec.options, "shown_as": spec.shown_as}
-        rest |= {} if spec.on_oom is None else {"on_oom": spec.on_oom}
+        passed = {"on_oom": spec.on_oom, "peer_copies": spec.peer_copies}
+        rest |= {name: value for name, value in passed.items() if value is not None}
         calls.append((list(spec.argv), spec.nproc_per_node, rest))
         if spec.argv[0] == "outsize.cli.processes.run_worker":
             rest["job"] = RunJob.model_validate_json((Path(spec.argv[1]) / "job.json").read_text())
@@ -76,6 +77,11 @@ def test_what_follows_an_error_of_memory_is_passed_on(outsize: Outsize, launched
     assert launched[0][2]["on_oom"] == "replan"
 
 
+def test_copies_are_passed_on(outsize: Outsize, launched: Calls) -> None:
+    outsize("run", "--max-restarts", "2", "--peer-copies", "30s", "-m", "a.b")
+    assert launched[0][2]["peer_copies"] == "30s"
+
+
 def test_options_may_follow_a_model(outsize: Outsize, launched: Calls) -> None:
     outsize("run", "toy:build", "--steps", "5", "--lr", "0.1", "--stages", "3", "--schedule", "1f1b")
     (_, processes, rest) = launched[0]
@@ -118,6 +124,11 @@ def test_a_failed_run_is_an_object_under_json(outsize: Outsize, launched: Calls)
         (["resnet18"], "'resnet18' is neither a file nor a MODEL"),
         (["gone.py"], "no file 'gone.py'"),
         (["--nproc-per-node", "some", "-m", "toy"], "--nproc-per-node 'some' is no count"),
+        (["--peer-copies", "1", "-m", "toy"], "starts again, which --max-restarts has to allow"),
+        (["--peer-copies", "often", "--max-restarts", "1", "-m", "toy"], "every 'often' is no interval"),
+        (["toy:build", "--every", "500"], "--every is for checkpoints, and there is no folder for them"),
+        (["toy:build", "--checkpoint", "run", "--every", "500|10m"], "every '500|10m' is no interval"),
+        (["toy:build", "--checkpoint", "run", "--every", "1.5h"], "Next: 500 (steps), 90s, 10m or 2h"),
         (["--on-oom", "cry", "-m", "toy"], "--on-oom cry is unknown. Next: --on-oom raise, or replan"),
         (["--on-oom", "replan", "-m", "toy"], "starts the run again, which --max-restarts has to allow"),
         (["--on-oom", "replan", "--max-restarts", "2", "toy:build"], "--on-oom replan is for scripts"),

@@ -413,10 +413,10 @@ def test_a_save_beside_steps_has_the_state_of_its_step(
     """The thread writes after two more steps were taken; a second save waits for it."""
     go_on, written = Event(), list[int]()
 
-    def late(folder: Path, rank: int, chunks: Any) -> Any:
+    def late(folder: Path, rank: int, chunks: Any, **how: Any) -> Any:
         go_on.wait()
         written.append(len(written))
-        return write_part(folder, rank, chunks)
+        return write_part(folder, rank, chunks, **how)
 
     whole = losses(engine(), 4)
     run = engine()
@@ -434,7 +434,7 @@ def test_a_save_beside_steps_has_the_state_of_its_step(
 def test_an_error_of_the_thread_is_raised_where_it_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(folder: Path, rank: int, chunks: Any) -> Any:
+    def full(folder: Path, rank: int, chunks: Any, **_: Any) -> Any:
         raise NotSaved("the disk is full")
 
     run = engine()

@@ -65,9 +65,9 @@ def test_saves_that_are_due_go_beside_and_the_last_one_is_waited_for(tmp_path: P
         saves.append((root, keep, wait))
 
     saver = StepSaver(SaveRule(tmp_path, SaveInterval(2), 3), None)
-    assert [saver.after_step(step, save) for step in (1, 2, 3)] == [False, True, False]
+    assert [saver.after_step(step, save, lambda _: None) for step in (1, 2, 3)] == [False, True, False]
     signal.raise_signal(signal.SIGUSR1)
     with pytest.raises(Preempted, match=r"SIGUSR1 .* saved; step 3, in ") as raised:
-        saver.after_step(3, save)
+        saver.after_step(3, save, lambda _: None)
     assert raised.value.shared
     assert saves == [(tmp_path, 3, False), (tmp_path, 3, True)]
