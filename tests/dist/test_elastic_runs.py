@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from elastic_worker import train
+
+from outsize.errors import RankFailed
+from outsize.train.launch.run_secret import SECRET
 
 pytestmark = pytest.mark.dist
 
@@ -80,3 +86,49 @@ def test_copies_in_memory_lose_no_more_than_the_step_in_flight(tmp_path: Path) -
     assert losses_in(tmp_path) == undisturbed(STEPS)
     assert not list((tmp_path / "run").glob("step-*"))
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_launcher_joins_a_run_and_the_digits_stay(tmp_path: Path) -> None:
+    """Two launchers of one machine, whose messages are sealed; a third one with another secret is refused."""
+    (tmp_path / "temporary").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary"), SECRET: "s" * 32}
+    options = ("--nnodes=1:2", f"--rdzv-endpoint=127.0.0.1:{port}", "--nproc-per-node=1", "--max-restarts=2")
+    command = [sys.executable, "-c", OUTSIZE, "run", *options, str(HERE / "elastic_worker.py"), str(tmp_path)]
+
+    def start(name: str, secret: str = env[SECRET]) -> subprocess.Popen[bytes]:
+        with (tmp_path / name).open("wb") as file:
+            how = {**env, SECRET: secret}
+            return subprocess.Popen([*command, "1000000", "", "0.1"], env=how, stdout=file, stderr=file)
+
+    def until_steps_of(ranks: int) -> None:
+        end_s = time.monotonic() + 90
+        while ranks not in {int(line.split()[1]) for line in _lines(tmp_path / "losses")}:
+            assert time.monotonic() < end_s, (tmp_path / "first").read_text()
+            time.sleep(0.05)
+
+    launchers = [start("first")]
+    try:
+        until_steps_of(1)
+        stranger = start("stranger", "t" * 32)
+        launchers += [stranger, start("second")]
+        until_steps_of(2)
+        assert stranger.wait(60) == RankFailed.exit_code
+        launchers[0].send_signal(signal.SIGTERM)
+        launchers[2].send_signal(signal.SIGTERM)
+        assert launchers[0].wait(60) in (75, 128 + signal.SIGTERM)
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    said = (tmp_path / "stranger").read_text()
+    assert "is not sealed by the run's secret; key 'rendezvous'" in said
+    assert "frame #0" not in said
+    assert "without a secret" not in said
+    losses = losses_in(tmp_path)
+    assert losses == undisturbed(max(map(int, losses)))
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.count(" ") == 2] if path.exists() else []

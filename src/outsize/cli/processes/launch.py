@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, final
 
 import typer
@@ -24,7 +25,8 @@ PROCESSES = 2
 @dataclass(frozen=True)
 class LaunchPlace:
     """The number of processes on this machine, torchrun's options by name, those of the watchdog, what
-    follows where a device has no memory, and how often the run copies itself into memory.
+    follows where a device has no memory, how often the run copies itself into memory, and the file with the
+    secret of its machines.
     """
 
     nproc_per_node: str | None = None
@@ -32,6 +34,7 @@ class LaunchPlace:
     watch: WatchOptions | None = None
     on_oom: str | None = None
     peer_copies: str | None = None
+    secret_file: Path | None = None
 
     @property
     def nnodes(self) -> int:
@@ -74,6 +77,7 @@ class LaunchPlace:
             watch=self.watch,
             on_oom=self.on_oom,
             peer_copies=self.peer_copies,
+            secret_file=self.secret_file,
             least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)

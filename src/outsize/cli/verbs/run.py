@@ -139,6 +139,17 @@ Copies = Annotated[
         show_default=False,
     ),
 ]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        metavar="FILE",
+        help="A file of mode 0600 with the same text on every machine, which seals what they tell each other "
+        "(or OUTSIZE_RUN_SECRET).",
+        rich_help_panel=_PROCESSES,
+        show_default=False,
+    ),
+]
 Module = Annotated[
     bool,
     typer.Option("-m", "--module", help="TARGET is a module, as in python -m.", rich_help_panel=_PROCESSES),
@@ -209,6 +220,7 @@ def run(
     on_hang: HangAction = None,
     on_oom: OutOfMemory = None,
     peer_copies: Copies = None,
+    secret_file: SecretFile = None,
     module: Module = False,
     steps: Steps = STEPS,
     input: options.Input = None,
@@ -245,6 +257,7 @@ def run(
         WatchOptions.given(hang_timeout, on_hang, os.environ),
         _checked(on_oom, max_restarts, is_model=is_model(target, module)),
         _checked_copies(peer_copies, max_restarts),
+        secret_file,
     )
     if not is_model(target, module):
         _refuse_for_scripts(ctx)

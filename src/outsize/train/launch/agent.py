@@ -44,6 +44,7 @@ from outsize.train.launch.failure import Failure, first_failure, read_failure
 from outsize.train.launch.fork_server import ForkServer
 from outsize.train.launch.meetings import ChangingMeeting
 from outsize.train.launch.rendezvous import ATTEMPT, ENDED
+from outsize.train.launch.run_secret import RunSecret, sealed_store
 from outsize.train.launch.spec import WORKER_ARGUMENTS
 
 SETTLE_S, ABSENCE_S, POLL_S = 0.3, 2.0, 0.05
@@ -72,13 +73,14 @@ class Attempts:
 
     `show` is called at the end of each that failed. A worker that is killed leaves its place empty as long as
     `least` processes stay on this machine. Workers are forks of `server`, else fresh interpreters. `meeting`
-    is the ranks' store where it is not the agents'.
+    is the ranks' store where it is not the agents'; `secret` seals what agents tell each other.
     """
 
     show: Callable[[Ended], None]
     least: int
     server: ForkServer | None = None
     meeting: Store | None = None
+    secret: RunSecret | None = None
 
 
 @final
@@ -246,7 +248,7 @@ class Agent(LocalElasticAgent):
         again.
         """
         causes = [failure for failure in self._failures(group) if not failure.is_consequence]
-        if causes and self._remaining_restarts == 0 and (store := _shared(group)) is not None:
+        if causes and self._remaining_restarts == 0 and (store := self._shared(group)) is not None:
             with contextlib.suppress(DistError):
                 store.set(FAILED, first_failure(causes).to_json())
 
@@ -264,13 +266,19 @@ class Agent(LocalElasticAgent):
         """Returns the failure that another machine has published; a store that is gone went with the
         machine of rank 0.
         """
-        store = _shared(group)
+        store = self._shared(group)
         try:
             if store is not None and store.check([FAILED]):
                 return Failure.from_json(store.get(FAILED))
         except DistError as error:
             return Failure.lost(f"{type(error).__name__}: Connection reset by peer")
         return None
+
+    def _shared(self, group: WorkerGroup) -> Any:
+        """Returns the store that the agents of several machines share; None on one machine."""
+        if (group.group_world_size or 1) == 1:
+            return None
+        return sealed_store(group.store, self._attempts.secret)
 
     def _wait(self, timeout_s: float) -> None:
         deadline, processes = time.monotonic() + timeout_s, self._context.subprocess_handlers.values()
@@ -284,11 +292,6 @@ def _absence(exit_code: int | None, pid: int) -> str:
         return "has ended, while others still trained"
     look = look_at(pid) if exit_code is None else None
     return "is stopped (SIGSTOP)" if look is not None and look.letter == "T" else ""
-
-
-def _shared(group: WorkerGroup) -> Store | None:
-    """Returns the store that the agents of several machines share; None on one machine."""
-    return cast("Store", group.store) if (group.group_world_size or 1) > 1 else None
 
 
 @final

@@ -24,6 +24,7 @@ from outsize.train.launch.exit import end_well_outside_workers
 from outsize.train.launch.failure import Failure, signal_name
 from outsize.train.launch.fork_server import ForkServer, can_serve_forks
 from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, file_store, loopback_interface
+from outsize.train.launch.run_secret import SECRET, RunSecret
 from outsize.train.launch.spec import (
     COPIES,
     ON_OOM,
@@ -41,6 +42,7 @@ NCCL_ENDS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
     from torch.distributed.launcher.api import LaunchConfig
 
     from outsize.train.launch.agent import Ended
@@ -141,6 +143,11 @@ def peer_copies() -> PeerCopies | None:
     return PeerCopies.of_variable(text) if text else None
 
 
+def run_secret() -> RunSecret | None:
+    """Returns the secret of this run's machines, if they have one. Raises BadOption."""
+    return RunSecret.of_environment(os.environ)
+
+
 def error_file() -> Path | None:
     """Returns the file in which elastic expects the record of a failed worker."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -158,10 +165,12 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
 
     args, config = _config(spec, folder)
     loopback = _is_local(args, config)
+    secret = _secret(spec, config, loopback=loopback)
     extra_environment = worker_environment(spec.nproc_per_node, os.environ, loopback=loopback, cores=_cores())
     extra_environment |= (spec.watch or WatchOptions.of_environment(os.environ)).environment()
     sizes = spec.world_sizes(config.min_nodes, config.max_nodes)
     extra_environment |= {} if spec.on_oom is None else {ON_OOM: spec.on_oom}
+    extra_environment |= {} if secret is None else {SECRET: secret.text}
     extra_environment |= {SIZES: ",".join(map(str, sizes))} if len(sizes) > 1 else {}
     if "OMP_NUM_THREADS" in extra_environment:
         _say(f"outsize: {spec.processes}, OMP_NUM_THREADS={extra_environment['OMP_NUM_THREADS']} each")
@@ -181,12 +190,14 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
         )
         stack.enter_context(lifeline(lifeline_in(folder)))
         try:
-            worker = _worker(spec, folder, args, config, loopback=loopback)
+            worker = _worker(
+                spec, folder, args, config, _handler(spec, args, config, secret, loopback=loopback)
+            )
             server = _fork_server(config, folder, extra_environment)
             if server is not None:
                 stack.callback(server.close)
             show = _reporter(spec, config.max_restarts, codes)
-            attempts = Attempts(show, spec.least, server, meeting)
+            attempts = Attempts(show, spec.least, server, meeting, secret)
             agent = Agent(worker, logs, config.shutdown_timeout or 0, attempts)
             stack.callback(agent.kill)  # whatever happens below, nothing is left running
             result: Any = agent.run()
@@ -206,9 +217,14 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
             how = f"{config.rdzv_backend} at {config.rdzv_endpoint}"
             raise RankFailed(
                 "the machines of the run have not met",
-                numbers=f"{how}, {type(error).__name__}: {str(error).rstrip('.')}",
+                numbers=f"{how}, {type(error).__name__}: {_first_line(error)}",
                 next_step="start the same command on every machine, --node-rank 0, 1, ...",
             ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Returns what an error of torch says, without the C++ stack that follows it."""
+    return str(error).partition("\n")[0].partition(" Exception raised from")[0].rstrip(". ")
 
 
 def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
@@ -259,15 +275,34 @@ def _is_local(args: Any, config: LaunchConfig) -> bool:
     return bool(args.standalone) or (config.max_nodes == 1 and unsaid)
 
 
-def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, loopback: bool) -> WorkerSpec:
-    """Returns elastic's specification of a worker."""
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+def _secret(spec: LaunchSpec, config: LaunchConfig, *, loopback: bool) -> RunSecret | None:
+    """Returns the secret of the machines; says what is open where several have none. Raises BadOption."""
+    if spec.secret_file is not None:
+        return RunSecret.of_file(spec.secret_file)
+    secret = RunSecret.of_environment(os.environ)
+    if secret is None and not loopback and config.max_nodes > 1:
+        _say(
+            f"outsize: up to {config.max_nodes} machines meet without a secret: who reaches "
+            f"{config.rdzv_endpoint} can write into their store. Next: --secret-file FILE on every machine"
+        )
+    return secret
+
+
+def _handler(
+    spec: LaunchSpec, args: Any, config: LaunchConfig, secret: RunSecret | None, *, loopback: bool
+) -> RendezvousHandler:
+    """Returns where the agents of the run meet."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from outsize.train.launch.meetings import CHANGING, ChangingMeeting, FixedMeeting, Loopback
+    from outsize.train.launch.meetings import (
+        CHANGING,
+        ChangingMeeting,
+        FixedMeeting,
+        Loopback,
+        meeting_point,
+    )
 
-    port = None if spec.is_ours else args.master_port
     local_addr = config.local_addr
     if config.rdzv_backend != "static" and config.rdzv_endpoint.rpartition(":")[0] in LOOPBACK_NAMES:
         local_addr = local_addr or LOOPBACK
@@ -280,20 +315,27 @@ def _worker(spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, *, 
         local_addr,
         **{**CHANGING, **config.rdzv_configs},
     )
+    if loopback:
+        return Loopback(None if spec.is_ours else args.master_port)
+    if config.rdzv_backend == "static":
+        return FixedMeeting.of(get_rendezvous_handler(meeting))
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt has a store of its own
+    return ChangingMeeting(lambda: meeting_point(meeting, secret), secret)
 
-    def handler() -> RendezvousHandler:
-        if loopback:
-            return Loopback(port)
-        if config.rdzv_backend == "static":
-            return FixedMeeting.of(get_rendezvous_handler(meeting))
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # each attempt has a store of its own
-        return ChangingMeeting(lambda: get_rendezvous_handler(meeting))
 
-    static = config.rdzv_backend == "static" and not loopback
+def _worker(
+    spec: LaunchSpec, folder: Path, args: Any, config: LaunchConfig, handler: RendezvousHandler
+) -> WorkerSpec:
+    """Returns elastic's specification of a worker."""
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    from outsize.train.launch.meetings import FixedMeeting
+
+    static = isinstance(handler, FixedMeeting)
     return WorkerSpec(
         role=config.role,
         local_world_size=spec.nproc_per_node,
-        rdzv_handler=handler(),
+        rdzv_handler=handler,
         entrypoint=sys.executable,
         args=tuple(spec.command(folder)),
         max_restarts=config.max_restarts,

@@ -16,11 +16,24 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
+    RendezvousParameters,
     RendezvousStoreInfo,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    DEFAULT_PORT,
+    C10dRendezvousBackend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,  # pyright: ignore[reportPrivateUsage]
+    parse_rendezvous_endpoint,
+)
 
+from outsize.errors import BadOption
 from outsize.train.launch.rendezvous import LOOPBACK, RUN_ID, reach, served_store
+from outsize.train.launch.run_secret import RunSecret, sealed_store
 
 STORE_S = 300.0
 MEET_AGAIN_S: Final = 600.0
@@ -101,6 +114,58 @@ class FixedMeeting(StaticTCPRendezvous):
 
 
 @final
+class SealedBackend(RendezvousBackend):
+    """torch's state of a rendezvous, a pickle, which is passed on only where its seal is the run's."""
+
+    _KEY: Final = "rendezvous"
+
+    def __init__(self, inner: RendezvousBackend, secret: RunSecret) -> None:
+        self._inner, self._secret = inner, secret
+
+    @property
+    def name(self) -> str:
+        """Returns the name of torch's backend."""
+        return self._inner.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Returns the state. Raises RankFailed for one that is not sealed."""
+        found = self._inner.get_state()
+        return None if found is None else (self._secret.opened(self._KEY, found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Sets the state unless it was changed since `token`; returns the one that is there."""
+        found = self._inner.set_state(self._secret.seal(self._KEY, state), token)
+        return None if found is None else (self._secret.opened(self._KEY, found[0]), *found[1:])
+
+
+def meeting_point(parameters: RendezvousParameters, secret: RunSecret | None) -> RendezvousHandler:
+    """Returns torch's rendezvous of machines that come and go, whose server listens on one interface.
+
+    With a secret its state is sealed. Raises RendezvousConnectionError.
+    """
+    if parameters.backend != "c10d" or parameters.get("store_type", "tcp") != "tcp":
+        return get_rendezvous_handler(parameters)
+    store = _agents_store(parameters)
+    backend: RendezvousBackend = C10dRendezvousBackend(store, parameters.run_id)
+    return create_handler(store, backend if secret is None else SealedBackend(backend, secret), parameters)
+
+
+def _agents_store(parameters: RendezvousParameters) -> TCPStore:
+    """Returns the store of the agents, which one of those serves whose machine has the endpoint's address."""
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    timeout_s = parameters.get_as_int("read_timeout", 60) or 60
+    is_host = parameters.get_as_bool("is_host")
+    if is_host or (is_host is None and _matches_machine_hostname(host)):
+        with suppress(BadOption):  # Another agent of this machine serves it.
+            return served_store(host, port, timeout_s)
+    try:
+        timeout = timedelta(seconds=timeout_s)
+        return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        raise RendezvousConnectionError(f"no launcher answers at {host}:{port}") from error
+
+
+@final
 class ChangingMeeting(RendezvousHandler):
     """torch's rendezvous of machines that come and go; each attempt has a store of its own.
 
@@ -114,9 +179,9 @@ class ChangingMeeting(RendezvousHandler):
     it is; agents elsewhere wait for that. So two halves of a network cannot both go on.
     """
 
-    def __init__(self, make: Callable[[], RendezvousHandler]) -> None:
+    def __init__(self, make: Callable[[], RendezvousHandler], secret: RunSecret | None = None) -> None:
         """`make` connects to the meeting point, or serves it. Raises what it raises."""
-        self._make, self._handler = make, make()
+        self._make, self._handler, self._secret = make, make(), secret
         self._store: TCPStore | None = None
         self._has_met = False
         self.attempt = -1
@@ -146,7 +211,7 @@ class ChangingMeeting(RendezvousHandler):
                     raise
 
     def _with_own_store(self, info: RendezvousInfo) -> RendezvousInfo:
-        place, agents = info.bootstrap_store_info, info.store
+        place, agents = info.bootstrap_store_info, sealed_store(info.store, self._secret)
         assert place is not None
         agents.set(f"{_MET}/{info.rank}", str(self.attempt + 1))
         if info.rank == 0:

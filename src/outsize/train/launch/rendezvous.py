@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.errors import BadOption, RankFailed
+from outsize.train.launch.run_secret import RunSecret, SealedStore, sealed_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -147,7 +148,8 @@ def meet(env: Mapping[str, str], timeout_s: float) -> Store:
     store, rank = _store(env, timeout_s), int(env["RANK"])
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     ours = PrefixStore(f"{ATTEMPT}/{attempt}", store)  # an agent may keep its store over a restart
-    _wait_for_all(ours, rank, int(env["WORLD_SIZE"]), timeout_s)
+    secret = RunSecret.of_environment(env)
+    _wait_for_all(sealed_store(ours, secret), rank, int(env["WORLD_SIZE"]), timeout_s)
     return ours
 
 
@@ -165,7 +167,7 @@ def _store(env: Mapping[str, str], timeout_s: float) -> Store:
     return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def _wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) -> None:
+def _wait_for_all(store: Store | SealedStore, rank: int, world_size: int, timeout_s: float) -> None:
     start, pause_s, warned = time.monotonic(), FIRST_LOOK_S, rank != 0
     keys = [f"{HERE}/{one}" for one in range(world_size)]
     store.set(keys[rank], "")
@@ -180,6 +182,9 @@ def _wait_for_all(store: Store, rank: int, world_size: int, timeout_s: float) ->
             warnings.warn(f"{_named(missing)} of {world_size} not here after 10 s", stacklevel=6)
         time.sleep(pause_s)  # Store.wait would write a warning to stderr at each of its timeouts
         pause_s = min(1.5 * pause_s, LAST_LOOK_S)
+    if isinstance(store, SealedStore):
+        for key in keys:
+            store.get(key)  # It raises where a rank has another secret.
 
 
 def _never_joined(ranks: list[int], world_size: int, waited_s: float, *, ended: bool) -> RankFailed:

@@ -15,6 +15,7 @@ from typing import final
 
 from outsize.errors import BadOption
 from outsize.run.watchdog.options import WatchOptions
+from outsize.train.launch.folder_guard import removed_at_death
 from outsize.train.launch.rendezvous import loopback_interface
 
 WORKER_ARGUMENTS = 4  # python -P -m outsize.train.launch.worker, then the arguments of worker.py
@@ -36,7 +37,8 @@ class LaunchSpec:
     --shutdown-timeout overrides it. `watch` are the watchdog's options; None: the environment's. Of
     `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all are.
     `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory, as
-    checkpoint/interval.py reads it. Raises BadOption (E106).
+    checkpoint/interval.py reads it. `secret_file` has the secret of the machines (run_secret.py), else the
+    environment has it. Raises BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -49,6 +51,7 @@ class LaunchSpec:
     least_nproc: int | None = None
     on_oom: str | None = None
     peer_copies: str | None = None
+    secret_file: Path | None = None
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""
@@ -150,7 +153,7 @@ def private_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         folder = tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise _no_place(error) from error
-    with folder as name:
+    with folder as name, removed_at_death(Path(name)):
         try:
             yield Path(name)
         except OSError as error:

@@ -21,7 +21,8 @@ from outsize.run.watchdog.options import WatchOptions
 from outsize.run.watchdog.progress import Progress
 from outsize.run.watchdog.watcher import Watchdog, WatchedRun
 from outsize.train.launch.failure import shown, write_failure
-from outsize.train.launch.launch import error_file
+from outsize.train.launch.launch import error_file, run_secret
+from outsize.train.launch.run_secret import sealed_store
 from outsize.train.launch.world import World
 
 STDERR: Final = 2
@@ -52,7 +53,9 @@ def _own_connection() -> Any:
     """Returns another connection to the default group's store; None where there is no store (MPI)."""
     try:
         run: Any = dist.distributed_c10d
-        return run.PrefixStore("outsize/watchdog", run._get_default_store()).clone()
+        return sealed_store(
+            run.PrefixStore("outsize/watchdog", run._get_default_store()).clone(), run_secret()
+        )
     except (RuntimeError, ValueError):
         return None
 

@@ -1,0 +1,49 @@
+"""A launcher's temporary folder goes with it, even where it is killed before it has started anything."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from outsize.train.launch.folder_guard import removed_at_death
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from outsize.train.launch.folder_guard import removed_at_death
+folder = Path(sys.argv[1])
+with removed_at_death(folder):
+    (folder / "file").touch()
+    print("there", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_folder_of_a_killed_process_goes(tmp_path: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(folder)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"there\n"
+    assert folder.exists()
+    process.send_signal(number)
+    assert process.stdout.read() == b""  # the guard does not hold the output
+    process.wait()
+    end_s = time.monotonic() + 5
+    while folder.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_it_goes_with_the_block(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with removed_at_death(folder):
+        (folder / "file").touch()
+    assert not folder.exists()
