@@ -3,15 +3,12 @@
     FOLDER/<digest of device, torch, threads, beside>.json     {version, environment, timings: {key: seconds}}
 
 The caller chooses the folder. A file that cannot be read or is of another version is ignored with a warning,
-and replaced at the next save; a save is atomic (written to a temporary file, then renamed), the last of two
-wins.
+and replaced at the next save; a save is atomic (files/replace.py), the last of two wins.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Annotated, Final, Literal, final
 
 from pydantic import Field, ValidationError
 
+from outsize.files.replace import replace_text
 from outsize.ir.base import Record
 
 VERSION: Final = 1
@@ -77,11 +75,7 @@ class ProfileCache:
         merged = CacheFile(environment=self._environment, timings={**self._read()[0], **timings})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path.parent, delete=False, encoding="utf-8"
-            ) as file:
-                file.write(merged.model_dump_json())
-            os.replace(file.name, self.path)
+            replace_text(self.path, merged.model_dump_json())
         except OSError as error:
             warnings.warn(f"unit times are not kept: {error}", stacklevel=2)
 

@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from outsize.errors import OutsizeError
+from outsize.files.replace import replace_text
 from outsize.program.source_line import is_outsize_file
 
 _LOST_CONNECTION = re.compile(
@@ -124,10 +125,8 @@ def write_failure(path: Path, error: BaseException, exit_code: int) -> None:
         "ours": ours,
     }
     record = {"message": {"message": _summary(error), "errorCode": exit_code, "extraInfo": extra}}
-    draft = path.with_name(path.name + ".draft")
     try:
-        draft.write_text(json.dumps(record), encoding="utf-8")
-        draft.replace(path)
+        replace_text(path, json.dumps(record))
     except OSError as full:  # the disk has no place for it: the user reads it here
         sys.stderr.write(f"{shown(error, call_stack)}\n{path} is not written: {full.strerror}\n")
 

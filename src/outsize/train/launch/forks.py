@@ -18,6 +18,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from outsize.errors import OutsizeError, RankFailed, error_of
+from outsize.files.replace import replace_text
 from outsize.train.launch.exit import exit_code
 from outsize.train.launch.failure import Failure, first_failure, read_failure, write_failure
 from outsize.train.launch.launch import take_place
@@ -111,6 +112,6 @@ def _run_rank(folder: Path, rank: int, ranks: int, work: Callable[[], None]) -> 
     thread.join()
     for error in errors:
         if isinstance(error, OutsizeError):
-            (folder / f"{rank}.fields").write_text(json.dumps(error.fields()), encoding="utf-8")
+            replace_text(folder / f"{rank}.fields", json.dumps(error.fields()))
         write_failure(folder / f"{rank}.json", error, exit_code(error))
         sys.exit(exit_code(error))

@@ -20,6 +20,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from outsize.errors import BadOption, RankFailed
+from outsize.files.file_system import Disk
 from outsize.run.transport.shared_memory import SharedMemory
 from outsize.train.launch import rendezvous
 from outsize.train.launch.failure import Failure, write_failure
@@ -158,7 +159,7 @@ def test_a_record_that_the_disk_has_no_place_for_is_shown(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Disk, "write", full)
     write_failure(tmp_path / "error.json", ValueError("boom"), 1)
     said = capsys.readouterr().err
     assert "ValueError: boom" in said
