@@ -14,7 +14,7 @@ import pytest
 from elastic_worker import train
 
 from outsize.errors import RankFailed
-from outsize.train.launch.run_secret import SECRET
+from outsize.run.transport.run_secret import SECRET
 
 pytestmark = pytest.mark.dist
 

@@ -405,6 +405,7 @@ class Engine:
 
     @on_saving.setter
     def on_saving(self, tell: Callable[[SaveProgress], None]) -> None:
+        """Sets what is called with the progress of a save."""
         self._checkpoints.background.tell = tell
 
     def resume(self, root: str | Path) -> int | None:

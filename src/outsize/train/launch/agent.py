@@ -39,12 +39,12 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from torch.distributed.elastic.utils.api import macros
 
 from outsize.errors import Preempted
+from outsize.run.transport.run_secret import RunSecret, sealed_store
 from outsize.run.watchdog.processes import look_at
 from outsize.train.launch.failure import Failure, first_failure, read_failure
 from outsize.train.launch.fork_server import ForkServer
 from outsize.train.launch.meetings import ChangingMeeting
 from outsize.train.launch.rendezvous import ATTEMPT, ENDED
-from outsize.train.launch.run_secret import RunSecret, sealed_store
 from outsize.train.launch.spec import WORKER_ARGUMENTS
 
 SETTLE_S, ABSENCE_S, POLL_S = 0.3, 2.0, 0.05

@@ -18,13 +18,13 @@ from signal import SIGINT, SIGKILL
 from typing import TYPE_CHECKING, Any
 
 from outsize.errors import BadOption, Preempted, RankFailed
+from outsize.run.transport.run_secret import SECRET, RunSecret
 from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
 from outsize.train.launch.exit import end_well_outside_workers
 from outsize.train.launch.failure import Failure, signal_name
 from outsize.train.launch.fork_server import ForkServer, can_serve_forks
 from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, file_store, loopback_interface
-from outsize.train.launch.run_secret import SECRET, RunSecret
 from outsize.train.launch.spec import (
     COPIES,
     ON_OOM,

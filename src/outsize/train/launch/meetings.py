@@ -32,8 +32,8 @@ from torch.distributed.elastic.rendezvous.utils import (
 )
 
 from outsize.errors import BadOption
+from outsize.run.transport.run_secret import RunSecret, sealed_store
 from outsize.train.launch.rendezvous import LOOPBACK, RUN_ID, reach, served_store
-from outsize.train.launch.run_secret import RunSecret, sealed_store
 
 STORE_S = 300.0
 MEET_AGAIN_S: Final = 600.0

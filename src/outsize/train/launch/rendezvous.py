@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outsize.errors import BadOption, RankFailed
-from outsize.train.launch.run_secret import RunSecret, SealedStore, sealed_store
+from outsize.run.transport.run_secret import RunSecret, SealedStore, sealed_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import final
 
 from outsize.errors import BadOption
+from outsize.files.folder_guard import removed_at_death
 from outsize.run.watchdog.options import WatchOptions
-from outsize.train.launch.folder_guard import removed_at_death
 from outsize.train.launch.rendezvous import loopback_interface
 
 WORKER_ARGUMENTS = 4  # python -P -m outsize.train.launch.worker, then the arguments of worker.py

@@ -17,12 +17,12 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from outsize.errors import RunHung
+from outsize.run.transport.run_secret import sealed_store
 from outsize.run.watchdog.options import WatchOptions
 from outsize.run.watchdog.progress import Progress
 from outsize.run.watchdog.watcher import Watchdog, WatchedRun
 from outsize.train.launch.failure import shown, write_failure
 from outsize.train.launch.launch import error_file, run_secret
-from outsize.train.launch.run_secret import sealed_store
 from outsize.train.launch.world import World
 
 STDERR: Final = 2

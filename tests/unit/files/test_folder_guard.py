@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from outsize.train.launch.folder_guard import removed_at_death
+from outsize.files.folder_guard import removed_at_death
 
 KILLED = """
 import os, sys, time
 from pathlib import Path
-from outsize.train.launch.folder_guard import removed_at_death
+from outsize.files.folder_guard import removed_at_death
 folder = Path(sys.argv[1])
 with removed_at_death(folder):
     (folder / "file").touch()
