@@ -98,13 +98,18 @@ def preload() -> None:
     """
     _import_paths()
     modules = (module.name for module in walk_packages(outsize.__path__, "outsize."))
-    for name in (*PRELOADED, *(name for name in modules if not _is_program(name))):
+    for name in (*PRELOADED, *(name for name in modules if not (_is_program(name) or _is_adapter(name)))):
         import_module(name)
 
 
 def _is_program(module: str) -> bool:
     """Whether `python -m` runs it, which warns about a module that has been imported before."""
     return module.startswith("outsize.") and module.endswith(("worker", "__main__"))
+
+
+def _is_adapter(module: str) -> bool:
+    """Whether it imports a training framework, which takes seconds and most tests do not need."""
+    return module.startswith("outsize.integrations.")
 
 
 @cache

@@ -131,7 +131,9 @@ class _Task:
         profiled, between = counts_to_tune(size, self.world.world_size, count)
         own = self._profiles([-(-size // c) for c in profiled], options)
         assert self.world.host is not None
-        texts = all_gather_json(None if own is None else own.model_dump_json(), self.world.host)
+        texts = all_gather_json(
+            None if own is None else own.model_dump_json(), self.world.host, "measured units"
+        )
         if self.world.rank:
             return None
         profiles = _mean([ProfileSet.model_validate_json(text) for text in texts if text is not None])

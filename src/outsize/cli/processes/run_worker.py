@@ -133,7 +133,7 @@ def _of_all(world: World, watch: MemoryWatch) -> Sequence[list[tuple[float, int]
     """Returns the readings of each rank."""
     if world.host is None:
         return [watch.readings] * world.world_size
-    gathered = all_gather_json(watch.readings, world.host)
+    gathered = all_gather_json(watch.readings, world.host, "memory readings")
     return [[(at_s, size) for at_s, size in readings] for readings in gathered]
 
 

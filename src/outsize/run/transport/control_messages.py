@@ -1,17 +1,21 @@
 """Tells ranks facts and values of each other, as JSON and tensors: nothing here unpickles.
 
-    all ranks   the number of bytes of each                      all_gather of int64
+    all ranks   the number of bytes of each, and what about      all_gather of int64
     all ranks   the bytes, filled up to those of the largest     all_gather of uint8
 
 torch's `all_gather_object` and `broadcast_object_list` send pickles, and whoever can write one into a
 connection runs code in every rank. JSON holds facts (`all_gather_json`, `broadcast_json`); what has tensors
 or objects in it is written in a closed vocabulary (`all_gather_values`; values.py says which). Every function
 is a collective over a group that takes tensors of the host.
+
+A gather says what it is about ("the batch of a step"): ranks that have gone different ways through the
+program meet in a gather of two kinds, and would read each other's facts as something else.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,15 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from outsize.errors import WorldMismatch
 from outsize.run.transport.values import value_bytes, value_of_bytes
 
+TOPIC_BYTES = 64
 Json = Any
 """None, bool, int, float, str, and lists and dicts (with texts as keys) of them; tuples arrive as lists."""
 
 
-def all_gather_json(own: Json, group: dist.ProcessGroup) -> list[Json]:
-    """Returns each rank's facts, in the order of ranks."""
-    return [_loaded(data) for data in _all_gathered(_dumped(own), group)]
+def all_gather_json(own: Json, group: dist.ProcessGroup, about: str) -> list[Json]:
+    """Returns each rank's facts, in the order of ranks. Raises WorldMismatch."""
+    return [_loaded(data) for data in _all_gathered(_dumped(own), group, about)]
 
 
 def broadcast_json(own: Json, group: dist.ProcessGroup, source: int = 0) -> Json:
@@ -42,36 +48,61 @@ def broadcast_json(own: Json, group: dist.ProcessGroup, source: int = 0) -> Json
     return _loaded(data)
 
 
-def all_gather_tensors(own: Sequence[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """Returns each rank's tensors, on the host; ranks may have different numbers, shapes and dtypes."""
-    return all_gather_values(list(own), group)
+def all_gather_tensors(own: Sequence[Tensor], group: dist.ProcessGroup, about: str) -> list[list[Tensor]]:
+    """Returns each rank's tensors, on the host; ranks may have different numbers, shapes and dtypes.
+
+    Raises WorldMismatch.
+    """
+    return all_gather_values(list(own), group, about)
 
 
-def all_gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns each rank's value, its tensors on the host. Raises NotSendable."""
-    return [value_of_bytes(data) for data in _all_gathered(value_bytes(own), group)]
+def all_gather_values(own: Any, group: dist.ProcessGroup, about: str) -> list[Any]:
+    """Returns each rank's value, its tensors on the host. Raises NotSendable, WorldMismatch."""
+    return [value_of_bytes(data) for data in _all_gathered(value_bytes(own), group, about)]
 
 
-def gather_values(own: Any, group: dist.ProcessGroup, destination: int = 0) -> list[Any] | None:
-    """Returns each rank's value on rank `destination` of the group, and None on the others."""
+def gather_values(own: Any, group: dist.ProcessGroup, about: str, destination: int = 0) -> list[Any] | None:
+    """Returns each rank's value on rank `destination` of the group, and None on the others.
+
+    Raises NotSendable, WorldMismatch.
+    """
     data = value_bytes(own)
-    sizes = _sizes(data, group)
+    sizes = _sizes(data, group, about)
     parts = _buffers(sizes) if group.rank() == destination else None
     dist.gather(_filled(data, max(sizes)), parts, group=group, group_dst=destination)
     return parts and [value_of_bytes(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _all_gathered(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    sizes = _sizes(own, group)
+def _all_gathered(own: Tensor, group: dist.ProcessGroup, about: str) -> list[Tensor]:
+    sizes = _sizes(own, group, about)
     parts = _buffers(sizes)
     dist.all_gather(parts, _filled(own, max(sizes)), group=group)
     return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
-def _sizes(own: Tensor, group: dist.ProcessGroup) -> list[int]:
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
-    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
-    return [int(size) for size in sizes]
+def _sizes(own: Tensor, group: dist.ProcessGroup, about: str) -> list[int]:
+    """Returns how many bytes each rank has. Raises WorldMismatch where they are about different things."""
+    rows = [torch.zeros(2, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(rows, torch.tensor([len(own), zlib.crc32(about.encode())]), group=group)
+    sizes, topics = zip(*(row.tolist() for row in rows), strict=True)
+    if len(set(topics)) > 1:
+        _insist_on_one_topic(group, about)
+    return list(sizes)
+
+
+def _insist_on_one_topic(group: dist.ProcessGroup, about: str) -> None:
+    """Raises WorldMismatch with what the first rank tells, and the next that tells something else."""
+    own = torch.frombuffer(bytearray(about.encode()[:TOPIC_BYTES].ljust(TOPIC_BYTES)), dtype=torch.uint8)
+    parts = [torch.empty(TOPIC_BYTES, dtype=torch.uint8) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    texts = [part.numpy().tobytes().decode(errors="replace").rstrip() for part in parts]
+    ranks = dist.get_process_group_ranks(group)
+    other = next((place for place, text in enumerate(texts) if text != texts[0]), 0)
+    raise WorldMismatch(
+        "the ranks of this run are at different places of the program",
+        numbers=f"rank {ranks[0]} compares {texts[0]}, rank {ranks[other]} compares {texts[other]}",
+        next_step="make the same calls of outsize on every rank, in the same order",
+    )
 
 
 def _buffers(sizes: Sequence[int]) -> list[Tensor]:

@@ -121,14 +121,17 @@ def connect(
     rank, inboxes = groups.layouts.rank(), dict[int, Inbox]()
     outboxes = _outboxes(groups, lambda: any(box.has_unread() for box in inboxes.values()))
     offers = list(
-        map(_Offer.read, all_gather_json(outboxes and _Offer.of(outboxes).written(), groups.layouts))
+        map(
+            _Offer.read,
+            all_gather_json(outboxes and _Offer.of(outboxes).written(), groups.layouts, "shared memory"),
+        )
     )
     spin_s = SPIN_S if _each_has_a_core([offer for offer in offers if offer is not None], replicas) else 0.0
     for peer, offer in enumerate(offers):
         memory = offer.opened(rank) if offer is not None and peer in outboxes else None
         if offer is not None and memory is not None:
             inboxes[peer] = Inbox(peer, offer.pid, memory, spin_s, _timeout_s(groups))
-    read: list[list[int]] = all_gather_json(sorted(inboxes), groups.layouts)
+    read: list[list[int]] = all_gather_json(sorted(inboxes), groups.layouts, "opened memory")
     near = {peer for peer in inboxes if rank in read[peer]}
     for far_peer in set(inboxes) - near:
         del inboxes[far_peer]

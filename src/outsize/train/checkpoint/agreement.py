@@ -34,7 +34,7 @@ def shared_facts(group: dist.ProcessGroup | None, make: Callable[[], T]) -> list
         card = {"error": error.fields()}
         if error is not raised:
             error.__cause__ = raised
-    cards = all_gather_json(card, group)
+    cards = all_gather_json(card, group, "a checkpoint")
     failed = [each["error"] for each in cards if "error" in each]
     if error is not None:
         raise error

@@ -102,7 +102,7 @@ class NamedCalls:
         own = (applied, None if stop is None else (stop.number, stop.sent()))
         everyones: list[Any] = [own]
         if self._crew.mesh is not None:
-            everyones = all_gather_json(own, self._crew.mesh.group.host)
+            everyones = all_gather_json(own, self._crew.mesh.group.host, "calls of apply_named")
         stops = [(said[0], rank, said[1]) for rank, (_, said) in enumerate(everyones) if said is not None]
         if not stops:
             return

@@ -289,7 +289,7 @@ class Crew(ABC):
         if self.mesh is None:
             return [value for _, value in known]
         group = self.mesh.pipeline.host if own_batches else self.mesh.group.host
-        by_number = dict(chain.from_iterable(all_gather_values(known, group)))
+        by_number = dict(chain.from_iterable(all_gather_values(known, group, "values of microbatches")))
         return [value for _, value in sorted(by_number.items(), key=lambda pair: pair[0])]
 
     def here(self, leaf: Any) -> Any:
@@ -576,5 +576,7 @@ class ProcessCrew(Crew):
 
     def gather_spans(self) -> list[RawSpan]:
         assert self.mesh is not None
-        gathered: list[list[RawSpan]] = all_gather_json(self.own_spans(), self.mesh.group.host)
+        gathered: list[list[RawSpan]] = all_gather_json(
+            self.own_spans(), self.mesh.group.host, "times of a step"
+        )
         return [(rank, *span[1:]) for rank, spans in enumerate(gathered) for span in spans]

@@ -153,7 +153,7 @@ class Callbacks:
         devices = [place for place in places if place is not None and is_accelerator(place)]
         own = _most(devices) if devices else psutil.Process().memory_info().rss
         mesh = self._crew.mesh
-        return (own,) if mesh is None else tuple(all_gather_json(own, mesh.group.host))
+        return (own,) if mesh is None else tuple(all_gather_json(own, mesh.group.host, "memory of a step"))
 
 
 def _most(devices: Sequence[torch.device]) -> int:

@@ -29,10 +29,10 @@ def shake_hands(
     plan needs another number of processes.
     """
     facts = facts_of(model, loss_fn)
-    cards = all_gather_json({**card(plan, model), _FACTS: digest_of(facts)}, group)
+    cards = all_gather_json({**card(plan, model), _FACTS: digest_of(facts)}, group, "plan and versions")
     insist_on_one([{name: text for name, text in known.items() if name != _FACTS} for known in cards])
     if len({known[_FACTS] for known in cards}) > 1:
-        insist_on_one_model(all_gather_json(facts, group))
+        insist_on_one_model(all_gather_json(facts, group, "the model"))
     if plan is not None:
         insist_on_size(plan.axes, group.size())
 

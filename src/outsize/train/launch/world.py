@@ -97,7 +97,7 @@ def _machines(host: ProcessGroup) -> tuple[int, ...]:
     """Returns how many processes each machine has, in the order of their ranks; a collective."""
     from outsize.run.transport.control_messages import all_gather_json
 
-    return tuple(Counter(all_gather_json(socket.gethostname(), host)).values())
+    return tuple(Counter(all_gather_json(socket.gethostname(), host, "names of machines")).values())
 
 
 def sizes_in(env: Mapping[str, str]) -> tuple[int, ...]:

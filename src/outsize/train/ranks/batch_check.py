@@ -32,7 +32,9 @@ def insist_on_one_batch(group: dist.ProcessGroup, parts: Sequence[Batch], step: 
 
     Raises WorldMismatch on all of them where two of one replica have other batches.
     """
-    cards: list[tuple[int, list[str]]] = all_gather_json((replica, _texts(parts)), group)
+    cards: list[tuple[int, list[str]]] = all_gather_json(
+        (replica, _texts(parts)), group, "the batch of a step"
+    )
     first: dict[int, tuple[int, list[str]]] = {}
     for rank, (number, texts) in enumerate(cards):
         known, expected = first.setdefault(number, (rank, texts))

@@ -236,7 +236,7 @@ class _Sparse:
     def send(self, group: RankGroup) -> None:
         """Gathers the gradients on the host, at once, since nobody knows their numbers of rows before."""
         grad = self._parameter.grad
-        gathered = all_gather_tensors([] if grad is None else [grad], group.host)
+        gathered = all_gather_tensors([] if grad is None else [grad], group.host, "sparse gradients")
         self._parts = [part for parts in gathered for part in parts]
 
     def received(self) -> list[Tensor]:

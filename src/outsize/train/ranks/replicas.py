@@ -140,13 +140,13 @@ class ReplicaGroup(Replicas):
     def on_first(self, values: Sequence[Any]) -> list[Any] | None:
         if self.own_batches:
             return list(values)
-        gathered = gather_values(list(values), self.group.host)
+        gathered = gather_values(list(values), self.group.host, "outputs")
         return (
             None if gathered is None else [value for replica_values in gathered for value in replica_values]
         )
 
     def of_all(self, values: Any) -> list[Any]:
-        return all_gather_values(values, self.group.host)
+        return all_gather_values(values, self.group.host, "outputs")
 
     def spread(self, tensors: Iterable[Tensor]) -> None:
         written_tensors = [tensor.detach() for tensor in tensors if _is_written_to(tensor)]

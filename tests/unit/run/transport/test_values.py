@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from outsize.errors import WorldMismatch
 from outsize.run.transport.control_messages import (
     all_gather_json,
     all_gather_tensors,
@@ -304,11 +305,11 @@ def test_a_tuple_that_holds_itself_is_refused() -> None:
 
 def _told(group: Any) -> Any:
     rank = group.rank()
-    facts = all_gather_json({"rank": rank, "text": "é" * rank, "nan": [1.0, 10**30]}, group)
+    facts = all_gather_json({"rank": rank, "text": "é" * rank, "nan": [1.0, 10**30]}, group, "facts")
     said = broadcast_json({"from": rank} if rank == 1 else print, group, source=1)
-    parts = all_gather_tensors([torch.full((n,), rank) for n in range(rank)], group)
-    values = all_gather_values((rank, torch.rand(2, generator=torch.manual_seed(rank))), group)
-    first = gather_values([Pair(rank, torch.tensor(rank))] * rank, group)
+    parts = all_gather_tensors([torch.full((n,), rank) for n in range(rank)], group, "parts")
+    values = all_gather_values((rank, torch.rand(2, generator=torch.manual_seed(rank))), group, "values")
+    first = gather_values([Pair(rank, torch.tensor(rank))] * rank, group, "pairs")
     return facts, said, [[p.tolist() for p in part] for part in parts], [v[0] for v in values], first
 
 
@@ -319,6 +320,20 @@ def test_ranks_tell_each_other(tmp_path: Path) -> None:
         assert parts == [[], [[]], [[], [2]]]
         assert values == [0, 1, 2]
         assert first == (None if rank else [[], [Pair(1, torch.tensor(1))], [Pair(2, torch.tensor(2))] * 2])
+
+
+def _at_other_places(group: Any) -> str:
+    with pytest.raises(WorldMismatch) as raised:
+        all_gather_json([group.rank()], group, "the model" if group.rank() == 2 else "the batch of a step")
+    return str(raised.value)
+
+
+def test_ranks_at_different_places_of_the_program_say_so(tmp_path: Path) -> None:
+    assert set(on_ranks(tmp_path, 3, _at_other_places)) == {
+        "WorldMismatch [E204]: the ranks of this run are at different places of the program; "
+        "rank 0 compares the batch of a step, rank 2 compares the model. "
+        "Next: make the same calls of outsize on every rank, in the same order"
+    }
 
 
 def test_a_pickle_of_the_same_object_would_run_code() -> None:
