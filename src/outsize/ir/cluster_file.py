@@ -46,6 +46,12 @@ def _filled(document: Any, path: str | Path) -> dict[str, Any]:
     """
     if isinstance(document, dict) and isinstance(document.get("cluster"), dict):
         document = document["cluster"]
+    if isinstance(document, dict) and "results" in document and "devices" not in document:
+        raise BadOption(
+            f"{path}: this report has no rates of its devices",
+            numbers="the check named rates failed, or did not run",
+            next_step=f"outsize doctor --gpu --only rates,links --width 32 --out {path}",
+        )
     devices = document.get("devices") if isinstance(document, dict) else None
     if not isinstance(devices, list) or not devices:
         raise _no_cluster(path, "devices: a list of at least one device is missing")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from outsize.cli.processes.device_check_worker import CheckJob, CheckOutcome
@@ -26,14 +26,14 @@ _LAST_CHARACTERS: Final = 600
 
 def run_checks(
     checks: Sequence[DeviceCheck], processes: int, width: int, progress: Callable[[int, int], None]
-) -> tuple[CheckResult, ...]:
-    """Returns the result of each check; joint checks run over `processes` processes, a device for each."""
-    results = list[CheckResult]()
+) -> Iterator[CheckResult]:
+    """Yields the result of each check as it ends; joint checks run over `processes` processes, a device for
+    each.
+    """
     for number, check in enumerate(checks):
         progress(number, len(checks))
-        results.append(_run_check(check, processes if check.is_joint else 1, width))
+        yield _run_check(check, processes if check.is_joint else 1, width)
     progress(len(checks), len(checks))
-    return tuple(results)
 
 
 def _run_check(check: DeviceCheck, processes: int, width: int) -> CheckResult:
@@ -73,7 +73,7 @@ def _ended(folder: JobFolder, limit_s: float) -> str | None:
         output.seek(0)
         said = output.read().strip()[-_LAST_CHARACTERS:]
     if code is None:
-        return f"not over after {limit_s:.0f} s: {said}"
+        return f"not over after {limit_s:.0f} s" + (f": {said}" if said else "")
     return f"exit code {code}: {said}" if code or not folder.outcome.exists() else None
 
 

@@ -73,12 +73,15 @@ def doctor(
 def _report(
     screen: Screen, nproc: int | None, only: str | None, width: int, out: Path | None
 ) -> DeviceReport:
-    """Runs the checks. Raises BadOption where there is no accelerator, or no check of a name."""
+    """Runs the checks, and writes the report after each of them, so that one that is interrupted leaves it.
+
+    Raises BadOption where there is no accelerator, or no check of a name.
+    """
     from outsize.api.device_checks.measured_cluster import measured_cluster
     from outsize.api.health import doctor
     from outsize.cli.processes.device_checks import run_checks
     from outsize.device.accelerators import accelerator_type, device_count, spoken
-    from outsize.ir.answers.device_report import DeviceReport
+    from outsize.ir.answers.device_report import CheckResult, DeviceReport
 
     kind, count = accelerator_type(), device_count()
     if kind is None:
@@ -93,13 +96,18 @@ def _report(
             numbers=f"torch sees {count}",
             next_step=f"--nproc {count}",
         )
+    name, results = "doctor" if out is None else out.name, tuple[CheckResult, ...]()
     checks, processes = _chosen(only), nproc or count
+    report = DeviceReport(health=doctor(os.environ), device_type=kind, processes=processes, results=results)
     with screen.bar("checking") as progress:
-        results = run_checks(checks, processes, width, progress)
-    cluster = measured_cluster("doctor" if out is None else out.name, results)
-    return DeviceReport(
-        health=doctor(os.environ), device_type=kind, processes=processes, results=results, cluster=cluster
-    )
+        for result in run_checks(checks, processes, width, progress):
+            results = (*results, result)
+            report = report.model_copy(
+                update={"results": results, "cluster": measured_cluster(name, results)}
+            )
+            if out is not None:
+                write_text(out, report.to_json() + "\n")
+    return report
 
 
 def _chosen(only: str | None) -> tuple[DeviceCheck, ...]:
@@ -116,9 +124,7 @@ def _chosen(only: str | None) -> tuple[DeviceCheck, ...]:
 
 
 def _deliver(screen: Screen, report: DeviceReport, out: Path | None) -> None:
-    """Shows the report and writes it; the exit code is 1 where a check failed."""
-    if out is not None:
-        write_text(out, report.to_json() + "\n")
+    """Shows the report; the exit code is 1 where a check failed."""
 
     def tables() -> Iterable[RenderableType]:
         from outsize.report.tables.device_report import device_report_tables

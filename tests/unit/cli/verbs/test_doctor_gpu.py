@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from outsize.api import health
+from outsize.api.device_checks import measured_cluster as clusters
 from outsize.api.device_checks import numbers, plain_loop
 from outsize.api.device_checks.check_place import CheckPlace
 from outsize.api.device_checks.measured_cluster import measured_cluster
@@ -22,8 +26,10 @@ from outsize.api.device_checks.table import CHECKS, DeviceCheck
 from outsize.api.health import doctor
 from outsize.api.running import parallelize
 from outsize.cli.app import run
+from outsize.cli.processes import device_checks
 from outsize.cli.processes.device_checks import run_checks
 from outsize.device import accelerators
+from outsize.errors import BadOption
 from outsize.ir.answers.device_report import CheckResult, DeviceReport
 from outsize.ir.cluster_file import load_cluster
 from outsize.report.tables.device_report import device_report_tables
@@ -120,7 +126,7 @@ def test_a_crash_and_a_hang_end_alone() -> None:
     assert crash.outcome == "fails"
     assert crash.detail.startswith("exit code 1: ")
     assert "RuntimeError" in crash.detail
-    assert (hang.outcome, hang.detail) == ("fails", "not over after 0 s: ")
+    assert (hang.outcome, hang.detail) == ("fails", "not over after 0 s")
 
 
 # -- the report ----------------------------------------------------------------------------------------------
@@ -137,6 +143,10 @@ def test_its_file_is_a_cluster(tmp_path: Path) -> None:
     path.write_text(report.to_json())
     assert load_cluster(path) == cluster
     assert measured_cluster("lab", (result("rates", outcome="fails"),)) is None
+    path.write_text(report.model_copy(update={"cluster": None}).to_json())
+    with pytest.raises(BadOption, match="this report has no rates of its devices") as refused:
+        load_cluster(path)
+    assert f"Next: outsize doctor --gpu --only rates,links --width 32 --out {path}" in str(refused.value)
 
 
 def test_a_person_sees_outcomes_and_figures_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,3 +206,31 @@ def test_an_unknown_check_is_refused(
     assert "--only speeds: no such check" in capsys.readouterr().err
     assert run(["doctor", "--gpu", "--nproc", "3"]) == 2
     assert "torch sees 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_what_was_found_is_in_the_file_after_each_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
+) -> None:
+    here, cluster = doctor(), measured_cluster("lab", (result("rates", figures=RATES),))
+
+    def checks(*_: object) -> Iterator[CheckResult]:
+        yield result("rates", figures=RATES)
+        if is_interrupted:
+            raise KeyboardInterrupt
+        yield result("links", outcome="fails", detail="not over after 120 s")
+
+    monkeypatch.setattr(health, "doctor", lambda _: here)
+    monkeypatch.setattr(clusters, "measured_cluster", lambda *_: cluster)
+    monkeypatch.setattr(accelerators, "accelerator_type", lambda: "x")
+    monkeypatch.setattr(accelerators, "device_count", lambda: 2)
+    monkeypatch.setattr(device_checks, "run_checks", checks)
+    path = tmp_path / "report.json"
+    command = ["doctor", "--gpu", "--only", "rates,links", "--json", "--out", str(path)]
+    with suppress(KeyboardInterrupt):
+        assert run(command) == (130 if is_interrupted else 1)
+    found = DeviceReport.model_validate_json(path.read_text())
+    assert [each.name for each in found.results] == ["rates", "links"][: 1 if is_interrupted else 2]
+    assert load_cluster(path).devices[0].flops("bfloat16") == 1e14
+    if not is_interrupted:
+        assert DeviceReport.model_validate_json(capsys.readouterr().out) == found
