@@ -63,7 +63,10 @@ def _ended(folder: JobFolder, limit_s: float) -> str | None:
     """Runs the worker to its end or to the limit; returns what went wrong, None where nothing did."""
     command = [sys.executable, "-m", "outsize.cli.processes.device_check_worker", str(folder.path)]
     with (folder.path / "output").open("w+", encoding="utf-8", errors="replace") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        # The check ends where nobody holds the other end of its input: also when doctor itself is killed.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -85,3 +88,5 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
         return
     finally:
         process.wait()
+        if process.stdin is not None:
+            process.stdin.close()

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -127,6 +130,39 @@ def test_a_crash_and_a_hang_end_alone() -> None:
     assert crash.detail.startswith("exit code 1: ")
     assert "RuntimeError" in crash.detail
     assert (hang.outcome, hang.detail) == ("fails", "not over after 0 s")
+
+
+@pytest.mark.dist
+def test_a_check_ends_when_doctor_is_killed() -> None:
+    """SIGKILL leaves doctor no time to end it; with layers so wide the check takes minutes."""
+    check = named("schedules_alone")
+    running = multiprocessing.get_context("fork").Process(
+        target=lambda: list(run_checks([check], 1, 4096, lambda *_: None)), daemon=False
+    )
+    running.start()
+    worker = None
+    try:
+        worker = _computing_worker_of(psutil.Process(running.pid))
+    finally:
+        running.kill()
+        running.join()
+    try:
+        worker.wait(timeout=5)
+    finally:
+        if worker.is_running():
+            worker.kill()
+
+
+def _computing_worker_of(doctor: psutil.Process) -> psutil.Process:
+    """The process of the check, when it has read its job: importing torch alone takes a second."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in doctor.children():
+            with suppress(psutil.Error):
+                if "device_check_worker" in " ".join(process.cmdline()) and process.cpu_times().user > 1:
+                    return process
+        time.sleep(0.05)
+    raise AssertionError("the check has not started")
 
 
 # -- the report ----------------------------------------------------------------------------------------------
