@@ -118,6 +118,7 @@ class Checkpoints:
         the host, and a thread writes; a save waits for the one before it. Raises BadOption before anything is
         written, NotSaved, also for the save before.
         """
+        insist_on_keep(keep)
         self._background.finish()
         written, chunks = self._begun(root, moment, keep)
         if wait:
@@ -267,6 +268,10 @@ class Checkpoints:
         values, settings = saved.values, self._settings
         if values.get("weights", True):
             self._held.insist_on_model(saved, str(saved.folder))
+        for name, each in self._optimizers(optimizer).items():
+            if name in values["optimizers"]:
+                each.insist_on_class(values["optimizers"][name])
+        if values.get("weights", True):
             for part in self._held.parts():
                 part.fill(saved)
         restore_modules(self._held.model, values.get("modules", {}), saved)
@@ -408,6 +413,12 @@ class Checkpoints:
             loader.load_state_dict(position, self._random(saved, f"loader{number}/"))
 
 
+def insist_on_keep(keep: int | None) -> None:
+    """Raises BadOption for a number of checkpoints that would keep none."""
+    if keep is not None and keep < 1:
+        raise BadOption(f"keep={keep} would keep no checkpoint", next_step="keep=1, or None for all")
+
+
 def insist_on_no_gradients(optimizer: Optimizer) -> None:
     """Raises BadOption where gradients are accumulated for a step that is not yet taken."""
     weights = (p for group in optimizer.param_groups for p in group["params"])
@@ -424,6 +435,11 @@ def newest_folder(root: str | Path) -> str | None:
     in memory (copies.py); `root` itself where it is a checkpoint, None where there is none.
     """
     path = Path(root)
+    if path.exists() and not path.is_dir():
+        raise BadOption(
+            f"{path} is a file, and checkpoints are in a folder",
+            next_step="resume=FOLDER; weights=FILE for weights alone",
+        )
     if step_of(path) is not None and path.is_dir():
         return str(path)
     rule = copy_rule(root)

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from outsize.device.accelerators import CPU
 from outsize.errors import BadOption
@@ -43,8 +43,10 @@ class NamedOptimizer:
     def facts(self) -> Facts:
         """Returns hyperparameters, and states that are no tensors, as JSON.
 
-        Raises BadOption for states that do not belong to one weight each.
+        Raises BadOption for states that do not belong to one weight each, also before there are any.
         """
+        if isinstance(self._optimizer, LBFGS):
+            raise self._not_by_weight("directions and step lengths of all weights together")
         names = self._names()
         groups = [
             {
@@ -128,12 +130,25 @@ class NamedOptimizer:
 
     # -- going on ----------------------------------------------------------------------------------------
 
+    def insist_on_class(self, facts: Facts) -> None:
+        """Raises BadOption where an optimizer of another class was saved: its states mean nothing to this."""
+        saved, own = facts["class"], type(self._optimizer).__name__
+        if saved != own:
+            raise BadOption(
+                f"the checkpoint's optimizer is {saved}, and this run's is {own}",
+                numbers=f"saved as {self._group!r}",
+                next_step=f"make it {saved}; or weights=FOLDER, the folder of the step, without resume=, to "
+                "begin with its weights alone",
+            )
+
     @torch.no_grad()
     def restore(self, facts: Facts, saved: CheckpointTensors) -> None:
         """Gives the optimizer the saved hyperparameters, and each of its weights the saved states.
 
-        Raises BadOption where one group now has weights of groups that differ.
+        Raises BadOption for an optimizer of another class, and where one group now has weights of groups that
+        differ.
         """
+        self.insist_on_class(facts)
         self.restore_groups(facts)
         names, keys, prefix = self._names(), dict[str, list[str]](), f"{self._group}/"
         for full in saved.names():

@@ -52,6 +52,7 @@ from outsize.train.checkpoint.checkpoints import (
     Checkpoints,
     Moment,
     RunSettings,
+    insist_on_keep,
     layout_of,
     newest_checkpoint,
 )
@@ -374,6 +375,7 @@ class Engine:
         the process with code 75. Under `outsize run --peer-copies` it copies the run into memory, too. Raises
         BadOption, NotSaved.
         """
+        insist_on_keep(keep)
         rule = SaveRule(Path(root), None if every is None else SaveInterval.parse(every), keep)
         if self._saver is None or self._saver.rule != rule:
             if self._saver is not None:

@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -167,6 +168,59 @@ def test_a_scaler_goes_on(tmp_path: Path) -> None:
     again = scaler()
     assert losses(engine(resume=tmp_path, scaler=again), 1) == expected[4:]
     assert again.get_scale() == 2048.0
+
+
+def six_layers(dropout: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    units: list[nn.Module] = [nn.Linear(4, 8)]
+    for _ in range(4):
+        units += [nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, 8)]
+    return nn.Sequential(*units, nn.ReLU(), nn.Linear(8, 3))
+
+
+def steep(output: Tensor, target: Tensor) -> Tensor:
+    """A loss whose gradients overflow at the scaler's first scales, so that steps are left out."""
+    return 64 * F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_scaler_and_scheduler_go_on_together_on_fewer_stages(dropout: float, tmp_path: Path) -> None:
+    """Three stages save at step 3; two, and one, go on as one that nobody has interrupted."""
+
+    def run(stages: int, steps: int, *, resume: bool = True) -> tuple[list[Any], dict[str, Tensor]]:
+        scaler = GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+        of = outsize.parallelize(
+            six_layers(dropout),
+            (X,),
+            loss_fn=steep,
+            target=Y,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+            scaler=scaler,
+            stages=stages,
+            microbatches=4,
+            **({"resume": tmp_path} if resume else {}),
+        )
+        torch.manual_seed(stages)  # a script that reseeds is the same run: no number of it is drawn so
+        scheduler = lr_scheduler.LambdaLR(of.optimizer, lambda step: 0.8**step)
+        of.attach(scheduler=scheduler)
+        told = list[Any]()
+        while of.steps < steps:
+            told.append((losses(of, 1)[0], scheduler.get_last_lr(), scaler.get_scale()))
+            scheduler.step()
+        if steps == 3:
+            of.save(tmp_path)
+        return told, {name: tensor.clone() for name, tensor in of.full_state_dict().items()}
+
+    whole, weights = run(1, 9, resume=False)
+    assert run(3, 3)[0] == whole[:3]
+    for stages in (2, 1):
+        told, found = run(stages, 9)
+        assert told == whole[3:]
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    scales = [scale for _, _, scale in whole]
+    pairs = list(pairwise(scales))
+    assert any(a > b for a, b in pairs), "an overflow leaves out a step"
+    assert any(a < b for a, b in pairs), "good steps double the scale"
 
 
 def test_generators_go_on(tmp_path: Path) -> None:
@@ -346,10 +400,41 @@ def test_accumulated_gradients_are_not_lost_without_a_word(tmp_path: Path) -> No
 
 
 def test_an_optimizer_over_all_weights_together_is_refused(tmp_path: Path) -> None:
+    """Also before its first step, when it has no state yet: nothing would go on behind the second one."""
     run = engine(1, make=lambda parameters: torch.optim.LBFGS(parameters))
-    losses(run, 1)
-    with pytest.raises(BadOption, match="LBFGS has a state that is not of one weight"):
-        run.save(tmp_path)
+    for _ in range(3):
+        with pytest.raises(BadOption, match="LBFGS has a state that is not of one weight"):
+            run.save(tmp_path)
+        losses(run, 1)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_another_optimizer_than_the_saved_one_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    first = engine(make=adamw)
+    first.attach(second=torch.optim.Adam(first.module.parameters()))
+    losses(first, 1)
+    first.save(tmp_path)
+    own = engine(make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    attached = engine(make=adamw)
+    attached.attach(second=torch.optim.SGD(attached.module.parameters(), lr=0.1))
+    for run, saved in ((own, "AdamW"), (attached, "Adam")):
+        before = copy.deepcopy(run.full_state_dict())
+        said = f"the checkpoint's optimizer is {saved}, and this run's is SGD; .*Next: make it {saved}"
+        with pytest.raises(BadOption, match=said):
+            run.resume(tmp_path)
+        assert run.steps == 0
+        assert all(torch.equal(before[name], weight) for name, weight in run.full_state_dict().items())
+    again = engine(make=adamw, resume=tmp_path)
+    with pytest.raises(BadOption, match="the checkpoint's optimizer is Adam, and this run's is SGD"):
+        again.attach(second=torch.optim.SGD(again.module.parameters(), lr=0.1))
+
+
+def test_another_learning_rate_is_no_other_optimizer(tmp_path: Path) -> None:
+    first = engine(make=adamw)
+    losses(first, 1)
+    first.save(tmp_path)
+    again = engine(make=lambda parameters: torch.optim.AdamW(parameters, lr=0.5), resume=tmp_path)
+    assert losses(again, 2) == losses(first, 2)
 
 
 def test_a_state_that_only_a_pickle_could_hold_is_named(tmp_path: Path) -> None:
@@ -502,3 +587,20 @@ def test_ranks_that_disagree_on_a_module_are_refused() -> None:
     assert merged_states([{"a": 1}, {"a": 1, "b": [2]}]) == {"a": 1, "b": [2]}
     with pytest.raises(BadOption, match="the extra state of module 'a' is another one on each rank"):
         merged_states([{"a": 1}, {"a": 2}])
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_to_keep_no_checkpoint_is_refused_before_anything_is_written(tmp_path: Path, keep: int) -> None:
+    run = engine()
+    for save in (run.save, lambda root, **how: run.checkpoint(root, every=1, **how)):
+        with pytest.raises(BadOption, match=f"keep={keep} would keep no checkpoint. Next: keep=1"):
+            save(tmp_path / "run", keep=keep)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_is_no_folder_to_go_on_from(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("x")
+    with pytest.raises(
+        BadOption, match=r"run is a file, and checkpoints are in a folder. Next: resume=FOLDER"
+    ):
+        engine(resume=tmp_path / "run")
