@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from forked import preload
 
-from outsize.cli.processes.job import RunJob
+from outsize.cli.processes.job import FinishedRun, RunJob, RunOutcome
 from outsize.cli.processes.run_worker import train
 from outsize.ir.answers.request import PlanRequest
 from outsize.run.checkpoint.read import CheckpointReader
@@ -46,7 +46,7 @@ def job(steps: int, folder: Path | None, stages: int) -> RunJob:
 
 def losses(of: RunJob) -> tuple[float, ...]:
     outcome = train(of, join("cpu"))
-    assert outcome is not None
+    assert isinstance(outcome, RunOutcome)
     return outcome.losses
 
 
@@ -74,7 +74,10 @@ def test_a_killed_run_goes_on_with_the_same_losses(
     assert len(list((tmp_path / "run").glob("step-*"))) == 2
 
     # A run that is killed between its last save and its end is over: started again, it says so and ends well.
-    assert train(job(saved + 3, tmp_path / "run", 2), join("cpu")) is None
+    over = train(job(saved + 3, tmp_path / "run", 2), join("cpu"))
+    assert isinstance(over, FinishedRun)
+    assert over.document().keys() == train(job(1, None, 1), join("cpu")).document().keys()
+    assert (over.document()["loss"], over.document()["measured"]) == ([], None)
     said = capfd.readouterr().err
     assert f"has a run of {saved + 3} steps already" in said
     assert f"nothing is left to do. Next: --steps {2 * (saved + 3)}, or another --checkpoint DIR" in said

@@ -264,6 +264,13 @@ def _saved(
     saved = newest_checkpoint(folder, host)
     if saved is None and world.rank == 0:
         warnings.warn(f"no checkpoint in {folder}: the run begins at step 0", ResumeNote, stacklevel=4)
+    if saved is not None and not saved.values.get("weights", True) and world.rank == 0:
+        warnings.warn(
+            f"{saved.folder} was saved without weights, so those of the model stay: "
+            "engine.load_weights(FOLDER)",
+            ResumeNote,
+            stacklevel=4,
+        )
     return saved
 
 

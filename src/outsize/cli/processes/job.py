@@ -116,6 +116,25 @@ class RunOutcome(Record):
 
 
 @final
+class FinishedRun(Record):
+    """The result of a run that had all its steps already: its plan, and the predicted timeline."""
+
+    plan: Plan
+    predicted: Timeline
+
+    def document(self) -> dict[str, Any]:
+        """Returns what --json gives, with the keys of RunOutcome; measured figures are null."""
+        return {
+            "loss": [],
+            "steps_s": [],
+            "samples_per_s": None,
+            "measured": None,
+            "predicted": _figures(self.predicted),
+            "plan": self.plan.model_dump(mode="json"),
+        }
+
+
+@final
 class JobFolder(Record):
     """The folder with the files of one job."""
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, final
 
 import typer
+from pydantic import TypeAdapter
 
-from outsize.cli.processes.job import JobFolder, RunJob, RunOutcome
+from outsize.cli.processes.job import FinishedRun, JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document
 from outsize.errors import BadOption, RankFailed, WorldMismatch
 from outsize.ir.base import Record
@@ -19,6 +20,7 @@ from outsize.run.watchdog.options import WatchOptions
 from outsize.train.launch.launch import LaunchSpec, launch, processes_for
 
 PROCESSES = 2
+_OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | FinishedRun)
 
 
 @final
@@ -87,14 +89,14 @@ def _flag(flag: str, value: Any) -> tuple[str, ...]:
     return (flag,) if value is True else (f"{flag}={value}",)
 
 
-def run_job(job: RunJob, place: LaunchPlace, screen: Screen) -> RunOutcome | None:
-    """Returns the outcome, on the machine of rank 0 (None on others, and where no step was left to take);
-    typer.Exit with the run's code if it failed.
+def run_job(job: RunJob, place: LaunchPlace, screen: Screen) -> RunOutcome | FinishedRun | None:
+    """Returns the outcome, on the machine of rank 0 (None on others), a FinishedRun where no step was left to
+    take; typer.Exit with the run's code if it failed.
 
     Raises WorldMismatch (before anything starts), BadOption.
     """
     outcome_text = run_worker("run_worker", job, _processes(job, place), place, screen, shown_as=job.model)
-    return None if outcome_text is None else RunOutcome.model_validate_json(outcome_text)
+    return None if outcome_text is None else _OUTCOME.validate_json(outcome_text)
 
 
 def run_worker(

@@ -29,7 +29,7 @@ from outsize.api.planning import plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.cli.model_input import ModelInput, make_model_input
-from outsize.cli.processes.job import JobFolder, RunJob, RunOutcome
+from outsize.cli.processes.job import FinishedRun, JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document, warn_on_one_line
 from outsize.errors import OutsizeError
 from outsize.ir.base import Record
@@ -89,8 +89,8 @@ def serve(
     leave(world)
 
 
-def train(job: RunJob, world: World) -> RunOutcome | None:
-    """Runs the job on this rank; every rank returns the outcome, or None where no step is left to take."""
+def train(job: RunJob, world: World) -> RunOutcome | FinishedRun:
+    """Runs the job on this rank; every rank returns the outcome, a FinishedRun where no step is left."""
     screen = Screen(job.as_json)
     warn_on_one_line()
     if world.rank:
@@ -104,7 +104,7 @@ def train(job: RunJob, world: World) -> RunOutcome | None:
     if engine.steps >= job.steps:
         if not world.rank:
             screen.note(_nothing_left(engine.steps, job))
-        return None
+        return FinishedRun(plan=chosen.plan, predicted=chosen.timeline)
     watch = MemoryWatch(engine.crew.device or engine.crew.device_of(0))
     with watch if job.watch_memory else contextlib.nullcontext():
         losses, steps_s, timelines = _steps(engine, inputs, job, screen)

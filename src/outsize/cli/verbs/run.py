@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from outsize.cli import options
 from outsize.cli.model_input import is_model, plan_or_request, write_text
-from outsize.cli.processes.job import RunJob, RunOutcome
+from outsize.cli.processes.job import FinishedRun, RunJob, RunOutcome
 from outsize.cli.processes.launch import LaunchPlace, run_job
 from outsize.cli.screen import Screen
 from outsize.cli.verbs.trace import outcome_tables, write_trace
@@ -295,7 +295,9 @@ def run(
         as_json=json,
     )
     outcome = run_job(job, place, screen)
-    if outcome is not None:
+    if isinstance(outcome, FinishedRun):
+        screen.emit(outcome.document())  # in words a note has said so
+    elif outcome is not None:
         _deliver(screen, job, outcome)
         _write_files(outcome, report, trace)
 

@@ -61,7 +61,7 @@ def trace(
         as_json=json,
     )
     outcome = run_job(job, LaunchPlace(), screen)
-    if outcome is not None:
+    if isinstance(outcome, RunOutcome):
         write_trace(out, outcome)
         _deliver(screen, job, outcome, out)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import lr_scheduler
@@ -25,9 +25,12 @@ import outsize
 from outsize.errors import BadCheckpoint, BadOption, ModelMismatch, NotSaved
 from outsize.run.checkpoint.write import write_part
 from outsize.train.checkpoint import background
-from outsize.train.checkpoint.checkpoints import ResumeNote
+from outsize.train.checkpoint.checkpoints import ResumeNote, newest_folder
+from outsize.train.checkpoint.copies import copy_rule
 from outsize.train.checkpoint.module_states import merged_states
 from outsize.train.engine.engine import Engine
+from outsize.train.launch.launch import COPIES
+from outsize.train.launch.spec import PeerCopies
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(0, 3, (8,), generator=torch.Generator().manual_seed(1))
@@ -604,3 +607,41 @@ def test_a_file_is_no_folder_to_go_on_from(tmp_path: Path) -> None:
         BadOption, match=r"run is a file, and checkpoints are in a folder. Next: resume=FOLDER"
     ):
         engine(resume=tmp_path / "run")
+
+
+def test_saves_without_weights_beside_steps_and_copies_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread writes a save without weights while the run is copied to memory, with them, and goes on."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv(COPIES, PeerCopies("1", memory).variable)
+    whole = losses(engine(), 5)
+    first, root, held = engine(stages=3), tmp_path / "run", Event()
+    losses(first, 2)
+    weights = {name: tensor.clone() for name, tensor in first.full_state_dict().items()}
+    write = write_part
+
+    def late(folder: Path, *how: Any, **more: Any) -> Any:
+        if folder.parent == root:
+            assert held.wait(30)
+        return write(folder, *how, **more)
+
+    monkeypatch.setattr(background, "write_part", late)
+    saved = first.save(root, weights=False, wait=False)
+    losses(first, 1)
+    rule = copy_rule(root)
+    assert rule is not None
+    first._copy(rule.folder)
+    assert newest_folder(root) == str(rule.folder / "step-00000003")  # of the two it alone is complete
+    held.set()
+    first.finish_saving()
+    assert not list(saved.glob("model-*"))
+    assert list(rule.folder.glob("step-00000003/model-*"))
+    assert losses(engine(1, resume=root), 2) == whole[3:]
+
+    with pytest.warns(ResumeNote, match=r"without weights, .* stay: engine.load_weights\(FOLDER\)"):
+        again = engine(1, resume=saved)
+    save_file(weights, tmp_path / "weights.safetensors")
+    again.load_weights(tmp_path / "weights.safetensors")
+    assert (again.steps, losses(again, 3)) == (2, whole[2:])
