@@ -9,11 +9,11 @@ the ratio that the roofline predicts, unit by unit. Models of very many units ar
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from types import MappingProxyType
-from typing import Final, final
+from typing import Final, TypeVar, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,7 @@ from outsize.schedules.refine import pieces_of
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Maps the microbatches of the whole batch to the model at that size, with its costs."""
 Key = tuple[object, ...]
+Kept = TypeVar("Kept")
 # Up to this many units every cut is tried; larger models are cut into this many pieces.
 PIECES: Final = 400
 # A layout whose lower bound exceeds another's likely step by this factor is unlikely to win.
@@ -97,6 +98,7 @@ class CostTables:
         self._crossing: dict[int, Crossing] = {}
         self._cuts: dict[Layout, tuple[int, ...]] = {}
         self._demands: dict[Key, tuple[Demand | None, ...]] = {}
+        self._kept: dict[Key, object] = {}
         self._reached_s = inf
         self._least = MemoryBounds(candidates, optimizer_bytes(optimizer), not self._unequal)
 
@@ -226,6 +228,12 @@ class CostTables:
     def whole(self, layout: Layout, device: Device) -> tuple[ModelGraph, Profile, UnitSeconds]:
         """Returns the model unit by unit, with its seconds on such a device."""
         return *self._candidates[layout.captured], self._seconds(layout, device)
+
+    def kept(self, key: Key, make: Callable[[], Kept]) -> Kept:
+        """Returns what was made of these tables under a key, which is made once."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return cast(Kept, self._kept[key])
 
     def by_blocks(self, layout: Layout) -> bool:
         """Returns whether stages may be recomputed block by block besides as a whole: hosted ones

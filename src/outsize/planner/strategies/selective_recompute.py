@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Final, Self, final
 
@@ -67,25 +67,51 @@ class UnitLevelModel:
 
     @classmethod
     def of(cls, tables: CostTables, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
-        """Builds the model as the stage's device runs it."""
-        kinds = [pipeline.device(other).kind for other in range(stage + 1)]
-        return cls._of_kind(tables, pipeline, kinds.index(kinds[stage]), optimizer)
+        """Returns the model as the stage's device runs it; tables keep it, since tries of units share it."""
+        layout, device = pipeline.layout, pipeline.device(stage)
 
-    # The stages of a cut share the model of a kind of device, and tries of units share stages.
-    @classmethod
-    @lru_cache(maxsize=16)
-    def _of_kind(cls, tables: CostTables, pipeline: Pipeline, stage: int, optimizer: str) -> Self:
-        layout = pipeline.layout
-        graph, profile, seconds = tables.whole(layout, pipeline.device(stage))
-        gradients = owned_gradients(graph, optimizer_bytes(optimizer))
-        return cls(graph, profile, seconds, gradients, tables.ends(layout))
+        def built() -> Self:
+            graph, profile, seconds = tables.whole(layout, device)
+            gradients = owned_gradients(graph, optimizer_bytes(optimizer))
+            return cls(graph, profile, seconds, gradients, tables.ends(layout))
 
-    @lru_cache(maxsize=64)  # noqa: B019 - bounded; `_of_kind` holds the models anyway
-    def stage(self, run: Run) -> StageBytes:
-        """Returns the bytes of the stage with a run of pieces."""
+        return tables.kept((cls, layout, tables.ends(layout), device.kind, optimizer), built)
+
+    @cached_property
+    def stage(self) -> Callable[[Run], StageBytes]:
+        """Returns the function run of pieces -> bytes of the stage with it; it keeps the last results."""
+        return lru_cache(maxsize=64)(self._stage)
+
+    def _stage(self, run: Run) -> StageBytes:
         first, end = self.ends[run[0]], self.ends[run[1]]
         gradients: list[int] = self.gradients[first:end].tolist()
         return StageBytes.of(self.graph, self.profile, gradients, (first, end))
+
+    @cached_property
+    def case(self) -> Callable[[PricedModel, Run, Units], PricedModel]:
+        """Returns the function (tables without recompute, run, chosen units) -> tables with this run's own
+        bytes, and the seconds of units that are recomputed; it keeps the last results.
+        """
+        return lru_cache(maxsize=64)(self._case)
+
+    def _case(self, saving: PricedModel, run: Run, chosen: Units) -> PricedModel:
+        first, end = self.ends[run[0]], self.ends[run[1]]
+        held = self.stage(run).held({unit - first for unit in chosen if first <= unit < end})
+        tables = {name: getattr(saving.ranges, name).copy() for name in OWN}
+        recompute_s = np.zeros(len(self.graph.units))
+        recompute_s[sorted(chosen)] = self.seconds.forward[sorted(chosen)]
+        pieces = np.add.reduceat(recompute_s, self.ends[:-1])
+        for piece in np.flatnonzero(pieces >= saving.seconds.forward * (1 - 1e-12)):
+            tables["saved"][piece, piece + 1] = 0
+        sizes = {"saved": held.saved_bytes, "saved_boundary": 0, "saved_sent": 0, "forward": held.forward}
+        sizes |= {"backward": held.backward, "first_backward": held.first_backward, "between_halves": 0}
+        sizes |= {"split_backward": max(held.backward, held.first_backward)}
+        for name, size in sizes.items():
+            tables[name][run] = size
+        seconds = saving.seconds.plus(np.zeros_like(pieces), pieces)
+        return replace(
+            saving, ranges=replace(saving.ranges, **tables), seconds=seconds, recompute="selective"
+        )
 
 
 def selective_reasons(
@@ -168,7 +194,7 @@ def recomputing(
     for stage, units in chosen.items():
         fine = UnitLevelModel.of(tables, pipeline, stage, optimizer)
         places[stage] = len(options[stage])
-        options[stage] = (*options[stage], _case(saving_case(pipeline, stage), runs[stage], units, fine))
+        options[stage] = (*options[stage], fine.case(saving_case(pipeline, stage), runs[stage], units))
     return estimate_cut(replace(pipeline, options=tuple(options)), bounds, places)
 
 
@@ -221,23 +247,3 @@ def _limit(empty: RangeTables, state: InFlightState) -> Limit:
     acting = {Phase.FORWARD: FORWARD, Phase.BACKWARD: backward, Phase.HALF: backward}
     phase = acting.get(state.phase, NOTHING)
     return Limit(bytes_in_state(empty, state), state.in_flight - (phase != NOTHING), phase)
-
-
-@lru_cache(maxsize=64)
-def _case(saving: PricedModel, run: Run, chosen: Units, fine: UnitLevelModel) -> PricedModel:
-    """Returns the tables with this run's own bytes, and the seconds of units that are recomputed."""
-    first, end = fine.ends[run[0]], fine.ends[run[1]]
-    held = fine.stage(run).held({unit - first for unit in chosen if first <= unit < end})
-    tables = {name: getattr(saving.ranges, name).copy() for name in OWN}
-    recompute_s = np.zeros(len(fine.graph.units))
-    recompute_s[sorted(chosen)] = fine.seconds.forward[sorted(chosen)]
-    pieces = np.add.reduceat(recompute_s, fine.ends[:-1])
-    for piece in np.flatnonzero(pieces >= saving.seconds.forward * (1 - 1e-12)):
-        tables["saved"][piece, piece + 1] = 0
-    sizes = {"saved": held.saved_bytes, "saved_boundary": 0, "saved_sent": 0, "forward": held.forward}
-    sizes |= {"backward": held.backward, "first_backward": held.first_backward, "between_halves": 0}
-    sizes |= {"split_backward": max(held.backward, held.first_backward)}
-    for name, size in sizes.items():
-        tables[name][run] = size
-    seconds = saving.seconds.plus(np.zeros_like(pieces), pieces)
-    return replace(saving, ranges=replace(saving.ranges, **tables), seconds=seconds, recompute="selective")
