@@ -48,6 +48,7 @@ from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.plan_findings import device_kinds
+from outsize.planner.evaluate.played_step import is_collective
 from outsize.planner.evaluate.ranking import (
     BITS,
     alternative,
@@ -319,13 +320,22 @@ def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
 
 
 def _interleaved(tables: CostTables, estimates: Sequence[Estimate]) -> Iterator[Layout]:
-    """Yields the best meshes again with several stages on a device: such cuts take long to price."""
+    """Yields the best meshes again with several stages on a device: such cuts take long to price.
+
+    Collectives that a plain step exposes do not count, since shorter stages can hide them; nor does a mesh
+    whose stages are too short to be divided.
+    """
     plain = [estimate for estimate in estimates if estimate.layout.chunks == 1]
-    for estimate in sorted(plain, key=lambda e: e.step_s)[:MESHES]:
+    meshes_left = MESHES
+    for estimate in sorted(plain, key=lambda e: e.step_s - e.step.exposed_s(is_collective)):
         layout = estimate.layout
         counts, units = [(layout.microbatches, layout.captured)], len(tables.graph(layout).units)
-        for chunked in pipelines(layout.axes, counts, (CHUNKED.name,), units):
+        chunks = tuple(pipelines(layout.axes, counts, (CHUNKED.name,), units))
+        for chunked in chunks:
             yield replace(chunked, weights=layout.weights, sequence=layout.sequence)
+        meshes_left -= bool(chunks)
+        if not meshes_left:
+            return
 
 
 def _nothing_fits(
