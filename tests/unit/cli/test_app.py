@@ -52,7 +52,7 @@ def test_a_mistyped_option_is_told_the_same_way(outsize: Outsize) -> None:
     assert answer.err.endswith("Next: outsize plan --help\n")
 
 
-@pytest.mark.parametrize("option", ["--foo", "--install-completion"])
+@pytest.mark.parametrize("option", ["--foo", "--install-completions"])
 def test_an_option_that_no_verb_has_is_one_line(outsize: Outsize, option: str) -> None:
     answer = outsize(option)
     assert (answer.code, answer.out) == (2, "")

@@ -49,6 +49,8 @@ def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> It
 
     Who names a schedule asks for a pipeline, which one rank is not.
     """
+    if not candidates:
+        return  # Nothing was captured for what was asked for, which the search of pipelines tells.
     graph = candidates[max(candidates)][0]
     contexts = context(graph).sizes(len(cluster.devices)) if request.what_if else (1,)
     schedules = _schedules(request, candidates, (DEFAULT.name,))

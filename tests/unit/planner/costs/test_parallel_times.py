@@ -26,7 +26,12 @@ def cluster(name: str = "4xh100-80gb", latency_s: float = 0.25, bytes_per_s: flo
     """Links of round figures."""
     found = parse_cluster(name)
     link = found.inner.model_copy(
-        update={"latency_s": latency_s, "bytes_per_s": bytes_per_s, "hop_s": latency_s}
+        update={
+            "latency_s": latency_s,
+            "bytes_per_s": bytes_per_s,
+            "hop_s": latency_s,
+            "switch_bytes_per_s": None,
+        }
     )
     return found.model_copy(update={"inner": link})
 
