@@ -15,7 +15,7 @@ from outsize.planner.costs.collectives import Collective, collective_bytes, coll
 KINDS = get_args(Collective)
 kinds = st.sampled_from(KINDS)
 sizes = st.integers(1, 10**10)
-latencies = st.floats(0, 1e-3)
+latencies = st.just(0.0) | st.floats(1e-9, 1e-3)
 speeds = st.floats(1e6, 1e12)
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 6))
 
