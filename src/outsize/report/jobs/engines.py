@@ -10,7 +10,7 @@ from outsize.report.jobs import dstack, kubernetes, ray, skypilot, slurm
 
 Engine = Literal["slurm", "kubernetes", "ray", "skypilot", "dstack"]
 Scheduler = Literal["kubeflow", "kai", "kueue", "volcano"]
-"""What schedules the pods of a job together, on Kubernetes."""
+"""Names the scheduler that starts the pods of a job together, on Kubernetes."""
 
 _ENGINES: Final[Mapping[Engine, Callable[[ClusterJob], str]]] = {
     "slurm": slurm.job_text,

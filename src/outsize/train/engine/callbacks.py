@@ -28,7 +28,7 @@ from outsize.train.crew.crew import Crew
 @final
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What one update of the weights was, after `step` of them.
+    """Describes one update of the weights, after `step` of them.
 
     `loss` is that of the last batch, `grad_norm` the norm before clipping (None without clipping),
     `learning_rate` that of the optimizer's first group. `utilisation` has the measured seconds of the step
