@@ -18,8 +18,10 @@ tests/unit/program/tensor_parallel/test_overlap.py, tests/device/test_tensor_ove
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Final, final
 
 from torch import nn
@@ -61,6 +63,10 @@ class _Joiner:
         self._instructions, self._exits, self._tape = instructions, exits, tape
         self._modules = dict(model.named_modules())
         self._ndims = {name: p.ndim for name, p in model.named_parameters(remove_duplicate=False)}
+        self._readers = defaultdict[int, list[Instruction]](list)
+        for instruction in instructions:
+            for slot in dict.fromkeys(instruction.reads()):
+                self._readers[slot].append(instruction)
 
     def joined(self) -> list[Instruction]:
         groups = {group.place.index: group for group in self._groups()}
@@ -74,15 +80,14 @@ class _Joiner:
     def _groups(self) -> Iterator[_JoinedCall]:
         for at, instruction in enumerate(self._instructions):
             if _collective(instruction) in _BEGIN and isinstance(instruction.args[0], Ref):
-                behind = self._instructions[at + 1 :]
-                group = self._with_attention(instruction, behind) or self._with_products(instruction, behind)
+                group = self._with_attention(instruction) or self._with_products(instruction, at + 1)
                 if group is not None:
                     yield group
 
-    def _with_attention(self, first: Instruction, behind: Sequence[Instruction]) -> _JoinedCall | None:
+    def _with_attention(self, first: Instruction) -> _JoinedCall | None:
         """Returns the attention module that reads the value as query, key and value, if it alone reads it."""
         (slot,) = first.defines()
-        readers = [i for i in behind if slot in i.reads()]
+        readers = self._readers[slot]
         if len(readers) != 1 or slot in self._exits or _collective(readers[0]) != "attend":
             return None
         (attend,) = readers
@@ -95,8 +100,8 @@ class _Joiner:
         )
         return _JoinedCall(joined, attend, (first,))
 
-    def _with_products(self, first: Instruction, behind: Sequence[Instruction]) -> _JoinedCall | None:
-        """Returns the products of the value before the next collective."""
+    def _with_products(self, first: Instruction, behind: int) -> _JoinedCall | None:
+        """Returns the products of the value before the next collective; `behind`: where to look from."""
         products = [*self._products(first, behind)]
         if not products:
             return None
@@ -114,12 +119,10 @@ class _Joiner:
         )
         return _JoinedCall(joined, first, readers)
 
-    def _products(
-        self, first: Instruction, behind: Sequence[Instruction]
-    ) -> Iterator[tuple[Instruction, Product]]:
+    def _products(self, first: Instruction, behind: int) -> Iterator[tuple[Instruction, Product]]:
         (slot,) = first.defines()
         storage = self._tape.storage(slot)
-        for instruction in behind:
+        for instruction in islice(self._instructions, behind, None):
             if _collective(instruction) or storage in instruction.writes:
                 return
             product = self._product(instruction) if instruction.modes == first.modes else None
