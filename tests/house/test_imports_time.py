@@ -31,6 +31,19 @@ def test_importing_brings_nothing_heavy(code: str) -> None:
     assert heavy_after(code) == []
 
 
+def test_the_help_loads_no_torch() -> None:
+    run = """
+import sys
+sys.argv = ["outsize", "--help"]
+from outsize.cli import main
+try:
+    main()
+finally:
+    print("loaded:", *{name.partition(".")[0] for name in sys.modules} & {"torch", "numpy", "outsize"})
+"""
+    assert set(run_python(run).rpartition("loaded:")[2].split()) & {"torch", "numpy"} == set()
+
+
 def test_the_proof_can_fail() -> None:
     assert heavy_after("import outsize, rich, torch.distributed.pipelining") == [
         "rich",
