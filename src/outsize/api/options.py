@@ -158,6 +158,8 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     on_oom: OnOutOfMemory
     counting: Counting
     callbacks: Sequence[Callback]
+    publish: bool
+    total_steps: int | None
 
 
 PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})

@@ -52,6 +52,7 @@ from outsize.train.checkpoint.checkpoints import ResumeNote, newest_checkpoint, 
 from outsize.train.checkpoint.weights import CheckpointWeights
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_for, places_of
+from outsize.train.engine.callbacks import Callback
 from outsize.train.engine.engine import Engine
 from outsize.train.engine.factory import agreed, make_engine
 from outsize.train.engine.options import EngineOptions, RankOptions
@@ -59,6 +60,7 @@ from outsize.train.launch.handshake import shake_hands
 from outsize.train.launch.launch import World, join
 from outsize.train.launch.watch import watch
 from outsize.train.measure.training_case import TrainingCase
+from outsize.train.publishing.publisher import publisher_of
 from outsize.train.ranks.tensor_parallel import insist_on_bits
 
 # A check without a plan splits a model into this many stages and microbatches.
@@ -93,6 +95,8 @@ def parallelize(
       "samples", or "sum" where losses of microbatches are added as they are (the loss has divided by a count
       of the whole batch).
     - `callbacks`: objects of `outsize.Callback`, the same on every rank; rank 0 calls them.
+    - `publish`: True lets `outsize top` see a run that `outsize run` has not started (it publishes each).
+    - `total_steps`: how many steps the run will have, from which `outsize top` knows the time left.
     - `own_batches`: each replica passes its own samples alone (`engine.batch_sampler`).
     - `seed`: the seed of random numbers in the model; 0 by default.
     - `weights`: a .safetensors file, an index, or a folder with one, for a model on meta: every rank reads
@@ -154,7 +158,11 @@ def parallelize(
         model,
         plan,
         group,
-        replace(engine_options, on_out_of_memory=None if room is None else partial(room.shrink, plan)),
+        replace(
+            engine_options,
+            on_out_of_memory=None if room is None else partial(room.shrink, plan),
+            callbacks=_callbacks(options, world, plan),
+        ),
         RankOptions(
             places=places_for(plan, named) if group is None else None,
             own_batches=options.get("own_batches", False),
@@ -253,6 +261,14 @@ def _engine_options(options: ParallelizeOptions) -> EngineOptions:
     if chosen.get("weights") is not None:
         chosen["weights"] = WeightFiles(chosen["weights"])
     return EngineOptions(explain=utilisation, **chosen)
+
+
+def _callbacks(options: ParallelizeOptions, world: World, plan: Plan) -> list[Callback]:
+    """Returns the user's callbacks, and what publishes the run."""
+    publisher = publisher_of(
+        world.published, options.get("publish", False), world.rank, plan, options.get("total_steps")
+    )
+    return [*options.get("callbacks", ()), *([] if publisher is None else [publisher])]
 
 
 def _saved(

@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from outsize import __version__
 from outsize.cli import options
+from outsize.cli.runs.top import top
 from outsize.cli.screen import Screen, warn_on_one_line
 from outsize.cli.verbs.bench import bench
 from outsize.cli.verbs.check import check
@@ -78,6 +79,7 @@ def make_app() -> typer.Typer:
     app.command("explain-plan")(explain_plan)
     app.command()(demo)
     app.command()(doctor)
+    app.command()(top)
     return app
 
 

@@ -20,19 +20,22 @@ from typing import Final, NoReturn
 
 _PATIENCE_S, _PAUSE_S = 10.0, 0.1
 _DESCRIPTORS: Final = 1 << 16
-_IGNORED: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+_IGNORED: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 @contextlib.contextmanager
-def removed_at_death(folder: Path) -> Iterator[None]:
-    """Has another process remove the folder at the end of the block, or of this process."""
+def removed_at_death(folder: Path, root: Path | None = None) -> Iterator[None]:
+    """Has another process remove the folder at the end of the block, or of this process.
+
+    `root`, which may have such folders of several processes, goes with the last of them.
+    """
     if not hasattr(os, "fork"):
         yield
         return
     ours, theirs = os.pipe()
     guard = os.fork()
     if guard == 0:
-        _wait_and_remove(folder, ours)
+        _wait_and_remove(folder, root, ours)
     os.close(ours)
     process = os.getpid()
     try:
@@ -44,7 +47,7 @@ def removed_at_death(folder: Path) -> Iterator[None]:
                 os.waitpid(guard, 0)
 
 
-def _wait_and_remove(folder: Path, pipe: int) -> NoReturn:
+def _wait_and_remove(folder: Path, root: Path | None, pipe: int) -> NoReturn:
     try:
         os.setsid()
         for name in _IGNORED:
@@ -59,5 +62,8 @@ def _wait_and_remove(folder: Path, pipe: int) -> NoReturn:
         while folder.exists() and time.monotonic() < end_s:
             shutil.rmtree(folder, ignore_errors=True)
             time.sleep(_PAUSE_S * folder.exists())  # Workers that still write there end, too.
+        if root is not None:
+            with contextlib.suppress(OSError):
+                root.rmdir()
     finally:
         os._exit(0)

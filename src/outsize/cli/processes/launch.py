@@ -27,8 +27,8 @@ _OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | Finis
 @dataclass(frozen=True)
 class LaunchPlace:
     """The number of processes on this machine, torchrun's options by name, those of the watchdog, what
-    follows where a device has no memory, how often the run copies itself into memory, and the file with the
-    secret of its machines.
+    follows where a device has no memory, how often the run copies itself into memory, the file with the
+    secret of its machines, and whether `outsize top` sees the run.
     """
 
     nproc_per_node: str | None = None
@@ -37,6 +37,7 @@ class LaunchPlace:
     on_oom: str | None = None
     peer_copies: str | None = None
     secret_file: Path | None = None
+    publishes: bool = False
 
     @property
     def nnodes(self) -> int:
@@ -80,6 +81,7 @@ class LaunchPlace:
             on_oom=self.on_oom,
             peer_copies=self.peer_copies,
             secret_file=self.secret_file,
+            publishes=self.publishes,
             least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)

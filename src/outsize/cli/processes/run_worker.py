@@ -216,6 +216,7 @@ def _engine(job: RunJob, inputs: ModelInput, plan: Plan) -> Engine:
         weights=job.weights,
         devices=job.devices or None,
         resume=job.checkpoint,
+        total_steps=job.steps,
     )
 
 

@@ -258,6 +258,7 @@ def run(
         _checked(on_oom, max_restarts, is_model=is_model(target, module)),
         _checked_copies(peer_copies, max_restarts),
         secret_file,
+        publishes=True,
     )
     if not is_model(target, module):
         _refuse_for_scripts(ctx)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, final
 
 from outsize.ir.schedule import Schedule
+from outsize.run.watchdog.stragglers import Straggler
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,7 +67,8 @@ class Progress:
     `ranks` are the numbers in the run of the ranks of this pipeline. `moves` counts the begins and ends of
     calls; `step` is the number of the step that runs, or of the next one, `done` counts those that have
     ended, and `steps_s` are the seconds of the latest. `samples` asks for samples of so many steps, those
-    whose numbers are multiples of `stride`, which are then in `sampled`.
+    whose numbers are multiples of `stride`, which are then in `sampled`. `began_s` is when the call began,
+    and `stragglers` are the ranks that rank 0's watcher has named.
     """
 
     def __init__(
@@ -82,24 +84,25 @@ class Progress:
         self.sampled: deque[StepSample] = deque()
         self._kept: list[ReadMarks] = []
         self._input_s = self._ended_s = 0.0
+        self.stragglers: deque[Straggler] = deque(maxlen=_RECENT)
         self.doing, self.step, self.moves, self.done = "", 0, 0, 0
         self.thread = threading.get_ident()
         self.steps_s: deque[float] = deque(maxlen=_RECENT)
         self.runner: Runner | None = None
         self.absent: Callable[[], str] = str  # Who watches says here which ranks have left the run.
-        self._began_s = 0.0
+        self.began_s = 0.0
 
     def begin(self, doing: str, step: int) -> None:
         """Says that a call of the engine has begun."""
-        self.thread, self._began_s, self.runner = threading.get_ident(), time.perf_counter(), None
+        self.thread, self.began_s, self.runner = threading.get_ident(), time.perf_counter(), None
         self.step, self.doing = step, doing
-        self._input_s = self._began_s - self._ended_s if self._ended_s else 0.0
+        self._input_s = self.began_s - self._ended_s if self._ended_s else 0.0
         self.moves += 1
 
     def end(self, *, failed: bool = False) -> None:
         """Says that the call has ended."""
         if self.doing == "step" and not failed:
-            self.steps_s.append(time.perf_counter() - self._began_s)
+            self.steps_s.append(time.perf_counter() - self.began_s)
             self.done += 1
             self.step += 1
             if self._kept:

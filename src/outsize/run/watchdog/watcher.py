@@ -141,6 +141,7 @@ class Watchdog:
     def _pace(self, progress: Progress) -> None:
         """Tells how fast this rank steps; rank 0 names who holds up the others."""
         if (straggler := self._pacing.beat(progress, self._far)) is not None:
+            progress.stragglers.append(straggler)
             peer = self._card_of(straggler.peer).host if straggler.cause == "link" else ""
             self._run.say(slow(straggler, self._card_of(straggler.rank).host, peer))
 

@@ -3,15 +3,25 @@
     outsize.parallelize(model, (x,), ..., callbacks=[MyCallback()])
 
 Every rank has the same callbacks, because the facts of a step are gathered from all ranks; rank 0 alone calls
-them. Nothing is gathered for steps that no callback wants (`every`).
+them. Nothing is gathered for steps that no callback wants (`every`, `every_s`).
+
+    rank 0's clock   |0.0 s      |0.5 s            |1.0 s                           |2.0 s
+    steps            1           2  3              4  5  6  7                       8  ...
+    told             1           2                 4                                8        every_s = 1
+
+Which steps a clock chooses is agreed upon without a message of its own: with the facts of a step that is told
+come rank 0's seconds of a step, and all ranks reckon from them which step is told next. The number of steps
+between two of them at most doubles, and telling takes at most a hundredth of the time.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import Final, Protocol, final
 
 import psutil
 import torch
@@ -21,8 +31,12 @@ from torch.optim import Optimizer
 from outsize.device.accelerators import is_accelerator, peak_bytes
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
+from outsize.ir.timeline import Timeline
 from outsize.run.transport.control_messages import all_gather_json
+from outsize.run.watchdog.stragglers import Straggler
 from outsize.train.crew.crew import Crew
+
+_TELLING_SHARE: Final = 0.01
 
 
 @final
@@ -34,7 +48,9 @@ class StepFacts:
     `learning_rate` that of the optimizer's first group. `utilisation` has the measured seconds of the step
     and the busy share of each device. `memory_bytes` is measured, one number for each process: the peak of
     its device's tensors, or on a CPU what the process has resident; `planned_bytes` is what the plan expects
-    on each rank of the pipeline (P50).
+    on each rank of the pipeline (P50). `step_s` are the seconds from step to step, the user's code included,
+    over the steps since the last ones that were told. `timeline` is that of the step, and `stragglers` are
+    those that rank 0's watchdog has named.
     """
 
     step: int
@@ -44,6 +60,9 @@ class StepFacts:
     utilisation: Utilisation | None = None
     memory_bytes: tuple[int, ...] = ()
     planned_bytes: tuple[int, ...] = ()
+    step_s: float = 0.0
+    timeline: Timeline | None = None
+    stragglers: tuple[Straggler, ...] = ()
 
 
 @final
@@ -77,10 +96,12 @@ class ReplanFacts:
 class Callback(Protocol):
     """Is told what happens; override what you need. Rank 0 alone calls it.
 
-    `every` is how many steps are between two calls of `on_step`.
+    `every` is how many steps are between two calls of `on_step`; where `every_s` is above 0, about so many
+    seconds are, and telling takes at most a hundredth of the time.
     """
 
     every: int = 1
+    every_s: float = 0.0
 
     def on_step(self, facts: StepFacts) -> None:
         """Is called after an update of the weights."""
@@ -96,11 +117,32 @@ class Callback(Protocol):
 
 
 @final
+class _Clock:
+    """Chooses the steps of callbacks with an `every_s`; all ranks choose the same ones."""
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s, self._next, self._stride = least_s, 0, 1
+
+    def is_due(self, step: int) -> bool:
+        """Tells whether so much time has passed at this step; steps begin anew where a run goes back."""
+        return step >= self._next or step < self._next - self._stride
+
+    def told(self, step: int, step_s: float, telling_s: float) -> None:
+        """Takes rank 0's seconds of a step, and those that telling took last."""
+        steps = math.ceil(max(self._least_s, telling_s / _TELLING_SHARE) / max(step_s, 1e-9))
+        self._stride = max(1, min(steps, 2 * self._stride))
+        self._next = step + self._stride
+
+
+@final
 class Callbacks:
     """The callbacks of one engine."""
 
     def __init__(self, callbacks: Sequence[Callback], crew: Crew, plan: Plan) -> None:
         self._callbacks, self._crew, self._plan = tuple(callbacks), crew, plan
+        self._clocks = [_Clock(one.every_s) if one.every_s > 0 else None for one in self._callbacks]
+        self._told: tuple[int, float] | None = None  # the last step that was told, and when that was over
+        self._telling_s = 0.0
 
     def after_step(
         self,
@@ -108,24 +150,44 @@ class Callbacks:
         loss: Tensor,
         norm: Tensor | None,
         optimizer: Optimizer | None,
-        report: Callable[[], Utilisation | None],
+        report: Callable[[], tuple[Timeline, Utilisation | None]],
     ) -> None:
         """Tells those that want this step; all ranks call this together."""
-        due = [callback for callback in self._callbacks if step % callback.every == 0]
+        due = [
+            (callback, clock)
+            for callback, clock in zip(self._callbacks, self._clocks, strict=True)
+            if (step % callback.every == 0 if clock is None else clock.is_due(step))
+        ]
         if not due:
             return
+        begin_s = time.perf_counter()
+        timeline, utilisation = report()
+        memory_bytes, step_s, telling_s = self._gathered(self._step_s(step, begin_s))
         facts = StepFacts(
             step=step,
             loss=float(loss),
             learning_rate=None if optimizer is None else float(optimizer.param_groups[0]["lr"]),
             grad_norm=None if norm is None else float(norm),
-            utilisation=report(),
-            memory_bytes=self._memory(),
+            utilisation=utilisation,
+            memory_bytes=memory_bytes,
             planned_bytes=_planned(self._plan),
+            step_s=step_s,
+            timeline=timeline if timeline.spans else None,
+            stragglers=tuple(self._crew.progress.stragglers),
         )
-        if self._is_first:
-            for callback in due:
+        for callback, clock in due:
+            if self._is_first:
                 callback.on_step(facts)
+            if clock is not None:
+                clock.told(step, step_s, telling_s)
+        end_s = time.perf_counter()
+        self._told, self._telling_s = (step, end_s), end_s - begin_s
+
+    def _step_s(self, step: int, now_s: float) -> float:
+        """Returns the seconds from step to step since the last one that was told."""
+        if self._told is None or step <= self._told[0]:
+            return now_s - self._crew.progress.began_s
+        return (now_s - self._told[1]) / (step - self._told[0])
 
     def after_evaluation(self, step: int, loss: Tensor | None) -> None:
         """Tells of an evaluation."""
@@ -148,12 +210,17 @@ class Callbacks:
     def _is_first(self) -> bool:
         return self._crew.global_rank == 0
 
-    def _memory(self) -> tuple[int, ...]:
+    def _gathered(self, step_s: float) -> tuple[tuple[int, ...], float, float]:
+        """Returns the memory of each process, and rank 0's seconds of a step and of telling."""
         places = {self._crew.device_of(stage) for stage in self._crew.stages} - {None}
         devices = [place for place in places if place is not None and is_accelerator(place)]
         own = _most(devices) if devices else psutil.Process().memory_info().rss
-        mesh = self._crew.mesh
-        return (own,) if mesh is None else tuple(all_gather_json(own, mesh.group.host, "memory of a step"))
+        if self._crew.mesh is None:
+            return (own,), step_s, self._telling_s
+        every = all_gather_json(
+            [own, step_s, self._telling_s], self._crew.mesh.group.host, "figures of a step"
+        )
+        return tuple(rank[0] for rank in every), every[0][1], every[0][2]
 
 
 def _most(devices: Sequence[torch.device]) -> int:

@@ -493,9 +493,10 @@ class Engine:
     # -- private ----------------------------------------------------------------------------------------
 
     def _tell_of_step(self, norm: Tensor | None) -> None:
-        def report() -> Utilisation | None:
+        def report() -> tuple[Timeline, Utilisation | None]:
             measured = self.timeline()
-            return self.report(measured) if measured.spans and self._options.explain is not None else None
+            explains = measured.spans and self._options.explain is not None
+            return measured, self.report(measured) if explains else None
 
         if self._loss is not None:
             self._callbacks.after_step(self.steps, self._loss, norm, self.optimizer, report)

@@ -18,6 +18,7 @@ from signal import SIGINT, SIGKILL
 from typing import TYPE_CHECKING, Any
 
 from outsize.errors import BadOption, Preempted, RankFailed
+from outsize.files.run_folders import RunFolder
 from outsize.run.transport.run_secret import SECRET, RunSecret
 from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
@@ -28,12 +29,14 @@ from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, fil
 from outsize.train.launch.spec import (
     COPIES,
     ON_OOM,
+    PUBLISHED,
     SIZES,
     LaunchSpec,
     PeerCopies,
     copies_folder,
     lifeline_in,
     private_folder,
+    published,
     worker_environment,
 )
 from outsize.train.launch.world import World, join_world, leave, on_one_machine, sizes_in
@@ -76,8 +79,8 @@ def launch(spec: LaunchSpec) -> int:
     error's code). No process of the run outlives this call, and the longest wait after a failure or a signal
     is `spec.grace_s` seconds. Raises BadOption (E106); RankFailed when the machines do not meet.
     """
-    with private_folder("outsize-") as folder, _quiet_elastic():
-        return _run(spec, folder)
+    with private_folder("outsize-") as folder, published(spec) as run, _quiet_elastic():
+        return _run(spec, folder, run)
 
 
 def processes_for(nproc: str) -> int:
@@ -117,6 +120,7 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
     world = join_world(env, device_type, timeout_s, backend)
     world = replace(world, watch=WatchOptions.of_environment(env), is_supervised=ON_HANG in env)
     world = replace(world, sizes=sizes_in(env), on_oom=env.get(ON_OOM, world.on_oom))
+    world = replace(world, published=env.get(PUBLISHED))
     if world.owned:
         end_well_outside_workers(error_file(), world.rank)
     return world
@@ -154,7 +158,7 @@ def error_file() -> Path | None:
     return Path(name) if name else None
 
 
-def _run(spec: LaunchSpec, folder: Path) -> int:
+def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None) -> int:
     """Starts, watches and ends the workers."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -169,6 +173,8 @@ def _run(spec: LaunchSpec, folder: Path) -> int:
     extra_environment = worker_environment(spec.nproc_per_node, os.environ, loopback=loopback, cores=_cores())
     extra_environment |= (spec.watch or WatchOptions.of_environment(os.environ)).environment()
     sizes = spec.world_sizes(config.min_nodes, config.max_nodes)
+    if spec.publishes:
+        extra_environment[PUBLISHED] = "" if run is None else str(run.path)
     extra_environment |= {} if spec.on_oom is None else {ON_OOM: spec.on_oom}
     extra_environment |= {} if secret is None else {SECRET: secret.text}
     extra_environment |= {SIZES: ",".join(map(str, sizes))} if len(sizes) > 1 else {}

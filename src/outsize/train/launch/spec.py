@@ -8,19 +8,22 @@ import errno
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from outsize.errors import BadOption
 from outsize.files.folder_guard import removed_at_death
+from outsize.files.run_folders import LAUNCH, RunFolder, run_folder
+from outsize.ir.answers.run_state import RunLaunch
 from outsize.run.watchdog.options import WatchOptions
 from outsize.train.launch.rendezvous import loopback_interface
 
 WORKER_ARGUMENTS = 4  # python -P -m outsize.train.launch.worker, then the arguments of worker.py
 SIZES = "OUTSIZE_WORLD_SIZES"  # the numbers of ranks that a run may have, "2,3,4", where there are several
 COPIES = "OUTSIZE_PEER_COPIES"  # how often a run copies itself into memory, and where: 1:/dev/shm/outsize-...
+PUBLISHED = "OUTSIZE_RUN_FOLDER"  # the folder in which a run is published (files/run_folders.py), or ""
 SHARED_MEMORY = Path("/dev/shm")
 ON_OOM = "OUTSIZE_ON_OOM"  # what follows where a device has no memory: raise, or replan
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -38,7 +41,7 @@ class LaunchSpec:
     `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all are.
     `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory, as
     checkpoint/interval.py reads it. `secret_file` has the secret of the machines (run_secret.py), else the
-    environment has it. Raises BadOption (E106).
+    environment has it. `publishes` makes it seen by `outsize top`. Raises BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -52,6 +55,7 @@ class LaunchSpec:
     on_oom: str | None = None
     peer_copies: str | None = None
     secret_file: Path | None = None
+    publishes: bool = False
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""
@@ -160,6 +164,30 @@ def private_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
             if error.errno not in _FULL:
                 raise
             raise _no_place(error) from error
+
+
+@contextmanager
+def published(spec: LaunchSpec) -> Iterator[RunFolder | None]:
+    """Makes the folder in which the run is published, which is gone afterwards; None where there can be none.
+
+    A run does without, so where another user has made the folder, or a disk is full, nothing is raised.
+    """
+    if not spec.publishes:
+        yield None
+        return
+    with ExitStack() as stack:
+        folder: RunFolder | None = None
+        with suppress(OSError):
+            folder = stack.enter_context(run_folder())
+            launch = RunLaunch(
+                pid=folder.pid,
+                command=spec.shown,
+                started_unix_s=folder.started_unix_s,
+                least=spec.least,
+                most=spec.nproc_per_node,
+            )
+            folder.put(LAUNCH, launch.model_dump_json())
+        yield folder
 
 
 def _no_place(error: OSError) -> BadOption:

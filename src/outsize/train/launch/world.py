@@ -37,7 +37,8 @@ class World:
     `watch` are the launcher's options of the watchdog; `is_supervised`: the launcher is ours, and shows what
     ends a rank. Each process has a device of `device_type`; `machines` counts the processes of each machine,
     where that is no CPU. `sizes` are the numbers of ranks that an elastic run may have; () where it cannot
-    change. `on_oom` is the launcher's option of `parallelize`.
+    change. `on_oom` is the launcher's option of `parallelize`. `published` is the folder in which the
+    launcher publishes the run, "" where it could not make one; None without a launcher that does.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class World:
     is_supervised: bool = False
     sizes: tuple[int, ...] = ()
     on_oom: str = "raise"
+    published: str | None = None
 
 
 def join_world(

@@ -1,0 +1,152 @@
+"""Writes the state of a run for `outsize top` and the dashboard, about once a second (decision 130)."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, final
+
+from outsize.files.run_folders import LAUNCH, STATE, RunFolder, make_run_folder, remove_run_folder
+from outsize.ir.answers.run_state import RunDevice, RunLaunch, RunState, SavedStep, SlowRank
+from outsize.ir.answers.utilisation import Utilisation
+from outsize.ir.formatting import axes_text
+from outsize.ir.plan import Plan, StageFigures
+from outsize.train.engine.callbacks import Callback, CheckpointFacts, EvaluationFacts, ReplanFacts, StepFacts
+
+PUBLISH_S: Final = 1.0
+
+
+@final
+class Publisher(Callback):
+    """Replaces the state of the run in `folder` after steps; without a folder it writes nothing.
+
+    Every rank has one, since the facts of a step are gathered; rank 0's writes. `total_steps` is how many
+    steps the run will have, where its user has said so.
+    """
+
+    every_s = PUBLISH_S
+
+    def __init__(self, folder: RunFolder | None, plan: Plan, total_steps: int | None = None) -> None:
+        self._folder, self._plan, self._total_steps = folder, plan, total_steps
+        self._saved: SavedStep | None = None
+        self._evaluation_loss: float | None = None
+        self._replans = 0
+
+    def on_step(self, facts: StepFacts) -> None:
+        """Writes the figures of a step."""
+        if self._folder is not None:
+            with suppress(OSError):  # The folder is gone, or its disk is full: the run does not need it.
+                self._folder.put(STATE, self._state(facts).model_dump_json())
+
+    def on_evaluate(self, facts: EvaluationFacts) -> None:
+        """Remembers the loss of an evaluation."""
+        self._evaluation_loss = _finite(facts.loss)
+
+    def on_checkpoint(self, facts: CheckpointFacts) -> None:
+        """Remembers the newest checkpoint."""
+        self._saved = SavedStep(step=facts.step, folder=str(facts.folder), saved_unix_s=time.time())
+
+    def on_replan(self, facts: ReplanFacts) -> None:
+        """Counts the plans that followed the first one."""
+        self._replans += 1
+
+    def _state(self, facts: StepFacts) -> RunState:
+        plan, used, expected = self._plan, facts.utilisation, self._plan.expected
+        return RunState(
+            model=plan.model,
+            layout=axes_text(plan.axes.used),
+            schedule=plan.schedule,
+            step=facts.step,
+            total_steps=self._total_steps,
+            batch_size=plan.batch_size,
+            loss=_finite(facts.loss),
+            evaluation_loss=self._evaluation_loss,
+            learning_rate=_finite(facts.learning_rate),
+            grad_norm=_finite(facts.grad_norm),
+            step_s=facts.step_s,
+            planned_step_s=None if expected is None else expected.step_s,
+            bubble=None if used is None else used.bubble,
+            planned_bubble=None if expected is None else expected.bubble,
+            devices=tuple(_devices(plan, used, facts.memory_bytes)),
+            slow_ranks=tuple(
+                SlowRank(rank=s.rank, cause=s.cause, own=s.own, others=s.others, step=s.step, peer=s.peer)
+                for s in facts.stragglers
+            ),
+            checkpoint=self._saved,
+            replans=self._replans,
+            updated_unix_s=time.time(),
+        )
+
+
+def publisher_of(
+    launched: str | None, wanted: bool, rank: int, plan: Plan, total_steps: int | None
+) -> Publisher | None:
+    """Returns what publishes a run, or None where it is not published; the same on all ranks.
+
+    `launched` is the folder that the launcher has made, "" where it could not make one, and None without a
+    launcher of ours. Then a run is published where its user wants that, in a folder of rank 0's process.
+    """
+    if launched is not None:
+        return Publisher(RunFolder.of(Path(launched)) if launched else None, plan, total_steps)
+    return Publisher(_own_folder() if rank == 0 else None, plan, total_steps) if wanted else None
+
+
+def _own_folder() -> RunFolder | None:
+    """Returns a folder of this process, until it ends; None where there can be none."""
+    with suppress(OSError):
+        folder = make_run_folder()
+        command = shlex.join(["python", *sys.argv])
+        launch = RunLaunch(pid=folder.pid, command=command, started_unix_s=folder.started_unix_s)
+        folder.put(LAUNCH, launch.model_dump_json())
+        atexit.register(remove_run_folder, folder)
+        return folder
+    return None
+
+
+def _devices(plan: Plan, used: Utilisation | None, memory_bytes: Sequence[int]) -> Iterator[RunDevice]:
+    """Yields each process of the run with its devices; one process may have all of them."""
+    planned = _planned(plan)
+    names, busy = ((), ()) if used is None else (used.devices, used.busy)
+    alone = len(memory_bytes) == 1
+    for rank, measured in enumerate(memory_bytes):
+        own = slice(None) if alone else slice(rank, rank + 1)
+        pipeline_rank = rank // plan.axes.group_size
+        rows = planned if alone else planned[pipeline_rank : pipeline_rank + 1]
+        yield RunDevice(
+            rank=rank,
+            name=", ".join(names[own]) or f"rank {rank}",
+            busy=sum(busy[own]) / len(busy[own]) if busy[own] else None,
+            memory_bytes=measured,
+            planned_bytes=sum(last.p50_bytes for last, _ in rows),
+            reserved_bytes=sum(last.p95_bytes for last, _ in rows),
+            device_bytes=sum(last.device_bytes for last, _ in rows),
+            planned_by_cause=tuple(map(sum, zip(*(causes for _, causes in rows), strict=True))),
+        )
+
+
+def _planned(plan: Plan) -> list[tuple[StageFigures, tuple[int, ...]]]:
+    """Returns for each rank of the pipeline a row with its device's bytes, and the bytes of its stages by
+    cause.
+    """
+    by_rank: dict[int, list[StageFigures]] = {}
+    for rank, row in zip(plan.ranks, () if plan.expected is None else plan.expected.stages, strict=False):
+        by_rank.setdefault(rank, []).append(row)
+    return [
+        (by_rank[rank][-1], tuple(map(sum, zip(*map(_causes, by_rank[rank]), strict=True))))
+        for rank in sorted(by_rank)
+    ]
+
+
+def _causes(row: StageFigures) -> tuple[int, ...]:
+    states = row.weights_bytes, row.gradients_bytes, row.optimizer_bytes
+    return *states, row.activations_bytes, row.boundary_bytes
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,55 @@
+"""A run over processes is seen by `outsize top` while it goes on, and leaves nothing when it is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+OUTSIZE = [sys.executable, "-c", "from outsize.cli import main; main()"]
+WORKER = Path(__file__).parent / "elastic_worker.py"
+
+
+def runs(env: dict[str, str]) -> list[dict[str, Any]]:
+    done = subprocess.run([*OUTSIZE, "top", "--json"], env=env, capture_output=True, check=True)
+    return json.loads(done.stdout)["runs"]
+
+
+def test_a_run_is_seen_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    command = [*OUTSIZE, "run", "--nproc-per-node=2", str(WORKER), str(tmp_path), "1000000", "", "0.05"]
+    with (tmp_path / "said").open("wb") as said:
+        launcher = subprocess.Popen(command, env=env, stdout=said, stderr=said)
+    try:
+        end_s = time.monotonic() + 90
+        seen: list[dict[str, Any]] = []
+        while not (seen and seen[0]["state"] and seen[0]["state"]["checkpoint"]):
+            assert time.monotonic() < end_s, (tmp_path / "said").read_text()
+            time.sleep(0.3)
+            seen = runs(env)
+        (run,) = seen
+        assert run["launch"]["pid"] == launcher.pid
+        assert str(WORKER) in run["launch"]["command"]
+        assert [device["rank"] for device in run["state"]["devices"]] == [0, 1]
+        assert all(device["memory_bytes"] > 0 for device in run["state"]["devices"])
+        assert run["state"]["checkpoint"]["folder"].startswith(str(tmp_path))
+        assert run["samples_per_s"] > 0
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    end_s = time.monotonic() + 20
+    while list(temporary.iterdir()):
+        assert time.monotonic() < end_s, list(temporary.iterdir())
+        time.sleep(0.05)
+    assert runs(env) == []
