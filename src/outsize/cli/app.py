@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from outsize import __version__
 from outsize.cli import options
+from outsize.cli.runs.scale import scale
 from outsize.cli.runs.top import top
 from outsize.cli.screen import Screen, warn_on_one_line
 from outsize.cli.verbs.bench import bench
@@ -80,6 +81,7 @@ def make_app() -> typer.Typer:
     app.command()(demo)
     app.command()(doctor)
     app.command()(top)
+    app.command()(scale)
     return app
 
 

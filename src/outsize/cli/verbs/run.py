@@ -8,8 +8,10 @@ outsize run MODEL --steps 20 --report report.html    options may follow the MODE
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, final
 
@@ -35,6 +37,7 @@ _FOR_MODELS: Final = (
     *("exact", "measure", "seed", "report", "trace", "json"),
     *("checkpoint", "every", "keep"),
 )
+_RANGE: Final = re.compile(r"[0-9]{1,6}:[0-9]{1,6}")
 # A run that saves itself gets as long after a signal as SLURM and Kubernetes give it.
 SAVING_S: Final = 30
 # These options are passed on unchanged. Their names are torchrun's, whose parser also reads PET_* variables.
@@ -159,7 +162,10 @@ Lr = Annotated[float, typer.Option("--lr", help="Learning rate.")]
 Devices = Annotated[
     str | None,
     typer.Option(
-        "--devices", metavar="LIST", help="Use these devices in one process, not several: cuda:0,cuda:1."
+        "--devices",
+        metavar="MIN:MAX|LIST",
+        help="Between so many processes, each with a device, as `outsize scale` says: 2:8; or, for a MODEL, "
+        "these devices in one process: cuda:0,cuda:1.",
     ),
 ]
 Report = Annotated[
@@ -251,8 +257,15 @@ def run(
     torchrun_options = {name: ctx.params[name] for name in _FOR_TORCHRUN}
     if checkpoint is not None and shutdown_timeout is None:
         torchrun_options["shutdown_timeout"] = SAVING_S
+    scales = devices is not None and _RANGE.fullmatch(devices) is not None
+    if scales and nproc_per_node is not None:
+        raise BadOption(
+            "--devices MIN:MAX and --nproc-per-node both say how many processes there are",
+            numbers=f"--devices {devices}, --nproc-per-node {nproc_per_node}",
+            next_step=f"--devices {devices}",
+        )
     place = LaunchPlace(
-        nproc_per_node,
+        devices if scales else nproc_per_node,
         {name: value for name, value in torchrun_options.items() if value not in (None, False)},
         WatchOptions.given(hang_timeout, on_hang, os.environ),
         _checked(on_oom, max_restarts, is_model=is_model(target, module)),
@@ -261,7 +274,7 @@ def run(
         publishes=True,
     )
     if not is_model(target, module):
-        _refuse_for_scripts(ctx)
+        _refuse_for_scripts(ctx, [name for name in _FOR_MODELS if not (scales and name == "devices")])
         _run_script(place, [target, *(arguments or ())], module)
         return
     if arguments:
@@ -287,7 +300,7 @@ def run(
         seed=seed,
         plan=chosen,
         weights=weights,
-        devices=tuple(devices.split(",")) if devices else (),
+        devices=tuple(devices.split(",")) if devices and not scales else (),
         checkpoint=checkpoint,
         every=every,
         keep=keep,
@@ -357,9 +370,9 @@ def _run_script(place: LaunchPlace, argv: list[str], module: bool) -> None:
         raise typer.Exit(code)
 
 
-def _refuse_for_scripts(ctx: typer.Context) -> None:
+def _refuse_for_scripts(ctx: typer.Context, names: Sequence[str]) -> None:
     """Raises BadOption for a MODEL's option before a script, where it would have no effect."""
-    model_options = [name for name in _FOR_MODELS if _source(ctx, name) == "COMMANDLINE"]
+    model_options = [name for name in names if _source(ctx, name) == "COMMANDLINE"]
     if model_options:
         raise BadOption(
             f"--{model_options[0]} is an option of a MODEL run",

@@ -2,6 +2,7 @@
 
     SLURM        sbatch --signal=USR1@120, or SIGTERM and SIGKILL after KillWait (30 s)
     Kubernetes   SIGTERM, and SIGKILL after terminationGracePeriodSeconds (30 s)
+    outsize run  SIGUSR2: the run goes on with another number of processes
 
 The signal does not reach all ranks, and not in the same step. So ranks agree after each step: where one has
 been asked to end, all of them end there.
@@ -19,7 +20,7 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-_NAMES: Final = ("SIGTERM", "SIGUSR1")  # of equal rank; Windows has the first alone
+_NAMES: Final = ("SIGTERM", "SIGUSR1", "SIGUSR2")  # of equal rank; Windows has the first alone
 
 
 @final

@@ -11,7 +11,9 @@ points (`_monitor_workers` of the agent, `LogsSpecs.reify`, `RendezvousHandler`)
   user's, which may make the process group themselves; between machines the store listens on one interface;
 - a pipe whose write end only this process has: at its end of file a worker knows that its launcher is gone;
 - workers of a run that may start again are forks of a process that has imported torch (fork_server.py);
-- where the number of this machine's processes is a range, a worker that a signal has killed is not replaced;
+- where the number of this machine's processes is a range, a worker that a signal has killed is not replaced,
+  and `outsize scale` changes the number: workers save themselves after their step and end, and as many as are
+  wanted go on (decision 131);
 - machines come and go at meetings.py's rendezvous, each attempt with a store of its own.
 
 Restarts are elastic's; the failure that ended an attempt is shown when it ends.
@@ -39,6 +41,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from torch.distributed.elastic.utils.api import macros
 
 from outsize.errors import Preempted
+from outsize.files.wanted_size import WantedSize, signal_where_caught
 from outsize.run.transport.run_secret import RunSecret, sealed_store
 from outsize.run.watchdog.processes import look_at
 from outsize.train.launch.failure import Failure, first_failure, read_failure
@@ -47,7 +50,7 @@ from outsize.train.launch.meetings import ChangingMeeting
 from outsize.train.launch.rendezvous import ATTEMPT, ENDED
 from outsize.train.launch.spec import WORKER_ARGUMENTS
 
-SETTLE_S, ABSENCE_S, POLL_S = 0.3, 2.0, 0.05
+SETTLE_S, ABSENCE_S, POLL_S, SIGNAL_AGAIN_S = 0.3, 2.0, 0.05, 1.0
 STDOUT, STDERR = 1, 2
 FAILED = "outsize/failed"
 
@@ -57,13 +60,15 @@ FAILED = "outsize/failed"
 class Ended:
     """How an attempt has ended: what failed first, of how many ranks, and what follows.
 
-    The next attempt has so many `processes` on this machine, if `restarts_left` is not 0.
+    The next attempt has so many `processes` on this machine, if `restarts_left` is not 0. `is_resized`: a
+    user has asked for another number, and nothing has failed.
     """
 
     failure: Failure
     world_size: int
     restarts_left: int
     processes: int
+    is_resized: bool = False
 
 
 @final
@@ -71,13 +76,17 @@ class Ended:
 class Attempts:
     """Holds what an agent does from attempt to attempt.
 
-    `show` is called at the end of each that failed. A worker that is killed leaves its place empty as long as
-    `least` processes stay on this machine. Workers are forks of `server`, else fresh interpreters. `meeting`
-    is the ranks' store where it is not the agents'; `secret` seals what agents tell each other.
+    `show` is called at the end of each that failed, and `say` with what else a user should know. A worker
+    that is killed leaves its place empty as long as `least` processes stay on this machine. Workers are forks
+    of `server`, else fresh interpreters. `meeting` is the ranks' store where it is not the agents'; `secret`
+    seals what agents tell each other. `wanted` is the size that a user asks for, from `least` to `most`.
     """
 
     show: Callable[[Ended], None]
+    say: Callable[[str], None]
+    wanted: WantedSize
     least: int
+    most: int
     server: ForkServer | None = None
     meeting: Store | None = None
     secret: RunSecret | None = None
@@ -94,6 +103,8 @@ class Agent(LocalElasticAgent):
         self._grace_s, self._attempts, self._logs = grace_s, attempts, logs
         self.failure: Failure | None = None
         self._published_ended: set[int] = set()
+        self._size: int | None = None  # that is wanted, until the run has it
+        self._resized, self._signalled_s = 0, 0.0
 
     # torch's own methods are decorated by a function without types, hence the casts.
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -114,6 +125,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> RunResult:
+        self._pass_on_size(worker_group)
         published = self._published(worker_group)
         if published is None and not self._failures(worker_group):
             self._publish_ended(worker_group)
@@ -130,7 +142,10 @@ class Agent(LocalElasticAgent):
         if published is not None and not self._changes:
             self._remaining_restarts = 0  # on that machine the last attempt has ended
         is_saved = self.failure.exit_code == Preempted.exit_code
-        if is_saved and (worker_group.group_world_size or 1) == 1:
+        is_resized = is_saved and self._size is not None
+        if is_resized:
+            self._resize(worker_group)
+        elif is_saved and (worker_group.group_world_size or 1) == 1:
             self._remaining_restarts = 0  # this machine is being taken away
         elif is_saved and self._changes:
             self._remaining_restarts += 1  # another machine leaves or joins, which is no failure
@@ -138,8 +153,40 @@ class Agent(LocalElasticAgent):
         self.kill()
         self._leave_out_lost_process(worker_group)
         world_size, processes = worker_group.workers[0].world_size, worker_group.spec.local_world_size
-        self._attempts.show(Ended(self.failure, world_size, self._remaining_restarts, processes))
+        left = self._remaining_restarts
+        self._attempts.show(Ended(self.failure, world_size, left, processes, is_resized))
         return RunResult(WorkerState.FAILED)
+
+    def _pass_on_size(self, group: WorkerGroup) -> None:
+        """Reads the size that is wanted, and asks workers that can save themselves to do so, each second
+        until they have ended.
+        """
+        text, now = self._attempts.wanted.asked(), group.spec.local_world_size
+        if text is not None:
+            least, most = self._attempts.least, self._attempts.most
+            self._size = int(text) if text.isdecimal() and least <= int(text) <= most else None
+            if self._size is None:
+                self._attempts.say(
+                    f"outsize: {text!r} processes are wanted, and {least} to {most} can be had"
+                )
+            elif self._size != now:
+                many = "1 process is" if self._size == 1 else f"{self._size} processes are"
+                self._attempts.say(
+                    f"outsize: {many} wanted: the run goes on so once its script has called engine.checkpoint"
+                )
+        if self._size == now:
+            self._size = None
+        if self._size is not None and time.monotonic() - self._signalled_s > SIGNAL_AGAIN_S:
+            self._signalled_s = time.monotonic()
+            for pid in self._context.pids().values():
+                signal_where_caught(pid)
+
+    def _resize(self, group: WorkerGroup) -> None:
+        """Makes the next attempt, which costs no restart, one of the wanted size."""
+        assert self._size is not None
+        group.spec.local_world_size, self._size = self._size, None
+        self._remaining_restarts += 1
+        self._resized += not self._changes  # meetings.py counts attempts itself
 
     def _leave_out_lost_process(self, group: WorkerGroup) -> None:
         """Makes the next attempt smaller by one where a signal has killed a process here, down to `least`."""
@@ -186,7 +233,7 @@ class Agent(LocalElasticAgent):
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, ChangingMeeting):
             return handler.attempt
-        return self._worker_group.spec.max_restarts - self._remaining_restarts
+        return self._worker_group.spec.max_restarts - self._remaining_restarts + self._resized
 
     @property
     def _changes(self) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from outsize.errors import BadOption, Preempted, RankFailed
 from outsize.files.run_folders import RunFolder
+from outsize.files.wanted_size import WantedSize, size_wanted
 from outsize.run.transport.run_secret import SECRET, RunSecret
 from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
@@ -79,8 +80,13 @@ def launch(spec: LaunchSpec) -> int:
     error's code). No process of the run outlives this call, and the longest wait after a failure or a signal
     is `spec.grace_s` seconds. Raises BadOption (E106); RankFailed when the machines do not meet.
     """
-    with private_folder("outsize-") as folder, published(spec) as run, _quiet_elastic():
-        return _run(spec, folder, run)
+    with (
+        private_folder("outsize-") as folder,
+        published(spec) as run,
+        size_wanted(run) as wanted,
+        _quiet_elastic(),
+    ):
+        return _run(spec, folder, run, wanted)
 
 
 def processes_for(nproc: str) -> int:
@@ -158,7 +164,7 @@ def error_file() -> Path | None:
     return Path(name) if name else None
 
 
-def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None) -> int:
+def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None, wanted: WantedSize) -> int:
     """Starts, watches and ends the workers."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -199,11 +205,12 @@ def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None) -> int:
             worker = _worker(
                 spec, folder, args, config, _handler(spec, args, config, secret, loopback=loopback)
             )
-            server = _fork_server(config, folder, extra_environment)
+            server = _fork_server(spec, config, folder, extra_environment)
             if server is not None:
                 stack.callback(server.close)
             show = _reporter(spec, config.max_restarts, codes)
-            attempts = Attempts(show, spec.least, server, meeting, secret)
+            size = spec.least, spec.nproc_per_node
+            attempts = Attempts(show, _say, wanted, *size, server, meeting, secret)
             agent = Agent(worker, logs, config.shutdown_timeout or 0, attempts)
             stack.callback(agent.kill)  # whatever happens below, nothing is left running
             result: Any = agent.run()
@@ -353,9 +360,12 @@ def _worker(
     )
 
 
-def _fork_server(config: LaunchConfig, folder: Path, environment: Mapping[str, str]) -> ForkServer | None:
+def _fork_server(
+    spec: LaunchSpec, config: LaunchConfig, folder: Path, environment: Mapping[str, str]
+) -> ForkServer | None:
     """Returns the process whose forks are the workers, for a run that may start again."""
-    if not config.max_restarts or config.numa_options is not None or not can_serve_forks():
+    starts_again = config.max_restarts or spec.least < spec.nproc_per_node
+    if not starts_again or config.numa_options is not None or not can_serve_forks():
         return None
     return ForkServer({**os.environ, **environment}, folder)
 
@@ -364,6 +374,10 @@ def _reporter(spec: LaunchSpec, restarts: int, codes: list[int]) -> Callable[[En
     """Returns the function that shows what ended an attempt, and records its exit code."""
 
     def show(ended: Ended) -> None:
+        if ended.is_resized:
+            many = "1 process" if ended.processes == 1 else f"{ended.processes} processes"
+            _say(f"outsize: the run is saved, and goes on with {many} here")
+            return
         codes.append(_report(spec, ended.failure, ended.world_size))
         if ended.restarts_left:
             fewer = ended.processes < spec.nproc_per_node

@@ -36,7 +36,8 @@ from outsize.train.launch.failure import fault_file, write_failure
 from outsize.train.launch.launch import error_file, peer_copies, set_environment
 
 _PRELOADED: Final = ("numpy", "torch.distributed", "outsize.api.running")
-_FOR_OTHERS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_ASKING: Final = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+_FOR_OTHERS: Final = tuple(getattr(signal, name) for name in _ASKING if hasattr(signal, name))
 
 
 def main(argv: list[str]) -> None:

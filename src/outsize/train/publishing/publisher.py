@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final, final
 
 from outsize.files.run_folders import LAUNCH, STATE, RunFolder, make_run_folder, remove_run_folder
+from outsize.files.strict_json import BadJson
 from outsize.ir.answers.run_state import RunDevice, RunLaunch, RunState, SavedStep, SlowRank
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.formatting import axes_text
@@ -34,9 +35,10 @@ class Publisher(Callback):
 
     def __init__(self, folder: RunFolder | None, plan: Plan, total_steps: int | None = None) -> None:
         self._folder, self._plan, self._total_steps = folder, plan, total_steps
-        self._saved: SavedStep | None = None
-        self._evaluation_loss: float | None = None
-        self._replans = 0
+        before = _state_in(folder)  # of an attempt of this run that has ended
+        self._saved = None if before is None else before.checkpoint
+        self._evaluation_loss = None if before is None else before.evaluation_loss
+        self._replans = 0 if before is None else before.replans
 
     def on_step(self, facts: StepFacts) -> None:
         """Writes the figures of a step."""
@@ -95,6 +97,14 @@ def publisher_of(
     if launched is not None:
         return Publisher(RunFolder.of(Path(launched)) if launched else None, plan, total_steps)
     return Publisher(_own_folder() if rank == 0 else None, plan, total_steps) if wanted else None
+
+
+def _state_in(folder: RunFolder | None) -> RunState | None:
+    """Returns what was published last; None where there is nothing."""
+    if folder is not None:
+        with suppress(OSError, BadJson):
+            return RunState.read(folder.path / STATE)
+    return None
 
 
 def _own_folder() -> RunFolder | None:

@@ -1,0 +1,69 @@
+"""A run grows and shrinks when its user says so, and its losses are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_elastic_runs import losses_in, undisturbed
+
+from outsize.errors import Preempted
+
+pytestmark = pytest.mark.dist
+
+OUTSIZE = [sys.executable, "-c", "from outsize.cli import main; main()"]
+WORKER = Path(__file__).parent / "elastic_worker.py"
+
+
+def test_a_run_shrinks_and_grows_as_it_is_told_and_the_digits_stay(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    options = ["--devices", "1:3", "--shutdown-timeout", "30"]
+    command = [*OUTSIZE, "run", *options, str(WORKER), str(tmp_path), "1000000", "", "0.1"]
+    with (tmp_path / "said").open("wb") as said:
+        launcher = subprocess.Popen(command, env=env, stdout=said, stderr=said)
+
+    def until_steps_of(ranks: int, count: int) -> None:
+        """Waits until the latest steps, at least `count` of them, have so many ranks."""
+        end_s = time.monotonic() + 120
+        while [line.split()[1] for line in _lines(tmp_path / "losses")][-count:] != [str(ranks)] * count:
+            assert time.monotonic() < end_s, (tmp_path / "said").read_text()
+            time.sleep(0.1)
+
+    def scaled(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*OUTSIZE, "scale", *words], env=env, capture_output=True, text=True)
+
+    pid = str(launcher.pid)
+    try:
+        until_steps_of(3, 3)
+        refused = scaled(pid, "4")
+        assert (refused.returncode, "--devices 1:3. Next: outsize scale" in refused.stderr) == (2, True)
+        assert json.loads(scaled(pid, "1", "--json").stdout) == {"run": launcher.pid, "wanted": 1}
+        until_steps_of(1, 3)
+        assert scaled(pid, "2").returncode == 0
+        until_steps_of(2, 3)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(90) == Preempted.exit_code
+    finally:
+        launcher.kill()
+        launcher.wait()
+    said = (tmp_path / "said").read_text()
+    assert "1 process is wanted: the run goes on so once its script has called engine.checkpoint" in said
+    assert "the run is saved, and goes on with 2 processes here" in said
+    assert "restart" not in said
+    steps: list[Any] = [int(line.split()[0]) for line in _lines(tmp_path / "losses")]
+    assert steps == list(range(1, len(steps) + 1))  # none is lost, and none is taken twice
+    assert losses_in(tmp_path) == undisturbed(max(steps))
+    assert list(temporary.iterdir()) == []
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.count(" ") == 2] if path.exists() else []
