@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -25,6 +24,7 @@ from outsize.device.accelerators import (
     properties,
     spoken,
 )
+from outsize.device.cores import usable_cores
 from outsize.ir.answers.health import FoundDevice, Health
 from outsize.ir.formatting import bytes_text
 from outsize.run.transport.shared_memory import SharedMemory
@@ -44,7 +44,7 @@ _PAGE: Final = 4096
 def doctor(environment: Mapping[str, str] = MappingProxyType({})) -> Health:
     """Returns what this machine offers, as this process sees it; `environment` may slow devices down."""
     versions = {**{name: _version(name) for name in _PACKAGES}, **library_versions()}
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    cores = len(usable_cores())
     backends = {"gloo": dist.is_available() and dist.is_gloo_available(), **_collectives()}
     shared = _shares_memory()
     return Health(

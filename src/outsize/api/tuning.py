@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,6 +16,7 @@ from outsize.api.planning import Args, Kwargs
 from outsize.api.problem import CostSource, case_of, cluster_of
 from outsize.capture.measure.local_cluster import cluster_of_run
 from outsize.device.accelerators import CPU, device_type
+from outsize.device.cores import usable_cores
 from outsize.device.malloc import keep_freed_memory
 from outsize.errors import BadOption
 from outsize.ir.answers.request import PlanRequest
@@ -159,7 +159,7 @@ class _Task:
 
 def _undisturbed(where: Cluster) -> bool:
     """Tells whether this process shares its device with no other of the run."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    cores = usable_cores()
     return where.devices[0].kind != "cpu" or len(cores) == 1
 
 

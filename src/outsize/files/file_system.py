@@ -11,9 +11,10 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 Buffer = bytes | bytearray | memoryview
+_BINARY: Final = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 
@@ -67,7 +68,7 @@ class Disk(FileSystem):
 
     def create(self, path: Path) -> int:
         """See FileSystem."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _BINARY, 0o666)
 
     def write(self, file: int, data: Buffer) -> None:
         """See FileSystem."""
@@ -97,7 +98,9 @@ class Disk(FileSystem):
 
     def sync_folder(self, path: Path) -> None:
         """Syncs the folder; a file system that cannot do that for folders has its own order of writes."""
-        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folders
+            return
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         except OSError as error:

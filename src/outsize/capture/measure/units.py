@@ -33,6 +33,7 @@ from outsize.capture.measure.neighbours import Lap, neighbours
 from outsize.capture.measure.stopwatch import WARM_UP, Clock, Laps, Seed, Stopwatch
 from outsize.capture.recording.python_random import restored_python_generators
 from outsize.device.accelerators import forked_generators, is_accelerator, properties, synchronize
+from outsize.device.cores import usable_cores
 from outsize.errors import BadOption
 from outsize.ir.graph import ModelGraph, Unit
 from outsize.ir.profile import Profile, UnitCost
@@ -253,8 +254,9 @@ def _at_work(threads: int, device: torch.device) -> Iterator[Sequence[int]]:
     Yields the cores that are left then.
     """
     before = torch.get_num_threads()
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
-    pins = device.type == "cpu" and threads == 1 and len(cores) > 1
+    cores = usable_cores()
+    can_pin = hasattr(os, "sched_setaffinity") and device.type == "cpu"
+    pins = can_pin and threads == 1 and len(cores) > 1
     torch.set_num_threads(threads)
     if pins:
         os.sched_setaffinity(0, {max(cores)})

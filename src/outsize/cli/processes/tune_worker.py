@@ -17,6 +17,7 @@ from outsize.cli.processes.run_worker import serve
 from outsize.cli.screen import Screen, warn_on_one_line
 from outsize.device import accelerators
 from outsize.device.accelerators import CPU, device_count
+from outsize.device.cores import usable_cores
 from outsize.ir.answers.tuned import Tuned
 from outsize.train.launch.launch import World
 
@@ -70,7 +71,7 @@ def pin(world: World) -> None:
     """Pins the process to a core, where each process of one thread can have its own."""
     if not hasattr(os, "sched_setaffinity") or device_type() != CPU or torch.get_num_threads() > 1:
         return
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(usable_cores())
     if len(cores) >= world.world_size:
         os.sched_setaffinity(0, {cores[world.local_rank]})
 

@@ -10,7 +10,6 @@ a folder that has one, and an old folder loses its manifest before it loses file
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -250,8 +249,8 @@ def _said(path: Path, wanted_bytes: int | None = None) -> Iterator[None]:
     except OSError as error:
         numbers = f"{type(error).__name__}: {error.strerror or error}"
         with suppress(OSError):
-            disk = os.statvfs(path if path.is_dir() else path.parent)
-            free = f"{disk.f_bavail * disk.f_frsize / 2**30:.1f} GiB are free"
+            disk = shutil.disk_usage(path if path.is_dir() else path.parent)
+            free = f"{disk.free / 2**30:.1f} GiB are free"
             numbers += (
                 f"; {free}" if wanted_bytes is None else f"; {wanted_bytes / 2**30:.1f} GiB for it, {free}"
             )

@@ -7,7 +7,7 @@ A mapping is shared with the file, so its pages need no swap: under pressure the
 read again when they are touched. Files are unlinked once they are mapped, so none remains however a run ends.
 Disk space is reserved at once, since a disk that fills up later would end the process by a signal. The memory
 is not page-locked, so a GPU's copies go through the driver's own buffers. ZeRO-Infinity (arXiv 2104.07857)
-reads and writes explicitly, ahead of time; here the system does. Linux only.
+reads and writes explicitly, ahead of time; here the system does. Not on Windows, which unlinks no open file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from torch import Tensor
 from outsize.errors import BadOption
 from outsize.run.host.flat_buffer import packed
 from outsize.run.transport.wire_layout import WireLayout
+
+_BLOCK_BYTES: Final = 1 << 20
 
 
 @final
@@ -66,8 +68,18 @@ class FileBackedMemory:
         self._path.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(".outsize", dir=self._path)
         try:
-            os.posix_fallocate(handle, 0, size_bytes)
+            _reserve(handle, size_bytes)
             return torch.from_file(name, shared=True, size=size_bytes, dtype=torch.uint8)
         finally:
             os.close(handle)
             os.unlink(name)
+
+
+def _reserve(file: int, size_bytes: int) -> None:
+    """Takes the space on the disk: asked of the system, or where that cannot be asked (macOS), by zeros."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size_bytes)
+        return
+    zeros = bytes(min(size_bytes, _BLOCK_BYTES))
+    for start in range(0, size_bytes, _BLOCK_BYTES):
+        os.pwrite(file, zeros[: size_bytes - start], start)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outsize.device import futex
+from outsize.device.cores import usable_cores
 from outsize.run.transport.base import CHANNELS, Pending, Transport
 from outsize.run.transport.control_messages import all_gather_json
 from outsize.run.transport.process_group import ProcessTransport, TransportGroups, Wire
@@ -119,13 +120,8 @@ def connect(
     if not groups.has_tags or groups.layouts.size() == 1:
         return far
     rank, inboxes = groups.layouts.rank(), dict[int, Inbox]()
-    outboxes = _outboxes(groups, lambda: any(box.has_unread() for box in inboxes.values()))
-    offers = list(
-        map(
-            _Offer.read,
-            all_gather_json(outboxes and _Offer.of(outboxes).written(), groups.layouts, "shared memory"),
-        )
-    )
+    outboxes, own = _offer(groups, lambda: any(box.has_unread() for box in inboxes.values()))
+    offers = list(map(_Offer.read, all_gather_json(own, groups.layouts, "shared memory")))
     spin_s = SPIN_S if _each_has_a_core([offer for offer in offers if offer is not None], replicas) else 0.0
     for peer, offer in enumerate(offers):
         memory = offer.opened(rank) if offer is not None and peer in outboxes else None
@@ -139,13 +135,18 @@ def connect(
     return SameHostTransport(far, {p: outboxes[p] for p in near}, inboxes, whole=whole) if near else far
 
 
-def _outboxes(groups: TransportGroups, wanted: Callable[[], bool]) -> dict[int, Outbox]:
-    """Makes a ring for each peer, or none where the system cannot share memory like this."""
+def _offer(
+    groups: TransportGroups, wanted: Callable[[], bool]
+) -> tuple[dict[int, Outbox], Mapping[str, Any]]:
+    """Makes a ring for each peer and says so, or none where the system cannot share memory like this."""
     peers = set(range(groups.layouts.size())) - {groups.layouts.rank()}
+    if not futex.AVAILABLE:
+        return {}, {}
     try:
-        return {peer: Outbox(wanted) for peer in sorted(peers)} if futex.AVAILABLE else {}
+        boxes = {peer: Outbox(wanted) for peer in sorted(peers)}
+        return boxes, _Offer.of(boxes).written()
     except OSError:
-        return {}
+        return {}, {}
 
 
 def _timeout_s(groups: TransportGroups) -> float:
@@ -170,7 +171,7 @@ class _Offer:
         rings = {peer: box.memory.file for peer, box in boxes.items()}
         cookies = {peer: cookie_in(box.memory) for peer, box in boxes.items()}
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
-        return cls(boot, os.getpid(), frozenset(os.sched_getaffinity(0)), rings, cookies)
+        return cls(boot, os.getpid(), usable_cores(), rings, cookies)
 
     def written(self) -> dict[str, Any]:
         """Returns the offer as what JSON can hold."""

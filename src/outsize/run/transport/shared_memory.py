@@ -23,6 +23,7 @@ Computing 33(9), 2007). Oracle: tests/unit/run/transport/test_shared_memory.py; 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -74,7 +75,9 @@ class SharedMemory:
 
     @classmethod
     def make(cls, size: int) -> Self:
-        """Allocates zeroed memory; its pages are backed when they are touched."""
+        """Allocates zeroed memory; its pages are backed when they are touched. Raises OSError."""
+        if not hasattr(os, "memfd_create"):  # macOS, and a Python that was built for an old C library
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         file = os.memfd_create("outsize")
         os.fchmod(file, 0o600)  # of an anonymous file the mode is 0777, and /proc shows it
         os.ftruncate(file, size)

@@ -1,4 +1,7 @@
-"""Asks the operating system what a process does that does not answer; only on the same machine, on Linux."""
+"""Asks the operating system what a process does that does not answer; only on the same machine.
+
+Linux says it in /proc; of a system without that only whether the process is there is asked.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, final
+
+import psutil
 
 State = Literal["stopped", "traced", "gone", "busy", "disk", "asleep", "unknown"]
 _STATES: Final[dict[str, State]] = {"T": "stopped", "t": "traced", "Z": "gone", "X": "gone", "D": "disk"}
@@ -20,6 +25,9 @@ class ProcessLook:
 
     letter: str
     ticks: int
+
+
+UNKNOWN: Final = ProcessLook("?", 0)
 
 
 def machine() -> str:
@@ -36,7 +44,7 @@ def look_at(pid: int) -> ProcessLook | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return None
+        return UNKNOWN if psutil.pid_exists(pid) else None
     fields = text.rpartition(")")[2].split()
     return ProcessLook(fields[0], int(fields[_UTIME]) + int(fields[_UTIME + 1]))
 
@@ -45,6 +53,8 @@ def state_between(first: ProcessLook | None, last: ProcessLook | None, passed_s:
     """Returns the state of a process by two looks; one that computes in between is busy."""
     if last is None or first is None:
         return "gone"
+    if last == UNKNOWN:
+        return "unknown"
     if last.letter in _STATES:
         return _STATES[last.letter]
     used_s = (last.ticks - first.ticks) / os.sysconf("SC_CLK_TCK")

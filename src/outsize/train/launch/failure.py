@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 from outsize.errors import OutsizeError
 from outsize.files.replace import replace_text
@@ -174,6 +174,10 @@ def shown(error: BaseException, call_stack: str = "") -> str:
     theirs = [frame for frame in frames if not is_outsize_file(frame.filename)]
     place = f"{Path(theirs[-1].filename).name}:{theirs[-1].lineno}: " if theirs else ""
     return f"{place}{error}"
+
+
+KILLED: Final = -9
+"""The exit code of a process that SIGKILL has ended; Windows has no such name."""
 
 
 def signal_name(number: int) -> str:

@@ -27,10 +27,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, final
 
+from outsize.train.launch.failure import KILLED
+
 _SERVER: Final = "outsize.train.launch.worker"
 _POLL_S: Final = 0.01
 _END_S: Final = 5.0
-_KILLED: Final = -int(signal.SIGKILL)
 
 
 def can_serve_forks() -> bool:
@@ -96,7 +97,7 @@ class ForkServer:
         if pid not in self._exit_codes and not self.is_alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)  # nobody could tell how it ends
-            self._exit_codes[pid] = _KILLED
+            self._exit_codes[pid] = KILLED
         return self._exit_codes.get(pid)
 
     def close(self) -> None:

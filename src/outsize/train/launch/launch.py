@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGINT, SIGKILL
+from signal import SIGINT
 from typing import TYPE_CHECKING, Any
 
+from outsize.device.cores import usable_cores
 from outsize.errors import BadOption, Preempted, RankFailed
 from outsize.files.run_folders import RunFolder
 from outsize.files.wanted_size import WantedSize, size_wanted
@@ -24,7 +25,7 @@ from outsize.run.transport.run_secret import SECRET, RunSecret
 from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
 from outsize.train.launch.exit import end_well_outside_workers
-from outsize.train.launch.failure import Failure, signal_name
+from outsize.train.launch.failure import KILLED, Failure, signal_name
 from outsize.train.launch.fork_server import ForkServer, can_serve_forks
 from outsize.train.launch.rendezvous import LOOPBACK, LOOPBACK_NAMES, STORE, file_store, loopback_interface
 from outsize.train.launch.spec import (
@@ -78,8 +79,15 @@ def launch(spec: LaunchSpec) -> int:
     n asked for the end (130 for Ctrl-C). Otherwise stderr got the first failing rank's traceback and a
     RankFailed [E401] line (its code is 4), or, for an error of outsize itself, that one line (with that
     error's code). No process of the run outlives this call, and the longest wait after a failure or a signal
-    is `spec.grace_s` seconds. Raises BadOption (E106); RankFailed when the machines do not meet.
+    is `spec.grace_s` seconds. Raises BadOption (E106), also on Windows;
+    RankFailed when the machines do not meet.
     """
+    if not hasattr(os, "mkfifo"):
+        raise BadOption(
+            "processes are started on Linux and macOS alone",
+            numbers=f"{sys.platform} has no process groups and no named pipes",
+            next_step=f"python {spec.shown} (all stages in one process), or outsize run inside WSL",
+        )
     with (
         private_folder("outsize-") as folder,
         published(spec) as run,
@@ -101,7 +109,7 @@ def processes_for(nproc: str) -> int:
     from torch.distributed.run import determine_local_world_size
 
     try:
-        return _cores() if nproc == "cpu" else determine_local_world_size(nproc)
+        return len(usable_cores()) if nproc == "cpu" else determine_local_world_size(nproc)
     except ValueError as error:
         raise BadOption(
             f"--nproc-per-node {nproc!r} is no count of what is here: {error}",
@@ -176,7 +184,9 @@ def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None, wanted: WantedSi
     args, config = _config(spec, folder)
     loopback = _is_local(args, config)
     secret = _secret(spec, config, loopback=loopback)
-    extra_environment = worker_environment(spec.nproc_per_node, os.environ, loopback=loopback, cores=_cores())
+    extra_environment = worker_environment(
+        spec.nproc_per_node, os.environ, loopback=loopback, cores=len(usable_cores())
+    )
     extra_environment |= (spec.watch or WatchOptions.of_environment(os.environ)).environment()
     sizes = spec.world_sizes(config.min_nodes, config.max_nodes)
     if spec.publishes:
@@ -405,7 +415,7 @@ def _report(spec: LaunchSpec, failure: Failure, world_size: int) -> int:
 def _next_step(spec: LaunchSpec, failure: Failure, world_size: int) -> str:
     if failure.absence:
         return "run as many steps on every rank, and stop none"
-    if failure.exit_code == -SIGKILL:
+    if failure.exit_code == KILLED:
         return "dmesg | grep -i 'killed process' (the kernel kills what outgrows the memory)"
     if failure.is_out_of_memory:
         return "outsize fit for what it needs; more --microbatches, --recompute full or --weights host"
@@ -414,11 +424,6 @@ def _next_step(spec: LaunchSpec, failure: Failure, world_size: int) -> str:
     if world_size > 1:
         return f"outsize run --nproc-per-node 1 {spec.shown} (does one process alone fail too?)"
     return "outsize explain E401"
-
-
-def _cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _say(text: str) -> None:

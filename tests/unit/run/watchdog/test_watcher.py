@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
@@ -162,13 +164,26 @@ def test_a_thread_in_a_collective_waits_and_one_in_a_loop_runs() -> None:
 
 
 def test_a_process_is_looked_at() -> None:
-    import os
 
     first = look_at(os.getpid())
     sum(range(3_000_000))
     assert state_between(first, look_at(os.getpid()), 0.05) == "busy"
     assert look_at(2**22 + 1) is None
     assert state_between(None, None, 1.0) == "gone"
+
+
+def test_without_proc_a_process_that_is_there_is_unknown_and_not_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Path, "read_text", _missing)
+    there = look_at(os.getpid())
+    assert there is not None
+    assert state_between(there, there, 1.0) == "unknown"
+    assert look_at(2**22 + 1) is None
+
+
+def _missing(path: Path, **_: object) -> str:
+    raise FileNotFoundError(path)
 
 
 @pytest.mark.parametrize(("timeout_s", "on_hang"), [(-1.0, "end"), (float("nan"), "end"), (1.0, "cry")])
