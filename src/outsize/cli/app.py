@@ -22,6 +22,7 @@ from outsize.cli.runs.top import top
 from outsize.cli.screen import Screen, warn_on_one_line
 from outsize.cli.verbs.bench import bench
 from outsize.cli.verbs.check import check
+from outsize.cli.verbs.compare import compare
 from outsize.cli.verbs.demo import demo
 from outsize.cli.verbs.doctor import doctor
 from outsize.cli.verbs.emit import emit
@@ -78,6 +79,7 @@ def make_app() -> typer.Typer:
     app.command()(trace)
     app.command()(explain)
     app.command("explain-plan")(explain_plan)
+    app.command()(compare)
     app.command()(demo)
     app.command()(doctor)
     app.command()(top)

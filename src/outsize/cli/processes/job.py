@@ -164,8 +164,10 @@ class JobFolder(Record):
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:
+    ranks = range(timeline.ranks)
     return {
         "step_s": timeline.duration_s,
         "bubble": timeline.bubble,
-        "busy": [timeline.utilisation(rank) for rank in range(timeline.ranks)],
+        "busy": [timeline.utilisation(rank) for rank in ranks],
+        "peak_bytes": [timeline.peak_bytes(rank) for rank in ranks] if timeline.samples else [],
     }
