@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.dist
@@ -28,7 +29,17 @@ def test_a_run_is_seen_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-    command = [*OUTSIZE, "run", "--nproc-per-node=2", str(WORKER), str(tmp_path), "1000000", "", "0.05"]
+    command = [
+        *OUTSIZE,
+        "run",
+        "--nproc-per-node=2",
+        "--memory-share=0.5",
+        str(WORKER),
+        str(tmp_path),
+        "1000000",
+        "",
+        "0.05",
+    ]
     with (tmp_path / "said").open("wb") as said:
         launcher = subprocess.Popen(command, env=env, stdout=said, stderr=said)
     try:
@@ -45,6 +56,12 @@ def test_a_run_is_seen_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
         assert all(device["memory_bytes"] > 0 for device in run["state"]["devices"])
         assert run["state"]["checkpoint"]["folder"].startswith(str(tmp_path))
         assert run["samples_per_s"] > 0
+        half = psutil.virtual_memory().total // 2
+        assert sum(device["reserved_bytes"] for device in run["state"]["devices"]) == pytest.approx(half)
+        pid = int((tmp_path / "pid-1").read_text())  # the kernel holds each rank to a quarter
+        limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+        (held,) = (line.split()[3] for line in limits if line.startswith("Max data size"))
+        assert int(held) == pytest.approx(half / 2, abs=2)
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()

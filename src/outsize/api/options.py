@@ -160,6 +160,7 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     callbacks: Sequence[Callback]
     publish: bool
     total_steps: int | None
+    memory_share: float | None
 
 
 PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})

@@ -16,6 +16,7 @@ from torch import nn
 
 from outsize.api.elastic import ElasticRun, elastic_plan, request_like
 from outsize.api.memory_room import MemoryRoom
+from outsize.api.memory_share import MemoryShare
 from outsize.api.options import (
     CheckOptions,
     OnOutOfMemory,
@@ -97,6 +98,7 @@ def parallelize(
     - `callbacks`: objects of `outsize.Callback`, the same on every rank; rank 0 calls them.
     - `publish`: True lets `outsize top` see a run that `outsize run` has not started (it publishes each).
     - `total_steps`: how many steps the run will have, from which `outsize top` knows the time left.
+    - `memory_share`: how much of each device's memory the run is planned for, and held to: 0.5.
     - `own_batches`: each replica passes its own samples alone (`engine.batch_sampler`).
     - `seed`: the seed of random numbers in the model; 0 by default.
     - `weights`: a .safetensors file, an index, or a folder with one, for a model on meta: every rank reads
@@ -141,6 +143,7 @@ def parallelize(
         if world.rank:
             warnings.simplefilter("ignore", SplitTable)  # rank 0 says it
         case = case_of(model, args, kwargs, options)
+    share = MemoryShare.of(options, world)
     whole = partial(_cluster_here, options, world, kind, named, case.batch.size)
     room = _memory_room(options, world, whole)
     plan = _if_it_fits(plan, room)
@@ -150,7 +153,7 @@ def parallelize(
         if elastic is None:
             plan = agreed(host, lambda: _made_plan(case, options, _within(room, whole()), group is None))
         else:
-            elastic = elastic.within(partial(_within, room))
+            elastic = elastic.within(lambda cluster: _within(room, share.of_cluster(cluster)))
             plan = agreed(host, lambda: _elastic_plan(case, options, elastic, given))
     if plan.shards and group is not None:
         plan = by_blocks(plan, case.captured(plan.microbatch_size).graph)
@@ -169,6 +172,7 @@ def parallelize(
             offload_folder=options.get("offload_folder"),
         ),
     )
+    share.enforce(plan, engine.crew, world)
     replica_count = engine.crew.replicas.count if engine.crew.replicas.own_batches else 1
     engine.prepare(case.batch.resized(max(1, plan.batch_size // replica_count)))
     if saved is not None:
@@ -395,7 +399,8 @@ def _cluster_here(
     """Returns the cluster that a run without a plan is planned for. Raises BadOption and UnknownDevice."""
     asked = planning_options(options)
     stages = request_of(asked, batch_size).stages
-    return cluster_of(_cluster(asked, stages, devices, _here(world, kind)))
+    cluster = cluster_of(_cluster(asked, stages, devices, _here(world, kind)))
+    return MemoryShare.of(options, world).of_cluster(cluster)
 
 
 def _elastic_plan(

@@ -1,10 +1,11 @@
 """Describes a cluster: devices in rank order and the links between them; parsed from a short name.
 
-    CLUSTER = PART{+PART}[@[NICSx]NETWORK]      PART = [NODESx]COUNTxDEVICE
+    CLUSTER = PART{+PART}[:SHARE%][@[NICSx]NETWORK]      PART = [NODESx]COUNTxDEVICE
 
 `2xcpu`, `8xh100-80gb`, `2x8xh100-80gb` (two nodes of eight), `4xv100-32gb+4xa100-40gb` (unequal nodes),
 `2x8xh100-80gb@ib400` (one such NIC per device), `2x8xa100@4xib200` (four per node), `2x12GB` (two devices of
-12 GB of unknown speed, for which the figures of an RTX 3090 are used). Without a network each part has the
+12 GB of unknown speed, for which the figures of an RTX 3090 are used), `2x80GB:50%` (half of each device's
+memory). Without a network each part has the
 one it is usually sold with, and the slowest of them connects the nodes. cluster_file.py reads a cluster from
 a file.
 """
@@ -22,6 +23,7 @@ from outsize.errors import BadOption, UnknownDevice
 from outsize.ir.base import Count, Record, Speed
 from outsize.ir.hardware.devices import GIB, STAND_IN, TABLE, Device, DeviceKind, kind_named
 from outsize.ir.hardware.links import NETWORKS, Link
+from outsize.ir.hardware.memory_share import split_share
 
 __all__ = ["GIB", "KINDS", "Cluster", "Device", "Link", "Part", "make_cluster", "parse_cluster"]
 
@@ -119,6 +121,13 @@ class Cluster(Record):
     def _parts(self) -> tuple[Part, ...]:
         return self.parts or (self.whole,)
 
+    def shared(self, share: float, name: str) -> Self:
+        """Returns the cluster, under this name, with a share of each device's memory."""
+        devices = tuple(
+            d.model_copy(update={"memory_bytes": max(1, int(share * d.memory_bytes))}) for d in self.devices
+        )
+        return self.model_copy(update={"name": name, "devices": devices})
+
     @property
     def whole(self) -> Part:
         """Returns one part with all devices, as if all nodes were equal."""
@@ -151,9 +160,15 @@ def parse_cluster(text: str) -> Cluster:
     """Parses names such as `2xcpu`, `8xh100-80gb`, `2x8xa100-80gb@ib200`, `4xv100-32gb+4xa100-40gb`,
     `2x12GB`.
 
-    Raises UnknownDevice when a device is not in the table, BadOption when a count or a memory is zero or the
-    network is unknown.
+    Raises UnknownDevice when a device is not in the table, BadOption when a count, a memory or a share is
+    zero or the network is unknown.
     """
+    plain, share = split_share(text)
+    cluster = _parsed(plain)
+    return cluster if share is None else cluster.shared(share, text)
+
+
+def _parsed(text: str) -> Cluster:
     devices, at, network = text.strip().lower().partition("@")
     specs = [_spec(part, text) for part in devices.split("+")]
     count = sum(spec.nodes * spec.count for spec in specs)

@@ -30,15 +30,22 @@ from outsize.ir.cluster import Cluster, make_cluster, parse_cluster
 from outsize.ir.cluster_file import load_cluster
 from outsize.ir.hardware.devices import GIB, STAND_IN, TABLE, Device, host_link, kinds_like, places_in
 from outsize.ir.hardware.links import Link
+from outsize.ir.hardware.memory_share import split_share
 
 
 def find_cluster(name: str) -> Cluster:
     """Finds `local`, `cuda:0,cpu`, `2xcpu` with this machine's memory, `lab.json`, or what `parse_cluster`
-    knows.
+    knows; each may have a share of its memory, `local:50%`.
 
     A cluster from a file is called like the file, so that a plan that names it finds it again. Raises what
     `parse_cluster` and `load_cluster` raise.
     """
+    plain, share = split_share(name)
+    cluster = _found(plain)
+    return cluster if share is None else cluster.shared(share, name)
+
+
+def _found(name: str) -> Cluster:
     if name == "local":
         return _accelerators() if accelerator_type() else _cpus(name, psutil.cpu_count(logical=True) or 1)
     places = places_in(name)

@@ -28,7 +28,7 @@ _OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | Finis
 class LaunchPlace:
     """The number of processes on this machine, torchrun's options by name, those of the watchdog, what
     follows where a device has no memory, how often the run copies itself into memory, the file with the
-    secret of its machines, and whether `outsize top` sees the run.
+    secret of its machines, whether `outsize top` sees the run, and its share of the devices' memory.
     """
 
     nproc_per_node: str | None = None
@@ -38,6 +38,7 @@ class LaunchPlace:
     peer_copies: str | None = None
     secret_file: Path | None = None
     publishes: bool = False
+    memory_share: float | None = None
 
     @property
     def nnodes(self) -> int:
@@ -82,6 +83,7 @@ class LaunchPlace:
             peer_copies=self.peer_copies,
             secret_file=self.secret_file,
             publishes=self.publishes,
+            memory_share=self.memory_share,
             least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)

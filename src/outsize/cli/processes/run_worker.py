@@ -24,6 +24,7 @@ from torch import nn
 
 from outsize import api
 from outsize.api.elastic import ElasticRun, elastic_plan, request_like
+from outsize.api.memory_share import MemoryShare
 from outsize.api.options import CaseOptions
 from outsize.api.planning import plan_case
 from outsize.api.problem import CostSource, case_of, cluster_of
@@ -172,10 +173,13 @@ def _elastic_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen)
         return job.plan
     request = job.request if job.plan is None else request_like(job.plan)
     known = world.machines or (world.world_size,)
+    share = MemoryShare(world.memory_share)
     run = ElasticRun(
         ranks=world.world_size,
         sizes=world.sizes,
-        cluster=lambda ranks: cluster_of_run(world.device_type, known if sum(known) == ranks else (ranks,)),
+        cluster=lambda ranks: share.of_cluster(
+            cluster_of_run(world.device_type, known if sum(known) == ranks else (ranks,))
+        ),
         folder=job.checkpoint,
         before=job.plan or saved,
         prefers_exact=True,
@@ -194,6 +198,7 @@ def _make_plan(world: World, job: RunJob, inputs: ModelInput, screen: Screen) ->
         cluster = cluster_of(cluster_of_places(from_places, stages))
     else:
         cluster = cluster_of_run(world.device_type, world.machines or (max(stages, world.world_size),))
+    cluster = MemoryShare(world.memory_share).of_cluster(cluster)
     # Several processes share the work along any axis; one alone runs the stages of a pipeline.
     alone = world.world_size == 1 or from_places
     request = job.request.model_copy(update={"stages": stages}) if alone else job.request

@@ -13,6 +13,7 @@ from outsize.cli import options, uncollected
 from outsize.cli.model_input import ModelInput, batch_size, make_model_input
 from outsize.cli.model_size import ModelSize
 from outsize.cli.screen import Screen
+from outsize.errors import BadOption
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from outsize.api.options import FitOptions
     from outsize.ir.answers.fit import Fit
     from outsize.ir.answers.ranking import ClusterRanking
+    from outsize.ir.cluster import Cluster
 
 FITS_NOT = 1
 Max = Annotated[
@@ -38,6 +40,14 @@ Devices = Annotated[
         "--devices",
         metavar="KIND,...",
         help="Rank devices to rent: kinds, of which 1, 2, 4 and 8 are tried, or clusters: l4,2x8xh100-80gb.",
+    ),
+]
+Beside = Annotated[
+    str | None,
+    typer.Option(
+        "--beside",
+        metavar="RUN",
+        help="Say what fits next to this run of `outsize top`, on what it leaves of the devices.",
     ),
 ]
 Prices = Annotated[
@@ -74,6 +84,7 @@ def fit(
     devices: Devices = None,
     prices: Prices = None,
     top: Top = 5,
+    beside: Beside = None,
     seed: options.Seed = 0,
     json: options.Json = False,
 ) -> None:
@@ -87,7 +98,7 @@ def fit(
 
     screen = Screen(json)
     asked: FitOptions = {
-        "cluster": cluster,
+        "cluster": cluster if beside is None else _left_beside(beside, cluster),
         "optimizer": optimizer,
         "precision": precision,
         "microbatches": microbatches,
@@ -120,6 +131,20 @@ def fit(
     _deliver(screen, answer)
     if answer.answer != "YES":
         raise typer.Exit(FITS_NOT)
+
+
+def _left_beside(run: str, cluster: str) -> Cluster:
+    """Returns what a run leaves of this machine's devices. Raises BadOption."""
+    from outsize.capture.measure.local_cluster import find_cluster
+    from outsize.ir.answers.run_state import room_beside, run_of
+
+    if cluster != "local":
+        raise BadOption(
+            "--beside is about this machine, and --cluster names another one",
+            numbers=f"--beside {run}, --cluster {cluster}",
+            next_step=f"outsize fit MODEL --beside {run}",
+        )
+    return room_beside(find_cluster(cluster), run_of(run))
 
 
 def _answer(inputs: ModelInput, asked: FitOptions) -> Fit:

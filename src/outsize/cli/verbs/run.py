@@ -26,6 +26,7 @@ from outsize.cli.screen import Screen
 from outsize.cli.verbs.trace import outcome_tables, write_trace
 from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions
+from outsize.ir.hardware.memory_share import checked_share
 from outsize.run.watchdog.options import WatchOptions
 from outsize.train.checkpoint.interval import SaveInterval
 from outsize.train.launch.launch import processes_for
@@ -142,6 +143,16 @@ Copies = Annotated[
         show_default=False,
     ),
 ]
+Share = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-share",
+        metavar="SHARE",
+        help="Plan with this share of each device's memory, and hold the run to it: 0.5 (default: all).",
+        rich_help_panel=_PROCESSES,
+        show_default=False,
+    ),
+]
 SecretFile = Annotated[
     Path | None,
     typer.Option(
@@ -227,6 +238,7 @@ def run(
     on_oom: OutOfMemory = None,
     peer_copies: Copies = None,
     secret_file: SecretFile = None,
+    memory_share: Share = None,
     module: Module = False,
     steps: Steps = STEPS,
     input: options.Input = None,
@@ -272,6 +284,7 @@ def run(
         _checked_copies(peer_copies, max_restarts),
         secret_file,
         publishes=True,
+        memory_share=None if memory_share is None else checked_share(memory_share),
     )
     if not is_model(target, module):
         _refuse_for_scripts(ctx, [name for name in _FOR_MODELS if not (scales and name == "devices")])

@@ -4,6 +4,7 @@ it.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from typing import Final, Literal, final
 
@@ -11,6 +12,7 @@ from outsize.errors import BadOption
 from outsize.files.run_folders import LAUNCH, STATE, RunFolder, live_runs
 from outsize.files.strict_json import BadJson
 from outsize.ir.base import Bytes, Finite, Record, Seconds, Whole
+from outsize.ir.cluster import Cluster
 
 CAUSES: Final = ("weights", "gradients", "optimizer", "activations", "messages")
 """The causes of planned memory, in the order of `RunDevice.planned_by_cause`."""
@@ -35,7 +37,8 @@ class RunDevice(Record):
     """A process of the run with its device: the busy share of the step, and bytes measured and planned.
 
     `memory_bytes` is the peak of the device's tensors, or on a CPU what the process has resident.
-    `planned_bytes` is what the plan expects (P50), `reserved_bytes` what it may need (P95); 0 means unknown.
+    `planned_bytes` is what the plan expects (P50), `reserved_bytes` what it may need (P95), or its
+    share of the device where it has one; 0 means unknown.
     """
 
     rank: int
@@ -144,6 +147,47 @@ def run_of(name: str) -> RunOnMachine:
             f"no run {name!r} on this machine", numbers=f"runs: {known}", next_step="outsize top --once"
         )
     return found
+
+
+def room_beside(cluster: Cluster, run: RunOnMachine) -> Cluster:
+    """Returns what a run leaves of this machine's devices; one that it fills is left out.
+
+    Of each it needs what is reserved for it, or what it was measured to have, if that is more. Processes on
+    a CPU share the host's memory. Raises BadOption.
+    """
+    if run.state is None:
+        raise BadOption(
+            f"run {run.launch.pid} has not told yet what it needs",
+            numbers="it publishes that with its first step",
+            next_step="the same command in a moment",
+        )
+    taken = Counter[str]()
+    for device in run.state.devices:
+        names = device.name.split(", ")
+        for name in names:
+            taken[name] += max(device.reserved_bytes, device.memory_bytes) // len(names)
+    on_cpu = sum(size for name, size in taken.items() if name.startswith("cpu"))
+    cpus = sum(not device.is_accelerator for device in cluster.devices)
+    left = [
+        (device, device.memory_bytes - (taken[device.name] if device.is_accelerator else on_cpu // cpus))
+        for device in cluster.devices
+    ]
+    devices = tuple(
+        device.model_copy(update={"memory_bytes": size}) for device, size in left if size > device.fixed_bytes
+    )
+    if not devices:
+        raise BadOption(
+            f"run {run.launch.pid} leaves no memory on any device",
+            numbers=", ".join(f"{device.name} {max(0, size)} bytes" for device, size in left[:8]),
+            next_step="start it with --memory-share 0.5",
+        )
+    return cluster.model_copy(
+        update={
+            "name": f"{cluster.name} beside {run.launch.pid}",
+            "devices": devices,
+            "devices_per_node": len(devices),
+        }
+    )
 
 
 def _read(folder: RunFolder) -> RunOnMachine | None:

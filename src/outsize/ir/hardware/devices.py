@@ -22,6 +22,7 @@ from pydantic import Field, field_validator
 
 from outsize.ir.base import Bytes, Record, Speed
 from outsize.ir.hardware.links import LINKS, Link
+from outsize.ir.hardware.memory_share import split_share
 
 GIB: Final = 1024**3
 MIB: Final = 1024**2
@@ -285,5 +286,6 @@ def places_in(cluster: str) -> tuple[str, ...]:
     """Returns the devices of one process that a cluster's name lists (`cuda:0,cpu`); empty for any other
     name.
     """
+    cluster, _ = split_share(cluster)
     places = tuple(cluster.split(","))
     return places if cluster != "cpu" and all(map(_PLACE.fullmatch, places)) else ()

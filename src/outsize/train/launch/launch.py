@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from outsize.device.cores import usable_cores
 from outsize.errors import BadOption, Preempted, RankFailed
 from outsize.files.run_folders import RunFolder
 from outsize.files.wanted_size import WantedSize, size_wanted
+from outsize.ir.hardware.memory_share import checked_share
 from outsize.run.transport.run_secret import SECRET, RunSecret
 from outsize.run.watchdog.options import ON_HANG, WatchOptions
 from outsize.train.launch.environments import detected
@@ -32,6 +34,7 @@ from outsize.train.launch.spec import (
     COPIES,
     ON_OOM,
     PUBLISHED,
+    SHARE,
     SIZES,
     LaunchSpec,
     PeerCopies,
@@ -135,9 +138,19 @@ def join(device_type: str = "cpu", timeout_s: float = 1800.0, backend: str | Non
     world = replace(world, watch=WatchOptions.of_environment(env), is_supervised=ON_HANG in env)
     world = replace(world, sizes=sizes_in(env), on_oom=env.get(ON_OOM, world.on_oom))
     world = replace(world, published=env.get(PUBLISHED))
+    share = env.get(SHARE)
+    world = replace(world, memory_share=None if share is None else checked_share(_number(share), SHARE))
     if world.owned:
         end_well_outside_workers(error_file(), world.rank)
     return world
+
+
+def _number(text: str) -> float:
+    """Returns the number that a text is, and NaN for any other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def take_place(rank: int, ranks: int, store: Path) -> None:
@@ -191,6 +204,7 @@ def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None, wanted: WantedSi
     sizes = spec.world_sizes(config.min_nodes, config.max_nodes)
     if spec.publishes:
         extra_environment[PUBLISHED] = "" if run is None else str(run.path)
+    extra_environment |= {} if spec.memory_share is None else {SHARE: repr(spec.memory_share)}
     extra_environment |= {} if spec.on_oom is None else {ON_OOM: spec.on_oom}
     extra_environment |= {} if secret is None else {SECRET: secret.text}
     extra_environment |= {SIZES: ",".join(map(str, sizes))} if len(sizes) > 1 else {}

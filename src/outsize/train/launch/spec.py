@@ -24,6 +24,7 @@ WORKER_ARGUMENTS = 4  # python -P -m outsize.train.launch.worker, then the argum
 SIZES = "OUTSIZE_WORLD_SIZES"  # the numbers of ranks that a run may have, "2,3,4", where there are several
 COPIES = "OUTSIZE_PEER_COPIES"  # how often a run copies itself into memory, and where: 1:/dev/shm/outsize-...
 PUBLISHED = "OUTSIZE_RUN_FOLDER"  # the folder in which a run is published (files/run_folders.py), or ""
+SHARE = "OUTSIZE_MEMORY_SHARE"  # how much of each device's memory the run may have, 0.5
 SHARED_MEMORY = Path("/dev/shm")
 ON_OOM = "OUTSIZE_ON_OOM"  # what follows where a device has no memory: raise, or replan
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -41,7 +42,8 @@ class LaunchSpec:
     `nproc_per_node` processes those that are killed are not replaced while `least_nproc` stay; None: all are.
     `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory, as
     checkpoint/interval.py reads it. `secret_file` has the secret of the machines (run_secret.py), else the
-    environment has it. `publishes` makes it seen by `outsize top`. Raises BadOption (E106).
+    environment has it. `publishes` makes it seen by `outsize top`. `memory_share` is how much of
+    each device's memory the run may have; None: all. Raises BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -56,6 +58,7 @@ class LaunchSpec:
     peer_copies: str | None = None
     secret_file: Path | None = None
     publishes: bool = False
+    memory_share: float | None = None
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""

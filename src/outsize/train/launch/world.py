@@ -39,6 +39,7 @@ class World:
     where that is no CPU. `sizes` are the numbers of ranks that an elastic run may have; () where it cannot
     change. `on_oom` is the launcher's option of `parallelize`. `published` is the folder in which the
     launcher publishes the run, "" where it could not make one; None without a launcher that does.
+    `memory_share` is how much of its devices' memory the run may have; None: all.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class World:
     sizes: tuple[int, ...] = ()
     on_oom: str = "raise"
     published: str | None = None
+    memory_share: float | None = None
 
 
 def join_world(

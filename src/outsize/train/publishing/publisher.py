@@ -17,6 +17,7 @@ from outsize.files.strict_json import BadJson
 from outsize.ir.answers.run_state import RunDevice, RunLaunch, RunState, SavedStep, SlowRank
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.formatting import axes_text
+from outsize.ir.hardware.memory_share import split_share
 from outsize.ir.plan import Plan, StageFigures
 from outsize.train.engine.callbacks import Callback, CheckpointFacts, EvaluationFacts, ReplanFacts, StepFacts
 
@@ -123,7 +124,7 @@ def _devices(plan: Plan, used: Utilisation | None, memory_bytes: Sequence[int]) 
     """Yields each process of the run with its devices; one process may have all of them."""
     planned = _planned(plan)
     names, busy = ((), ()) if used is None else (used.devices, used.busy)
-    alone = len(memory_bytes) == 1
+    alone, is_shared = len(memory_bytes) == 1, split_share(plan.cluster)[1] is not None
     for rank, measured in enumerate(memory_bytes):
         own = slice(None) if alone else slice(rank, rank + 1)
         pipeline_rank = rank // plan.axes.group_size
@@ -134,7 +135,7 @@ def _devices(plan: Plan, used: Utilisation | None, memory_bytes: Sequence[int]) 
             busy=sum(busy[own]) / len(busy[own]) if busy[own] else None,
             memory_bytes=measured,
             planned_bytes=sum(last.p50_bytes for last, _ in rows),
-            reserved_bytes=sum(last.p95_bytes for last, _ in rows),
+            reserved_bytes=sum(last.device_bytes if is_shared else last.p95_bytes for last, _ in rows),
             device_bytes=sum(last.device_bytes for last, _ in rows),
             planned_by_cause=tuple(map(sum, zip(*(causes for _, causes in rows), strict=True))),
         )
