@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from mmap import mmap
 from pathlib import Path
 from typing import final
 
@@ -102,10 +103,24 @@ class FaultyFiles(FileSystem):
     def close(self, file: int) -> None:
         self._disk.close(file)
 
+    def map(self, path: Path, size_bytes: int) -> mmap:
+        self._reach(needs_room=True)
+        return self._disk.map(path, size_bytes)
+
+    def fill(self, part: memoryview, write: Callable[[memoryview], object]) -> None:
+        def some() -> None:
+            all_of_it = memoryview(bytearray(len(part)))
+            write(all_of_it)
+            end = self._draw.randint(0, len(part))
+            part[:end] = all_of_it[:end]
+
+        self._reach(before=some)
+        self._disk.fill(part, write)
+
     def rename(self, old: Path, new: Path) -> None:
         self._reach(needs_room=True)
         self._disk.rename(old, new)
-        self._change(Change(new.parent, new, self._live[old], True, old))
+        self._change(Change(new.parent, new, self._live.get(old), True, old))
 
     def unlink(self, path: Path) -> None:
         self._reach()

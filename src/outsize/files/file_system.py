@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from mmap import mmap
 from pathlib import Path
 from typing import Final, final
 
@@ -40,6 +42,17 @@ class FileSystem(ABC):
     @abstractmethod
     def close(self, file: int) -> None:
         """Closes the descriptor."""
+
+    @abstractmethod
+    def map(self, path: Path, size_bytes: int) -> mmap:
+        """Opens or makes a file of so many bytes, with room for all of them, and returns its bytes.
+
+        What is written to them is in the file at once, for every process.
+        """
+
+    @abstractmethod
+    def fill(self, part: memoryview, write: Callable[[memoryview], object]) -> None:
+        """Lets `write` set all bytes of a part of what `map` has returned."""
 
     @abstractmethod
     def rename(self, old: Path, new: Path) -> None:
@@ -83,6 +96,19 @@ class Disk(FileSystem):
     def close(self, file: int) -> None:
         """See FileSystem."""
         os.close(file)
+
+    def map(self, path: Path, size_bytes: int) -> mmap:
+        """See FileSystem. Without room reserved, a full disk would end the process that writes (SIGBUS)."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.posix_fallocate(file, 0, size_bytes)
+            return mmap(file, size_bytes)
+        finally:
+            os.close(file)
+
+    def fill(self, part: memoryview, write: Callable[[memoryview], object]) -> None:
+        """See FileSystem."""
+        write(part)
 
     def rename(self, old: Path, new: Path) -> None:
         """See FileSystem."""

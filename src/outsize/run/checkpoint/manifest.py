@@ -56,13 +56,16 @@ class FileFacts(Record):
 
 @final
 class ChunkFacts(Record):
-    """Says where a part of a tensor is: under `key` in `file`, with the CRC-32 of its bytes."""
+    """Says where a part of a tensor is: under `key` in `file`, with the CRC-32 of its bytes.
+
+    A copy in memory has none.
+    """
 
     file: FileName
     key: str
     offsets: Indices
     sizes: Indices
-    crc32: Annotated[int, Field(ge=0, lt=2**32, strict=True)]
+    crc32: Annotated[int, Field(ge=0, lt=2**32, strict=True)] | None
 
     @property
     def box(self) -> Box:

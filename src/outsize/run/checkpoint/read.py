@@ -92,8 +92,11 @@ class CheckpointReader:
                 numbers=f"its shape in {self.folder} is {list(facts.shape)}",
                 next_step="a model of the same sizes",
             )
+        self._stored.insist_on_manifest()
         with _older_as_next_step(self.folder):
-            return self._stored.read(facts, wanted)
+            found = self._stored.read(facts, wanted)
+        self._stored.insist_on_manifest()
+        return found
 
     def _facts(self, name: str) -> TensorFacts:
         tensors = self._stored.manifest.tensors
@@ -112,7 +115,7 @@ class _StoredTensors:
     """Is one folder with its manifest; every fault is a BadCheckpoint that names the file."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._opened = folder, _file_id(folder / MANIFEST)
         self.manifest = Manifest.load(folder)
         self._checked: set[tuple[str, str]] = set()
         self._open = _OpenFile()
@@ -127,6 +130,15 @@ class _StoredTensors:
             if common is not None:
                 self._copy(facts, chunk, common, result[common.slices_from(wanted.offsets)])
         return result
+
+    def insist_on_manifest(self) -> None:
+        """Raises BadCheckpoint where the folder is removed, or a newer copy is written over it."""
+        if _file_id(self._folder / MANIFEST) != self._opened:
+            raise BadCheckpoint(
+                f"{self._folder} is gone",
+                numbers="newer checkpoints have taken its place since it was opened",
+                next_step="attach what goes on from it before the first step",
+            )
 
     def check_all(self) -> None:
         """Compares every byte with its checksum."""
@@ -149,7 +161,7 @@ class _StoredTensors:
             tensor = handle.get_tensor(chunk.key)
         except (OSError, SafetensorError) as error:
             raise damaged(path, f"{type(error).__name__}: {error}") from None
-        if crc32_of(tensor) != chunk.crc32:
+        if chunk.crc32 is not None and crc32_of(tensor) != chunk.crc32:
             raise damaged(path, f"the checksum of {chunk.key} is not that of its bytes")
         self._checked.add(place)
         into.copy_(tensor[inside])
@@ -191,6 +203,15 @@ def _found(path: Path) -> Path:
             next_step=f"ls {path}",
         )
     return folders[0]
+
+
+def _file_id(path: Path) -> tuple[int, int] | None:
+    """Returns what no other file has, nor this one after it was replaced; None where it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _check_size(path: Path, size_bytes: int) -> None:

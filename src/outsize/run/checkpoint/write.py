@@ -14,9 +14,10 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ def begin(root: str | Path, step: int, files: FileSystem = DISK) -> Path:
     One save at a time writes under a root.
     """
     root = Path(root)
-    with _said(root):
+    with said(root):
         _make_folders(root, files)
         taken = {step_of(folder): folder for folder in root.iterdir() if step_of(folder) is not None}
         for folder in taken.values():
@@ -91,30 +92,61 @@ def write_part(
     One tensor at a time is copied to the host; `written_bytes` is told its size once it is written. Raises
     NotSaved when the disk refuses, BadWeights for a dtype that safetensors lacks.
     """
-    groups: dict[str, dict[str, Chunk]] = {}
-    for chunk in chunks:
+    written, sums = list[PartFile](), dict[int, int]()
+    for file in part_files(rank, chunks):
+        with said(folder / file.name, file.layout.size_bytes):
+            values = _told((chunks[place] for place in file.places.values()), written_bytes)
+            crcs = file.layout.write(folder / file.name, values, files)
+        sums |= zip(file.places.values(), crcs, strict=True)
+        written.append(file)
+    return part_facts(rank, chunks, sums, written)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PartFile:
+    """Is one file of a rank's part: its name, its layout, and the places of its chunks among the rank's, by
+    their keys and in its order.
+    """
+
+    name: str
+    layout: SafetensorsFile
+    places: Mapping[str, int]
+
+
+def part_files(rank: int, chunks: Sequence[Chunk]) -> Iterator[PartFile]:
+    """Yields the files that a rank's chunks are written to, one for each group of names.
+
+    Raises BadWeights for a dtype that safetensors lacks.
+    """
+    groups: dict[str, dict[str, int]] = {}
+    for place, chunk in enumerate(chunks):
         group, name = _split(chunk.name)
-        groups.setdefault(group, {})[_key(name, chunk)] = chunk
-    written: list[FileFacts] = []
-    tensors: dict[str, list[ChunkFacts]] = {}
-    facts: dict[str, tuple[str, tuple[int, ...]]] = {}
+        groups.setdefault(group, {})[_key(name, chunk)] = place
     for group, members in groups.items():
         # Wide dtypes come first, so that each tensor is aligned to its elements.
-        ordered = dict(sorted(members.items(), key=lambda item: -item[1].tensor.dtype.itemsize))
-        file = f"{group}-{rank:05}.safetensors"
-        layout = SafetensorsFile({key: _meta(chunk.tensor) for key, chunk in ordered.items()})
-        with _said(folder / file, layout.size_bytes):
-            sums = layout.write(folder / file, _told(ordered.values(), written_bytes), files)
-        written.append(FileFacts(name=file, size_bytes=layout.size_bytes))
-        for (key, chunk), crc32 in zip(ordered.items(), sums, strict=True):
+        ordered = dict(sorted(members.items(), key=lambda item: -chunks[item[1]].tensor.dtype.itemsize))
+        layout = SafetensorsFile({key: _meta(chunks[place].tensor) for key, place in ordered.items()})
+        yield PartFile(f"{group}-{rank:05}.safetensors", layout, ordered)
+
+
+def part_facts(
+    rank: int, chunks: Sequence[Chunk], sums: Mapping[int, int], written: Sequence[PartFile]
+) -> PartFacts:
+    """Returns what a rank has written; `sums` has the checksums of chunks by their places."""
+    tensors: dict[str, list[ChunkFacts]] = {}
+    facts: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in written:
+        for key, place in file.places.items():
+            chunk, crc32 = chunks[place], sums.get(place)
             facts[chunk.name] = dtype_code(chunk.name, chunk.tensor), tuple(chunk.shape)
             part = ChunkFacts(
-                file=file, key=key, offsets=chunk.offsets, sizes=tuple(chunk.tensor.shape), crc32=crc32
+                file=file.name, key=key, offsets=chunk.offsets, sizes=tuple(chunk.tensor.shape), crc32=crc32
             )
             tensors.setdefault(chunk.name, []).append(part)
     return PartFacts(
         rank=rank,
-        files=tuple(written),
+        files=tuple(FileFacts(name=file.name, size_bytes=file.layout.size_bytes) for file in written),
         tensors={
             name: TensorFacts(dtype=dtype, shape=shape, chunks=tuple(tensors[name]))
             for name, (dtype, shape) in facts.items()
@@ -141,6 +173,16 @@ def publish(
     Every rank's `write_part` has returned before. `values` is JSON without NaN and infinity. Raises NotSaved
     when the disk refuses, or when the parts do not make up each tensor exactly once.
     """
+    manifest = manifest_of(folder, parts, values)
+    with said(folder):
+        index = _index(manifest)
+        if index:
+            write_synced(folder / INDEX, [index.encode()], files)
+    publish_manifest(folder, manifest.model_dump(mode="json"), keep, files)
+
+
+def manifest_of(folder: Path, parts: Sequence[PartFacts], values: Mapping[str, Any]) -> Manifest:
+    """Returns what vouches for the parts of all ranks. Raises NotSaved where they are no whole tensors."""
     step = step_of(folder)
     assert step is not None, f"{folder} is not of `begin`"
     manifest = Manifest(
@@ -157,12 +199,16 @@ def publish(
             numbers=fault,
             next_step="each element of each tensor is written by one rank",
         )
-    with _said(folder):
-        index = _index(manifest)
-        if index:
-            write_synced(folder / INDEX, [index.encode()], files)
-        write_sealed(folder / MANIFEST, manifest.model_dump(mode="json"), files)
-        older = [each for each in _published(folder.parent) if each != folder]
+    return manifest
+
+
+def publish_manifest(
+    folder: Path, manifest: dict[str, Any], keep: int | None = None, files: FileSystem = DISK
+) -> None:
+    """Makes a checkpoint known by its manifest, which is JSON, and removes older ones. Raises NotSaved."""
+    with said(folder):
+        write_sealed(folder / MANIFEST, manifest, files)
+        older = [each for each in complete_folders(folder.parent) if each != folder]
         kept = older if keep is None else older[: max(0, keep - 1)]
         names = [each.name for each in (folder, *kept)]
         write_sealed(folder.parent / LATEST, {"checkpoints": names}, files)
@@ -170,8 +216,8 @@ def publish(
             _remove(old, files)
 
 
-def _published(root: Path) -> list[Path]:
-    """Returns the folders that are there, in the order of the list; by step where the list is damaged."""
+def complete_folders(root: Path) -> list[Path]:
+    """Returns the folders that have a manifest, in the list's order; by step where the list is damaged."""
     try:
         return [folder for folder in published(root) if (folder / MANIFEST).is_file()]
     except BadCheckpoint:
@@ -242,7 +288,7 @@ def _remove(folder: Path, files: FileSystem) -> None:
 
 
 @contextmanager
-def _said(path: Path, wanted_bytes: int | None = None) -> Iterator[None]:
+def said(path: Path, wanted_bytes: int | None = None) -> Iterator[None]:
     """Turns an OSError into NotSaved with the free bytes of the disk."""
     try:
         yield

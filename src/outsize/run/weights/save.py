@@ -61,8 +61,8 @@ class SafetensorsFile:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._header = _header(tensors)
-        self.size_bytes = len(self._header) + sum(tensor.nbytes for tensor in tensors.values())
+        self.header = _header(tensors)
+        self.size_bytes = len(self.header) + sum(tensor.nbytes for tensor in tensors.values())
 
     def write(self, path: Path, values: Iterable[Tensor], files: FileSystem = DISK) -> list[int]:
         """Writes and syncs the file, one tensor at a time, and returns the CRC-32 of each tensor's bytes.
@@ -74,7 +74,7 @@ class SafetensorsFile:
         return sums
 
     def _pieces(self, values: Iterable[Tensor], sums: list[int]) -> Iterator[Buffer]:
-        yield self._header
+        yield self.header
         for value in values:
             data = memoryview(_bytes(value))
             del value  # Otherwise the tensor would be in memory while the next one comes.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from outsize.device.accelerators import CPU
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import PartFacts
+from outsize.run.checkpoint.overwrite import MappedWriter
 from outsize.run.checkpoint.write import abandon, publish, write_part
 from outsize.train.checkpoint.agreement import shared_facts
 from outsize.train.checkpoint.progress import SaveProgress, shown
@@ -28,12 +29,16 @@ from outsize.train.checkpoint.progress import SaveProgress, shown
 @final
 @dataclass(frozen=True, slots=True)
 class WrittenSave:
-    """One checkpoint as a rank writes it: its new folder, and what rank 0 publishes it with."""
+    """One checkpoint as a rank writes it: its folder, and what rank 0 publishes it with.
+
+    `mapped` writes it where it is a copy in memory.
+    """
 
     folder: Path
     rank: int
     values: dict[str, Any]
     keep: int | None
+    mapped: MappedWriter | None = None
 
     def write(
         self,
@@ -44,6 +49,8 @@ class WrittenSave:
         """Writes this rank's chunks; when all ranks have, rank 0 publishes the folder. Raises NotSaved."""
 
         def part() -> str:
+            if self.mapped is not None:
+                return self.mapped.write_part(self.folder, self.rank, chunks)
             return write_part(self.folder, self.rank, chunks, written_bytes=written_bytes).to_json()
 
         try:
@@ -54,7 +61,9 @@ class WrittenSave:
             raise
 
         def finish() -> None:
-            if self.rank == 0:
+            if self.rank == 0 and self.mapped is not None:
+                self.mapped.publish(self.folder, texts, self.values)
+            elif self.rank == 0:
                 parts = [PartFacts.model_validate_json(text) for text in texts]
                 publish(self.folder, parts, self.values, self.keep)
 

@@ -19,6 +19,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, final
@@ -34,6 +35,7 @@ from outsize.errors import BadOption
 from outsize.ir.plan import Plan
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import published, step_of
+from outsize.run.checkpoint.overwrite import MappedWriter, begin_over
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.checkpoint.write import begin
 from outsize.run.tensor_parallel.collectives import local_of
@@ -46,8 +48,16 @@ from outsize.train.checkpoint.loaders import CountedLoader
 from outsize.train.checkpoint.module_states import ModuleStates, merged_states, restore_modules
 from outsize.train.checkpoint.optimizers import NamedOptimizer, merged
 from outsize.train.checkpoint.plain_values import read, written
-from outsize.train.checkpoint.weights import MODEL, FileTensors, HeldWeights, code_of, first_difference
+from outsize.train.checkpoint.weights import (
+    MODEL,
+    FileTensors,
+    HeldPart,
+    HeldWeights,
+    code_of,
+    first_difference,
+)
 
+_version = cache(version)
 RANDOM: Final = "random"
 ALSO: Final = "also"
 OWN: Final = "optimizer"
@@ -99,8 +109,9 @@ class Checkpoints:
     def __init__(self, held: HeldWeights, settings: RunSettings, steps: Callable[[], int]) -> None:
         """Takes `steps`, which tells how many steps the engine has taken."""
         self._held, self._settings, self._steps = held, settings, steps
-        self._attached, self._background = _Attached(), BackgroundSaves()
+        self._attached, self._background, self._mapped = _Attached(), BackgroundSaves(), MappedWriter()
         self._resumed: CheckpointReader | None = None
+        self._code: dict[str, str] = {}
         self._unclaimed: list[str] = []
         self._restored: list[tuple[NamedOptimizer, Facts]] = []
 
@@ -128,31 +139,37 @@ class Checkpoints:
         return written.folder
 
     def copy(self, root: Path, moment: Moment) -> None:
-        """Writes the run's state to `root`, a folder in memory, where the newest copy stays alone.
+        """Writes the run's state to `root`, a folder in memory, over the copy before the last.
 
         A save that is still being written to another folder goes on. All ranks call this together. Raises
         NotSaved.
         """
-        written, chunks = self._begun(root, moment, 1)
+        written, chunks = self._begun(root, moment, None, self._mapped)
         written.write(chunks, self._group)
 
-    def _begun(self, root: Path, moment: Moment, keep: int | None) -> tuple[WrittenSave, list[Chunk]]:
-        """Returns a new folder that is to be written, and what this rank writes there."""
+    def _begun(
+        self, root: Path, moment: Moment, keep: int | None, mapped: MappedWriter | None = None
+    ) -> tuple[WrittenSave, list[Chunk]]:
+        """Returns a folder that is to be written, and what this rank writes there."""
         group, rank = self._group, self._held.crew.global_rank
         optimizers, tensors = self._optimizers(moment.optimizer), dict[str, Tensor]()
-        cards = shared_facts(group, lambda: self._card(moment, optimizers, tensors))
+        parts = self._held.parts() if moment.has_weights else []
+        cards = shared_facts(group, lambda: self._card(moment, optimizers, parts, tensors))
         modules = ModuleStates(self._held)
         states = shared_facts(group, modules.states)
         apart = [name for name in self._attached.objects if len({c["digests"].get(name) for c in cards}) > 1]
         chunks = [
-            *self._chunks(optimizers, moment),
+            *_chunks(parts),
             *self._own_chunks(tensors, apart),
             *modules.chunks(states),
         ]
+        if mapped is None or not self._code:  # It is the same in all copies.
+            self._code = code_of(self._held.model, self._settings.loss_fn)
         values = {**self._values(cards, apart), "modules": merged_states(states)}
         values["weights"] = moment.has_weights
-        folder = Path(shared_facts(group, lambda: str(begin(root, moment.steps)) if rank == 0 else "")[0])
-        return WrittenSave(folder, rank, values, keep), chunks
+        make = begin if mapped is None else begin_over
+        folder = Path(shared_facts(group, lambda: str(make(root, moment.steps)) if rank == 0 else "")[0])
+        return WrittenSave(folder, rank, values, keep, mapped), chunks
 
     @property
     def background(self) -> BackgroundSaves:
@@ -171,15 +188,22 @@ class Checkpoints:
         return found
 
     def _card(
-        self, moment: Moment, optimizers: Mapping[str, NamedOptimizer], tensors: dict[str, Tensor]
+        self,
+        moment: Moment,
+        optimizers: Mapping[str, NamedOptimizer],
+        parts: list[HeldPart],
+        tensors: dict[str, Tensor],
     ) -> Facts:
-        """Returns what rank 0 must know of this rank, and puts tensors of attached objects into `tensors`."""
+        """Returns what rank 0 must know of this rank.
+
+        It adds the states of optimizers to `parts`, and the tensors of attached objects to `tensors`.
+        """
         if moment.optimizer is not None:
             insist_on_no_gradients(moment.optimizer)
         self._warn_of_schedulers(moment.optimizer)
         facts = {name: optimizer.facts() for name, optimizer in optimizers.items()}
         for optimizer in optimizers.values():
-            optimizer.parts()  # It raises for what cannot be saved, on all ranks, before a folder is made.
+            parts += optimizer.parts()  # It raises for what cannot be saved, before a folder is made.
         states: Facts = {}
         for name, each in self._attached.objects.items():
             if not isinstance(each, Optimizer):
@@ -199,16 +223,6 @@ class Checkpoints:
                 ResumeNote,
                 stacklevel=6,
             )
-
-    def _chunks(self, optimizers: Mapping[str, NamedOptimizer], moment: Moment) -> list[Chunk]:
-        weights = self._held.parts() if moment.has_weights else ()
-        states = [part for optimizer in optimizers.values() for part in optimizer.parts()]
-        return [
-            Chunk(part.name, part.at.shape, region.offsets, memory)
-            for part in (*weights, *states)
-            if part.at.writes
-            for region, memory in part.regions()
-        ]
 
     def _own_chunks(self, tensors: Mapping[str, Tensor], apart: Sequence[str]) -> list[Chunk]:
         """Returns the generators of this rank, and the tensors of attached objects that it writes."""
@@ -231,13 +245,13 @@ class Checkpoints:
         settings = self._settings
         scaler = None if settings.scaler is None else written(settings.scaler.state_dict(), "scaler", {})
         return {
-            "outsize": version("outsize"),
-            "torch": version("torch"),
+            "outsize": _version("outsize"),
+            "torch": _version("torch"),
             "steps": self._steps(),
             "seed": settings.seed,
             "ranks": len(cards),
             "plan": settings.plan.model_dump(mode="json"),
-            "code": code_of(self._held.model, settings.loss_fn),
+            "code": self._code,
             "optimizers": {
                 name: merged(card["optimizers"][name] for card in cards) for name in cards[0]["optimizers"]
             },
@@ -411,6 +425,16 @@ class Checkpoints:
         if number < len(positions):
             position = read(positions[number], lambda name: saved.read(_stored_name(name, rank)).clone())
             loader.load_state_dict(position, self._random(saved, f"loader{number}/"))
+
+
+def _chunks(parts: Iterable[HeldPart]) -> list[Chunk]:
+    """Returns the chunks of those parts that this rank writes."""
+    return [
+        Chunk(part.name, part.at.shape, region.offsets, memory)
+        for part in parts
+        if part.at.writes
+        for region, memory in part.regions()
+    ]
 
 
 def insist_on_keep(keep: int | None) -> None:

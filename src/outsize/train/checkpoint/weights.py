@@ -80,6 +80,7 @@ class HeldWeights:
 
     def __init__(self, model: nn.Module, crew: Crew, ownership: Ownership, ranks: TensorRanks | None) -> None:
         self.model, self.crew, self._ownership, self._ranks = model, crew, ownership, ranks
+        self._placed: dict[tuple[Any, ...], Located] = {}
 
     def division(self, name: str) -> Division | None:
         """Returns how tensor-parallel ranks divide a weight; None where each has all of it."""
@@ -90,6 +91,12 @@ class HeldWeights:
         """Returns where a tensor that belongs to a weight lies in the whole one, and whether this rank writes
         it.
         """
+        key = (name, tensor.shape, getattr(tensor, "placements", None), division is None)
+        if key not in self._placed:
+            self._placed[key] = self._placed_anew(name, tensor, division)
+        return self._placed[key]
+
+    def _placed_anew(self, name: str, tensor: Tensor, division: Division | None) -> Located:
         at = located(tensor, division)
         first = at.writes if tensor is not local_of(tensor) else self.crew.replicas.index == 0
         alone = division is not None or self._ranks is None or self._ranks.first

@@ -24,6 +24,7 @@ from outsize.files.file_system import DISK, FileSystem
 from outsize.files.replace import replace_text
 from outsize.run.checkpoint.chunk import Chunk
 from outsize.run.checkpoint.manifest import published, with_manifest
+from outsize.run.checkpoint.overwrite import MappedWriter, begin_over
 from outsize.run.checkpoint.read import CheckpointReader, is_whole
 from outsize.run.checkpoint.write import begin, publish, write_part
 from outsize.run.weights.safetensors import WeightFiles
@@ -45,8 +46,8 @@ def state(number: int) -> dict[str, Tensor]:
     }
 
 
-def save(root: Path, number: int, step: int, keep: int | None, files: FileSystem = DISK) -> None:
-    """Two ranks; the first tensor is divided among them."""
+def chunks_of(number: int) -> list[list[Chunk]]:
+    """What two ranks write; the first tensor is divided among them."""
     ranks: list[list[Chunk]] = [[], []]
     for name, tensor in state(number).items():
         shape = tuple(tensor.shape)
@@ -55,8 +56,12 @@ def save(root: Path, number: int, step: int, keep: int | None, files: FileSystem
             ranks[1].append(Chunk(name, shape, (1, 0), tensor[1:]))
         else:
             ranks[number % 2].append(Chunk(name, shape, (0,) * len(shape), tensor))
+    return ranks
+
+
+def save(root: Path, number: int, step: int, keep: int | None, files: FileSystem = DISK) -> None:
     folder = begin(root, step, files)
-    parts = [write_part(folder, rank, chunks, files) for rank, chunks in enumerate(ranks)]
+    parts = [write_part(folder, rank, chunks, files) for rank, chunks in enumerate(chunks_of(number))]
     publish(folder, parts, {"number": number}, keep, files)
 
 
@@ -132,6 +137,56 @@ def test_a_kill_and_a_power_cut_leave_the_old_or_the_new_state(tmp_path: Path, c
             assert found(root) == 7
             assert sorted(path.name for path in root.iterdir()) == ["latest", published(root)[0].name]
     assert ends == {(True, True), (False, True), (False, False)}  # each has happened
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("fault", ["kill", "full"])
+def test_a_copy_that_is_written_over_an_older_one_is_never_torn(
+    tmp_path: Path, count: int, fault: str
+) -> None:
+    """A kill at each operation of copies in memory, also within the bytes of a tensor; and no room for them.
+
+    Sizes change from copy to copy in a third of the cases, so that files are made anew.
+    """
+    ends = set()
+    for seed in range(count * 20):
+        draw, root = random.Random(seed), tmp_path / str(seed)
+        root.mkdir()
+        writers, stride = [MappedWriter(), MappedWriter()], draw.choice([1, 2, 2])
+
+        def copy(
+            number: int, files: FileSystem = DISK, *, root: Path = root, writers: list[MappedWriter] = writers
+        ) -> None:
+            folder = begin_over(root, number, files)
+            for writer in writers:
+                writer.files = files
+            parts = [
+                writer.write_part(folder, rank, chunks)
+                for rank, (writer, chunks) in enumerate(zip(writers, chunks_of(number), strict=True))
+            ]
+            writers[0].publish(folder, parts, {"number": number})
+
+        numbers = [1 + stride * n for n in range(draw.randint(0, 4) + 1)]
+        for number in numbers[:-1]:
+            copy(number)
+        old, new, done = numbers[-2] if len(numbers) > 1 else NOTHING, numbers[-1], False
+        files = FaultyFiles(root, draw.randint(1, 45), fault, draw)
+        try:
+            copy(new, files)
+            done = True
+        except (Killed, NotSaved):
+            pass
+        after = found(root)
+        assert after in ({new} if done else {old, new})
+        assert all(found(folder) in numbers for folder in with_manifest(root))  # each is whole
+        ends.add((done, after == new))
+        if draw.random() < 0.5:
+            writers[:] = [MappedWriter(), MappedWriter()]  # another process goes on
+        for number in (101, 102, 103):
+            copy(number)
+            assert found(root) == number
+        assert len([path for path in root.iterdir() if path.is_dir()]) == 2
+    assert ends >= {(True, True), (False, False)}
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -17,6 +17,7 @@ from torch import Tensor
 from outsize.errors import BadCheckpoint, NotSaved
 from outsize.run.checkpoint.chunk import Box, Chunk, tiling_fault
 from outsize.run.checkpoint.manifest import MANIFEST, PartFacts, published
+from outsize.run.checkpoint.overwrite import MappedWriter, begin_over
 from outsize.run.checkpoint.read import CheckpointReader
 from outsize.run.checkpoint.write import abandon, begin, publish, write_part
 
@@ -205,3 +206,58 @@ def test_a_name_and_a_part_that_are_not_there_are_said(tmp_path: Path) -> None:
         reader.read("model/v")
     with pytest.raises(BadCheckpoint, match=r"model/w has no part of \[3\] at \[2\]"):
         reader.read("model/w", (2,), (3,))
+
+
+# -- copies in memory ----------------------------------------------------------------------------------------
+
+
+def test_copies_take_turns_in_the_same_pages_and_other_files_go(tmp_path: Path) -> None:
+    def copy(step: int, writers: list[MappedWriter]) -> Path:
+        folder = begin_over(tmp_path, step)
+        rows = torch.full((4, 3), float(step)).bfloat16()
+        boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3))] if len(writers) == 2 else [Box((0, 0), (4, 3))]
+        parts = list[str]()
+        for rank, (writer, box) in enumerate(zip(writers, boxes, strict=True)):
+            chunks = [part("model/w", rows, box), whole("random/n", torch.tensor(step))]
+            parts.append(writer.write_part(folder, rank, chunks[: 2 - rank]))
+        writers[0].publish(folder, parts, {})
+        reader = CheckpointReader(tmp_path)
+        assert reader.step == step
+        assert torch.equal(reader.read("model/w"), rows)
+        return folder
+
+    def inode(folder: Path) -> int:
+        return (folder / "model-00000.safetensors").stat().st_ino
+
+    two = [MappedWriter(), MappedWriter()]
+    inodes = [inode(copy(step, two)) for step in range(1, 7)]
+    assert inodes == inodes[:2] * 3
+    one = [MappedWriter()]
+    folders = [copy(step, one) for step in (7, 8)]
+    assert sorted(path.name for path in folders[0].iterdir() if path.suffix == ".safetensors") == [
+        "model-00000.safetensors",
+        "random-00000.safetensors",
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000007", "step-00000008"]
+
+
+def test_a_reader_whose_copy_is_written_over_gets_an_error_and_no_mixture(tmp_path: Path) -> None:
+    writer = MappedWriter()
+
+    def copy(step: int) -> None:
+        folder = begin_over(tmp_path, step)
+        facts = writer.write_part(folder, 0, [whole("model/w", torch.full((4,), float(step)))])
+        writer.publish(folder, [facts], {})
+
+    copy(1)
+    reader = CheckpointReader(tmp_path)
+    assert reader.read("model/w")[0] == 1
+    copy(2)
+    assert reader.read("model/w")[0] == 1  # the file is open, and still the same
+    copy(3)
+    with pytest.raises(BadCheckpoint, match="step-00000001 is gone"):
+        reader.read("model/w")
+    old = CheckpointReader(tmp_path / "step-00000002")
+    begin_over(tmp_path, 4)
+    with pytest.raises(BadCheckpoint, match="newer checkpoints have taken its place"):
+        old.read("model/w")
