@@ -24,6 +24,7 @@ ALLOWED: Final = {
     "integrations/transformers.py:_save_rng_state": "a file of the Trainer, by the Trainer",
     "integrations/transformers.py:_load_optimizer_and_scheduler": "the same",
     "torch/utils/data": "a user's own worker processes send batches by pipes from this one",
+    "torchdata/stateful_dataloader": "the same",
     "torch/_inductor": "compiled code, which torch.compile keeps in the user's own folder",
     "torch/_functorch": "the same",
     "torch/_dynamo": "the same",

@@ -319,10 +319,20 @@ class Checkpoints:
 
     def _restore_optimizer(self, optimizer: NamedOptimizer, name: str) -> None:
         assert self._resumed is not None
-        facts = self._resumed.values["optimizers"].get(name)
-        if facts is not None:
-            optimizer.restore(facts, self._resumed)
-            self._restored.append((optimizer, facts))
+        saved = self._resumed.values["optimizers"]
+        if name in saved:
+            optimizer.restore(saved[name], self._resumed)
+            self._restored.append((optimizer, saved[name]))
+        elif self._held.crew.global_rank == 0:
+            own = "" if name == OWN else f" {name.partition('/')[2]!r}"
+            there = ", ".join(each["class"] for each in saved.values()) or "none"
+            warnings.warn(
+                f"{self._resumed.folder} has no optimizer{own}, so {optimizer.kind} starts anew (step "
+                f"{self._resumed.step}; optimizers: {there}). Next: weights={str(self._resumed.folder)!r} "
+                "without resume=, if that is meant",
+                ResumeNote,
+                stacklevel=5,
+            )
 
     def _random(self, saved: CheckpointReader, below: str) -> dict[str, Tensor]:
         """Returns generators as this rank had them; those of rank 0 where fewer ranks have saved."""

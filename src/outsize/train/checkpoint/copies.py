@@ -7,7 +7,8 @@
     next start  goes on from the newest of the copies and of the checkpoints on disk
 
 A copy is a checkpoint like any other, so any layout goes on from it; only its folder is in memory, and the
-newest one alone stays. It is written before the next step begins, so a kill loses the step in flight at most.
+last two stay, and are written over by turns (run/checkpoint/overwrite.py). It is written before the next step
+begins, so a kill loses the step in flight at most.
 """
 
 from __future__ import annotations

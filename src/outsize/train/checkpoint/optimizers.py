@@ -64,6 +64,11 @@ class NamedOptimizer:
         }
         return {"class": type(self._optimizer).__name__, "groups": groups, "states": plain}
 
+    @property
+    def kind(self) -> str:
+        """Returns the name of the optimizer's class."""
+        return type(self._optimizer).__name__
+
     def parts(self) -> list[HeldPart]:
         """Returns the parts of all states that are tensors."""
         names = self._names()

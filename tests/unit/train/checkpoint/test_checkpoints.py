@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import outsize
 from outsize.errors import BadCheckpoint, BadOption, ModelMismatch, NotSaved
@@ -27,6 +28,7 @@ from outsize.run.checkpoint.write import write_part
 from outsize.train.checkpoint import background
 from outsize.train.checkpoint.checkpoints import ResumeNote, newest_folder
 from outsize.train.checkpoint.copies import copy_rule
+from outsize.train.checkpoint.loaders import LoaderNote
 from outsize.train.checkpoint.module_states import merged_states
 from outsize.train.engine.engine import Engine
 from outsize.train.launch.launch import COPIES
@@ -112,6 +114,30 @@ def test_weights_are_files_that_others_load(tmp_path: Path) -> None:
     state = {name: t for file in files for name, t in load_file(file).items()}
     assert state.keys() == model().state_dict().keys()
     assert all(torch.equal(state[name], t) for name, t in first.full_state_dict().items())
+
+
+def test_an_optimizer_that_the_checkpoint_lacks_starts_anew_with_a_word(tmp_path: Path) -> None:
+    """Its own, or one that is attached; what has no optimizer now (an evaluation) needs none."""
+    bare = engine(make=None)
+    bare.save(tmp_path)
+    said = (
+        r"no optimizer, so AdamW starts anew \(step 0; optimizers: none\)\. Next: weights=.*without resume="
+    )
+    with pytest.warns(ResumeNote, match=said):
+        engine(1, resume=tmp_path)
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        engine(1, make=None, resume=tmp_path)
+        first = engine()
+        losses(first, 1)
+        first.save(tmp_path)
+        engine(1, resume=tmp_path)
+    assert not [note for note in notes if "anew" in str(note.message)]
+    second = engine(1, resume=tmp_path)
+    with pytest.warns(
+        ResumeNote, match=r"has no optimizer 'second', so SGD starts anew \(step 1; optimizers: AdamW\)"
+    ):
+        second.attach(second=torch.optim.SGD(second.optimizer.param_groups[0]["params"], lr=0.1))
 
 
 def test_the_newest_stay(tmp_path: Path) -> None:
@@ -292,8 +318,18 @@ def loader_of(run: Engine, kind: str) -> Any:
     if kind == "engine's":
         sampler = run.batch_sampler(DATA, shuffle=True, seed=3)
         return DataLoader(DATA, batch_sampler=sampler)
-    workers = 1 if kind == "workers" else 0
-    return DataLoader(DATA, batch_size=8, shuffle=True, num_workers=workers)
+    own = torch.Generator().manual_seed(5)
+    if kind == "sampler with its own generator":
+        return DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, generator=own))
+    kind, _, how = kind.partition(", ")
+    make = StatefulDataLoader if kind == "stateful" else DataLoader
+    return make(
+        DATA,
+        batch_size=8,
+        shuffle=True,
+        num_workers=how == "workers",
+        generator=own if how == "own" else None,
+    )
 
 
 def seen_by(run: Engine, loader: Any, steps: int, epochs: int = 3) -> list[list[float]]:
@@ -310,7 +346,11 @@ def seen_by(run: Engine, loader: Any, steps: int, epochs: int = 3) -> list[list[
     return seen
 
 
-@pytest.mark.parametrize("kind", ["engine's", "plain", pytest.param("workers", marks=pytest.mark.full)])
+LOADERS = ["engine's", "plain", "plain, own", "sampler with its own generator", "stateful", "stateful, own"]
+SLOW_LOADERS = [pytest.param(f"{kind}, workers", marks=pytest.mark.full) for kind in ("plain", "stateful")]
+
+
+@pytest.mark.parametrize("kind", [*LOADERS, *SLOW_LOADERS])
 @pytest.mark.parametrize("at", [3, 5, 7])
 def test_loaders_go_on_behind_what_was_used(kind: str, at: int, tmp_path: Path) -> None:
     """In an epoch, at its end, and in the second one; each of the 40 samples comes once an epoch."""
@@ -320,7 +360,7 @@ def test_loaders_go_on_behind_what_was_used(kind: str, at: int, tmp_path: Path) 
     torch.manual_seed(11)
     assert seen_by(first, loader_of(first, kind), at) == expected[:at]
     first.save(tmp_path)
-    second = engine(1, resume=tmp_path)
+    second = engine(2, resume=tmp_path)
     assert seen_by(second, loader_of(second, kind), 12) == expected[at:]
 
 
@@ -373,6 +413,16 @@ def test_a_loader_with_a_state_is_set_to_it(tmp_path: Path) -> None:
     run.save(tmp_path)
     again = engine(1, resume=tmp_path)
     assert [row[0] for row in seen_by(again, Stateful(), 8)] == [4, 5, 1, 2, 3]
+
+
+def test_a_batch_that_a_stateful_loader_would_leave_out_is_told(tmp_path: Path) -> None:
+    run = engine(1)
+    batches = iter(run.batches(Stateful()))
+    run.step(*next(batches)[:1], target=Y)
+    run.save(tmp_path)
+    next(batches)
+    with pytest.warns(LoaderNote, match=r"will not come again.*\(batch 2 of pass 0\)\. Next: save after"):
+        run.save(tmp_path)
 
 
 # -- what is refused --------------------------------------------------------------------------------------
