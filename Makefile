@@ -93,7 +93,7 @@ $(STAMP): pyproject.toml constraints.txt
 	    echo "$(PYTHON) cannot build a venv. Next: install your system's python3-venv package."; exit 1; }
 	@$(PIP) install -c constraints.txt -e '.[hf,plot,loggers,test,dev]'
 	@$(PIP) install -c constraints.txt pillow requests importlib_metadata
-	@$(PIP) install -c constraints.txt --no-deps torchvision diffusers timm peft
+	@$(PIP) install -c constraints.txt --no-deps torchvision diffusers timm peft lightning lightning-utilities torchmetrics
 	@touch $@
 
 # Only the packages of the extra `docs`, and not outsize itself: docstrings are read without importing torch.

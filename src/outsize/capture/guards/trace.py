@@ -153,6 +153,7 @@ _TORCH_MODULES: Final = f"{pathlib.Path(nn.__file__).parent / 'modules'}{os.sep}
 _CALLERS: Final = (
     *("fallbacks.py", "recorder.py", "intercept.py"),
     *("loss_weights.py", "by_modules.py", "reference.py"),
+    *(f"integrations{os.sep}{name}.py" for name in ("transformers", "training_step")),
 )
 # Look-ups in these classes are those of the objects that they wrap: UserDict, os.environ.
 _TRANSPARENT: Final = frozenset(("<frozen os>", "<frozen _collections_abc>"))

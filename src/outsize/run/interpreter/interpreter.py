@@ -292,6 +292,7 @@ class _Handlers:
         values = [(b, c) for b, c in pairs if b.weight is None]
         leaving = [(self._value(b, c, mb), b.key, self._wrapper(b.key, c, mb)) for b, c in values]
         tied = [(self._value(b, c, mb), b.key) for b, c in pairs if b.weight is not None and mb == 0]
+        trains = self._trains
 
         def run(received: list[Tensor] | None) -> None:
             step = self._step
@@ -299,7 +300,9 @@ class _Handlers:
             if result.loss is not None:
                 self.outputs.losses[mb] = result.loss.detach()
             if result.outputs:
-                self.outputs.outputs[mb] = result.outputs
+                # With their graph they would keep the step's activations until the next one.
+                kept = (o.detach() for o in result.outputs) if trains else result.outputs
+                self.outputs.outputs[mb] = tuple(kept)
             for slot, key, wrap in leaving:
                 slot.content = wrap(result.sent[key].detach())
             for slot, key in tied:

@@ -10,7 +10,8 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, final
 
@@ -99,6 +100,19 @@ class Progress:
         self._input_s = self.began_s - self._ended_s if self._ended_s else 0.0
         self.moves += 1
 
+    @contextmanager
+    def of(self, doing: str, step: int) -> Iterator[None]:
+        """Says that a call of the engine runs within the context."""
+        self.begin(doing, step)
+        try:
+            yield
+        except BaseException as error:
+            self.end(failed=True)
+            if isinstance(error, RuntimeError | OSError) and (note := self.absent()):
+                error.add_note(f"outsize: {note}")
+            raise
+        self.end()
+
     def end(self, *, failed: bool = False) -> None:
         """Says that the call has ended."""
         if self.doing == "step" and not failed:
@@ -141,16 +155,8 @@ def watched(
         @functools.wraps(method)
         def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
             progress: Progress = self.crew.progress
-            progress.begin(doing, self.steps)
-            try:
-                result = method(self, *args, **kwargs)
-            except BaseException as error:
-                progress.end(failed=True)
-                if isinstance(error, RuntimeError | OSError) and (note := progress.absent()):
-                    error.add_note(f"outsize: {note}")
-                raise
-            progress.end()
-            return result
+            with progress.of(doing, self.steps):
+                return method(self, *args, **kwargs)
 
         return call
 

@@ -270,7 +270,9 @@ def rejection(model: nn.Module, loss_fn: LossFn | None, home: TapeHome | None = 
         try:
             options = TapeOptions(None if home is None else home.now())
             loss = evaluating_loss(loss_fn, batch)
-            record(model, batch.args, batch.kwargs, loss, batch.target, options)
+            with warnings.catch_warnings():  # Batches that are tried may not fit their targets.
+                warnings.filterwarnings("ignore", message="Using a target size")
+                record(model, batch.args, batch.kwargs, loss, batch.target, options)
         except Exception as error:
             return error
         return None

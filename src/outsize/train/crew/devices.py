@@ -95,27 +95,27 @@ def in_process_ranks(places: tuple[str, ...] | None, replicas: int = 1) -> InPro
     return SingleDevice() if places is None else MultiDevice(TorchStreams(places), places, replicas)
 
 
-def insist_on_one_device(crew: Crew, stages: int) -> None:
-    """Raises BadOption where a model's own Python cannot run.
+def insist_on_one_device(crew: Crew, stages: int, what: str) -> None:
+    """Raises BadOption where a model's own Python cannot run; `what` runs it.
 
     That is where one process has stages on several devices, or replicas share the weights.
     """
     if isinstance(crew.moves, ShardedWeights):
         raise BadOption(
-            "generate runs the model's own Python, which wants whole weights, and replicas share them here",
+            f"{what} runs the model's own Python, which wants whole weights, and replicas share them here",
             numbers=f"of each weight this rank has a part; {len(crew.stages)} of {stages} stages",
             next_step="full_state_dict(to=...), and load the folder with from_pretrained",
         )
     device_names = dict.fromkeys(str(crew.device_of(stage)) for stage in range(stages))
     if isinstance(crew.moves, HostMoves) and set(device_names) - {"None", "cpu"}:
         raise BadOption(
-            "generate runs the model's own Python, whose weights are on the host and buffers on the device",
+            f"{what} runs the model's own Python, whose weights are on the host and buffers on the device",
             numbers=f"{', '.join(device_names)}",
             next_step="save with full_state_dict(to=...) and load where there is room for them",
         )
     if crew.world_size == 1 and len(device_names) > 1:
         raise BadOption(
-            "generate runs the model's own Python, whose modules are on several devices of this process",
+            f"{what} runs the model's own Python, whose modules are on several devices of this process",
             numbers=f"{', '.join(device_names)}",
             next_step="a process per device (outsize run), or save with full_state_dict(to=...) and load",
         )

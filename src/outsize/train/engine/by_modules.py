@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any, final
 
@@ -27,6 +28,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Lane
 from outsize.program.modes import casting_devices, outside_autocast
 from outsize.program.source_line import raising_line
+from outsize.program.tree import map_leaves
 from outsize.run.by_module import broadcast
 from outsize.run.by_module.run import OwnedRun
 from outsize.run.interpreter.trace import Marks
@@ -85,22 +87,31 @@ class ByModules(Executor):
         step: int,
         optimizer: Optimizer | None = None,
         grad_scale: Tensor | None = None,
+        *,
+        outputs: bool = False,
     ) -> BatchLoss:
         self._grad_scale = grad_scale
-        loss, _ = self._run(parts, scale, step)
+        loss, returned = self._run(parts, scale, step, keeps=outputs)
         assert loss is not None
-        return loss
+        return replace(loss, outputs=self._everywhere(returned)) if outputs else loss
 
     def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:
-        loss, outputs = self._run(parts, 1.0, step)
+        loss, outputs = self._run(parts, 1.0, step, keeps=True)
         total, replicas = None if loss is None else loss.total, self._crew.replicas
-        if gather:  # Every rank has run the model's own Python, so it has the outputs of its replica.
-            every = [outputs] if replicas.own_batches else replicas.of_all(outputs)
-            return EvalResult(total, tuple(chain.from_iterable(every)))
+        if gather:
+            return EvalResult(total, self._everywhere(outputs))
         if self._crew.rank < self._crew.world_size - 1:
             return EvalResult(total, None)
         first_outputs = replicas.on_first(outputs)
         return EvalResult(total, None if first_outputs is None else tuple(first_outputs))
+
+    def _everywhere(self, outputs: list[Any]) -> tuple[Any, ...]:
+        """Returns the outputs of all replicas; every rank of one has run the model's own Python, and has
+        them.
+        """
+        replicas = self._crew.replicas
+        every = [outputs] if replicas.own_batches else replicas.of_all(outputs)
+        return tuple(chain.from_iterable(every))
 
     def _placement(self) -> Placement:
         """Returns which stage owns which weight.
@@ -111,9 +122,11 @@ class ByModules(Executor):
         insist_on_model(self._plan, graph)
         return placement_of_modules(graph, self._plan.owners(graph), self._model)
 
-    def _run(self, parts: Sequence[Batch], scale: float, step: int) -> tuple[BatchLoss | None, list[Any]]:
-        """Returns the loss of the batch and the outputs by microbatch; with grad on, gradients (times
-        `scale`) add up.
+    def _run(
+        self, parts: Sequence[Batch], scale: float, step: int, *, keeps: bool
+    ) -> tuple[BatchLoss | None, list[Any]]:
+        """Returns the loss of the batch and, if it `keeps` them, the outputs by microbatch, detached; with
+        grad on, gradients (times `scale`) add up.
         """
         self._ownership.settle(self._placement)
         insist_on_values(self._ownership.used(), parts[0])
@@ -126,7 +139,7 @@ class ByModules(Executor):
         self._is_casting = bool(casting_devices())
         keeping = self._kept.step() if self._is_casting else nullcontext()
         with gradient_context, nullcontext() if run is None else run.active(), keeping:
-            total, losses, outputs = self._loop(parts, pieces, scale, step, run)
+            total, losses, outputs = self._loop(parts, pieces, scale, step, run, keeps)
         if grad:
             replicas.spread(self._ownership.own({name for name, _ in self._model.named_buffers()}))
         return None if total is None else BatchLoss(replicas.total(total), losses), outputs
@@ -138,6 +151,7 @@ class ByModules(Executor):
         scale: float,
         step: int,
         run: OwnedRun | None,
+        keeps: bool,
     ) -> tuple[Tensor | None, tuple[tuple[int, Tensor], ...], list[Any]]:
         total: Tensor | None = None
         losses, outputs = [], []
@@ -149,7 +163,8 @@ class ByModules(Executor):
                 run.insist_on_same("the loss", loss)
             if torch.is_grad_enabled():
                 self._backward(number, loss, piece.share * scale, run)
-            elif piece.counts:
+                output = map_leaves(_detached, output) if keeps else None
+            if piece.counts and keeps:
                 outputs.append(output)
             if loss is not None:
                 weighted = loss.detach() * piece.share if piece.counts else torch.zeros_like(loss)
@@ -196,6 +211,10 @@ class ByModules(Executor):
             times += [asked_s, had_s, until_s]
         name: tuple[str, Lane] = (f"{rank}{action}", "compute")
         self._crew.keep(rank, Marks([name] * len(ends), times))
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 @contextmanager

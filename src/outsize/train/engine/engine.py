@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, Literal, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
 from outsize.program.modes import outside_autocast
 from outsize.program.tree import map_leaves
+from outsize.run.by_module.run import OwnedRun
 from outsize.run.stage.compile import insist_on_backend
 from outsize.run.stage.rng import borrowed_generators
 from outsize.run.stage.to_device import TapeHome, device_of_model
@@ -155,12 +156,13 @@ class Engine:
         target: Any = None,
         update: bool = True,
         loss_scale: float = 1.0,
-        gather: bool = False,
+        gather: bool | Literal["outputs"] = False,
         **kwargs: Any,
     ) -> StepResult:
         """Runs one training step. `update=False` only accumulates gradients; `loss_scale` multiplies the loss
         in the backward (1/k for a mean over k accumulated steps). `gather=True` gives every rank the losses
-        of the microbatches (`result.losses`).
+        of the microbatches (`result.losses`), `gather="outputs"` also what the model returned for each
+        (`result.outputs`, detached).
 
         A batch that does not divide has microbatches that differ by one sample; a short batch has fewer of
         them. `step([outsize.microbatch(x1, target=y1), ...])` takes microbatches as they are, each of its own
@@ -185,7 +187,8 @@ class Engine:
         with borrowed_generators():
             optimizer = self.optimizer if at_once else None
             with noting_what_follows(self._options.on_out_of_memory):
-                trained = self._executor.train(parts, loss_scale, self.steps, optimizer, grad_scale)
+                settings = parts, loss_scale, self.steps, optimizer, grad_scale
+                trained = self._executor.train(*settings, outputs=gather == "outputs")
         loss = self._loss = trained.total
         self._equip()
         wrong_step = self._watch.look(self.steps, loss)
@@ -201,7 +204,8 @@ class Engine:
         self.steps += 1
         if update:
             self._tell_of_step(norm)
-        return StepResult(loss, norm, tuple(self.crew.by_microbatch(trained.own)) if gather else None)
+        losses = tuple(self.crew.by_microbatch(trained.own)) if gather else None
+        return StepResult(loss, norm, losses, trained.outputs)
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError, for what a torch.nn.Module has with the call to use instead."""
@@ -239,12 +243,34 @@ class Engine:
         Every rank gets the tokens of one device. Each stage keeps its part of the cache. Gradients, buffers
         and generators stay unchanged; samples are drawn from rank 0's generator. Raises BadOption.
         """
-        insist_on_one_device(self.crew, len(self.plan.stages))
-        insist_on_whole(self._tensor)
-        run = self._ownership.own_run()
+        run = self._own_run("generate")
         arguments = map_leaves(self.crew.here, (args, kwargs))
         with evaluating(self.model), borrowed_generators():
             return generate(self.model, run, *arguments)
+
+    @contextmanager
+    def by_modules(self) -> Iterator[None]:
+        """Runs code of the user's on every rank, and each module that it calls where its weights are.
+
+        `with engine.by_modules(): loss = loss_fn(model(x), y); loss.backward()`. Every rank runs the same
+        code on the same values, and gets the same ones; gradients arrive on the ranks of their weights.
+        Nothing overlaps. In one process the code simply runs. Raises BadOption where ranks hold parts of
+        weights, and with gradients where there are replicas.
+        """
+        run, replicas = self._own_run("by_modules()"), self.crew.replicas.count
+        if replicas > 1 and torch.is_grad_enabled():
+            raise BadOption(
+                "code of your own adds up no gradients of replicas",
+                numbers=f"{replicas} replicas",
+                next_step="engine.step(x, target=y), or a plan with one replica (stages=N)",
+            )
+        with self.crew.progress.of("by_modules", self.steps), nullcontext() if run is None else run.active():
+            yield
+
+    def _own_run(self, what: str) -> OwnedRun | None:
+        insist_on_one_device(self.crew, len(self.plan.stages), what)
+        insist_on_whole(self._tensor, what)
+        return self._ownership.own_run()
 
     def batch_sampler(
         self, dataset: Sized, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
@@ -470,18 +496,19 @@ class Engine:
         self._tell_of_step(norm)
         return norm
 
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, names: Sequence[str] | None = None) -> Tensor:
         """Scales the gradients so that their norm over all ranks is at most `max_norm`; returns the norm
         before (0-dim), the same on every rank.
 
         It is for loops that call the optimizer themselves, between `step(update=False)` and the optimizer's
-        step; `float("inf")` only measures. Every rank calls this.
+        step; `float("inf")` only measures. `names`: of these parameters alone, in this order, the same on
+        every rank. Every rank calls this.
         """
-        own = dict(self.named_parameters())
+        own, every = dict(self.named_parameters()), dict(self.model.named_parameters())
+        if names is not None:
+            own, every = ({n: table[n] for n in names if n in table} for table in (own, every))
         with outside_autocast():
-            return clip_by_global_norm(
-                own, dict(self.model.named_parameters()), max_norm, self.crew, self._tensor
-            )
+            return clip_by_global_norm(own, every, max_norm, self.crew, self._tensor)
 
     def drop_gradients(self) -> None:
         """Drops all gradients of this rank, as `update` does after the optimizer's step."""

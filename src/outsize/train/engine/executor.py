@@ -31,11 +31,13 @@ class Executor(ABC):
         step: int,
         optimizer: Optimizer | None = None,
         grad_scale: Tensor | None = None,
+        *,
+        outputs: bool = False,
     ) -> BatchLoss:
         """Returns the batch's loss, on every rank; gradients, times `scale`, add up in the parameters.
 
-        `grad_scale` (0-dim) multiplies them as well. `optimizer` may step for gradients as they land on the
-        host; None: the step comes later.
+        With `outputs` the model's outputs are in it, too. `grad_scale` (0-dim) multiplies gradients as well.
+        `optimizer` may step for gradients as they land on the host; None: the step comes later.
         Raises BadOption when there is no loss to train, and whatever the model raises.
         """
 

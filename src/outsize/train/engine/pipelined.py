@@ -112,14 +112,19 @@ class Pipelined(Executor):
         step: int,
         optimizer: Optimizer | None = None,
         grad_scale: Tensor | None = None,
+        *,
+        outputs: bool = False,
     ) -> BatchLoss:
         with self._programs.running():
-            variants = self._find(parts, outputs=False)
+            variants = self._find(parts, outputs=outputs)
             insist_on_loss(variants[0].tape)
             self._ready(variants, parts)
             with self._collecting():
-                loss = self._loss(self._run(_Step(variants, parts, step, scale, optimizer, grad_scale)))
-        assert loss is not None
+                results = self._run(_Step(variants, parts, step, scale, optimizer, grad_scale))
+            loss = self._loss(results)
+            assert loss is not None
+            if outputs:
+                loss = replace(loss, outputs=self._outputs(variants, results, gather=True))
         return loss
 
     def evaluate(self, parts: Sequence[Batch], step: int, *, gather: bool = False) -> EvalResult:

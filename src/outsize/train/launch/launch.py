@@ -162,6 +162,15 @@ def take_place(rank: int, ranks: int, store: Path) -> None:
     os.environ.update({"MASTER_ADDR": LOOPBACK, "MASTER_PORT": "0", STORE: str(store)})
 
 
+def take_rank(rank: int, ranks: int, address: str, port: int) -> None:
+    """Makes this process a rank of a run on this machine that a framework's own launcher has started; `join`
+    finds its place.
+    """
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    place = numbers | {"MASTER_ADDR": address, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+
+
 def set_environment(variables: Mapping[str, str]) -> None:
     """Makes these the variables of this process, a fork; it has no others."""
     os.environ.clear()

@@ -147,13 +147,13 @@ def insist_on_bits(plan: Plan) -> None:
         )
 
 
-def insist_on_whole(ranks: TensorRanks | None) -> None:
-    """Raises BadOption where the model's own Python would meet parts of weights."""
+def insist_on_whole(ranks: TensorRanks | None, what: str) -> None:
+    """Raises BadOption where the model's own Python, which `what` runs, would meet parts of weights."""
     if ranks is not None:
         raise BadOption(
-            "the model's own generate() needs whole weights, and each rank has a part of them",
+            f"{what} runs the model's own Python, which wants whole weights, and ranks have parts of them",
             numbers=f"tp={ranks.group.place.ranks}",
-            next_step="engine.full_state_dict(to=FOLDER), and generate from them with tp=1",
+            next_step="engine.full_state_dict(to=FOLDER), and run from them with tp=1",
         )
 
 

@@ -20,11 +20,13 @@ from outsize.train.variants.variant import Variant
 class BatchLoss:
     """The loss of a batch on every rank, and those of the microbatches (number, loss) that this rank ran.
 
-    The latter are as the loss function returned them, without their shares in the batch's loss.
+    The latter are as the loss function returned them, without their shares in the batch's loss. `outputs` of
+    each microbatch are there, detached and on every rank, where they were asked for.
     """
 
     total: Tensor
     own: tuple[tuple[int, Tensor], ...] = ()
+    outputs: tuple[Any, ...] | None = None
 
 
 @final
@@ -33,13 +35,14 @@ class StepResult:
     """The `loss` of the whole batch (0-dim, detached, on every rank); the gradient norm if clipping is on.
 
     `losses` are those of the microbatches in order, as the loss function returned them, on every rank after
-    `step(..., gather=True)`, else None. `loss.backward()` raises BadOption, because the step has run the
-    backward already.
+    `step(..., gather=True)`, else None; `outputs` are what the model returned for each, detached, after
+    `gather="outputs"`. `loss.backward()` raises BadOption, because the step has run the backward already.
     """
 
     loss: Tensor
     grad_norm: Tensor | None = None
     losses: tuple[Tensor, ...] | None = None
+    outputs: tuple[Any, ...] | None = None
 
     def __post_init__(self) -> None:
         # Attributes of this one tensor. Pickles leave them out, so that torch.load(weights_only=True) works.

@@ -162,7 +162,7 @@ def test_a_model_that_runs_by_modules_wants_processes() -> None:
 def test_generate_wants_one_device() -> None:
     engine = split(devices=["cpu", "cpu"])
     crew: Any = engine.crew
-    devices.insist_on_one_device(crew, 2)
+    devices.insist_on_one_device(crew, 2, "generate")
     crew.device_of = lambda stage: torch.device("cuda", stage)
     with pytest.raises(BadOption, match="several devices of this process; cuda:0, cuda:1"):
         engine.generate(X)

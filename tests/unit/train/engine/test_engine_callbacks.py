@@ -165,15 +165,22 @@ def test_two_ranks_know_outputs_losses_and_facts(tmp_path: Path, by_modules: boo
         return ByModules() if by_modules else mlp()
 
     alone = engine_of(model(), clip_norm=1.0)
-    expected = alone.step(X, target=Y, gather=True), alone.evaluate(X, target=Y, gather=True)
+    expected = alone.step(X, target=Y, gather="outputs"), alone.evaluate(X, target=Y, gather=True)
 
     def work() -> None:
         world, kept = join(), Kept()
         engine = engine_of(model(), clip_norm=1.0, callbacks=[kept])
-        step, evaluated = engine.step(X, target=Y, gather=True), engine.evaluate(X, target=Y, gather=True)
+        step, evaluated = (
+            engine.step(X, target=Y, gather="outputs"),
+            engine.evaluate(X, target=Y, gather=True),
+        )
         assert step.losses is not None
         assert expected[0].losses is not None
         assert all(map(torch.equal, step.losses, expected[0].losses))
+        assert step.outputs is not None
+        assert expected[0].outputs is not None
+        assert not any(part.requires_grad for part in step.outputs)
+        assert all(map(torch.equal, step.outputs, expected[0].outputs))
         assert evaluated.outputs is not None
         assert expected[1].outputs is not None
         assert all(map(torch.equal, evaluated.outputs, expected[1].outputs))
@@ -190,6 +197,44 @@ def test_two_ranks_know_outputs_losses_and_facts(tmp_path: Path, by_modules: boo
         again = engine.evaluate(X, target=Y, gather=True).outputs
         assert again is not None
         assert all(map(torch.equal, again, evaluated.outputs))
+        leave(world)
+
+    run_in_forks(2, work)
+
+
+def test_outputs_of_a_training_step_are_those_of_the_plain_model() -> None:
+    model = mlp()
+    expected = [model(part).detach() for part in X.chunk(4)]
+    result = engine_of(model).step(X, target=Y, update=False, gather="outputs")
+    assert result.outputs is not None
+    assert all(map(torch.equal, result.outputs, expected))
+    assert engine_of(mlp()).step(X, target=Y, gather=True).outputs is None
+
+
+@pytest.mark.dist
+def test_code_of_the_users_runs_over_two_ranks() -> None:
+    """A loop that is no model's forward: two losses, a branch on one of them, and clipping of one part."""
+
+    def gradients(model: nn.Module) -> dict[str, Any]:
+        first = F.cross_entropy(model(X), Y)
+        second = model(X * 2).square().mean() if first.item() > 0 else first * 0
+        (first + second).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients(mlp())
+    weights = [plain["2.weight"].clone(), plain["2.bias"].clone()]
+    total = nn.utils.get_total_norm(weights)
+
+    def work() -> None:
+        world, model = join(), mlp()
+        engine = engine_of(model)
+        with engine.by_modules():
+            found = gradients(model)
+        assert 0 < len(found) < len(plain)
+        assert all(torch.equal(gradient, plain[name]) for name, gradient in found.items())
+        assert torch.equal(engine.clip_grad_norm(1e-3, ["2.weight", "2.bias"]), total)
+        kept = {n: g for n, g in found.items() if not n.startswith("2.")}
+        assert all(torch.equal(gradient, plain[name]) for name, gradient in kept.items())
         leave(world)
 
     run_in_forks(2, work)

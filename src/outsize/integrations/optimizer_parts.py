@@ -1,0 +1,76 @@
+"""Divides optimizers that a framework has made for the whole module over the ranks, and puts states together.
+
+optimizer of all parameters   state 0 1 2 3 4 5     the checkpoint, as on one device
+rank 0 has parameters 0 1 2   state 0 1 2           rank 1 has 3 4 5: state 0 1 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain, count
+from typing import Any, final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from outsize.run.transport.control_messages import gather_values
+
+
+@final
+class OptimizerParts:
+    """The parameters of optimizers by name: of each optimizer, of each of its groups."""
+
+    def __init__(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Takes optimizers that have parameters of all of the module, or of all that a rank has."""
+        self._module, self.optimizers = module, optimizers
+        names = {id(p): name for name, p in module.named_parameters()}
+        self._names = [
+            [[names[id(p)] for p in g["params"]] for g in each.param_groups] for each in optimizers
+        ]
+
+    def names(self, number: int) -> list[str]:
+        """Returns the names of an optimizer's parameters on all ranks, in its order."""
+        return list(chain(*self._names[number]))
+
+    def keep(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Returns the first optimizer; all of them now have these parameters only, and their states."""
+        own, now = {id(p) for p in parameters}, dict(self._module.named_parameters())
+        for optimizer, groups in zip(self.optimizers, self._names, strict=True):
+            known = dict(optimizer.state)
+            optimizer.state.clear()
+            for group, names in zip(optimizer.param_groups, groups, strict=True):
+                former = zip(names, group["params"], strict=True)
+                states = {now[name]: known[p] for name, p in former if p in known}
+                group["params"] = [now[name] for name in names if id(now[name]) in own]
+                optimizer.state.update({p: state for p, state in states.items() if id(p) in own})
+        return self.optimizers[0]
+
+    def whole_state(self, number: int, group: Any) -> dict[str, Any]:
+        """Returns an optimizer's `state_dict` as it is on one device, on rank 0 of a process group; on other
+        ranks an empty dict.
+        """
+        own, numbers = self.optimizers[number].state_dict(), self._own_numbers(number)
+        named = {numbers[place]: state for place, state in own["state"].items()}
+        pieces = gather_values(named, group, "states of an optimizer")
+        if pieces is None:
+            return {}
+        counter = count()
+        every = [[next(counter) for _ in names] for names in self._names[number]]
+        groups = [{**g, "params": numbers} for g, numbers in zip(own["param_groups"], every, strict=True)]
+        states: dict[int, Any] = {n: state for piece in pieces for n, state in piece.items()}
+        return {"state": dict(sorted(states.items())), "param_groups": groups}
+
+    def load_whole(self, number: int, whole: Mapping[str, Any]) -> None:
+        """Gives an optimizer this rank's part of a `state_dict` of one device."""
+        optimizer, numbers = self.optimizers[number], self._own_numbers(number)
+        groups = optimizer.state_dict()["param_groups"]
+        states = {place: whole["state"][n] for place, n in enumerate(numbers) if n in whole["state"]}
+        pairs = zip(whole["param_groups"], groups, strict=True)
+        loaded = [{**group, "params": own["params"]} for group, own in pairs]
+        optimizer.load_state_dict({"state": states, "param_groups": loaded})
+
+    def _own_numbers(self, number: int) -> list[int]:
+        """Returns the positions among all of an optimizer's parameters of those that this rank has."""
+        own = {id(p) for group in self.optimizers[number].param_groups for p in group["params"]}
+        now = dict(self._module.named_parameters())
+        return [place for place, name in enumerate(self.names(number)) if id(now[name]) in own]

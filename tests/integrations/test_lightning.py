@@ -1,0 +1,157 @@
+"""The real Trainer of Lightning, split: logs, callbacks, checkpoints of the plain one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import lightning_worker
+import pytest
+import torch
+from forked import in_forks
+from lightning_worker import Net, lightning
+from test_docs_run import run as run_page
+from torch import nn
+
+from outsize.errors import BadOption
+from outsize.integrations.lightning import OutsizeStrategy
+from outsize.integrations.training_step import reads_batch_number
+
+MANUAL = {"gradient_clip_val": None, "accumulate_grad_batches": 1, "max_epochs": 2}
+JOBS: dict[str, dict[str, Any]] = {
+    "accumulation, schedule, metrics": {},
+    "bfloat16, a dict, early stopping": {
+        "dict": True, "trainer": {"precision": "bf16-mixed"}, "stop": {"patience": 1}, "rate": 1.0,
+    },
+    "manual, two optimizers": {"module": "TwoOptimizers", "trainer": MANUAL},
+    "a step that reads the batch's number": {"module": "ReadsNumber", "trainer": {"max_epochs": 1}},
+    "a metric over an epoch of training": {"module": "KeepsMetric", "trainer": {"max_epochs": 1}},
+    "a step that reads its loss": {"module": "ReadsLoss", "trainer": {"max_epochs": 1}},
+}  # fmt: skip
+
+
+def run(job: dict[str, Any], folder: Path, ranks: int = 1) -> dict[str, Any]:
+    """What the script says of this job."""
+    folder.mkdir(exist_ok=True)
+    job = {"folder": str(folder), "out": str(folder / "out.json"), **job}
+    if ranks == 1:
+        lightning_worker.main(job)
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+        def rank(number: int) -> None:
+            numbers = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ.update(place | {name: str(value) for name, value in numbers.items()})
+            lightning_worker.main(job)
+
+        in_forks(folder, ranks, rank, 240)
+    return json.loads((folder / "out.json").read_text())
+
+
+@cache
+def plain(name: str) -> dict[str, Any]:
+    return run(JOBS[name], Path(mkdtemp()))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_split_module_has_the_digits_of_the_plain_one(name: str, tmp_path: Path) -> None:
+    assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path) == plain(name)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", JOBS)
+def test_so_has_one_over_two_processes(name: str, tmp_path: Path) -> None:
+    assert run({**JOBS[name], "split": {"stages": 2}}, tmp_path, ranks=2) == plain(name)
+
+
+@pytest.mark.dist
+def test_a_run_goes_on_at_another_number_of_stages_and_in_plain_lightning(tmp_path: Path) -> None:
+    """Two processes save after an epoch; three stages in one process go on, and Lightning itself."""
+    run({"split": {"stages": 2}, "trainer": {"max_epochs": 1}}, tmp_path / "two", ranks=2)
+    resumed = {"resume": str(tmp_path / "two" / "saved" / "last.ckpt")}
+    plainly = run(resumed, tmp_path / "plain")
+    assert run({**resumed, "split": {"stages": 3}}, tmp_path / "three") == plainly
+    whole = plain("accumulation, schedule, metrics")
+    assert plainly["steps"] == whole["steps"]
+    assert run({**resumed, "split": {"stages": 2}}, tmp_path / "again", ranks=2) == plainly
+
+
+@pytest.mark.dist
+@pytest.mark.interpreters
+def test_lightning_starts_the_processes_itself(tmp_path: Path) -> None:
+    job = {
+        "split": {"stages": 2},
+        "trainer": {"devices": 2},
+        "folder": str(tmp_path),
+        "out": f"{tmp_path}/out",
+    }
+    command = [sys.executable, lightning_worker.__file__, json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out").read_text()) == plain("accumulation, schedule, metrics")
+
+
+def test_both_sides_of_the_page_print_the_same() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text(encoding="utf-8")
+    assert run_page(page) == page
+
+
+def fit(module: Any, **options: Any) -> Any:
+    """A short fit of a module over two stages in this process; returns its trainer."""
+    data = torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 4))
+    more = {"strategy": OutsizeStrategy(stages=2), "max_epochs": 1, **options}
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, accumulate_grad_batches=2, **more,
+    )  # fmt: skip
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2))
+    return trainer
+
+
+def test_the_batches_of_an_update_run_in_one_pipeline() -> None:
+    engine = fit(Net({})).strategy.engine
+    assert engine.plan.microbatches == 2
+    assert engine.steps == 2  # of four batches
+    assert {"0F0", "0F1", "1F0", "1F1"} <= {span.action for span in engine.timeline().spans}
+
+
+def test_the_name_is_registered_and_the_planner_decides() -> None:
+    assert fit(Net({}), strategy="outsize").strategy.engine.plan.axes.world_size == 1
+
+
+def test_losses_of_one_update_with_different_factors_are_refused() -> None:
+    class Growing(Net):
+        calls = 0
+
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            self.calls += 1
+            (loss * self.calls).backward()
+
+    with pytest.raises(
+        BadOption, match=r"multiplied by different numbers.*1 and 2.* Next: multiply the loss in"
+    ):
+        fit(Growing({}))
+
+
+def test_options_that_are_the_trainers_are_refused() -> None:
+    with pytest.raises(BadOption, match=r"clip_norm of outsize= is what the training framework says itself"):
+        OutsizeStrategy(stages=2, clip_norm=1.0)
+
+
+def test_the_engine_is_there_after_the_first_batch() -> None:
+    with pytest.raises(BadOption, match=r"split at the first batch of fit.* Next: trainer.fit"):
+        _ = OutsizeStrategy(stages=2).engine
+
+
+def test_the_number_of_the_batch_is_known_to_be_read() -> None:
+    assert not reads_batch_number(Net({}).training_step)
+    assert reads_batch_number(lightning_worker.ReadsNumber({}).training_step)
+    assert not reads_batch_number(lambda batch: nn.Linear(1, 1)(batch))
