@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, reduce
 from itertools import pairwise
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import numpy as np
 
@@ -42,6 +42,14 @@ from outsize.schedules.lower import lower
 MOVED_PER_COPY: Final = 3
 
 
+class Timed(Protocol):
+    """Is a step that can be played."""
+
+    def seconds(self) -> float:
+        """Returns the seconds of all microbatches."""
+        ...
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Estimate:
@@ -50,18 +58,21 @@ class Estimate:
     `pipeline_s` is for all microbatches, with the collectives of replicas; then for `after_s` the host's
     optimizer works, or for `update_s` that of the device with most gradients. No cut of this layout that fits
     makes a step shorter than `floor_s`, which is 0 where it is unknown. `fastest_step_s` is that of the cut
-    that was given up for one between blocks; 0 where none was.
+    that was given up for one between blocks; 0 where none was. `hosted` is the step where weights are on the
+    host.
+
+    The step is played when its seconds are asked for: a cut that does not fit never is.
     """
 
     pipeline: Pipeline
     bounds: tuple[int, ...]
     cases: tuple[PricedModel, ...]
     costs: tuple[StageCost, ...]
-    pipeline_s: float
     after_s: float
     update_s: float
     floor_s: float = 0.0
     fastest_step_s: float = 0.0
+    hosted: Timed | None = None
 
     @property
     def layout(self) -> Layout:
@@ -93,6 +104,11 @@ class Estimate:
     def step(self) -> PlayedStep:
         """Returns what is played of it."""
         return played_step(self.pipeline, self.bounds, self.cases, self.costs)
+
+    @cached_property
+    def pipeline_s(self) -> float:
+        """Returns the seconds of all microbatches, played."""
+        return (self.step if self.hosted is None else self.hosted).seconds()
 
     @property
     def step_s(self) -> float:
@@ -138,7 +154,7 @@ class Estimate:
 def estimate_cut(
     pipeline: Pipeline, bounds: Sequence[int], choices: Sequence[int], floor_s: float = 0.0
 ) -> Estimate:
-    """Simulates and accounts one cut; `choices[stage]` is the index of the stage's case."""
+    """Returns the estimate of one cut; `choices[stage]` is the index of the stage's case."""
     cases = tuple(pipeline.options[stage][choice] for stage, choice in enumerate(choices))
     runs = tuple(pairwise(bounds))
     costs = tuple(stage_cost(case, *run) for case, run in zip(cases, runs, strict=True))
@@ -150,7 +166,6 @@ def estimate_cut(
         tuple(bounds),
         cases,
         costs,
-        played_step(pipeline, bounds, cases, costs).seconds(),
         max(after, default=0.0),
         _update_s(pipeline, cases, bounds),
         floor_s,

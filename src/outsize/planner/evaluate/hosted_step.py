@@ -52,7 +52,6 @@ class HostedStep:
     edges: Edges
     link: Callable[[int, int], Link]
 
-    @property
     def seconds(self) -> float:
         """Returns the seconds from the first copy to the last one, without the optimizer's."""
         count = self.layout.microbatches

@@ -32,11 +32,10 @@ def polish(start: Estimate) -> Estimate:
         places, most_s = list(islice(_neighbours(best), remaining)), best.step_s * (1 - WORTH)
         remaining -= len(places)
         tried = (_at(best, *place) for place in places if best.pipeline.busy_s(*place) < most_s)
-        worth = sorted((e for e in tried if e.step_s < most_s), key=lambda e: e.step_s)
-        shorter = next((e for e in worth if e.may_be_chosen), None)
-        if shorter is None:
+        shorter = [e for e in tried if e.may_be_chosen and e.step_s < most_s]
+        if not shorter:
             break
-        best = shorter
+        best = min(shorter, key=lambda e: e.step_s)
     return _with_first_options(best)
 
 
@@ -46,7 +45,7 @@ def _with_first_options(best: Estimate) -> Estimate:
     """
     for stage in (stage for stage, choice in enumerate(best.choices) if choice):
         simpler = _at(best, best.bounds, (*best.choices[:stage], 0, *best.choices[stage + 1 :]))
-        if simpler.step_s <= best.step_s and simpler.may_be_chosen:
+        if simpler.may_be_chosen and simpler.step_s <= best.step_s:
             best = simpler
         else:
             best = min(
@@ -60,7 +59,7 @@ def _holding_less(best: Estimate, stage: int) -> Iterator[Estimate]:
     """Yields the stage in its later options, where the step is no longer."""
     for choice in range(best.choices[stage] + 1, len(best.pipeline.options[stage])):
         other = _at(best, best.bounds, (*best.choices[:stage], choice, *best.choices[stage + 1 :]))
-        if other.step_s <= best.step_s and other.may_be_chosen:
+        if other.may_be_chosen and other.step_s <= best.step_s:
             yield other
 
 

@@ -240,7 +240,7 @@ def _estimate_and_bound(
     blocks = StreamedBlocks.of_stages(*coarse, plan.optimizer)
     if layout.hosted:
         candidate = _computing(candidate)
-        candidate = replace(candidate, pipeline_s=_hosted_step(candidate, blocks, cluster).seconds)
+        candidate = replace(candidate, hosted=_hosted_step(candidate, blocks, cluster))
     return candidate, _bound(candidate, blocks, layout, cluster)
 
 

@@ -297,7 +297,7 @@ def _with_copies(candidate: Estimate, blocks: HostedStages, cluster: Cluster) ->
     """Returns the estimate with the seconds of the step that is played with its copies."""
     if not candidate.layout.hosted:
         return candidate
-    return replace(candidate, pipeline_s=_hosted_step(candidate, blocks.held, cluster).seconds)
+    return replace(candidate, hosted=_hosted_step(candidate, blocks.held, cluster))
 
 
 def _hosted_step(candidate: Estimate, held: WeightAndGradientBytes, cluster: Cluster) -> HostedStep:

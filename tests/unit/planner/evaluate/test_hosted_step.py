@@ -83,13 +83,13 @@ def test_a_part_says_the_whole(
     whole_s = step.timeline().duration_s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hosted_step, "ACTIONS", 2 * len(sizes))
-        assert step.seconds == pytest.approx(whole_s)
+        assert step.seconds() == pytest.approx(whole_s)
 
 
 @pytest.mark.parametrize("m", [2, 5])
 def test_values_on_the_host_take_their_copies(m: int) -> None:
     """Each compute of 1 s waits for 4 s of what comes: nearly all of the step is copies."""
     sizes = [(1, 1, 1, 1, 4, 1)] * 3
-    slow, fast = (step_of(w, "gpipe", m, sizes).seconds for w in ("host-activations", "host"))
+    slow, fast = (step_of(w, "gpipe", m, sizes).seconds() for w in ("host-activations", "host"))
     assert slow > 2 * 3 * m * 4 - 4 * 2
     assert fast < 2 * 3 * m * 1 + 12
