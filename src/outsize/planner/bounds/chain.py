@@ -16,6 +16,13 @@ All of them rise with `end`, so the furthest end of a stage is the least of thre
 that reaches furthest; and a later begin never hurts. Each cut may take `slack` of a chain (step_time.py).
 What else a stage holds (values sent and received, temporaries) is left out, so this is a lower bound.
 
+The collectives of sharded weights are a second chain: a rank runs them one after the other, so the forward of
+a stage takes at least as long as its gathers do, and its backward as long as gathers and sums. Both of the
+chains have to reach the end within T, stage by stage. A rank gathers one block ahead and lets one sum run
+beside the next block, so of the pass that a path goes through, a stage may hide the gathers of its first two
+blocks and the sums of its last two: the slack of this chain. In each other pass it may find its first block
+gathered, before the pass or because a pass turns in it.
+
 Symbols: p -> stages, m -> microbatches, w -> in flight. Complexity: O(p log n) for each T, O(n) for each
 different w. Oracle: tests/unit/planner/bounds/test_bounds_chain.py, the paths of step_time.py, and every cut
 in all options.
@@ -35,6 +42,7 @@ import numpy as np
 from outsize.ir.plan import ScheduleName
 from outsize.planner.costs.unit_times import Seconds
 from outsize.schedules.families import family_of
+from outsize.schedules.family import ChainLaw
 
 # Sums of floats differ by less than this, whatever their order is.
 ROUNDED: Final = 1 + 1e-9
@@ -60,6 +68,21 @@ class Room:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
+class Queue:
+    """Holds the seconds of the collectives of sharded weights in a microbatch's forward and backward, as sums
+    over units of shape (n + 1,).
+
+    A stage may hide `slack_s` of a microbatch's, and `spared_s` of each further pass.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    slack_s: float
+    spared_s: float
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class _Option:
     """Holds, for one option, sums over units up to each: seconds alone, G, bytes of some moments."""
@@ -82,6 +105,7 @@ class ChainBound:
         slack_s: float,
         how: tuple[ScheduleName, int, int],
         room: Room | None = None,
+        queue: Queue | None = None,
     ) -> None:
         self._forward, self._backward = passes
         schedule, self._stages, self._m = how
@@ -90,6 +114,8 @@ class ChainBound:
         self._before: list[float] = before.tolist()
         self._slack_s, self._room = slack_s, room
         self._units = len(self._before) - 1
+        law = self._family.chain
+        self._collectives = None if queue is None or law is None else _Collectives(queue, law, how)
 
     def reaches(self, limit_s: float) -> bool:
         """Returns whether the last stage reaches the end."""
@@ -101,7 +127,10 @@ class ChainBound:
             # The stages that are left are too short for the units that are left.
             if alone[-1] - alone[first] > (self._stages - stage) * most_s:
                 return False
-            first = max(self._end(option, stage, first, limit_s) for option in self._both(stage))
+            end = max(self._end(option, stage, first, limit_s) for option in self._both(stage))
+            if self._collectives is not None:
+                end = min(end, self._collectives.end(stage, first, limit_s))
+            first = end
             if first == self._units:
                 return True
         return False
@@ -188,3 +217,35 @@ class ChainBound:
     def _recomputed_bytes(self, room: Room) -> tuple[Seconds, Seconds]:
         """Returns what a stage that recomputes holds, in the backward and in the optimizer's step."""
         return room.fixed + room.anew, room.updating
+
+
+@final
+class _Collectives:
+    """Bounds the stages of an unbroken chain by the collectives of their weights."""
+
+    def __init__(self, queue: Queue, law: ChainLaw, how: tuple[ScheduleName, int, int]) -> None:
+        schedule, self._stages, self._m = how
+        self._family, self._law, self._queue = family_of(schedule), law, queue
+        self._total: list[float] = (queue.forward + queue.backward).tolist()
+        # The stage of a path may hide as much again at its end.
+        self._whole_s = law.passes(self._m) * (self._total[-1] - (self._stages + 1) * queue.slack_s)
+        self._rows: dict[int, tuple[list[float], float]] = {}
+
+    def end(self, stage: int, first: int, limit_s: float) -> int:
+        """Returns the furthest end of a stage within the limit."""
+        total, queue = self._total, self._queue
+        lead_s = max(0.0, total[first] - stage * queue.slack_s) - queue.slack_s
+        alone_s = (limit_s - lead_s) / self._m + 2 * queue.spared_s
+        row, spared_s = self._row(stage)
+        within = bisect_right(row, row[first] + limit_s - self._whole_s + spared_s)
+        within = max(within, bisect_right(total, total[first] + queue.slack_s))
+        return max(first, min(bisect_right(total, total[first] + alone_s), within) - 1)
+
+    def _row(self, stage: int) -> tuple[list[float], float]:
+        """Returns the seconds beyond the path of a microbatch, and what is spared of them."""
+        in_flight = self._family.in_flight(self._stages - stage, self._m)
+        if in_flight not in self._rows:
+            row = self._law.beyond_s(self._queue.forward, self._queue.backward, self._m, in_flight)
+            passes = float(self._law.beyond_s(1.0, 1.0, self._m, in_flight))
+            self._rows[in_flight] = row.tolist(), passes * self._queue.spared_s
+        return self._rows[in_flight]

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import ScheduleName
-from outsize.planner.bounds.chain import ChainBound, Room
+from outsize.planner.bounds.chain import ChainBound, Queue, Room
 from outsize.planner.costs.unit_times import Seconds, UnitSeconds
 from outsize.schedules.families import family_of
 from outsize.schedules.family import StagePath
@@ -83,15 +83,15 @@ class PrefixTimes:
         """Computes the same for a graph of which `made_for` is known."""
         forward, backward = prefix(seconds.forward), prefix(seconds.backward)
         total = forward + backward
-        losses = _losses(made, total)
-        linked = losses <= BRANCH * total[-1]
+        lost = losses(made, total)
+        linked = lost <= BRANCH * total[-1]
         return cls(
             forward=forward,
             backward=backward,
             before=_row_before(total, linked),
             before_forward=_row_before(forward, linked),
             behind=_row_behind(total, linked),
-            slack_s=float(losses[linked].max(initial=0.0)),
+            slack_s=float(lost[linked].max(initial=0.0)),
             heaviest_s=float(np.diff(total).max()),
         )
 
@@ -136,24 +136,29 @@ class PrefixTimes:
         return self.bound(schedule, stages, ranks, microbatches, room).sharpened()
 
     def bound(
-        self, schedule: ScheduleName, stages: int, ranks: int, microbatches: int, room: Room | None = None
+        self,
+        schedule: ScheduleName,
+        stages: int,
+        ranks: int,
+        microbatches: int,
+        room: Room | None = None,
+        queue: Queue | None = None,
     ) -> StepBound:
-        """Returns the same as a bound that is not sharp yet."""
+        """Returns the same as a bound that is not sharp yet; in a chain, also of collectives (`queue`)."""
         low_s = self.least_s(ranks, microbatches)
         if family_of(schedule).bound_is_work:
             return StepBound(low_s)
-        reaching = partial(self._reaching, schedule, stages, microbatches, room)
+        reaching = partial(self._reaching, (schedule, stages, microbatches), room, queue)
         return StepBound(low_s, reaching, room is not None)
 
     def _reaching(
-        self, schedule: ScheduleName, stages: int, microbatches: int, room: Room | None
+        self, how: tuple[ScheduleName, int, int], room: Room | None, queue: Queue | None
     ) -> Callable[[float], bool]:
-        """Returns a function limit -> whether `stages` stages reach the end, none of them above the limit."""
+        """Returns a function limit -> whether the stages reach the end, none of them above the limit."""
         if not self.unbroken:
-            return partial(self._reaches, schedule, stages, microbatches)
-        before = self.before_forward if family_of(schedule).forwards_lead else self.before
-        how = schedule, stages, microbatches
-        return ChainBound(before, (self.forward, self.backward), self.slack_s, how, room).reaches
+            return partial(self._reaches, *how)
+        before = self.before_forward if family_of(how[0]).forwards_lead else self.before
+        return ChainBound(before, (self.forward, self.backward), self.slack_s, how, room, queue).reaches
 
     def _reaches(self, schedule: ScheduleName, stages: int, microbatches: int, limit_s: float) -> bool:
         """Returns the same where chains break off."""
@@ -290,11 +295,11 @@ def made_for(graph: ModelGraph) -> NDArray[np.int64]:
     return np.array(made_by)
 
 
-def _losses(made: NDArray[np.int64], total: Seconds) -> Seconds:
+def losses(made: NDArray[np.int64], total: Seconds) -> Seconds:
     """Returns for each cut k the work between the last unit that made something for unit k, and k."""
-    losses = total - total[made + 1]
-    losses[0] = losses[-1] = np.inf
-    return losses
+    lost = total - total[made + 1]
+    lost[0] = lost[-1] = np.inf
+    return lost
 
 
 def _row_before(total: Seconds, linked: NDArray[np.bool_]) -> Seconds:

@@ -8,7 +8,6 @@ the ratio that the roofline predicts, unit by unit. Models of very many units ar
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -22,7 +21,8 @@ from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Recompute
 from outsize.ir.profile import Profile
-from outsize.planner.bounds.chain import Room
+from outsize.planner.bounds.chain import Queue, Room
+from outsize.planner.bounds.collectives import CollectiveBounds
 from outsize.planner.bounds.memory import MemoryBounds
 from outsize.planner.bounds.step_time import PrefixTimes, StepBound, made_for
 from outsize.planner.costs.coarsening import (
@@ -48,7 +48,6 @@ from outsize.planner.memory.sharded import UnshardedBytes, device_tables
 from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hosted
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.partition.stage_weights import Demand, demands
-from outsize.schedules.refine import pieces_of
 
 Candidates = Mapping[int, tuple[ModelGraph, Profile]]
 """Maps the microbatches of the whole batch to the model at that size, with its costs."""
@@ -93,7 +92,6 @@ class CostTables:
         self._cases: dict[Key, PricedModel] = {}
         self._alike: dict[Key, Cluster] = {}
         self._collectives: dict[Key, WeightCollectives] = {}
-        self._pieces: dict[int, Sequence[tuple[int, ...]]] = {}
         self._fleets: dict[Key, Fleet | None] = {}
         self._crossing: dict[int, Crossing] = {}
         self._cuts: dict[Layout, tuple[int, ...]] = {}
@@ -101,6 +99,7 @@ class CostTables:
         self._kept: dict[Key, object] = {}
         self._reached_s = inf
         self._least = MemoryBounds(candidates, optimizer_bytes(optimizer), not self._unequal)
+        self._collective_bounds = CollectiveBounds(candidates, self._least)
 
     def pipeline(
         self, layout: Layout, recompute: Sequence[Recompute], places: Sequence[int] | None = None
@@ -312,7 +311,7 @@ class CostTables:
         if self._fleet(layout, recompute) is not None:
             return StepBound(self.floor_s(layout, recompute))
         how = layout.schedule, layout.stages, layout.axes.pp, layout.microbatches
-        return self.work(layout).bound(*how, self._room(layout, recompute))
+        return self.work(layout).bound(*how, self._room(layout, recompute), self._queue(layout))
 
     def _fleet(self, layout: Layout, recompute: Sequence[Recompute] = ("none",)) -> Fleet | None:
         """Returns unequal groups as a fleet; None where all are equal, or seconds depend on where a
@@ -368,47 +367,23 @@ class CostTables:
         return self._least.recompute_s(layout, self.work(layout), self._room_bytes(layout.group))
 
     def collectives_s(self, layout: Layout) -> float:
-        """Returns a lower bound of a step: its collectives of weights and gradients on an average rank, which
-        one queue runs one after the other.
-
-        Sums of whole weights begin within a last backward, behind all forwards. Where weights are sharded,
-        each pass of a stage may find those of its first block gathered.
-        """
+        """Returns a lower bound of a step: its collectives of weights and gradients on an average rank."""
         if layout.hosted or layout.replicas * layout.axes.cp == 1:
             return 0.0
-        return min(self._collectives_s(layout, device) for device in self._kinds_of(layout))
-
-    def _collectives_s(self, layout: Layout, device: Device) -> float:
-        m, pp, prices = layout.microbatches, layout.axes.pp, self._collectives_of(layout, device)
-        weights, gradients, *_ = (int(size) for size in self._least.bytes_of(layout))
-        if layout.weights != "sharded":
-            work = self.work(layout)
-            passed_s = m * work.forward[-1] + ((m - 1) * work.backward[-1] if pp == 1 else 0.0)
-            return float(passed_s) / pp + prices.reduce_s(gradients // pp, last=True)
-        shards, tp = layout.axes.dp_shard, layout.axes.tp
-        kept_s = max(
-            sum(prices.gather_s(size // tp) for size in sizes) for sizes in self._gathered_together(layout)
+        work, devices = self.work(layout), self._kinds_of(layout)
+        return min(
+            self._collective_bounds.average_s(layout, work, self._collectives_of(layout, device))
+            for device in devices
         )
-        gathers_s = max(0.0, prices.gather_s(weights * shards) - layout.stages * kept_s)
-        scatter_s, last_s = (prices.reduce_s(gradients * shards, last=last) for last in (False, True))
-        return (m * 2 * gathers_s + (m - 1) * scatter_s + last_s) / pp
 
-    def _gathered_together(self, layout: Layout) -> Sequence[tuple[int, ...]]:
-        """Returns, for each block, the weight bytes of the blocks whose weights it uses: its own, and those
-        that own tied ones.
-        """
-        if layout.captured not in self._pieces:
-            graph = self.graph(layout)
-            piece, owners = pieces_of(graph), defaultdict[int, set[int]](set)
-            sizes = defaultdict[int, int](int)
-            for name, unit in graph.owner_of.items():
-                sizes[piece[unit]] += graph.parameter_of[name].size_bytes
-            for unit in graph.units:
-                names = (graph.parameter_of[name].name for name in unit.parameters)
-                owners[piece[unit.index]] |= {piece[graph.owner_of[name]] for name in names}
-            together = {tuple(sizes[owner] for owner in sorted(own)) for own in owners.values()}
-            self._pieces[layout.captured] = sorted(together)
-        return self._pieces[layout.captured]
+    def _queue(self, layout: Layout) -> Queue | None:
+        """Returns the collectives of sharded weights along the stages."""
+        if layout.weights != "sharded" or self.unequal:
+            return None
+        prices = self._collectives_of(layout, self._kinds_of(layout)[0])
+        return self._collective_bounds.queue(
+            layout, prices, self.ends(layout), self._made_for(layout.captured)
+        )
 
     def update_s(self, layout: Layout) -> float:
         """Returns a lower bound of the optimizer's seconds: those of an average device."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Final
 
+from outsize.ir.schedule import COMPUTE
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
 
 MOST: Final = 48
@@ -27,7 +28,7 @@ def polish(start: Estimate) -> Estimate:
     """Returns the start, or a cut reached over neighbours with a shorter step."""
     if len(start.choices) > MOST_STAGES:
         return start
-    best, remaining = _with_first_options(start), MOST
+    best, remaining = with_first_options(start), MOST
     while remaining > 0:
         places, most_s = list(islice(_neighbours(best), remaining)), best.step_s * (1 - WORTH)
         remaining -= len(places)
@@ -36,16 +37,16 @@ def polish(start: Estimate) -> Estimate:
         if not shorter:
             break
         best = min(shorter, key=lambda e: e.step_s)
-    return _with_first_options(best)
+    return with_first_options(best)
 
 
-def _with_first_options(best: Estimate) -> Estimate:
+def with_first_options(best: Estimate) -> Estimate:
     """Moves each stage to its first option, or to a later one that holds less, where that fits and takes no
     longer.
     """
     for stage in (stage for stage, choice in enumerate(best.choices) if choice):
         simpler = _at(best, best.bounds, (*best.choices[:stage], 0, *best.choices[stage + 1 :]))
-        if simpler.may_be_chosen and simpler.step_s <= best.step_s:
+        if simpler.may_be_chosen and (_costs_less(simpler, best, stage) or simpler.step_s <= best.step_s):
             best = simpler
         else:
             best = min(
@@ -53,6 +54,15 @@ def _with_first_options(best: Estimate) -> Estimate:
                 key=lambda candidate: candidate.memories[stage].peak_bytes,
             )
     return best
+
+
+def _costs_less(simpler: Estimate, other: Estimate, stage: int) -> bool:
+    """Returns whether nothing of a stage takes longer, so that the step is no longer and need not be
+    played.
+    """
+    costs = zip(*([e.costs[stage].seconds(kind) for kind in COMPUTE] for e in (simpler, other)), strict=True)
+    copies = simpler.cases[stage].copies
+    return all(a <= b for a, b in costs) and (copies is None or copies is other.cases[stage].copies)
 
 
 def _holding_less(best: Estimate, stage: int) -> Iterator[Estimate]:

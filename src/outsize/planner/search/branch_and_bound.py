@@ -12,7 +12,7 @@ layouts) and the layouts that are priced. Oracle: tests/unit/planner/search/test
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -30,8 +30,6 @@ from outsize.planner.partition.stage_weights import Demand
 
 # One search prices at most this many layouts; the gap accounts for the others.
 MOST_TRIED: Final = 24
-# After this many layouts those are asked for that follow from the best of them.
-FIRST: Final = 8
 FEW: Final = 24
 # Stages that only hold frozen weights are chosen where the step of others takes this many times as long.
 DEARER: Final = 1.25
@@ -57,16 +55,12 @@ class SearchResult:
         return tuple(dict.fromkeys((*(estimate.layout for estimate in priced), *self.slower)))
 
 
-Related = Callable[[Sequence[Estimate]], Iterable[Layout]]
-"""Maps estimates to layouts that are worth a look where those are good."""
-
-
 @final
 class _Queue:
-    """Holds the layouts that wait, by their lower bounds; `priced` counts those that were."""
+    """Holds the layouts that wait, by their lower bounds."""
 
     def __init__(self, search: BranchAndBound, layouts: Sequence[Layout]) -> None:
-        self._search, self._layouts, self.priced = search, layouts, 0
+        self._search, self._layouts = search, layouts
         self._bounds: dict[int, StepBound] = {}
         self._queue = [(search.least_s(layout), False, place) for place, layout in enumerate(layouts)]
         heapify(self._queue)
@@ -88,7 +82,7 @@ class _Queue:
 
     def _floor_s(self, floor_s: float, sharp: bool, place: int) -> float:
         layout = self._layouts[place]
-        return floor_s if sharp or layout.chunks == 1 else max(floor_s, self._search.balanced_s(layout))
+        return floor_s if sharp or layout.chunks == 1 else max(floor_s, self._search.likely_s(layout))
 
     def pop(self) -> tuple[Layout, float] | None:
         """Takes the layout with the least bound, with its bound; None where that became another one's."""
@@ -126,41 +120,18 @@ class BranchAndBound:
 
     def run(self, layouts: Sequence[Layout]) -> SearchResult:
         """Prices what may win, by ascending lower bound."""
-        return self._result([self._searched(layouts)])
-
-    def run_with(self, layouts: Sequence[Layout], related: Related) -> SearchResult:
-        """Prices what may win of these layouts, and of those that are `related` to the best ones.
-
-        The related ones come early, because a short step ends the search of all others sooner.
-        """
-        queue = self._searched(layouts, FIRST)
-        first = tuple(related(self._estimates))
-        queues = [queue, self._searched(first)]
-        self._continue(queue, MOST_TRIED + len(self._estimates) - queue.priced)
-        more = tuple(layout for layout in related(self._estimates) if layout not in first)
-        return self._result([*queues, self._searched(more)])
-
-    def _searched(self, layouts: Sequence[Layout], most: int = MOST_TRIED) -> _Queue:
-        """Prices of these layouts what may win, at most so many where they are not few."""
-        queue = _Queue(self, layouts)
-        self._asked += len(layouts)
-        self._continue(queue, len(self._estimates) + most)
-        return queue
-
-    def _continue(self, queue: _Queue, most: int) -> None:
-        """Prices what may win of those that wait, until there are `most` estimates in all."""
-        before = len(self._estimates)
-        while queue.layouts_wait and not self._over(queue.least_s, most):
+        queue, self._asked = _Queue(self, layouts), len(layouts)
+        while queue.layouts_wait and not self._over(queue.least_s):
             if (least := queue.pop()) is None:
                 continue
             if not self._cost_tables.has_pieces(least[0]):
                 self._floors.append(least[1])  # The bound holds, but none of its cuts can be priced.
             elif not self._try(*least):
                 self._slower.append((least[1], least[0]))
-        queue.priced += len(self._estimates) - before
+        return self._result(queue)
 
-    def _result(self, queues: Sequence[_Queue]) -> SearchResult:
-        waiting = [each for queue in queues for each in queue.waiting]
+    def _result(self, queue: _Queue) -> SearchResult:
+        waiting = queue.waiting
         floors = (*self._floors, *(floor_s for floor_s, _ in waiting))
         few = (*self._slower, *waiting) if self._asked <= FEW else ()
         return SearchResult(
@@ -177,11 +148,11 @@ class BranchAndBound:
             least = queue.pop()
         return inf if least is None else least[1]
 
-    def _over(self, floor_s: float, most: int) -> bool:
+    def _over(self, floor_s: float) -> bool:
         """Returns whether to stop; a few layouts are always priced for comparison."""
         if not self._estimates:
             return floor_s == inf
-        enough = len(self._estimates) >= most and not self._few()
+        enough = len(self._estimates) >= MOST_TRIED and not self._few()
         return enough or self._beaten(floor_s)
 
     def _beaten(self, floor_s: float) -> bool:
@@ -212,6 +183,12 @@ class BranchAndBound:
         m, pp = layout.microbatches, layout.axes.pp
         recompute_s = self._cost_tables.recompute_s(layout) * m / pp
         return self._cost_tables.work(layout).balanced_s(layout.stages, pp, m) + recompute_s
+
+    def likely_s(self, layout: Layout) -> float:
+        """Returns the step of a balanced cut with its collectives; infinite where nothing can fit."""
+        if not self._cost_tables.may_fit(layout, self._recompute):
+            return inf
+        return self.together_s(layout, self.balanced_s(layout))
 
     def together_s(self, layout: Layout, pipeline_s: float) -> float:
         """Adds the optimizer's seconds to the bound of the pipeline or of the replicas' collectives."""

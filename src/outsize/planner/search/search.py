@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from heapq import nsmallest
 from itertools import chain, compress, islice
 from math import inf
 from operator import not_
@@ -48,7 +48,6 @@ from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, check_enough, expected, reasons
 from outsize.planner.evaluate.local_search import polish
 from outsize.planner.evaluate.plan_findings import device_kinds
-from outsize.planner.evaluate.played_step import is_collective
 from outsize.planner.evaluate.ranking import (
     BITS,
     alternative,
@@ -88,7 +87,7 @@ from outsize.planner.strategies.selective_recompute import (
 )
 from outsize.schedules.families import CHUNKED, COMPOSED, CUSTOM, DEFAULT
 
-# This many meshes are tried with several stages on a device.
+# This many meshes are tried with several stages on a device as well.
 MESHES: Final = 3
 REJECTIONS: Final = 6
 # A smaller gap is below the error of a prediction.
@@ -253,9 +252,8 @@ def _open(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> tup
     is_grouped = [layout.group > 1 or cluster.unequal for layout in layouts]
     grouped_layouts = tuple(compress(layouts, is_grouped))
     if request.schedule is None and not request.inference:
-        result = search_loop.run_with(grouped_layouts, partial(_interleaved, tables))
-    else:
-        result = search_loop.run(grouped_layouts)
+        grouped_layouts += tuple(_interleaved(search_loop, tables, grouped_layouts))
+    result = search_loop.run(grouped_layouts)
     least_s = search_loop.floor_s(compress(layouts, map(not_, is_grouped)))
     return replace(result, floor_s=min(result.floor_s, least_s)), tables
 
@@ -319,23 +317,23 @@ def _asked(request: PlanRequest, candidates: Candidates) -> list[int]:
     return [request.total_microbatches]
 
 
-def _interleaved(tables: CostTables, estimates: Sequence[Estimate]) -> Iterator[Layout]:
-    """Yields the best meshes again with several stages on a device: such cuts take long to price.
-
-    Collectives that a plain step exposes do not count, since shorter stages can hide them; nor does a mesh
-    whose stages are too short to be divided.
+def _interleaved(
+    search_loop: BranchAndBound, tables: CostTables, layouts: Sequence[Layout]
+) -> Iterator[Layout]:
+    """Yields the meshes again with several stages on a device whose balanced cut is shortest that way: such
+    cuts take long to price.
     """
-    plain = [estimate for estimate in estimates if estimate.layout.chunks == 1]
-    meshes_left = MESHES
-    for estimate in sorted(plain, key=lambda e: e.step_s - e.step.exposed_s(is_collective)):
-        layout = estimate.layout
+    found: list[tuple[float, int, tuple[Layout, ...]]] = []
+    for place, layout in enumerate(layouts):
         counts, units = [(layout.microbatches, layout.captured)], len(tables.graph(layout).units)
-        chunks = tuple(pipelines(layout.axes, counts, (CHUNKED.name,), units))
-        for chunked in chunks:
-            yield replace(chunked, weights=layout.weights, sequence=layout.sequence)
-        meshes_left -= bool(chunks)
-        if not meshes_left:
-            return
+        chunked = tuple(
+            replace(each, weights=layout.weights, sequence=layout.sequence)
+            for each in pipelines(layout.axes, counts, (CHUNKED.name,), units)
+        )
+        if chunked:
+            found.append((min(map(search_loop.likely_s, chunked)), place, chunked))
+    for likely_s, _, chunked in nsmallest(MESHES, found):
+        yield from chunked if likely_s < inf else ()
 
 
 def _nothing_fits(

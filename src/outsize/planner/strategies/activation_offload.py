@@ -25,7 +25,7 @@ from outsize.ir.offload import Weights
 from outsize.ir.plan import Plan, Recompute
 from outsize.planner.evaluate.cost_tables import CostTables
 from outsize.planner.evaluate.estimate import Estimate, estimate_cut
-from outsize.planner.evaluate.local_search import polish
+from outsize.planner.evaluate.local_search import polish, with_first_options
 from outsize.planner.evaluate.ranking import CLOSE, choose
 from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import StagePrices
@@ -45,7 +45,8 @@ def or_offloaded(
     if not possible or all(case.recompute == "none" for case in best.cases):
         return None
     most_s = best.step_s / CLOSE
-    tried = [option for layout in layouts[:TRIED] for option in _offload_options(layout, tables, most_s)]
+    options = (option for layout in layouts[:TRIED] for option in _offload_options(layout, tables, most_s))
+    tried = [with_first_options(option) for option in options]
     if not tried:
         return None
     candidate = polish(choose(tried))

@@ -179,6 +179,7 @@ def test_no_cut_is_played_faster_than_its_bounds(
     cluster = joined(axes.world_size, kind, speed)
     tables = CostTables({layout.captured: model}, cluster, "sgd")
     bound_s, pipeline = tables.collectives_s(layout), tables.pipeline(layout, ("none",))
+    bound_s = max(bound_s, tables.bound(layout, ("none",)).sharpened())
     assert pipeline is not None
     for inner in combinations(range(1, n), pp - 1):
         found = estimate_cut(pipeline, (0, *inner, n), [0] * pp)
@@ -187,6 +188,51 @@ def test_no_cut_is_played_faster_than_its_bounds(
         whole = Layout(Axes(pp=pp), pp, "1f1b", microbatches, microbatches)
         alone = cut(model, whole, joined(pp, kind, speed), found.bounds)
         insist_on_laws(found.step, alone.step.seconds())
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "naive"])
+@few
+@given(
+    st.lists(st.sampled_from((0.25, 1.0, 4.0)), min_size=9, max_size=12),
+    st.integers(1, 6),
+    st.sampled_from((30.0, 100.0, 1000.0)),
+    st.integers(0, 2**16),
+)
+def test_no_chain_is_played_faster_than_its_queue(
+    pp: int, schedule: ScheduleName, costs: list[float], microbatches: int, speed: float, draw: int
+) -> None:
+    """Stages of many blocks, whose gathers take longer than they compute, or not."""
+    if schedule == "naive" and pp > 1:
+        microbatches = min(microbatches, 3)
+    layout = Layout(Axes(pp=pp, dp_shard=2), pp, schedule, microbatches, 2 * microbatches, "sharded")
+    model = chain(costs, weight_bytes=100)
+    tables = CostTables({layout.captured: model}, joined(2 * pp, bytes_per_s=speed), "sgd")
+    pipeline, n = tables.pipeline(layout, ("none", "full")), len(costs)
+    bound_s = tables.bound(layout, ("none", "full")).sharpened()
+    assert pipeline is not None
+    cuts = list(combinations(range(1, n), pp - 1))
+    for inner in cuts[draw % 7 :: 7] or cuts:
+        for ways in ([0] * pp, [1] * pp):
+            assert bound_s <= estimate_cut(pipeline, (0, *inner, n), ways).step_s * (1 + 1e-9)
+
+
+def test_gathers_pace_a_pipeline() -> None:
+    """Sixty-four blocks of two units that are gathered in 10 s and computed in next to nothing, on two
+    stages: the bound is above what an average rank gathers, and below the step.
+    """
+    graph, _ = chain([0.001] * 128)
+    units = [u.model_copy(update={"name": f"h.{u.index // 2}.{u.index % 2}.a"}) for u in graph.units]
+    graph = graph.model_copy(update={"units": tuple(units)})
+    layout = Layout(Axes(pp=2, dp_shard=2), 2, "1f1b", 2, 4, "sharded")
+    model = graph, profile_of(graph, [0.001] * 128)
+    tables = CostTables({4: model}, joined(4, bytes_per_s=10.0), "sgd")
+    pipeline = tables.pipeline(layout, ("none",))
+    assert pipeline is not None
+    bound_s = tables.bound(layout, ("none",)).sharpened()
+    step_s = estimate_cut(pipeline, (0, 64, 128), [0, 0]).step_s
+    assert 1.2 * tables.collectives_s(layout) < bound_s <= step_s
+    assert step_s < 1.2 * bound_s
 
 
 def insist_on_laws(step: PlayedStep, alone_s: float) -> None:
