@@ -4,6 +4,8 @@
         4711-1763990000.25/             of the process 4711, which started at that time (Unix seconds)
             launch.json                 what was started (ir/answers/run_state.py)
             state.json                  the latest figures, replaced about once a second
+            watched                     is there where somebody wants the next file, too
+            timeline.json               the latest step that was told, span by span
 
 The name tells a live run from the leftover of one that was killed: another process may have its number by
 now, but has not started at its time. Who reads the folders removes leftovers. A launcher also has a guard
@@ -30,6 +32,8 @@ from outsize.files.folder_guard import removed_at_death
 
 LAUNCH: Final = "launch.json"
 STATE: Final = "state.json"
+TIMELINE: Final = "timeline.json"
+WATCHED: Final = "watched"
 _CLOCK_S: Final = 2.0  # The start of a process is told in ticks since a boot whose time may be corrected.
 _TRIES: Final = 20
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -14,6 +15,7 @@ from pydantic import TypeAdapter
 from outsize.cli.processes.job import FinishedRun, JobFolder, RunJob, RunOutcome
 from outsize.cli.screen import Screen, error_document
 from outsize.errors import BadOption, RankFailed, WorldMismatch
+from outsize.files.run_folders import RunFolder
 from outsize.ir.base import Record
 from outsize.ir.hardware.devices import places_in
 from outsize.run.watchdog.options import WatchOptions
@@ -28,7 +30,8 @@ _OUTCOME: TypeAdapter[RunOutcome | FinishedRun] = TypeAdapter(RunOutcome | Finis
 class LaunchPlace:
     """The number of processes on this machine, torchrun's options by name, those of the watchdog, what
     follows where a device has no memory, how often the run copies itself into memory, the file with the
-    secret of its machines, whether `outsize top` sees the run, and its share of the devices' memory.
+    secret of its machines, whether `outsize top` sees the run, its share of the devices' memory, and what
+    goes on beside it in the launcher.
     """
 
     nproc_per_node: str | None = None
@@ -39,6 +42,7 @@ class LaunchPlace:
     secret_file: Path | None = None
     publishes: bool = False
     memory_share: float | None = None
+    beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
 
     @property
     def nnodes(self) -> int:
@@ -84,6 +88,7 @@ class LaunchPlace:
             secret_file=self.secret_file,
             publishes=self.publishes,
             memory_share=self.memory_share,
+            beside=self.beside,
             least_nproc=None if least is None else processes_for(least),
         )
         return launch(spec)

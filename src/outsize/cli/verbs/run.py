@@ -11,7 +11,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Final, final
 
@@ -25,6 +26,7 @@ from outsize.cli.processes.launch import LaunchPlace, run_job
 from outsize.cli.screen import Screen
 from outsize.cli.verbs.trace import outcome_tables, write_trace
 from outsize.errors import BadOption
+from outsize.files.run_folders import RunFolder
 from outsize.ir.answers.request import LayoutOptions
 from outsize.ir.hardware.memory_share import checked_share
 from outsize.run.watchdog.options import WatchOptions
@@ -153,6 +155,24 @@ Share = Annotated[
         show_default=False,
     ),
 ]
+Dashboard = Annotated[
+    bool,
+    typer.Option(
+        "--dashboard",
+        help="Serve a page and Prometheus metrics of the run on this machine alone; the address is shown.",
+        rich_help_panel=_PROCESSES,
+    ),
+]
+DashboardPort = Annotated[
+    int,
+    typer.Option(
+        "--dashboard-port",
+        min=0,
+        max=65535,
+        help="Port of --dashboard (0: a free one).",
+        rich_help_panel=_PROCESSES,
+    ),
+]
 SecretFile = Annotated[
     Path | None,
     typer.Option(
@@ -239,6 +259,8 @@ def run(
     peer_copies: Copies = None,
     secret_file: SecretFile = None,
     memory_share: Share = None,
+    dashboard: Dashboard = False,
+    dashboard_port: DashboardPort = 0,
     module: Module = False,
     steps: Steps = STEPS,
     input: options.Input = None,
@@ -285,6 +307,7 @@ def run(
         secret_file,
         publishes=True,
         memory_share=None if memory_share is None else checked_share(memory_share),
+        beside=_dashboard(dashboard_port) if dashboard or dashboard_port else lambda _: nullcontext(),
     )
     if not is_model(target, module):
         _refuse_for_scripts(ctx, [name for name in _FOR_MODELS if not (scales and name == "devices")])
@@ -327,6 +350,13 @@ def run(
     elif outcome is not None:
         _deliver(screen, job, outcome)
         _write_files(outcome, report, trace)
+
+
+def _dashboard(port: int) -> Callable[[RunFolder | None], AbstractContextManager[None]]:
+    """Returns what serves the run's page. Raises BadOption."""
+    from outsize.cli.processes import dashboard
+
+    return dashboard.dashboard(port, os.environ.get(dashboard.TOKEN), dashboard.say)
 
 
 def _check_checkpoint(folder: Path | None, every: str | None, keep: int | None) -> None:

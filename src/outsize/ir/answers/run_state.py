@@ -14,7 +14,7 @@ from outsize.files.strict_json import BadJson
 from outsize.ir.base import Bytes, Finite, Record, Seconds, Whole
 from outsize.ir.cluster import Cluster
 
-CAUSES: Final = ("weights", "gradients", "optimizer", "activations", "messages")
+CAUSES: Final = ("weights", "gradients", "optimizer", "activations", "boundary")
 """The causes of planned memory, in the order of `RunDevice.planned_by_cause`."""
 
 
@@ -133,7 +133,7 @@ def runs_on_machine() -> list[RunOnMachine]:
             numbers="runs are published in a folder of mode 0700",
             next_step=f"remove {error.filename}, or set TMPDIR to a folder of your own for runs and for this",
         ) from None
-    read = map(_read, folders)
+    read = map(read_run, folders)
     return [run for run in read if run is not None]
 
 
@@ -190,7 +190,7 @@ def room_beside(cluster: Cluster, run: RunOnMachine) -> Cluster:
     )
 
 
-def _read(folder: RunFolder) -> RunOnMachine | None:
+def read_run(folder: RunFolder) -> RunOnMachine | None:
     """Returns what a folder tells; None where its run has just begun or ended, or is another version's."""
     with suppress(OSError, BadJson):
         launch, state = RunLaunch.read(folder.path / LAUNCH), folder.path / STATE

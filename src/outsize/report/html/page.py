@@ -88,7 +88,7 @@ def write(path: str | Path, facts: PageFacts) -> None:
 
 def render(facts: PageFacts) -> str:
     """Returns the page as text."""
-    return _environment().get_template("report.html.jinja").render(_shown(facts))
+    return environment().get_template("report.html.jinja").render(_shown(facts))
 
 
 def _shown(facts: PageFacts) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def _shown_of_plan(plan: Plan, expected: Expected | None) -> dict[str, Any]:
     }
 
 
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Returns the templates of pages; texts are escaped."""
     return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,

@@ -95,6 +95,7 @@ def launch(spec: LaunchSpec) -> int:
         private_folder("outsize-") as folder,
         published(spec) as run,
         size_wanted(run) as wanted,
+        spec.beside(run),
         _quiet_elastic(),
     ):
         return _run(spec, folder, run, wanted)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import errno
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -43,7 +43,8 @@ class LaunchSpec:
     `on_oom` is passed to `parallelize`. `peer_copies` is how often the run copies itself into memory, as
     checkpoint/interval.py reads it. `secret_file` has the secret of the machines (run_secret.py), else the
     environment has it. `publishes` makes it seen by `outsize top`. `memory_share` is how much of
-    each device's memory the run may have; None: all. Raises BadOption (E106).
+    each device's memory the run may have; None: all. `beside` is what goes on in the launcher as long as the
+    run does, given the folder in which it is published. Raises BadOption (E106).
     """
 
     argv: tuple[str, ...]
@@ -59,6 +60,7 @@ class LaunchSpec:
     secret_file: Path | None = None
     publishes: bool = False
     memory_share: float | None = None
+    beside: Callable[[RunFolder | None], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def __post_init__(self) -> None:
         """Raises BadOption for what cannot start."""

@@ -12,16 +12,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, final
 
-from outsize.files.run_folders import LAUNCH, STATE, RunFolder, make_run_folder, remove_run_folder
+from outsize.files.run_folders import (
+    LAUNCH,
+    STATE,
+    TIMELINE,
+    WATCHED,
+    RunFolder,
+    make_run_folder,
+    remove_run_folder,
+)
 from outsize.files.strict_json import BadJson
 from outsize.ir.answers.run_state import RunDevice, RunLaunch, RunState, SavedStep, SlowRank
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.formatting import axes_text
 from outsize.ir.hardware.memory_share import split_share
 from outsize.ir.plan import Plan, StageFigures
+from outsize.ir.timeline import Timeline
 from outsize.train.engine.callbacks import Callback, CheckpointFacts, EvaluationFacts, ReplanFacts, StepFacts
 
 PUBLISH_S: Final = 1.0
+_MOST_SPANS: Final = 20_000  # A page with more is no picture.
 
 
 @final
@@ -46,6 +56,13 @@ class Publisher(Callback):
         if self._folder is not None:
             with suppress(OSError):  # The folder is gone, or its disk is full: the run does not need it.
                 self._folder.put(STATE, self._state(facts).model_dump_json())
+                if facts.timeline is not None and len(facts.timeline.spans) <= _MOST_SPANS:
+                    self._put_timeline(self._folder, facts.timeline)
+
+    def _put_timeline(self, folder: RunFolder, timeline: Timeline) -> None:
+        """Writes the timeline of the step where a dashboard shows it."""
+        if (folder.path / WATCHED).exists():
+            folder.put(TIMELINE, timeline.model_dump_json())
 
     def on_evaluate(self, facts: EvaluationFacts) -> None:
         """Remembers the loss of an evaluation."""
