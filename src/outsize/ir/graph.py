@@ -77,7 +77,9 @@ class ShardedFraction(Record):
     weights.
 
     Sums (all-reduces) and gathers (and reduce-scatters) of its passes are in bytes of whole tensors.
-    `again_bytes` are those that its backward gathers again, which no forward has kept whole.
+    `again_bytes` are those that its backward gathers again, which no forward has kept whole. Of the
+    backward's, `begun_sum` and `begun_gather` have only begun when the gradients of the parameters `beside`
+    are computed.
     """
 
     work: float = 0.0
@@ -88,6 +90,9 @@ class ShardedFraction(Record):
     backward_sum: int = 0
     backward_gather: int = 0
     again_bytes: int = 0
+    begun_sum: int = 0
+    begun_gather: int = 0
+    beside: tuple[str, ...] = ()
 
 
 @final

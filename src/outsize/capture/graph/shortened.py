@@ -33,7 +33,7 @@ _ALONE: Final = 2  # The first layers, which are like no others.
 _UNIT_FIGURES: Final = tuple(
     sorted({*Unit.model_fields} - {"index", "name", "kind", "parameters", "divided", "in_sequence"})
 )
-_SHARE_FIGURES: Final = tuple(sorted({*ShardedFraction.model_fields} - {"parameters"}))
+_SHARE_FIGURES: Final = tuple(sorted({*ShardedFraction.model_fields} - {"parameters", "beside"}))
 _VALUE_FIGURES: Final = ("shape", "size_bytes", "storage_bytes", "divided", "in_sequence")
 _GRAPH_FIGURES: Final = ("batch_size", "input_bytes", "output_bytes")
 
@@ -182,9 +182,14 @@ def _is_like(short: Unit, unit: Unit, stacks: Stacks) -> bool:
     same = figures and short.kind == unit.kind and short.parameters == names(unit.parameters)
     shares = ((short.divided, unit.divided), (short.in_sequence, unit.in_sequence))
     return same and all(
-        a.parameters == names(b.parameters) and _figures(a, _SHARE_FIGURES) == _figures(b, _SHARE_FIGURES)
+        (a.parameters, a.beside) == (names(b.parameters), names(b.beside))
+        and _figures(a, _SHARE_FIGURES) == _figures(b, _SHARE_FIGURES)
         for a, b in shares
     )
+
+
+def _names(share: ShardedFraction) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return share.parameters, share.beside
 
 
 def _by_producer(graph: ModelGraph) -> dict[int, list[Value]]:
@@ -224,7 +229,12 @@ def _structure(graph: ModelGraph) -> Any:
         for value in graph.values
     ]
     units = [
-        (unit.name, unit.kind, unit.parameters, unit.divided.parameters, unit.in_sequence.parameters)
+        (
+            unit.name,
+            unit.kind,
+            unit.parameters,
+            *(_names(share) for share in (unit.divided, unit.in_sequence)),
+        )
         for unit in graph.units
     ]
     return graph.form, graph.fingerprint, units, values, graph.parameters, graph.notes, graph.tensor

@@ -14,7 +14,7 @@ from torch import nn
 from outsize.capture.graph.build import Captured
 from outsize.ir.graph import ModelGraph, ShardedFraction
 from outsize.program.tape import Instruction, Ref, Tape
-from outsize.program.tensor_parallel.bytes_sent import Sent, sent_bytes
+from outsize.program.tensor_parallel.bytes_sent import Sent, Traffic, sent_bytes
 from outsize.program.tensor_parallel.explain_styles import explain
 from outsize.program.tensor_parallel.sequence import in_sequence
 from outsize.program.tensor_parallel.styles import Derived, derive
@@ -58,12 +58,12 @@ def _kept(tape: Tape) -> dict[int, tuple[int, frozenset[int]]]:
 def _unit(
     instructions: Iterable[Instruction],
     derived: Derived,
-    sent: Mapping[int, Counter[Sent]],
+    sent: Mapping[int, Traffic],
     storages: Mapping[int, tuple[int, frozenset[int]]],
 ) -> ShardedFraction:
     work = all_work = saved = 0.0
     total = Counter[Sent]()
-    roles: dict[str, None] = {}
+    roles, beside = dict[str, None](), dict[str, None]()
     for instruction in instructions:
         cost, local = instruction.cost, derived.rank_instructions.get(instruction.index)
         split = local is not None and (local.parts or local.kind in ("row", "loss"))
@@ -81,12 +81,15 @@ def _unit(
             saved += max(0, cost.saved_bytes - sum(size for size, _ in kept))
         else:
             saved += cost.saved_bytes * _share_of(kept, derived, gathered, split)
-        total.update(sent.get(instruction.index, {}))
+        traffic = sent.get(instruction.index, Traffic())
+        total.update(traffic.sizes)
+        beside |= dict.fromkeys(traffic.beside)
         roles |= dict.fromkeys(name for name in instruction.parameters() if name in derived.roles)
     return ShardedFraction(
         work=work / all_work if all_work else 0.0,
         saved_bytes=int(saved),
         parameters=tuple(roles),
+        beside=tuple(beside),
         **total,
     )
 

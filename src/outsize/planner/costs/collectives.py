@@ -8,16 +8,17 @@ On equal links of latency a and bandwidth B, n ranks, S bytes (Thakur, Rabenseif
     all_gather, reduce_scatter, all_to_all    ring  (n-1) a + (n-1)/n S/B
 
 S is the whole tensor: what all_reduce takes, all_gather returns, reduce_scatter takes, what each rank holds
-for all_to_all. Between m nodes with k ranks each the faster of two algorithms is taken: flat, where one ring
-(or tree) runs over both kinds of link and its bytes move at the slower of them; and hierarchical, where nodes
-scatter inside, communicate outside with S/k per rank, and gather inside. A rank has its share of its node's
-NICs, q B / d for q NICs and d devices: in training all ranks of a node communicate in their own groups at
-once.
+for all_to_all. Between m nodes with k ranks each one ring (or tree) runs over both kinds of link and its
+bytes move at the slower of them. An all_reduce (and a broadcast) may go by levels instead, where nodes
+scatter inside, communicate outside with S/k per rank, and gather inside; neither NCCL nor gloo gathers or
+scatters so. A rank has its share of its node's NICs, q B / d for q NICs and d devices: in training all ranks
+of a node communicate in their own groups at once. Where NCCL's protocols are known (`Link.medium`), the
+fastest of them is taken: a and B are those of the protocol.
 
 Sources: Thakur et al., IJHPCA 19(1), 2005; Patarasuk, Yuan, JPDC 69(2), 2009 (no all_reduce moves fewer bytes
 than the ring); Sanders, Speck, Traeff, Parallel Computing 35, 2009 (two trees at once: 2 S/B); NCCL's guide
-and tuning.cc (a flat ring enters each node once; hops within a collective are short: Link.hop_s; NVLS has a
-latency of 25 us). Deviations: no protocols, no sums in switches between nodes (SHARP), no contention with
+and tuning.cc (a flat ring enters each node once; protocols; NVLS has a latency of 25 us). Deviations: trees
+are as deep within a node as between nodes; no sums in switches between nodes (SHARP), no contention with
 other traffic; unequal nodes count as the weakest of them. Symbols: S -> size_bytes, a -> step_s, B ->
 bytes_per_s, C -> switch_bytes_per_s. Complexity: O(ranks). Oracle:
 tests/unit/planner/costs/test_costs_collectives.py, sums by hand and a ring simulated step by step.
@@ -29,15 +30,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Literal, final
+from typing import Final, Literal, final
 
 from outsize.errors import BadOption
 from outsize.ir.cluster import Cluster
-from outsize.ir.hardware.links import Link
+from outsize.ir.hardware.links import Link, Protocol
 
 # The latency of an all_reduce in switches.
 SWITCH_S = 25e-6
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+BY_LEVELS: Final[frozenset[Collective]] = frozenset({"all_reduce", "broadcast"})
 
 
 def collective_s(kind: Collective, size_bytes: int, ranks: Sequence[int], cluster: Cluster) -> float:
@@ -50,10 +52,9 @@ def collective_s(kind: Collective, size_bytes: int, ranks: Sequence[int], cluste
     group = _group(ranks, cluster)
     if kind == "all_to_all":
         return group.all_to_all_s(size_bytes)
-    flat = group.flat.seconds(kind, size_bytes)
-    return (
-        min(flat, _hierarchical(kind, size_bytes, group)) if group.nodes > 1 and group.per_node > 1 else flat
-    )
+    flat_s = _fastest_s(group.flat, kind, size_bytes)
+    by_levels = kind in BY_LEVELS and group.nodes > 1 and group.per_node > 1
+    return min(flat_s, _hierarchical_s(kind, size_bytes, group)) if by_levels else flat_s
 
 
 def collective_bytes(kind: Collective, size_bytes: int, n: int) -> int:
@@ -81,11 +82,11 @@ class _Wire:
     switch_bytes_per_s: float | None = None
 
     @classmethod
-    def of(cls, link: Link, n: int, bytes_per_s: float) -> _Wire:
-        """Builds a group whose hops all use the same link."""
-        start_s = max(0.0, link.latency_s - link.step_s)
-        ring_s, tree_s = (n - 1) * link.step_s, _depth(n) * link.step_s
-        return cls(n, start_s, ring_s, tree_s, bytes_per_s, link.switch_bytes_per_s)
+    def of(cls, protocol: Protocol, link: Link, n: int, bytes_per_s: float) -> _Wire:
+        """Builds a group whose hops all use the same link, of which each rank has so many bytes a second."""
+        ring_s, tree_s = (n - 1) * protocol.hop_s, _depth(n) * protocol.hop_s
+        reached = protocol.bytes_per_s(bytes_per_s)
+        return cls(n, protocol.start_s, ring_s, tree_s, reached, link.switch_bytes_per_s)
 
     def seconds(self, kind: Collective, size_bytes: float) -> float:
         """Returns the seconds of the faster algorithm."""
@@ -125,31 +126,36 @@ class _Group:
     nic_bytes_per_s: float
 
     @property
-    def within(self) -> _Wire:
-        """Returns the ranks of one node."""
-        return _Wire.of(self.inner, self.per_node, self.inner.bytes_per_s)
+    def within(self) -> list[_Wire]:
+        """Returns the ranks of one node, by each protocol."""
+        speed = self.inner.bytes_per_s
+        return [_Wire.of(p, self.inner, self.per_node, speed) for p in _protocols(self.inner)]
 
     @property
-    def between(self) -> _Wire:
-        """Returns one rank of each node."""
-        return _Wire.of(self.outer, self.nodes, self.nic_bytes_per_s)
+    def between(self) -> list[_Wire]:
+        """Returns one rank of each node, by each protocol."""
+        return [_Wire.of(p, self.outer, self.nodes, self.nic_bytes_per_s) for p in _protocols(self.outer)]
 
     @property
-    def flat(self) -> _Wire:
+    def flat(self) -> list[_Wire]:
         """Returns all ranks in one ring, which enters and leaves each node once, over all NICs of
-        the ranks.
+        the ranks, by each protocol that both kinds of link have.
         """
         if self.nodes == 1:
             return self.within
         if self.per_node == 1:
             return self.between
-        inside, across = self.inner.step_s, self.outer.step_s
+        inside, across = _protocols(self.inner, self.outer), _protocols(self.outer, self.inner)
+        return [self._ring(*both) for both in zip(inside, across, strict=True)]
+
+    def _ring(self, inside: Protocol, across: Protocol) -> _Wire:
+        nics_bytes_per_s = self.nic_bytes_per_s * self.per_node
         return _Wire(
             n=self.size,
-            start_s=max(0.0, self.outer.latency_s - across),
-            ring_s=(self.nodes - 1) * across + (self.size - self.nodes) * inside,
-            tree_s=_depth(self.nodes) * across + (self.per_node - 1) * inside,
-            bytes_per_s=min(self.inner.bytes_per_s, self.nic_bytes_per_s * self.per_node),
+            start_s=across.start_s,
+            ring_s=(self.nodes - 1) * across.hop_s + (self.size - self.nodes) * inside.hop_s,
+            tree_s=_depth(self.nodes) * across.hop_s + (self.per_node - 1) * inside.hop_s,
+            bytes_per_s=min(inside.bytes_per_s(self.inner.bytes_per_s), across.bytes_per_s(nics_bytes_per_s)),
         )
 
     def all_to_all_s(self, size_bytes: int) -> float:
@@ -170,16 +176,27 @@ def _exchange_s(link: Link, peers: int, each_s: float) -> float:
     return start_s + peers * (link.step_s + each_s) if peers else 0.0
 
 
-def _hierarchical(kind: Collective, size_bytes: int, group: _Group) -> float:
+def _hierarchical_s(kind: Collective, size_bytes: int, group: _Group) -> float:
     """Returns the seconds of the steps inside the nodes and between them, one after the other."""
-    part = size_bytes / group.per_node
     if kind == "all_reduce":
-        inside = group.within.seconds("reduce_scatter", size_bytes) + group.within.seconds(
-            "all_gather", size_bytes
-        )
-        return inside + group.between.seconds(kind, part)
-    shared = size_bytes if kind == "broadcast" else part
-    return group.within.seconds(kind, size_bytes) + group.between.seconds(kind, shared)
+        inside: tuple[Collective, ...] = ("reduce_scatter", "all_gather")
+        inside_s = sum(_fastest_s(group.within, step, size_bytes) for step in inside)
+        return inside_s + _fastest_s(group.between, kind, size_bytes / group.per_node)
+    return sum(_fastest_s(wires, kind, size_bytes) for wires in (group.within, group.between))
+
+
+def _fastest_s(wires: Sequence[_Wire], kind: Collective, size_bytes: float) -> float:
+    return min(wire.seconds(kind, size_bytes) for wire in wires)
+
+
+def _protocols(link: Link, other: Link | None = None) -> list[Protocol]:
+    """Returns the protocols of a link that the other one has, too, in one order for both; a link of which
+    none is known has the other's number of its plain one.
+    """
+    own, others = link.protocols, (other or link).protocols
+    if not own:
+        return [link.plain] * max(1, len(others))
+    return [protocol for name, protocol in own.items() if not others or name in others]
 
 
 def _group(ranks: Sequence[int], cluster: Cluster) -> _Group:

@@ -29,9 +29,11 @@ Statistics, 2003). The optimizer's step streams its bytes at the rate of additio
 CPU: measured, one core, one thread, float32, torch 2.13, 2026-11. Shares of 240 GFLOP/s and of 60 GB/s: MKL's
 matmuls (no AVX-512 here) 0.21 to 0.40, oneDNN's convolutions 0.45 to 0.94, attention 0.2 to 0.38; additions
 0.5 to 1, GELU 0.3 to 0.6, LayerNorm 0.24, BatchNorm 0.05 to 0.1, softmax 0.3; a small op costs 1 to 2 us
-without autograd. The curves lie in the middle; against units measured on the same, busy machine they give
-0.96 of the seconds for a GPT-2 of 4 layers and 0.69 for ResNet-18,
-whose max-pooling takes twenty times what they say.
+without autograd. Collectives move and add bytes on the core of their rank: an all-reduce of 25.6 MB over two
+processes and loopback has it for 0.66 of its 17 ms. gloo's reduce-scatter adds up a copy of the whole tensor
+and takes its part (torch's ProcessGroupGloo): 24 ms, of which 17 on the core. The curves lie in the middle;
+against units measured on the same, busy machine they give 0.96 of the seconds for a GPT-2 of 4 layers and
+0.69 for ResNet-18, whose max-pooling takes twenty times what they say.
 Oracle: tests/unit/planner/costs/test_roofline.py.
 """
 
@@ -68,7 +70,8 @@ class Efficiency(Record):
     """Holds curves by family for FLOPs and for bytes; `launch_s` is added per op, `host_s` is its launch on
     the host. `late` is the share of the shorter of a host's and its device's seconds that is lost where both
     need equally long. `update` is the share of bandwidth that an optimizer's step reaches; None leaves its
-    seconds out. `crowded` is by how much longer an op takes while a collective runs.
+    seconds out. `crowded` is by how much longer an op takes while a collective runs. With `sums_whole` a
+    reduce-scatter is an all-reduce, from which each rank copies its part.
 
     A device that runs ahead of its host waits for it: a pass takes the longer of both. On a CPU the host is
     the device, so `host_s` is 0 and `launch_s` is all.
@@ -80,6 +83,7 @@ class Efficiency(Record):
     host_s: float = Field(default=0.0, ge=0)
     late: float = Field(default=0.0, ge=0)
     crowded: float = Field(default=0.0, ge=0)
+    sums_whole: bool = False
     update: float | None = Field(default=None, gt=0)
 
     def lateness(self, ranks: int) -> float:
@@ -92,6 +96,12 @@ class Efficiency(Record):
     def beside_s(self, compute_s: float, links_s: float) -> float:
         """Returns the seconds of computing beside collectives, which slow it down while they run."""
         return compute_s + self.crowded * min(compute_s, links_s)
+
+    def seen_s(self, links_s: float, compute_s: float) -> float:
+        """Returns by how much collectives of `links_s` make computing longer that begins with them and has to
+        wait for them in its end.
+        """
+        return max(links_s, self.beside_s(compute_s, links_s)) - compute_s
 
     def copied_s(self, size_bytes: float, device: Device) -> float:
         """Returns the seconds in which the device reads so many bytes and writes them elsewhere."""
@@ -156,6 +166,8 @@ CPU: Final = Efficiency(
         "other": EfficiencyCurve(peak=0.5),
     },
     launch_s=4e-6,
+    crowded=0.66,
+    sums_whole=True,
 )
 
 

@@ -6,21 +6,24 @@
                 these are and what is sent (`Unit.divided`); where it is not known, all units are split.
                 The host launches as many kernels for a share as for the whole, and the collectives: small
                 shares wait for it. A collective waits for the last of its ranks, so that what host and
-                device do not hide of each other grows with the group (`Efficiency.lateness`)
+                device do not hide of each other grows with the group (`Efficiency.lateness`). The
+                collective behind products by columns has only begun when their weights' gradients are
+                computed (`ShardedFraction.beside`), unless the schedule splits the backward: of C seconds
+                beside W, max(C, W + crowded min(C, W)) - W are seen
     cp          the same shares of work, by tokens; attention is computed in a ring (context_parallel.py)
     replicas    a unit takes as long as on one device. Collectives of weights and gradients
                 (`WeightCollectives`) are actions of their own: UNSHARD gathers weights over dp_shard,
                 REDUCE_GRAD scatters gradients there and sums them among all that have the same part, cp
                 too (schedules/sharded.py, evaluate/played_step.py)
 
-Deviations: the collectives of tp are not overlapped with compute; weights that cp reads whole count with a
-share of their bytes. Complexity: O(units + users of all values). Oracle:
+Deviations: a cut between products that share a collective leaves them as they are; weights that cp reads
+whole count with a share of their bytes. Complexity: O(units + users of all values). Oracle:
 tests/unit/planner/costs/test_parallel_times.py, figures by hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Self, final
@@ -37,6 +40,8 @@ from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds
 from outsize.planner.costs.unit_times import UnitSeconds
 from outsize.planner.layout.layout import Layout
 
+_Ranks = Callable[[Layout], Sequence[int]]
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +50,9 @@ class Sharing:
 
     `passes` are the distinct passes; unit u has `passes[pass_of[u]]`. `divided` is the share of each unit's
     work that tp splits. `units` say what tp ranks reduce and gather. `rings` maps attention units to their
-    key and value bytes. `blocks` are the first units of the blocks in which a host catches up.
-    `parameter_bytes`: of all weights, and of those that tp leaves whole.
+    key and value bytes. `blocks` are the first units of the blocks in which a host catches up. `hiding` maps
+    units to those whose weights' gradients are computed while their collective runs. `parameter_bytes`: of
+    all weights, and of those that tp leaves whole.
     """
 
     parameter_bytes: tuple[int, int]
@@ -56,6 +62,7 @@ class Sharing:
     passes: tuple[WorkPasses, ...]
     pass_of: NDArray[np.int64]
     blocks: tuple[int, ...]
+    hiding: Mapping[int, tuple[int, ...]]
 
     @classmethod
     def of(cls, graph: ModelGraph) -> Self:
@@ -67,8 +74,9 @@ class Sharing:
         divided = np.array([unit.work if known else 1.0 for unit in units])
         names = {name for unit in units for name in unit.parameters}
         whole = sum(p.size_bytes for p in graph.parameters if known and p.name not in names)
-        sizes = graph.parameter_bytes, whole
-        return cls(sizes, units, divided, ring_bytes(graph), tuple(place), pass_of, host_blocks(graph))
+        sizes, blocks = (graph.parameter_bytes, whole), host_blocks(graph)
+        hiding = dict(_hiding(graph))
+        return cls(sizes, units, divided, ring_bytes(graph), tuple(place), pass_of, blocks, hiding)
 
     def weights_bytes(self, tp: int) -> int:
         """Returns the weight bytes of one of `tp` tensor-parallel ranks."""
@@ -97,7 +105,7 @@ class WeightCollectives:
 
     layout: Layout
     cluster: Cluster
-    _known: dict[tuple[Collective, int], float] = field(default_factory=dict)
+    _known: dict[tuple[Collective, int, _Ranks | None], float] = field(default_factory=dict)
 
     def gather_s(self, weights_bytes: int) -> float:
         """Returns the seconds in which the weights of some units become whole (UNSHARD)."""
@@ -107,16 +115,37 @@ class WeightCollectives:
         """Returns the seconds of one REDUCE_GRAD: the gradients are scattered over dp_shard, and with the
         last one of a step summed over all that have the same part.
         """
-        scatter_s = self._seconds("reduce_scatter", gradients_bytes)
+        scatter_s = self._scatter_s(gradients_bytes)
         part_bytes = -(-gradients_bytes // self.layout.axes.dp_shard)
-        return scatter_s + (self._seconds("all_reduce", part_bytes) if last else 0.0)
+        return scatter_s + (self._seconds("all_reduce", part_bytes, _same_weights) if last else 0.0)
 
-    def _seconds(self, kind: Collective, size_bytes: int) -> float:
-        key = kind, size_bytes
+    def _scatter_s(self, gradients_bytes: int) -> float:
+        """Returns the seconds in which each shard of the gradients is summed on its rank."""
+        device, shards = self.cluster.devices[0], self.layout.axes.dp_shard
+        if shards == 1 or not default_of(device).sums_whole:
+            return self._seconds("reduce_scatter", gradients_bytes)
+        copied_bytes = gradients_bytes + gradients_bytes / shards
+        return self._seconds("all_reduce", gradients_bytes) + default_of(device).copied_s(
+            copied_bytes, device
+        )
+
+    def _seconds(self, kind: Collective, size_bytes: int, among: _Ranks | None = None) -> float:
+        """Returns the seconds of a collective among the shards, or among other ranks of a layout."""
+        key = kind, size_bytes, among
         if key not in self._known:
-            ranks = _same_weights(self.layout) if kind == "all_reduce" else _shards(self.layout)
+            ranks = (among or _shards)(self.layout)
             self._known[key] = collective_s(kind, size_bytes, ranks, self.cluster)
         return self._known[key]
+
+
+def _hiding(graph: ModelGraph) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yields each unit that begins a collective in its backward, with the units whose weights' gradients are
+    computed meanwhile: none of them comes before it.
+    """
+    for unit in graph.units:
+        if names := set(unit.divided.beside):
+            users = (u.index for u in graph.units[unit.index :] if not names.isdisjoint(u.parameters))
+            yield unit.index, tuple(users)
 
 
 def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
@@ -128,7 +157,6 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
         return adding + collective_s("all_gather", gathered // cp, group, cluster)
 
     forward = np.array([waits_s(unit.forward_sum, unit.forward_gather) for unit in sharing.units])
-    backward = np.array([waits_s(unit.backward_sum, unit.backward_gather) for unit in sharing.units])
     split, whole = (
         np.array([[_slower(works, ranks, device) for works in passes] for passes in sharing.passes])
         for ranks in (layout.microbatch_ranks, cp)
@@ -137,10 +165,15 @@ def _split(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: Cluste
     slower = divided * split[sharing.pass_of] + (1 - divided) * whole[sharing.pass_of]
     curves, (starts, backward_starts) = default_of(device), _collectives(sharing.units, len(group))
     launching = host_seconds((sharing.passes[at] for at in sharing.pass_of), device)
-    working = _without_waits(sharing, times, launching, device)
-    busy = working.times(*slower.T).plus(
-        forward + curves.launch_s * starts, backward + curves.launch_s * backward_starts
-    )
+    own = _without_waits(sharing, times, launching, device).times(*slower.T)
+    hiding = {} if layout.splits_backward else sharing.hiding
+    backward = np.zeros(len(sharing.units))
+    for index, unit in enumerate(sharing.units):
+        hidden_by_s = float(own.backward_weight[[*hiding.get(index, ())]].sum())
+        begun_s = waits_s(unit.begun_sum, unit.begun_gather)
+        waited_s = waits_s(unit.backward_sum - unit.begun_sum, unit.backward_gather - unit.begun_gather)
+        backward[index] = waited_s + curves.seen_s(begun_s, hidden_by_s)
+    busy = own.plus(forward + curves.launch_s * starts, backward + curves.launch_s * backward_starts)
     launching = launching.plus(curves.host_s * starts, curves.host_s * backward_starts)
     return busy.behind_host(launching, sharing.blocks, curves.lateness(layout.microbatch_ranks))
 

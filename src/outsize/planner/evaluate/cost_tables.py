@@ -486,7 +486,8 @@ class CostTables:
         if layout.microbatch_ranks == 1:
             return alone
         axes, alike = layout.axes, self._like(device)
-        key = "split", layout.captured, axes.tp, axes.cp, layout.sequence, device.kind
+        splits = layout.splits_backward
+        key = "split", layout.captured, axes.tp, axes.cp, layout.sequence, splits, device.kind
         if key not in self._costs:
             self._costs[key] = split_times(self._sharing(layout), alone, layout, alike)
         return self._costs[key]
@@ -520,4 +521,5 @@ class CostTables:
 def _spread_key(layout: Layout) -> Key:
     """Returns what changes the seconds of a unit."""
     where = (layout.schedule, layout.axes.pp, layout.microbatches) if layout.hosted else ()
-    return layout.captured, layout.axes.tp, layout.axes.cp, layout.sequence, layout.weights, *where
+    splits = layout.axes.tp > 1 and layout.splits_backward
+    return layout.captured, layout.axes.tp, layout.axes.cp, layout.sequence, splits, layout.weights, *where

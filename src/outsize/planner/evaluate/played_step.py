@@ -9,12 +9,14 @@ write into it:
                        beside the next block, and on a CPU the rank waits for each
     offload            activations of a microbatch leave and come back with OFFLOAD_F and FETCH_B
                        (schedules/offload.py), beside compute on an accelerator and between it on a CPU
+    messages           the core of a CPU copies what it sends, as a part of the action that made it
     dp_replicate, cp   a stage's gradients leave in buckets within its last backward, the last units' first
                        (train/ranks/gradient_allreduce.py); nothing but the step's end waits for them
     beside them        compute is slower while a collective runs (`Efficiency.crowded`): by those of one block
                        in a pass of a block, by a share of those that run once a step in each microbatch
     copies             FSDP2 copies gathered weights out of its buffer and gradients into it, on the stream of
-                       compute (split_with_sizes_copy, chunk_cat)
+                       compute (split_with_sizes_copy, chunk_cat), for each use or once a step; gradients of
+                       replicas are copied into buckets and out of them
 
 Of a step of very many microbatches only a part is played: once the pipeline is full it repeats itself (a
 max-plus system is periodic), so the remaining time follows from the rate of the played part. Where links set
@@ -23,7 +25,7 @@ of up to ten forwards that is within 0.2 % of a full simulation for up to 16 sta
 rate of the last p microbatches is up to 6 % off).
 
 Deviations: buckets end with a unit, not with a parameter; parameters of one dtype; pieces of models of very
-many units count with the block in which they begin; weights that are whole during a step are copied for free.
+many units count with the block in which they begin; what happens once a step is spread over its microbatches.
 Complexity: O(actions that are played). Oracles: tests/unit/planner/evaluate/test_estimate.py plays all
 microbatches, test_played_step.py has closed forms, tests/dist/test_played_actions.py the actions of real
 steps.
@@ -31,7 +33,7 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -39,12 +41,12 @@ from typing import Final, final
 
 import numpy as np
 
-from outsize.ir.hardware.devices import host_link
+from outsize.ir.hardware.devices import Device, host_link
 from outsize.ir.schedule import COMPUTE, Action, Kind, Schedule
 from outsize.ir.timeline import Span, Timeline
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.parallel_times import WeightCollectives
-from outsize.planner.costs.stage_edges import Edge, Edges, edges_of
+from outsize.planner.costs.stage_edges import Edge, Edges, Flow, edges_of
 from outsize.planner.layout.layout import Layout, ScheduleKey
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.simulation.critical_path import COLLECTIVES, LAST, Cost, MoveWaits, Network
@@ -164,9 +166,8 @@ class PlayedStep:
         network, seconds = self._network(self.simulated), self._seconds(self.simulated, _nothing)
         ends = network.ends_s(seconds)
         reduced = self._reductions(self.simulated, network, ends, _nothing)
-        spans = sorted(
-            chain(network.spans(seconds), reduced), key=lambda span: (span.start_s, span.end_s, span.rank)
-        )
+        computed = network.spans(seconds) if self.moves.overlaps else self._apart(network.spans(seconds))
+        spans = sorted(chain(computed, reduced), key=lambda span: (span.start_s, span.end_s, span.rank))
         return Timeline(source="predicted", ranks=self.layout.axes.pp, spans=tuple(spans))
 
     def schedule(self, microbatches: int) -> Schedule:
@@ -184,8 +185,13 @@ class PlayedStep:
         along = frozenset(edges.forward), frozenset(edges.backward), frozenset(edges.step)
         return _network(key, along, self.counts, self.moves)
 
-    def _seconds(self, microbatches: int, free: Callable[[Cost], bool]) -> dict[Cost, float]:
-        """Returns the seconds of every kind of node."""
+    def _seconds(self, microbatches: int, free: Callable[[Cost], bool]) -> Mapping[Cost, float]:
+        """Returns the seconds of every kind of node, as it is played."""
+        seconds = {c: 0.0 if free(c) else cost_s for c, cost_s in self._own_seconds(microbatches).items()}
+        return seconds if self.moves.overlaps else self._with_copies(seconds)
+
+    def _own_seconds(self, microbatches: int) -> dict[Cost, float]:
+        """Returns the seconds of every kind of node by itself."""
         cp, seconds = self.layout.axes.cp, dict(self.move_s)
         for part, cost in enumerate(self.costs):
             seconds |= {(kind, part, -1): cost.seconds(kind) for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
@@ -196,7 +202,34 @@ class PlayedStep:
             for (source, destination), size in _shares(sizes, cp).items():
                 link = self.pipeline.link(self.stage_of[source], self.stage_of[destination])
                 seconds[kind, source, destination] = link.seconds(size)
-        return {cost: 0.0 if free(cost) else cost_s for cost, cost_s in seconds.items()}
+        return seconds
+
+    def _apart(self, spans: Iterable[Span]) -> Iterator[Span]:
+        """Yields the spans of compute without the copies of messages, and those of the messages with them."""
+        seconds = self._own_seconds(self.simulated)
+        for span in spans:
+            action = Action.parse(span.action)
+            if span.lane == "compute":
+                own_s = seconds[action.kind, action.stage, -1]
+                yield span.model_copy(update={"end_s": span.start_s + own_s})
+            elif span.lane == "send":
+                kind = Kind.F if action.kind is Kind.SEND_F else Kind.B
+                copy_s = seconds[kind, action.stage, action.peer]
+                yield span.model_copy(update={"start_s": span.end_s - copy_s})
+            else:
+                yield span
+
+    def _with_copies(self, seconds: Mapping[Cost, float]) -> dict[Cost, float]:
+        """Returns the seconds where messages to other ranks are copied by the core that has made them."""
+        ranks, copied = self.layout.ranks, dict(seconds)
+        for cost in filter(is_message, seconds):
+            kind, source, destination = cost
+            if ranks[self.stage_of[source]] != ranks[self.stage_of[destination]]:
+                makers = (Kind.F,) if kind is Kind.F else (Kind.B, Kind.I)
+                for maker in makers:
+                    copied[maker, source, -1] += seconds[cost]
+                copied[cost] = 0.0
+        return copied
 
     def _reductions(
         self, microbatches: int, network: Network, ends: Sequence[float], free: Callable[[Cost], bool]
@@ -235,26 +268,40 @@ def played_step(
         costs = tuple(_beside_gathers(pipeline, (s, p), *own, seconds) for p, (s, own) in enumerate(places))
     elif not layout.hosted and layout.replicas * layout.axes.cp > 1:
         buckets = tuple(_buckets(*own, c) for own, c in zip(parts, pipeline.collectives, strict=True))
-        costs = tuple(_beside_buckets(pipeline, *of) for of in zip(stages, costs, buckets, strict=True))
+        held = [_held(*own, layout) for own in parts]
+        costs = tuple(_beside_buckets(pipeline, *of) for of in zip(stages, costs, buckets, held, strict=True))
     for part, (own, run) in enumerate(parts):
         if own.copies is not None:
             copy_s = own.copies.seconds(int(own.ranges.on_host[run]))
             seconds |= {(Kind.OFFLOAD_F, part, -1): copy_s, (Kind.FETCH_B, part, -1): copy_s}
     offloads = frozenset(part for part, (own, _) in enumerate(parts) if own.copies is not None)
-    overlaps = host_link(pipeline.device(0)) is not None
-    moves = _Moves(uses, layout.weights == "resident", offloads, overlaps)
+    moves = _Moves(uses, layout.weights == "resident", offloads, _overlaps(pipeline.device(0)))
     edges = edges_along(case, cut)
     return PlayedStep(pipeline, counts, stage_of, edges, tuple(costs), moves, seconds, buckets)
 
 
+def _overlaps(device: Device) -> bool:
+    """Returns whether copies and sums of gradients run beside what the device computes."""
+    return host_link(device) is not None
+
+
 def stage_cost(case: PricedModel, first: int, end: int) -> StageCost:
-    """Returns the costs of the units first..end-1."""
+    """Returns the costs of the units first..end-1. Gradients of weights that an earlier stage owns are sent
+    to it, so they are computed with those of the inputs.
+    """
     seconds = case.seconds
     passes = seconds.forward, seconds.backward, seconds.backward_weight
     split_units = seconds.backward_weight > 0 if case.split_units is None else case.split_units
     split_s = SPLIT_S * int(np.sum(split_units[first:end])) if case.base.device == "cpu" else 0.0
     forward_s, backward_s, weight_s = (sum(times[first:end].tolist()) for times in passes)
-    return StageCost(forward_s, backward_s, weight_s, split_s)
+    sent_s = sum(seconds.backward_weight[unit] for unit in _sent_gradients(case.flows, first, end))
+    return StageCost(forward_s, backward_s, max(0.0, weight_s - float(sent_s)), split_s)
+
+
+def _sent_gradients(flows: Iterable[Flow], first: int, end: int) -> set[int]:
+    """Returns the units of a stage that use a trained parameter of an earlier one."""
+    tied = (flow.consumers for flow in flows if flow.step and flow.gradient and flow.producer < first)
+    return {unit for consumers in tied for unit in consumers if first <= unit < end}
 
 
 def forward_bytes(edges: Edges, microbatches: int) -> Mapping[Edge, int]:
@@ -344,34 +391,41 @@ def _collective_seconds(part: int, held: Held, collectives: WeightCollectives) -
     }
 
 
-def _beside_buckets(pipeline: Pipeline, stage: int, cost: StageCost, buckets: Sequence[Bucket]) -> StageCost:
-    """Returns the cost of a stage whose last backward runs beside its gradients' collectives, in the mean
-    over microbatches.
+def _beside_buckets(
+    pipeline: Pipeline, stage: int, cost: StageCost, buckets: Sequence[Bucket], held: Held
+) -> StageCost:
+    """Returns the cost of a stage whose last backward runs beside those of its gradients' collectives that
+    begin before it ends, and copies gradients into buckets and out of them, in the mean over microbatches.
     """
-    links_s = sum(seconds for _, seconds in buckets)
-    slower_s = _slower_s(pipeline, stage, cost.backward_s, links_s) / pipeline.layout.microbatches
-    return replace(cost, backward_s=cost.backward_s + slower_s)
+    device, within_s, free_s = pipeline.device(stage), 0.0, 0.0
+    for share, bucket_s in buckets:
+        begin_s = max(free_s, share * cost.backward_s)
+        free_s = begin_s + bucket_s
+        within_s += max(0.0, min(free_s, cost.backward_s) - begin_s)
+    slower_s = _slower_s(pipeline, stage, cost.backward_s, within_s)
+    slower_s += 2 * default_of(device).copied_s(held[1], device)
+    return replace(cost, backward_s=cost.backward_s + slower_s / pipeline.layout.microbatches)
 
 
 def _beside_gathers(
     pipeline: Pipeline, place: tuple[int, int], case: PricedModel, run: Run, seconds: Mapping[Cost, float]
 ) -> StageCost:
     """Returns the cost of a part of a stage, `place`, beside the collectives of its like, with copies of its
-    weights and gradients where each use gathers.
+    weights and gradients, for each use or once a step. What a CPU waits for, its sums, is not beside it.
     """
     (stage, part), cost, once = place, stage_cost(case, *run), pipeline.layout.weights == "resident"
     weights, gradients = _held(case, run, pipeline.layout)
-    gather_s, reduce_s = (seconds[kind, part, -1] for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
-    summing_s = (seconds[Kind.REDUCE_GRAD, part, LAST] - reduce_s) / pipeline.layout.microbatches
-    if once:
-        gather_s, reduce_s = (each / pipeline.layout.microbatches for each in (gather_s, reduce_s))
+    share = 1 / pipeline.layout.microbatches
+    uses, device = share if once else 1.0, pipeline.device(stage)
+    gather_s, reduce_s = (seconds[kind, part, -1] * uses for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
+    summing_s = (seconds[Kind.REDUCE_GRAD, part, LAST] - seconds[Kind.REDUCE_GRAD, part, -1]) * share
+    if not _overlaps(device):
+        reduce_s, summing_s = 0.0, 0.0
+    again_s, again_bytes = (0.0, 0) if once else (gather_s, weights)
     forward_s = _slower_s(pipeline, stage, cost.forward_s, gather_s)
-    again_s = 0.0 if once else gather_s
     backward_s = _slower_s(pipeline, stage, cost.backward_s, again_s + reduce_s + summing_s)
-    if not once:
-        device = pipeline.device(stage)
-        forward_s += default_of(device).copied_s(weights, device)
-        backward_s += default_of(device).copied_s(weights + gradients, device)
+    forward_s += uses * default_of(device).copied_s(weights, device)
+    backward_s += uses * default_of(device).copied_s(again_bytes + gradients, device)
     return replace(cost, forward_s=cost.forward_s + forward_s, backward_s=cost.backward_s + backward_s)
 
 

@@ -36,7 +36,7 @@ from outsize.ir.cluster import Cluster, Part
 from outsize.ir.hardware.devices import Device, host_link
 from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Axes, Plan, ScheduleName, beyond
-from outsize.ir.schedule import placed
+from outsize.ir.schedule import Kind, placed
 from outsize.schedules.families import family_of, preferred
 
 ScheduleKey = tuple[ScheduleName, int, int, int, tuple[str, ...]]
@@ -108,6 +108,11 @@ class Layout:
     def hosted(self) -> bool:
         """Returns whether the host keeps weights, gradients or states that a step needs."""
         return self.weights in HOSTED
+
+    @property
+    def splits_backward(self) -> bool:
+        """Returns whether gradients of weights are computed in actions of their own."""
+        return family_of(self.schedule).splits_backward or any(Kind.I in row for row in self.actions)
 
     @property
     def what_if(self) -> bool:

@@ -2,16 +2,19 @@
 
 Bytes are counted as in planner/costs/collectives.py: the input of an all-reduce, the output of an all-gather,
 and the input of a reduce-scatter, which is a reversed all-gather and counts as one. What products by columns
-have gathered is gathered again in their backward, if that computes gradients of weights. Deviation: a
-backward inside the forward (`torch.autograd.grad`) sends as well, and is not counted. Complexity:
-O(instructions). Oracle: the bytes that were sent, tests/dist/test_tensor_parallel.py.
+have gathered is gathered again in their backward, if that computes gradients of weights. The collective of a
+joined call's backward only begins before those gradients (overlap.py). Deviations: a backward inside the
+forward (`torch.autograd.grad`) sends as well, and is not counted; of an nn.MultiheadAttention the gradient of
+the output's projection counts as computed beside the collective, too. Complexity: O(instructions). Oracles:
+the bytes that were sent, tests/dist/test_tensor_parallel.py, and by hand
+tests/unit/program/tensor_parallel/test_bytes_sent.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, final
 
@@ -25,7 +28,26 @@ from outsize.program.tensor_parallel.overlap import overlapped
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tensor_parallel.styles import Derived
 
-Sent = Literal["forward_sum", "forward_gather", "backward_sum", "backward_gather", "again_bytes"]
+Sent = Literal[
+    "forward_sum",
+    "forward_gather",
+    "backward_sum",
+    "backward_gather",
+    "again_bytes",
+    "begun_sum",
+    "begun_gather",
+]
+
+
+@final
+@dataclass(slots=True)
+class Traffic:
+    """Holds the bytes that an instruction sends, and the names of the parameters whose gradients are computed
+    while what has `begun` is sent.
+    """
+
+    sizes: Counter[Sent] = field(default_factory=Counter[Sent])
+    beside: tuple[str, ...] = ()
 
 
 def _named(name: str) -> Any:
@@ -47,12 +69,12 @@ class _Counted(Collectives):
     cross_entropy, dropout, attention = map(_named, ("cross_entropy", "dropout", "attention"))
 
 
-def sent_bytes(tape: Tape, derived: Derived, model: nn.Module) -> dict[int, Counter[Sent]]:
+def sent_bytes(tape: Tape, derived: Derived, model: nn.Module) -> dict[int, Traffic]:
     """Counts by instruction of `tape`, for one step of its batch; only what the loss needs is counted."""
     local = local_tape(tape, derived, dict(model.named_modules()), _Counted())
     wanted = (tape.loss.slot,) if tape.loss is not None else tape.output_slots()
     alive, weights = live(local, wanted), dict(model.named_parameters(remove_duplicate=False))
-    counts: dict[int, Counter[Sent]] = {}
+    counts: dict[int, Traffic] = {}
     for instruction in overlapped(local.instructions, local.output_slots(), local, model):
         if alive[instruction.index]:
             sent = _of(instruction, local, weights)
@@ -61,8 +83,17 @@ def sent_bytes(tape: Tape, derived: Derived, model: nn.Module) -> dict[int, Coun
                 for name in derived.entered.intersection(instruction.parameters())
                 if weights[name].requires_grad
             )
-            counts.setdefault(instruction.origin, Counter()).update(sent)
+            traffic = counts.setdefault(instruction.origin, Traffic())
+            traffic.sizes.update(sent)
+            if sent["begun_sum"] or sent["begun_gather"]:
+                traffic.beside = _trained(instruction, weights)
     return counts
+
+
+def _trained(instruction: Instruction, weights: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Returns the parameters of an instruction whose gradients its backward computes."""
+    names = dict.fromkeys(instruction.parameters())
+    return tuple(name for name in names if name in weights and weights[name].requires_grad)
 
 
 def _of(instruction: Instruction, tape: Tape, weights: Mapping[str, Tensor]) -> Counter[Sent]:
@@ -108,9 +139,11 @@ def _entering(
     size = _bytes(meta.shape, meta.dtype)
     back = size if meta.requires_grad else 0
     if share is None:
-        return Counter[Sent]({"backward_sum": back})
-    again = size if any(weights[name].requires_grad for name in joined.parameters() if name in weights) else 0
-    return Counter[Sent]({"forward_gather": size, "backward_gather": back + again, "again_bytes": again})
+        return Counter[Sent]({"backward_sum": back, "begun_sum": back})
+    again = size if _trained(joined, weights) else 0
+    gathered: dict[Sent, int] = {"forward_gather": size, "backward_gather": back + again}
+    gathered |= {"again_bytes": again, "begun_gather": back}
+    return Counter(gathered)
 
 
 def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -128,6 +128,7 @@ class Interpreter:
         """Runs all actions, blocking on receives."""
         for op in self._ops:
             self._execute(op)
+        self._handlers.end()
         self._transport.flush()
         return self.outputs
 
@@ -214,6 +215,7 @@ class _Handlers:
         self._gradients: dict[Message, MessageSlot] = {}
         self._tied: dict[tuple[str, int], MessageSlot] = {}
         self._held: dict[tuple[int, int], list[Pending]] = {}
+        self._kept: list[Pending] = []  # The receives of tied weights.
         self._trains = any(a.kind in (Kind.B, Kind.I) for a in schedule.actions[rank])
         self._step = StepInputs((), (), ())
         self.outputs = StepOutputs(Marks(()))
@@ -221,10 +223,17 @@ class _Handlers:
     def begin(self, step: StepInputs, outputs: StepOutputs) -> None:
         """Sets the data of a new step."""
         self._step, self.outputs = step, outputs
-        for slot in self._tied.values():
-            slot.content = MISSING
+        self.end()
         for stage in self._stages.values():
             stage.begin(step.grad_scale)
+
+    def end(self) -> None:
+        """Drops the tied weights of a step; their memory may be received into again."""
+        for slot in self._tied.values():
+            slot.content = MISSING
+        for pending in self._kept:
+            pending.release()
+        self._kept.clear()
 
     def reset(self) -> None:
         """Drops an unfinished step."""
@@ -232,7 +241,7 @@ class _Handlers:
             stage.forget()
         for slot in (*self._values.values(), *self._tied.values(), *self._gradients.values()):
             slot.content = MISSING
-        for held in self._held.values():
+        for held in (*self._held.values(), self._kept):
             held.clear()
 
     def bind(self, at: int) -> _BoundAction:
@@ -311,7 +320,9 @@ class _Handlers:
                 release()
 
         def gather() -> list[Tensor]:
-            return [take(slot, remote, keep, pendings) for slot, remote, keep in wanted]
+            return [
+                take(slot, remote, keep, self._kept if keep else pendings) for slot, remote, keep in wanted
+            ]
 
         op = _BoundAction(str(action), "compute", run)
         return replace(op, gather=gather, ready=ready([w[:2] for w in wanted])) if wanted else op

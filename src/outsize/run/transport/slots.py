@@ -21,15 +21,14 @@ class MessageSlot:
 
 
 def take(slot: MessageSlot, pends: bool, keep: bool, pendings: list[Pending]) -> Any:
-    """Returns the message; `pends` says that it must be waited for.
+    """Returns the message; `pends` says that it must be waited for, and adds the receive to `pendings`.
 
-    Unless the message is to stay (`keep`), the slot is emptied and the receive is added to `pendings`.
+    Unless the message is to stay (`keep`), the slot is emptied.
     """
     message = slot.content
     if pends:
         pending, message = message, message.wait()
-        if not keep:
-            pendings.append(pending)
+        pendings.append(pending)
     slot.content = message if keep else MISSING
     return message
 

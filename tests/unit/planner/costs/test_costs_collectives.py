@@ -94,12 +94,39 @@ def test_hops_within_a_collective_are_shorter_than_a_first_message() -> None:
 
 
 def test_nodes_meet_outside_with_a_part_per_rank() -> None:
-    """Free of latency: 2 nodes of 4, 8 bytes; inside at 4 bytes/s, outside at 1 per rank: levels win."""
+    """Free of latency: 2 nodes of 4, 8 bytes; inside at 4 bytes/s, outside at 1 a rank. Gathers are flat."""
     on = cluster(2, 4, wire(0, 4.0), wire(0, 1.0))
     inside, outside = 3 / 4 * 8 / 4, 2 * 1 / 2 * 2 / 1
     flat = 2 * 7 / 8 * 8 / 4
     assert seconds("all_reduce", 8, on) == pytest.approx(min(2 * inside + outside, flat))
-    assert seconds("all_gather", 8, on) == pytest.approx(min(inside + 1 / 2 * 2 / 1, 7 / 8 * 8 / 4))
+    assert seconds("all_gather", 8, on) == pytest.approx(7 / 8 * 8 / 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected_us"),
+    [
+        (2**12, 6.6 + 7 * 0.6 + 7 / 8 * 2**12 / 87.7e3),
+        (2**22, 14.0 + 7 * 1.9 + 7 / 8 * 2**22 / (0.92 * 240e3)),
+        (2**28, 8.4 + 7 * 3.4 + 7 / 8 * 2**28 / 240e3),
+    ],
+)
+def test_a_collective_has_the_quickest_of_nccls_protocols(size: int, expected_us: float) -> None:
+    """LL, LL128 and Simple on eight A100: seconds to start and of each hop of NCCL's tuning.cc."""
+    eight = make_cluster("x", "a100-80gb", 1, 8)
+    assert seconds("all_gather", size, eight) == pytest.approx(expected_us * 1e-6)
+
+
+def test_nodes_have_the_protocols_of_both_links() -> None:
+    """Simple: 14 hops in nodes and one of 14 us between them; LL128 needs NVLink, so LL is the other one of
+    PCIe.
+    """
+    two, size = make_cluster("x", "a100-80gb", 2, 8), 2**30
+    hops_us, nics = 14 * 3.4 + 14.0, min(240e9, 8 * 23e9)
+    expected = (8.4 + hops_us) * 1e-6 + 15 / 16 * size / nics
+    assert seconds("all_gather", size, two) == pytest.approx(expected)
+    slots = two.model_copy(update={"inner": make_cluster("x", "l4-24gb", 1, 1).inner, "outer": two.outer})
+    expected = (6.6 + 14 * 1.0 + 2.7) * 1e-6 + 15 / 16 * 4096 / (slots.inner.bytes_per_s / 2)
+    assert seconds("all_gather", 4096, slots) == pytest.approx(expected)
 
 
 def test_by_levels_beats_flat_where_nodes_hardly_touch() -> None:

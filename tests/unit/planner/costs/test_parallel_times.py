@@ -12,7 +12,7 @@ from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.graph import ModelGraph, OpFamily, Parameter, ShardedFraction, Unit, Value, Work
-from outsize.ir.plan import Axes
+from outsize.ir.plan import Axes, ScheduleName
 from outsize.ir.profile import Profile
 from outsize.ir.units.tensor_styles import TensorStyles
 from outsize.planner.costs.efficiency import default_of
@@ -240,6 +240,44 @@ def test_the_last_gradients_of_a_step_are_scattered_and_summed(axes: Axes, secon
     scatter_s = {1: 0.0, 2: 5.25, 4: 8.25}[axes.dp_shard]
     assert prices.reduce_s(1000, last=False) == prices.gather_s(1000) == pytest.approx(scatter_s)
     assert prices.reduce_s(0, last=True) == prices.gather_s(0) == 0.0
+
+
+def test_gloo_sums_whole_gradients_to_scatter_them() -> None:
+    """An all-reduce of two in 2 x (0.25 + 5) s, and copies of 1,000 bytes and of the own half."""
+    among = cluster("2xcpu")
+    copied_s = default_of(among.devices[0]).copied_s(1500, among.devices[0])
+    prices = WeightCollectives(Layout(Axes(dp_shard=2), 1, "1f1b", 1, 2), among)
+    assert prices.reduce_s(1000, last=False) == pytest.approx(10.5 + copied_s, rel=1e-12)
+    assert prices.gather_s(1000) == pytest.approx(5.25)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bytes_per_s", "seen_s"),
+    [
+        ("1f1b", 800.0, 0.189 * 1.0),  # 0.75 s in all, of which computing is slower
+        ("1f1b", 100.0, 10.5 - 2.0),
+        ("zero-bubble", 800.0, 0.25 + 0.5 + 0.25),
+    ],
+)
+def test_a_collective_that_only_begins_is_hidden_by_gradients_of_weights(
+    schedule: ScheduleName, bytes_per_s: float, seen_s: float
+) -> None:
+    """Gate and up compute 1 s each of such gradients while the sum of what they read is on its way: 400 bytes
+    in 2 x (0.25 s + half of them), or 1,000. Where the backward is split, they come later.
+    """
+    plain, names = block(), ("gate", "up")
+    gate = next(unit for unit in plain.units if unit.name == "gate")
+    size = 1000 if bytes_per_s == 100.0 else 400
+    begun = ShardedFraction(work=1.0, backward_sum=size, begun_sum=size, beside=names)
+    units = tuple(u.model_copy(update={"divided": begun}) if u is gate else u for u in plain.units)
+    layout, among = Layout(Axes(tp=2), 1, schedule, 1, 1), cluster(bytes_per_s=bytes_per_s)
+    before, after = (
+        split_times(
+            Sharing.of(graph), UnitSeconds.of(profile_of(graph, [2.0] * len(BLOCK))), layout, among
+        ).backward.sum()
+        for graph in (plain, plain.model_copy(update={"units": units}))
+    )
+    assert after - before == pytest.approx(seen_s, rel=1e-2)
 
 
 def test_groups_across_nodes_wait_for_the_network() -> None:

@@ -1,0 +1,16 @@
+"""Two processes map memory for their messages once, and use it again in every step, also a tied weight's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from launches import said_by
+
+pytestmark = pytest.mark.dist
+
+
+def test_no_step_maps_more_memory_than_the_first_ones(tmp_path: Path) -> None:
+    for counts in said_by("message_memory_worker.py", 2, tmp_path, timeout_s=200):
+        assert counts[0] > 0
+        assert len(set(counts[2:])) == 1
