@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outsize.ir.answers.run_state import RunDevice, RunLaunch, RunState, SavedStep, SlowRank
+from outsize.ir.timeline import Span, Timeline
 
 NOW = 1_000_000.0
 LAUNCH = RunLaunch(pid=4711, command="train.py --lr [red]1\x1b[31m", started_unix_s=NOW - 60)
@@ -26,4 +27,12 @@ STATE = RunState(
     slow_ranks=(SlowRank(rank=1, cause="compute", own=2.0, others=1.0, step=30),),
     checkpoint=SavedStep(step=30, folder="run", saved_unix_s=NOW - 300),
     updated_unix_s=NOW - 1,
+)
+TIMELINE = Timeline(
+    source="measured",
+    ranks=2,
+    spans=(
+        Span(rank=0, lane="compute", action="0F0", start_s=0.0, end_s=0.1),
+        Span(rank=1, lane="compute", action="1F0", start_s=0.1, end_s=0.2),
+    ),
 )

@@ -10,8 +10,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from run_states import LAUNCH, STATE
-from test_live_page import TIMELINE
+from run_states import LAUNCH, STATE, TIMELINE
 
 from outsize.cli.processes.dashboard import RunHistory, dashboard
 from outsize.errors import BadOption

@@ -5,22 +5,13 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from run_states import LAUNCH, NOW, STATE
+from run_states import LAUNCH, NOW, STATE, TIMELINE
 
 from outsize.ir.answers.run_state import RunDevice, RunOnMachine
-from outsize.ir.timeline import Span, Timeline
 from outsize.report.html.live import LiveFacts, LossPoint, live_page, live_part, loss_svg, memory_svg
 from outsize.report.prometheus import prometheus_text
 
 HOSTILE = LAUNCH.model_copy(update={"command": "<script>alert(1)</script>"})
-TIMELINE = Timeline(
-    source="measured",
-    ranks=2,
-    spans=(
-        Span(rank=0, lane="compute", action="0F0", start_s=0.0, end_s=0.1),
-        Span(rank=1, lane="compute", action="1F0", start_s=0.1, end_s=0.2),
-    ),
-)
 LOSSES = (LossPoint(1, 4.0), LossPoint(9, 3.0), LossPoint(40, 2.5))
 
 
