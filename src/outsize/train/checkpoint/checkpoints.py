@@ -430,10 +430,11 @@ class Checkpoints:
     def _place_loader(self, number: int) -> None:
         saved, rank = self._resumed, self._held.crew.global_rank
         assert saved is not None
-        by_rank = saved.values["loaders"]
-        positions, loader = by_rank[rank if rank < len(by_rank) else 0], self._attached.loaders[number]
+        by_rank, loader = saved.values["loaders"], self._attached.loaders[number]
+        source = rank if rank < len(by_rank) else 0
+        positions = by_rank[source]
         if number < len(positions):
-            position = read(positions[number], lambda name: saved.read(_stored_name(name, rank)).clone())
+            position = read(positions[number], lambda name: saved.read(_stored_name(name, source)).clone())
             loader.load_state_dict(position, self._random(saved, f"loader{number}/"))
 
 

@@ -364,6 +364,19 @@ def test_loaders_go_on_behind_what_was_used(kind: str, at: int, tmp_path: Path) 
     assert seen_by(second, loader_of(second, kind), 12) == expected[at:]
 
 
+def test_a_stateful_loader_goes_on_on_a_rank_that_has_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has saved; the second of two goes on with the first one's position, tensors and all."""
+    run = engine(1)
+    expected = seen_by(run, loader_of(run, "stateful, own"), 3)
+    run.save(tmp_path)
+    again = engine(1, resume=tmp_path)
+    monkeypatch.setattr(type(again.crew), "global_rank", property(lambda _: 1))
+    rest = [x[:, 0].tolist() for x, _ in again.batches(loader_of(again, "stateful, own"))]
+    assert sorted(value for batch in (*expected, *rest) for value in batch) == list(range(40))
+
+
 def test_a_batch_that_no_step_has_used_comes_again(tmp_path: Path) -> None:
     run = engine(1)
     for number, (x, y) in enumerate(run.batches(loader_of(run, "engine's"))):
