@@ -191,9 +191,9 @@ class Trainer(transformers.Trainer, ABC):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         """Returns loss, outputs and labels of one batch, on every rank."""
-        names = self.label_names
-        has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
-        if not (prediction_loss_only and has_labels):
+        has_labels = bool(self.label_names) and all(inputs.get(n) is not None for n in self.label_names)
+        is_plain = super().prediction_step.__func__ is transformers.Trainer.prediction_step
+        if not (prediction_loss_only and has_labels and is_plain):
             return super().prediction_step(self._wrap_model(model), inputs, prediction_loss_only, ignore_keys)
         items = self._get_num_items_in_batch([inputs], self.args.device)
         with self.accelerator.autocast():

@@ -72,6 +72,7 @@ class ByModules(Executor):
             )
         self._model, self._plan, self._crew, self._ownership = model, plan, crew, ownership
         self._loss_fn, self._seed = options.loss_fn, options.seed
+        self._is_summed = options.counting == "sum"
         self._grad_scale: Tensor | None = None
         self._kept = KeptCasts()
         self._kept.add("model", model.parameters)
@@ -132,7 +133,8 @@ class ByModules(Executor):
         insist_on_values(self._ownership.used(), parts[0])
         self._crew.start_step()
         run, replicas, grad = self._ownership.own_run(), self._crew.replicas, torch.is_grad_enabled()
-        pieces, _ = replicas.pieces([Counted(part.size) for part in parts], frozenset())
+        counted = [Counted(part.size, summed=self._is_summed) for part in parts]
+        pieces, _ = replicas.pieces(counted, frozenset())
         gradient_context = (
             untouched(self._model) if not grad else replicas.summing(self._ownership.trained_by_stage)
         )

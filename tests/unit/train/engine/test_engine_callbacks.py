@@ -92,14 +92,16 @@ def test_a_run_that_goes_on_by_another_plan_says_so(tmp_path: Path) -> None:
     assert same.facts == []
 
 
-def test_losses_that_are_added_as_they_are() -> None:
+@pytest.mark.parametrize("by_modules", [False, True])
+def test_losses_that_are_added_as_they_are(by_modules: bool) -> None:
     """The loss divides by a count of the whole batch, as transformers' `num_items_in_batch` does."""
     weights = torch.tensor([1.0, 3.0, 0.5, 2.0, 1.0, 1.0, 4.0, 1.0])
 
     def loss_fn(output: Any, target: Any, weight: Any, total: Any) -> Any:
         return (F.cross_entropy(output, target, reduction="none") * weight).sum() / total
 
-    model, plain, total = mlp(), mlp(), weights.sum()
+    total = weights.sum()
+    model, plain = (ByModules(), ByModules()) if by_modules else (mlp(), mlp())
     parts = [
         outsize.microbatch(x, target=(y, w, total))
         for x, y, w in zip(X.split(2), Y.split(2), weights.split(2), strict=True)
