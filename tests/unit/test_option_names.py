@@ -44,7 +44,7 @@ def test_an_option_like_no_other_is_named_alone() -> None:
 def test_a_model_that_is_one_module_is_planned() -> None:
     loss: Callable[..., torch.Tensor] = torch.sum
     plan = outsize.plan(nn.Linear(4, 4), (torch.zeros(8, 4),), loss_fn=loss, cluster="4xcpu")
-    assert plan.stages[0].units == ("",)
+    assert plan.stages[0].units[0] == ""
 
 
 def test_signatures_show_every_option() -> None:
