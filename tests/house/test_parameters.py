@@ -15,6 +15,7 @@ VERBS = PACKAGE / "cli" / "verbs"
 AS_IN_TORCH = {
     "ColumnParallelLinear.__init__",  # nn.Linear
     "RowParallelLinear.__init__",  # nn.Linear
+    "ContextParallelGroup.attention",  # functional.scaled_dot_product_attention
     "TensorParallelGroup.attention",  # functional.scaled_dot_product_attention
     "ReplicaBatches.__init__",  # utils.data.DistributedSampler
 }

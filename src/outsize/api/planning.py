@@ -108,7 +108,8 @@ def plan(
       where a stage does not fit; "selective" those of some units,
       "offload" stores them on the host until their backward, "none" leaves them on the device.
     - `bn`: how BatchNorm keeps its running statistics (see Plan); "micro" by default.
-    - `dp_replicate`, `dp_shard` (FSDP), `tp`: axes that give every stage that many devices; 1 by default.
+    - `dp_replicate`, `dp_shard` (FSDP), `tp`, `cp` (each sequence shared by its tokens): axes that give every
+      stage that many devices; 1 by default.
     - `axes`: "all" (the default) searches every axis that is not given and runs; "pp" searches none.
     - `exact`: True keeps to layouts whose results are bit-identical to one device's: pipelines, and where
       none fits, weights on the host. By default sums over replicas or tp may be rounded in another order,
@@ -291,6 +292,6 @@ def _priced(chosen: Plan, case: TrainingCase, source: CostSource) -> Outlook:
     cluster = cluster_of(chosen.cluster)
     case = case.under(chosen.precision).on(cluster)
     captured = case.captured(chosen.microbatch_size)
-    graph = styled(case, captured, chosen.axes.tp)
+    graph = styled(case, captured, chosen.axes)
     profile = source.profile(case, graph, cluster)
     return outlooking.outlook(pricing.price(chosen, graph, profile, cluster), graph, profile, cluster)

@@ -18,8 +18,10 @@ from outsize.errors import BadOption
 from outsize.ir.answers.request import LayoutOptions, PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Axes
 from outsize.ir.profile import Profile, ProfileSet
 from outsize.planner.costs.roofline import roofline
+from outsize.program.context_parallel.rows import by_rows
 from outsize.train.measure.training_case import TrainingCase, as_batch
 from outsize.train.measure.units import how_on, measure_sizes
 
@@ -50,14 +52,16 @@ class CostSource:
         sizes = measure_sizes(case, [size], how_on(cluster), self.progress, needed=size, cluster=cluster)
         return sizes.of_graph(graph, cluster.devices[0].kind, case.precision)
 
-    def graphs(self, case: TrainingCase, tp: int = 1, always: bool = False) -> Callable[[int], ModelGraph]:
+    def graphs(
+        self, case: TrainingCase, axes: Axes | None = None, always: bool = False
+    ) -> Callable[[int], ModelGraph]:
         """Returns the function that records the graph of a size, `styled`.
 
         Where units are timed, each size is recorded whole for it anyhow.
         """
 
         def graph_of(captured: Captured) -> ModelGraph:
-            return styled(case, captured, tp, always)
+            return styled(case, captured, Axes() if axes is None else axes, always)
 
         recorded = case.sized_graphs(graph_of).at if self.measured is not True else None
         if recorded is None:
@@ -87,7 +91,7 @@ class SearchProblem:
         """Captures the model for each number of microbatches that is worth a look."""
         case, size = case.under(request.precision).on(cluster), request.batch_size
         candidates: dict[int, tuple[ModelGraph, Profile]] = {}
-        graph_at = source.graphs(case, request.tp, request.opens_axes(cluster) and not request.exact)
+        graph_at = source.graphs(case, request.mesh(1), request.opens_axes(cluster) and not request.exact)
         for count in source.counts(_counts(request, cluster), size):
             graph = case.taken(-(-size // count), size // (request.total_microbatches or 1), graph_at)
             if graph is not None:
@@ -154,11 +158,14 @@ def asked_of(case: TrainingCase, options: LayoutOptions) -> PlanRequest:
     return request.model_copy(update={"microbatches": 1, "axes": "pp"})
 
 
-def styled(case: TrainingCase, captured: Captured, tp: int, always: bool = False) -> ModelGraph:
+def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = False) -> ModelGraph:
     """Returns the graph, with what tensor parallelism divides where tp > 1, or `always`.
 
-    Raises BadOption where so many ranks cannot divide the model.
+    Raises BadOption where so many ranks cannot divide the model, or its sequences (cp).
     """
+    tp = axes.tp
+    if axes.cp > 1 and captured.graph.form == "tape":
+        by_rows(captured.tape, case.module, axes.cp)
     if tp == 1 and not always:
         return captured.graph
     graph = with_styles(captured, case.module)

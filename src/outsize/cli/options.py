@@ -150,6 +150,10 @@ Shards = Annotated[
 Tensor = Annotated[
     int | None, typer.Option("--tp", min=1, help="Number of devices that share the work of each layer.")
 ]
+Context = Annotated[
+    int | None,
+    typer.Option("--cp", min=1, help="Number of devices that share each sequence, by its tokens."),
+]
 SequenceParallel = Annotated[
     bool | None,
     typer.Option(
@@ -197,7 +201,8 @@ WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Add what this version can only plan: sequences shared by devices (cp).",
+        help="Add what is not searched by default: sequences shared by devices (cp), and what this version "
+        "only plans, cp together with tp.",
     ),
 ]
 ObjectiveOption = Annotated[

@@ -203,11 +203,12 @@ class ActivationsOffloaded(Finding):
 
 @final
 class SumOrder(Finding):
-    """Says that replicas or tensor-parallel ranks add up in another order than one device does."""
+    """Says that replicas, tensor- or context-parallel ranks add up in another order than one device does."""
 
     code: Literal["sum-order"] = "sum-order"
     replicas: int
     tp: int
+    cp: int = 1
 
 
 @final
@@ -260,11 +261,10 @@ class ModelTensorPlan(Finding):
 
 @final
 class ContextParallel(Finding):
-    """Says that each of `cp` devices has an equal part of a sequence's `tokens`."""
+    """Says that each of `cp` devices has an equal part of every sequence."""
 
     code: Literal["context-parallel"] = "context-parallel"
     cp: int
-    tokens: int
 
 
 NoContextReason = Literal[

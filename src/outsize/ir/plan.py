@@ -40,8 +40,8 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 Recompute = Literal["none", "selective", "full", "offload"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
-# This version of outsize runs these axes.
-RUN: Final = frozenset({"pp", "dp_replicate", "tp"})
+# This version of outsize runs these axes; tp and cp each without the other.
+RUN: Final = frozenset({"pp", "dp_replicate", "tp", "cp"})
 
 
 @final
@@ -97,6 +97,7 @@ def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
     """Returns what this version of outsize does not run of a plan with these; empty where it runs all."""
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
     run = RUN | {"dp_shard"} if shards else RUN
+    run = run - {"cp"} if axes.tp > 1 or form != "tape" else run
     where = "" if streams or shards else weights_text(weights)
     return ", ".join(filter(None, (axes.used_besides(run), where)))
 

@@ -5,6 +5,8 @@ instructions to another device than the one that they were recorded on.
     torch.arange(9, device=cpu)                  torch.arange(9, device=cuda:1)
     mask.to("cpu")                               mask.to(cuda:1)
 
+A check of the user's own code must let the code continue at replay as while recording (`insist`).
+
 Other devices that the user's code names are unchanged. Oracle: tests/unit/run/stage/test_to_device.py.
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from outsize.device.accelerators import moving_methods
+from outsize.errors import ReplayMismatch
 from outsize.program.python_reads import NumberInput
 from outsize.program.tape import Instruction, Ref, Tape, Weight
 from outsize.program.tree import leaves, map_leaves, part_at, paths
@@ -102,3 +105,13 @@ def _makes_tensors(instruction: Instruction) -> bool:
 def _is(named: torch.device, home: torch.device) -> bool:
     """Returns whether the device is the tape's home; `cuda` names the current GPU, which home is."""
     return named.type == home.type and (named.index is None or named.index == (home.index or 0))
+
+
+def insist(value: Tensor, expected: bool, where: str) -> None:
+    """Raises ReplayMismatch where the user's own code raises, because `value` is not as its check expects."""
+    if bool(value) is not expected:
+        raise ReplayMismatch(
+            "a check in the model's own code fails",
+            numbers=f"at {where}",
+            next_step="call the model itself on this batch: it raises there, with its own message",
+        )

@@ -255,7 +255,8 @@ _E206 = """
 WhatIfPlan [E206]: this version of outsize cannot run the plan.
 
 outsize plan --what-if  also considers layouts that this version does not run
-yet: sequences shared by devices (cp). Such a plan is marked what_if. The axes
+yet: tensor and context parallelism together (tp with cp). Such a plan is marked
+what_if. The axes
 and the weights are checked as well (weights on the host with dp or tp in
 addition to pp), so removing the mark from the file changes nothing.
 

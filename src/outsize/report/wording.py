@@ -275,7 +275,7 @@ def _activations_offloaded(f: ActivationsOffloaded) -> str:
 
 @sentence.register
 def _sum_order(f: SumOrder) -> str:
-    sizes = {"replicas": f.replicas, "ranks (tp)": f.tp}
+    sizes = {"replicas": f.replicas, "ranks (tp)": f.tp, "ranks (cp)": f.cp}
     who = " and ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
     return f"{who} add up in another order than one device: results agree within rounding, not bit by bit"
 
@@ -320,8 +320,8 @@ def _model_tensor_plan(f: ModelTensorPlan) -> str:
 @sentence.register
 def _context_parallel(f: ContextParallel) -> str:
     return (
-        f"each of {f.cp} devices (cp) has {f.tokens // f.cp:,} of a sequence's {f.tokens:,} tokens; keys and "
-        "values go from device to device during attention"
+        f"each of {f.cp} devices (cp) has 1 / {f.cp} of the tokens of every sequence; keys and values of all "
+        "tokens are gathered for attention, and kept until its backward"
     )
 
 

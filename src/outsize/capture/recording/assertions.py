@@ -3,7 +3,7 @@
     assert torch.isfinite(x).all(), "..."          if weights.sum() == 0: raise ValueError(...)
 
 Such a decision on activations has one answer with which the forward continues. That answer is assumed while
-recording, and checked on every step (program/assertions.py). `torch.distributions` validates its arguments
+recording, and checked on every step (program/replay.py). `torch.distributions` validates its arguments
 like this.
 """
 

@@ -45,6 +45,7 @@ class LayoutOptions(TypedDict, total=False):
     dp_replicate: int | None
     dp_shard: int | None
     tp: int | None
+    cp: int | None
     sequence_parallel: bool | None
     what_if: bool | None
 
@@ -86,6 +87,7 @@ class PlanRequest(Record):
     dp_replicate: Count = 1
     dp_shard: Count = 1
     tp: Count = 1
+    cp: Count = 1
     sequence_parallel: bool | None = None
     weights: Weights | None = None
     what_if: bool = False
@@ -96,11 +98,13 @@ class PlanRequest(Record):
 
     def mesh(self, pp: int) -> Axes:
         """Returns the given axes together with `pp` pipeline ranks."""
-        return Axes(pp=pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp)
+        return Axes(pp=pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, tp=self.tp, cp=self.cp)
 
     @property
     def has_group_axes(self) -> bool:
-        """Returns whether a pipeline rank is a group of devices, by replicas or tensor parallelism."""
+        """Returns whether a pipeline rank is a group of devices, by replicas, tensor or context
+        parallelism.
+        """
         return self.mesh(1).group_size > 1
 
     @property
@@ -152,6 +156,12 @@ class PlanRequest(Record):
                 "exact=True keeps the bits of one device, and replicas and tp add up in another order",
                 numbers=self.mesh(1).beyond_pp or "what_if=True",
                 next_step="leave out exact (--exact), or the axes",
+            )
+        if self.tp > 1 and self.cp > 1 and not self.what_if:
+            raise BadOption(
+                "this version runs tensor and context parallelism each without the other",
+                numbers=f"tp={self.tp}, cp={self.cp}",
+                next_step="leave out one of them, or --what-if to read such a plan",
             )
         if self.inference:
             self._check_inference()

@@ -1,12 +1,8 @@
-"""Problem: can several devices share the tokens of a sequence, and which messages do they exchange then?
+"""Problem: may several devices share the tokens of a sequence, as far as the graph tells?
 
 Context parallelism: each of n devices has 1 / n of the tokens of every sequence, and all weights. Ops that
-work token by token need no message. Attention is computed in a ring: n - 1 times a device sends its keys and
-values to the next one while it attends to them, and in the backward their gradients too, which take one more
-hop to return. A turn takes the longer of both (arXiv 2310.01889, sec. 3):
-
-    forward     c + (n - 1) max(c, s)         c: 1 / n of the device's compute, s: seconds to send a block
-    backward    c + (n - 1) max(c, 2 s) + s   (c of the backward)
+work token by token need no message; attention gathers all keys and values (program/context_parallel). What a
+program really allows is known when it is walked; the search asks here which sizes are worth a try.
 
 A model can be split if every value has a dim of tokens and every op works token by token, as far as the graph
 tells: the length is that of attention's inputs, their last dim but one. A product token by token has 2 x
@@ -16,8 +12,7 @@ before the loss, experts, and unknown ops forbid it.
 Sizes to try: each device keeps at least LEAST_TOKENS, so only sequences of 8,192 tokens and more are split.
 Llama 3 trained 8,192 tokens without cp and 131,072 with cp 16, 8,192 each (arXiv 2407.21783, table 4).
 
-Deviations: work counts as balanced over the ring although a mask is causal (as with stripes, arXiv
-2311.09431); ops that move tokens (roll, flip) are not seen; a module that projects and attends counts as
+Deviations: ops that move tokens (roll, flip) are not seen; a module that projects and attends counts as
 attention alone. Complexity: O(units + users of all values). Oracle:
 tests/unit/planner/costs/test_context_parallel.py.
 """
@@ -77,21 +72,13 @@ def context(graph: ModelGraph) -> Context:
     return Context(tokens if why_not is None else 0, why_not)
 
 
-def ring_bytes(graph: ModelGraph) -> dict[int, int]:
-    """Maps each attention unit to the bytes of keys and values that circulate, for all tokens.
+def key_value_bytes(graph: ModelGraph) -> dict[int, int]:
+    """Maps each attention unit to the bytes of keys and values, for all tokens.
 
     These are the two smallest of queries, keys and values; for one combined tensor, at most twice its size.
     """
     inputs = _inputs(graph)
     return {u.index: _key_value(inputs[u.index]) for u in graph.units if _attends(u)}
-
-
-def ring_s(compute_s: float, turn_s: float, devices: int) -> float:
-    """Returns the seconds of `devices` turns: `compute_s` in all, each but the last overlapped with a message
-    of `turn_s`.
-    """
-    part_s = compute_s / devices
-    return part_s + (devices - 1) * max(part_s, turn_s)
 
 
 def _inputs(graph: ModelGraph) -> list[list[Value]]:

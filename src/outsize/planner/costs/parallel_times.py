@@ -10,15 +10,17 @@
                 collective behind products by columns has only begun when their weights' gradients are
                 computed (`ShardedFraction.beside`), unless the schedule splits the backward: of C seconds
                 beside W, max(C, W + crowded min(C, W)) - W are seen
-    cp          the same shares of work, by tokens; attention is computed in a ring (context_parallel.py)
+    cp          the same shares of work, by tokens; keys and values are gathered before attention, and their
+                gradients scattered behind it (program/context_parallel)
     replicas    a unit takes as long as on one device. Collectives of weights and gradients
                 (`WeightCollectives`) are actions of their own: UNSHARD gathers weights over dp_shard,
                 REDUCE_GRAD scatters gradients there and sums them among all that have the same part, cp
                 too (schedules/sharded.py, evaluate/played_step.py)
 
-Deviations: a cut between products that share a collective leaves them as they are; weights that cp reads
-whole count with a share of their bytes. Complexity: O(units + users of all values). Oracle:
-tests/unit/planner/costs/test_parallel_times.py, figures by hand.
+Deviations: a cut between products that share a collective leaves them as they are; the collectives of cp
+are not overlapped, and its work counts as balanced although the last rows of a causal attention read most
+keys; weights that cp reads whole count with a share of their bytes. Complexity: O(units +
+users of all values). Oracle: tests/unit/planner/costs/test_parallel_times.py, figures by hand.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from numpy.typing import NDArray
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, ShardedFraction, Work
 from outsize.planner.costs.collectives import Collective, collective_s
-from outsize.planner.costs.context_parallel import ring_bytes, ring_s
+from outsize.planner.costs.context_parallel import key_value_bytes
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
@@ -49,7 +51,7 @@ class Sharing:
     """Holds what a graph says about the share of each device of a group; it is the same for every mesh.
 
     `passes` are the distinct passes; unit u has `passes[pass_of[u]]`. `divided` is the share of each unit's
-    work that tp splits. `units` say what tp ranks reduce and gather. `rings` maps attention units to their
+    work that tp splits. `units` say what tp ranks reduce and gather. `keys` maps attention units to their
     key and value bytes. `blocks` are the first units of the blocks in which a host catches up. `hiding` maps
     units to those whose weights' gradients are computed while their collective runs. `parameter_bytes`: of
     all weights, and of those that tp leaves whole.
@@ -58,7 +60,7 @@ class Sharing:
     parameter_bytes: tuple[int, int]
     units: Sequence[ShardedFraction]
     divided: NDArray[np.float64]
-    rings: Mapping[int, int]
+    keys: Mapping[int, int]
     passes: tuple[WorkPasses, ...]
     pass_of: NDArray[np.int64]
     blocks: tuple[int, ...]
@@ -76,7 +78,7 @@ class Sharing:
         whole = sum(p.size_bytes for p in graph.parameters if known and p.name not in names)
         sizes, blocks = (graph.parameter_bytes, whole), host_blocks(graph)
         hiding = dict(_hiding(graph))
-        return cls(sizes, units, divided, ring_bytes(graph), tuple(place), pass_of, blocks, hiding)
+        return cls(sizes, units, divided, key_value_bytes(graph), tuple(place), pass_of, blocks, hiding)
 
     def weights_bytes(self, tp: int) -> int:
         """Returns the weight bytes of one of `tp` tensor-parallel ranks."""
@@ -92,7 +94,7 @@ def split_times(sharing: Sharing, times: UnitSeconds, layout: Layout, cluster: C
     if layout.microbatch_ranks > 1:
         times = _split(sharing, times, layout, cluster)
     if layout.axes.cp > 1:
-        times = _ringed(sharing, times, layout, cluster)
+        times = _with_gathers(sharing, times, layout, cluster)
     return times
 
 
@@ -206,16 +208,13 @@ def _without_waits(
     return UnitSeconds.from_rows(np.maximum(own - (waited - working), own * shares).tolist())
 
 
-def _ringed(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
-    tp, cp, ranks = layout.axes.tp, layout.axes.cp, _along(layout.axes.tp, layout.microbatch_ranks)
+def _with_gathers(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
+    """Adds the gathers of keys and values before attention, and the scatters of their gradients behind it."""
+    tp, ranks = layout.axes.tp, _along(layout.axes.tp, layout.microbatch_ranks)
     forward, backward_input = parts.forward.copy(), parts.backward_input.copy()
-    for unit, size in sharing.rings.items():
-        # An all-gather by a ring is cp - 1 turns.
-        turn_s, double_s = (
-            collective_s("all_gather", sent // tp, ranks, cluster) / (cp - 1) for sent in (size, 2 * size)
-        )
-        forward[unit] = ring_s(forward[unit], turn_s, cp)
-        backward_input[unit] = ring_s(backward_input[unit], double_s, cp) + turn_s
+    for unit, size in sharing.keys.items():
+        forward[unit] += collective_s("all_gather", size // tp, ranks, cluster)
+        backward_input[unit] += collective_s("reduce_scatter", size // tp, ranks, cluster)
     return replace(parts, forward=forward, backward_input=backward_input)
 
 

@@ -44,7 +44,7 @@ from outsize.planner.memory.headroom import with_usable_memory
 from outsize.planner.memory.optimizer_states import optimizer_bytes, style_of
 from outsize.planner.memory.range_tables import owned_gradients
 from outsize.planner.memory.recomputed_blocks import block_ranges
-from outsize.planner.memory.sharded import UnshardedBytes, device_tables
+from outsize.planner.memory.sharded import KeyBytes, UnshardedBytes, device_tables
 from outsize.planner.offload.host_traffic import StreamedBlocks, fetching, hosted
 from outsize.planner.partition.stage_prices import Pipeline, PricedModel
 from outsize.planner.partition.stage_weights import Demand, demands
@@ -422,11 +422,17 @@ class CostTables:
             whole, seconds = self._whole(layout, device), self._seconds(layout, device)
             if recompute == "selective":
                 whole, seconds = self._in_blocks(layout, device), seconds.recomputed()
-            turning = max(self._sharing(layout).rings.values(), default=0) if layout.axes.cp > 1 else 0
             styled, gathered = self.graph(layout).tensor is not None, self._gathered(layout)
-            ranges = device_tables(whole.ranges, layout, turning // layout.axes.cp, gathered, styled)
+            ranges = device_tables(whole.ranges, layout, self._keys(layout, recompute), gathered, styled)
             self._cases[base] = replace(whole, ranges=ranges).with_seconds(seconds.merged(self.ends(layout)))
         return replace(self._cases[base], microbatches=layout.microbatches)
+
+    def _keys(self, layout: Layout, recompute: Recompute) -> KeyBytes:
+        """Returns what context parallelism gathers in each piece of the model, where the layout has it."""
+        per_unit = np.zeros(len(self.graph(layout).units), np.int64)
+        for unit, size in self._sharing(layout).keys.items() if layout.axes.cp > 1 else ():
+            per_unit[unit] = size // layout.axes.tp
+        return KeyBytes(np.add.reduceat(per_unit, self.ends(layout)[:-1]), kept=recompute == "none")
 
     def _gathered(self, layout: Layout) -> UnshardedBytes | None:
         """Returns what is gathered for a moment, where weights are sharded."""

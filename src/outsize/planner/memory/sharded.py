@@ -10,8 +10,8 @@
     tensor             every tensor inside a layer and, with sequence parallelism, between layers: 1 / shards.
                        A product gathers its input, in the forward and once more in the backward
     context            activations are divided by tokens: 1 / shards; weights, gradients and states are whole.
-                       Attention has two blocks of keys and values in transfer, in the backward their
-                       gradients too
+                       Attention holds the keys and values of all tokens until its backward, where their
+                       gradients are as large; what is recomputed holds those of one unit
 
 Shares are rounded up, as on the first device. Buffers and the batch are whole on every device.
 
@@ -43,15 +43,15 @@ from outsize.schedules.refine import pieces_of
 
 
 def device_tables(
-    ranges: RangeTables, layout: Layout, turning_bytes: int, gathered: UnshardedBytes | None, ranked: bool
+    ranges: RangeTables, layout: Layout, keys: KeyBytes, gathered: UnshardedBytes | None, ranked: bool
 ) -> RangeTables:
     """Returns the tables of one device of the layout.
 
-    `turning_bytes`: keys and values of one device, which circulate under context parallelism. `gathered` is
+    `keys`: keys and values of all tokens, which context parallelism gathers. `gathered` is
     set where weights are sharded. `ranked`: the tables are those of a tensor-parallel rank already
     (layout/tensor_parallel.py).
     """
-    parts = context_parallel(ranges, layout.axes.cp, turning_bytes)
+    parts = context_parallel(ranges, layout.axes.cp, keys)
     parts = parts if ranked else tensor_parallel(parts, layout.axes.tp)
     return sharded(parts, layout.axes.dp_shard, gathered)
 
@@ -132,12 +132,31 @@ def tensor_parallel(ranges: RangeTables, shards: int) -> RangeTables:
     return replace(ranges, **divided)
 
 
-def context_parallel(ranges: RangeTables, shards: int, block_bytes: int) -> RangeTables:
-    """Returns the tables of one of `shards` >= 1 devices that share tokens; each holds `block_bytes` of keys
-    and values.
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyBytes:
+    """Holds the bytes of keys and values that the attention of each unit reads; `kept` until its backward, or
+    only while a unit is computed.
     """
+
+    per_unit: Bytes
+    kept: bool = True
+
+    def gathered(self, shards: int) -> tuple[Bytes, Bytes]:
+        """Returns for all runs what a device holds of other devices' keys and values: all, and at most in a
+        unit.
+        """
+        others = self.per_unit - self.per_unit // shards
+        sums = np.append(0, np.cumsum(others))
+        every = np.triu(sums[None, :] - sums[:, None]) if self.kept else np.zeros_like(largest(others))
+        return every, largest(others)
+
+
+def context_parallel(ranges: RangeTables, shards: int, keys: KeyBytes) -> RangeTables:
+    """Returns the tables of one of `shards` >= 1 devices that share tokens, and gather `keys`."""
     if shards == 1:
         return ranges
+    every, most = keys.gathered(shards)
     shared = "saved", "saved_small", "saved_boundary", "saved_sent", "received", "sent", "between_halves"
     divided = {name: _share(getattr(ranges, name), shards) for name in shared}
     # Gradients of tied weights are whole: those that cross the end of a run are what the rest receives.
@@ -147,13 +166,14 @@ def context_parallel(ranges: RangeTables, shards: int, block_bytes: int) -> Rang
         divided[name] = _share(getattr(ranges, name) - whole, shards) + whole
     made = largest(single_units(ranges.gradients))
     acting = _share(ranges.backward - ranges.gradients, shards) + made - made // shards
-    backward = acting + ranges.gradients + 4 * block_bytes
+    backward = acting + ranges.gradients + every + most
+    divided["saved"] += every
     return replace(
         ranges,
         **divided,
-        forward=_share(ranges.forward, shards) + 2 * block_bytes,
+        forward=_share(ranges.forward, shards) + every + most,
         backward=backward,
-        first_backward=np.minimum(ranges.first_backward + 4 * block_bytes, backward),
+        first_backward=np.minimum(ranges.first_backward + every + most, backward),
     )
 
 

@@ -52,7 +52,7 @@ def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> It
     if not candidates:
         return  # Nothing was captured for what was asked for, which the search of pipelines tells.
     graph = candidates[max(candidates)][0]
-    contexts = context(graph).sizes(len(cluster.devices)) if request.what_if else (1,)
+    contexts = context(graph).sizes(len(cluster.devices)) if request.what_if else (request.cp,)
     schedules = _schedules(request, candidates, (DEFAULT.name,))
     for layout in all_layouts(cluster, candidates, schedules, _units(candidates), contexts):
         for sequence in _sequence_options(request, layout, graph):

@@ -34,7 +34,7 @@ def beyond_reasons(
     if layout.hosted:
         yield host_reason(graph, layout, cluster, optimizer)
     elif cp > 1:
-        yield ContextParallel(cp=cp, tokens=tokens.tokens)
+        yield ContextParallel(cp=cp)
     elif len(cluster.devices) > 1 and tokens.refusal is not None:
         yield tokens.refusal
 
@@ -43,8 +43,8 @@ def order_reasons(
     graph: ModelGraph, layout: Layout, bn: BatchNormMode
 ) -> Iterator[SumOrder | FirstReplicaStatistics]:
     """Yields findings about results that are not bit-identical to one device."""
-    if layout.replicas > 1 or layout.axes.tp > 1:
-        yield SumOrder(replicas=layout.replicas, tp=layout.axes.tp)
+    if layout.group > 1:
+        yield SumOrder(replicas=layout.replicas, tp=layout.axes.tp, cp=layout.axes.cp)
     norms = sum("BatchNorm" in unit.kind for unit in graph.units)
     if norms and layout.replicas > 1 and bn == "micro":
         yield FirstReplicaStatistics(layers=norms, replicas=layout.replicas)

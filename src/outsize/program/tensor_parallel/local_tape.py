@@ -139,7 +139,7 @@ class _LocalTapeWriter:
 
     def _local(self, slot: int, meta: Meta) -> Meta:
         share = self._derived.shares.get(slot)
-        return meta if share is None else _resized(meta, share.dim, self._together.place.size(share))
+        return meta if share is None else resized_meta(meta, share.dim, self._together.place.size(share))
 
     def add(self, instruction: Instruction) -> None:
         local = self._derived.rank_instructions.get(instruction.index)
@@ -215,7 +215,7 @@ class _LocalTapeWriter:
 
     def _whole(self, leaf: Any, share: Share, before: Instruction, adding: bool = False) -> Ref:
         """Inserts a gather; `adding` says that each rank has a summand of the gradient of the whole."""
-        meta = _resized(self._metas[leaf.slot], share.dim, share.size)
+        meta = resized_meta(self._metas[leaf.slot], share.dim, share.size)
         adding = adding and meta.requires_grad
         target = self._together.collect if adding else self._together.gather
         return self._insert(("whole", leaf, adding), target, (leaf, share), meta, before)
@@ -223,7 +223,7 @@ class _LocalTapeWriter:
     def _cut(self, leaf: Ref | Weight, share: Share, before: Instruction) -> Ref:
         result = next(iter(before.defines()))
         like = self._metas[leaf.slot] if isinstance(leaf, Ref) else self._tape.metas[result]
-        meta = _resized(like, min(share.dim, len(like.shape) - 1), self._together.place.size(share))
+        meta = resized_meta(like, min(share.dim, len(like.shape) - 1), self._together.place.size(share))
         # A weight is cut again for each user: it may be used in several stages, and travels as a weight.
         key = ("cut", leaf, share.dim, share.parts, before.index if isinstance(leaf, Weight) else None)
         return self._insert(key, self._together.cut, (leaf, share), meta, before)
@@ -243,14 +243,7 @@ class _LocalTapeWriter:
         return self._made[key]
 
     def _emit(self, instruction: Instruction) -> None:
-        """Appends the instruction, with the casts of the weights that it still reads by itself."""
-        named = {
-            leaf.name for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Weight)
-        }
-        casts = tuple(cast for cast in instruction.casts if instruction.is_leaf or cast[0] in named)
-        self._instructions.append(
-            replace(instruction, index=len(self._instructions), serves=instruction.index, casts=casts)
-        )
+        self._instructions.append(renumbered(instruction, len(self._instructions)))
 
     # -- calls ---------------------------------------------------------------------------------------
 
@@ -311,6 +304,15 @@ class _LocalTapeWriter:
         )
 
 
+def renumbered(instruction: Instruction, number: int) -> Instruction:
+    """Returns the instruction as the `number`-th of a rank's tape, with the casts of weights that it still
+    reads by itself.
+    """
+    named = {leaf.name for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Weight)}
+    casts = tuple(cast for cast in instruction.casts if instruction.is_leaf or cast[0] in named)
+    return replace(instruction, index=number, serves=instruction.index, casts=casts)
+
+
 def turned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns `x @ weight + bias`."""
     return functional.linear(x, weight.t(), bias)
@@ -337,7 +339,7 @@ def _heads_arguments(heads: Heads, instruction: Instruction) -> tuple[Any, ...]:
     )
 
 
-def _resized(meta: Meta, dim: int, size: int) -> Meta:
+def resized_meta(meta: Meta, dim: int, size: int) -> Meta:
     """Returns the meta with another size of one dim; strides keep their order, without gaps."""
     shape = (*meta.shape[:dim], size, *meta.shape[dim + 1 :])
     stride, step = list(meta.stride), 1

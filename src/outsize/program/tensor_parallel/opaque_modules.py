@@ -1,6 +1,7 @@
 """Tells what a user's module does that its program does not show, by its hooks and by trials on a small copy.
 
     runs_own_code     has it hooks, or a forward of its own? They see the values of one device, all of them.
+    works_by_rows     does it treat all tokens equally, whatever it makes of each, as routers and experts do?
     works_by_vector   does it treat all vectors along its last dim equally, as a norm does? (Each transformers
                       model file defines its own RMSNorm class.)
     adds_up           experts with weights (experts, a, b): with which parts of them do the results of ranks
@@ -117,6 +118,62 @@ def _new(weight: Tensor) -> Tensor:
     return torch.empty(weight.shape, dtype=torch.float64 if weight.is_floating_point() else weight.dtype)
 
 
+def works_by_rows(module: nn.Module, args: Sequence[Any], dim: int) -> bool:
+    """Returns whether tensors cut along `dim` (those of the tokens) give the results cut so.
+
+    Experts with weights (experts, a, b) are tried with few channels, other modules as they are.
+    """
+    if adds_up(module, args) is not None and dim == 0:
+        return _experts_by_rows(module, args)
+    if sum(p.numel() for p in module.parameters()) > _MOST_OPAQUE:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        small_copy = _with_new_weights(module)
+        for weight in leaves([*small_copy.parameters(), *small_copy.buffers()]):
+            weight.copy_(torch.rand(weight.shape, generator=generator))
+        inputs = [_with_few_tokens(arg, dim, generator) for arg in args]
+        return _same_by_rows(small_copy, inputs, dim)
+
+
+def _experts_by_rows(module: nn.Module, args: Sequence[Any]) -> bool:
+    shares = adds_up(module, args)
+    assert shares is not None
+    inner, generator = min(share.parts[0] for share in shares.values()), torch.Generator().manual_seed(0)
+    experts = next(iter(module.parameters())).shape[0]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        weights = {n: _weight(experts, _small(share, inner), generator) for n, share in shares.items()}
+        inputs = [_input(arg, _WIDTH, experts, generator) for arg in args]
+        inputs[0] = torch.rand(_TOKENS, _WIDTH, generator=generator)
+        return _same_by_rows(_with(module, weights), inputs, 0)
+
+
+def _with_few_tokens(arg: Any, dim: int, generator: torch.Generator) -> Any:
+    """Returns an input like the recorded one, in double precision, with few tokens and samples."""
+    if not isinstance(arg, Meta):
+        return arg
+    sizes = [min(size, 2) if d < len(arg.shape) - 1 else size for d, size in enumerate(arg.shape)]
+    sizes[dim] = _TOKENS
+    if not arg.dtype.is_floating_point:
+        return torch.zeros(sizes, dtype=arg.dtype)
+    return torch.randn(sizes, generator=generator, dtype=torch.float64)
+
+
+def _same_by_rows(module: nn.Module, inputs: Sequence[Any], dim: int) -> bool:
+    rows = [x.narrow(dim, 1, 3) if isinstance(x, Tensor) else x for x in inputs]
+    try:
+        whole, some = (list(leaves(module(*each))) for each in (inputs, rows))
+        kept = [x.narrow(dim, 1, 3) if isinstance(x, Tensor) else x for x in whole]
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    tensors = all(isinstance(x, Tensor) and x.ndim > dim for x in whole)
+    return tensors and all(
+        a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
+        for a, b in zip(kept, some, strict=True)
+    )
+
+
+_MOST_OPAQUE: Final = 1 << 23  # A router of 8,192 channels and 1,024 experts is tried as it is.
 _WIDTH, _INNER, _TOKENS = 16, 8, 6
 
 

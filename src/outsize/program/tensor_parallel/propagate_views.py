@@ -66,7 +66,7 @@ def view(call: RuleInput) -> Step:
     if any(not isinstance(leaf, int) for leaf in leaves((call.args[1:], call.instruction.kwargs))):
         return call.same(share)  # This is a view of another dtype.
     new = viewed(share, call.shape(call.args[0]), shape)
-    return call.same(new, rewrite=lambda place: _resized(call, place, new, shape))
+    return call.same(new, rewrite=lambda place: resized_arguments(call, place, new, shape))
 
 
 def viewed(share: Share, before: Shape, after: Shape) -> Share:
@@ -96,7 +96,7 @@ def _inside(share: Share, after: Shape, dim: int) -> Share:
     return Share(dim + 1, (after[dim + 1],), share.origins, False)
 
 
-def _resized(
+def resized_arguments(
     call: RuleInput, place: RankPosition, share: Share, shape: Shape
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the view's arguments with the size of the sharded dim on a rank."""
@@ -120,7 +120,7 @@ def expand(call: RuleInput) -> Step:
     """Expands with new dims in front; size arguments are rewritten."""
     share, shape = call.alone(), call.results()[0]
     new = share.at(share.dim + len(shape) - len(call.shape(call.args[0])))
-    return call.same(new, rewrite=lambda place: _resized(call, place, new, shape))
+    return call.same(new, rewrite=lambda place: resized_arguments(call, place, new, shape))
 
 
 def repeat_interleave(call: RuleInput) -> Step:

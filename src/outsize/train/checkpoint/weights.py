@@ -98,7 +98,7 @@ class HeldWeights:
 
     def _placed_anew(self, name: str, tensor: Tensor, division: Division | None) -> Located:
         at = located(tensor, division)
-        first = at.writes if tensor is not local_of(tensor) else self.crew.replicas.index == 0
+        first = at.writes if tensor is not local_of(tensor) else self.crew.replicas.holder == 0
         alone = division is not None or self._ranks is None or self._ranks.first
         return replace(at, writes=first and alone and self._ownership.is_own(name))
 
@@ -111,7 +111,7 @@ class HeldWeights:
         below = f"{name}." if name else ""
         tensors = [tensor for tensor in self.tensors() if tensor.startswith(below)]
         own = not tensors or any(map(self._ownership.is_own, tensors))
-        return own and self.crew.replicas.index == 0
+        return own and self.crew.replicas.holder == 0
 
     def parts(self) -> list[HeldPart]:
         """Returns the parts of all weights whose values are on this rank."""

@@ -142,10 +142,8 @@ class Crew(ABC):
         `fill(names)` is called before weights are divided, so that they have their values.
         """
         assert self.mesh is not None
-        assert self.mesh.device_mesh is not None
-        axes = ("dp_replicate", "dp_shard") if self._plan.axes.dp_replicate > 1 else "dp_shard"
         gather_once = self._plan.weights == "resident"
-        self._moves = ShardedWeights(model, home, self.mesh.device_mesh[axes], fill, once=gather_once)
+        self._moves = ShardedWeights(model, home, self.mesh.sharding(), fill, once=gather_once)
 
     @property
     def gradient_device(self) -> torch.device:
@@ -508,8 +506,8 @@ class ProcessCrew(Crew):
         stages = _stages_on(plan, group.rank())
         place = ProcessPlace(group.rank(), group.size(), stages, mesh=mesh, device=device)
         replicas: Replicas = SingleReplica()
-        if mesh.replicas is not None:
-            replicas = ReplicaGroup(mesh.replicas, own_batches=options.own_batches)
+        if mesh.replicas is not None and mesh.holders is not None:
+            replicas = ReplicaGroup(mesh.replicas, mesh.holders, own_batches=options.own_batches)
             options = replace(options, moves=options.moves or OverlappedAllReduce(replicas.gradients))
         super().__init__(plan, place, replicas, options)
         self._transport = connect(TransportGroups.make(group, device), device, plan.axes.group_size)

@@ -82,6 +82,7 @@ from outsize.train.engine.nonfinite_unit import NonFiniteSearch
 from outsize.train.engine.options import EngineOptions
 from outsize.train.engine.pipelined import Pipelined
 from outsize.train.ranks.batch_check import insist_on_one_batch, is_checked
+from outsize.train.ranks.context_parallel import context_ranks
 from outsize.train.ranks.tensor_parallel import insist_on_whole, tensor_ranks
 from outsize.train.variants.results import BatchLoss, EvalResult, StepResult, evaluating
 from outsize.train.variants.variant import RecordingOptions
@@ -124,7 +125,8 @@ class Engine:
         # An engine in a cycle would keep what it has recorded until the garbage is collected.
         itself = weakref.ref(self)
         self._checkpoints = Checkpoints(held, settings, lambda: engine.steps if (engine := itself()) else 0)
-        recording = RecordingOptions(options.counting, home, self._tensor, options.captures)
+        context = context_ranks(model, plan, crew.mesh, compiled=options.compiled is not None)
+        recording = RecordingOptions(options.counting, home, self._tensor, context, options.captures)
         self._executor: Executor = (
             ByModules(model, plan, crew, self._ownership, options)
             if plan.form == "modules"

@@ -5,6 +5,7 @@ neighbours.
     rank 5   =  pp 1, dp_replicate 0, tp 1
     pipeline    ranks 1, 5                        as rank 5 on every axis but pp
     replicas    ranks 5, 7                        as rank 5 on every axis but dp_replicate and dp_shard
+    holders     ranks 5, 7                        as rank 5 on every axis but these and cp
 
 A run of pp alone has one pipeline, the group of the run, and makes no other.
 """
@@ -31,7 +32,10 @@ class Mesh:
 
     group     all processes of the run, among which this one is `rank`
     pipeline  the ranks of this process's pipeline, in the order of the plan
-    replicas  those that hold this stage for other parts of the batch, by `replica`; None where there are none
+    replicas  those that hold this stage for other parts of the batch, by `replica`
+    holders   those that hold the same weights of this stage, and add up their gradients
+
+    Both are None where nobody else holds them.
     """
 
     def __init__(self, axes: Axes, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -46,9 +50,23 @@ class Mesh:
         mesh, axis = self.device_mesh, self.coordinate
         self.pipeline = self.group if mesh is None else RankGroup.of(mesh.get_group("pp"), device)
         self.replica = axis["dp_replicate"] * axes.dp_shard + axis["dp_shard"]
-        self.replicas = None
-        if mesh is not None and axes.replicas > 1:
-            self.replicas = RankGroup.of(_replicas(mesh), device)
+        self.replicas = self.holders = None
+        if mesh is not None and axes.replicas * axes.cp > 1:
+            self.replicas = self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard"), device)
+        if mesh is not None and axes.cp > 1:
+            self.holders = RankGroup.of(_flat(mesh, "dp_replicate", "dp_shard", "cp"), device)
+
+    def sharding(self) -> DeviceMesh:
+        """Returns the mesh over whose last dim weights are sharded; a first dim replicates.
+
+        Ranks that share sequences hold the same weights, so they share them as replicas do.
+        """
+        mesh, axes = self.device_mesh, self.axes
+        assert mesh is not None
+        if axes.cp > 1:
+            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        last = "dp_shard_cp" if axes.cp > 1 else "dp_shard"
+        return mesh["dp_replicate", last] if axes.dp_replicate > 1 else mesh[last]
 
 
 def coordinate(axes: Axes, rank: int) -> dict[str, int]:
@@ -73,5 +91,5 @@ def _device_mesh(axes: Axes, group: dist.ProcessGroup, device: torch.device) -> 
     return init_device_mesh(device.type, shape, mesh_dim_names=AXES, backend_override=override)
 
 
-def _replicas(mesh: DeviceMesh) -> dist.ProcessGroup:
-    return mesh["dp_replicate", "dp_shard"]._flatten("dp").get_group()
+def _flat(mesh: DeviceMesh, *names: str) -> dist.ProcessGroup:
+    return mesh[names]._flatten("_".join(names)).get_group()

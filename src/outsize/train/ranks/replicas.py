@@ -42,11 +42,13 @@ class Piece(NamedTuple):
 class Replicas(ABC):
     """The ranks that hold one stage for different parts of the batch; this one is `index` of `count`.
 
+    `holder`: the number of this rank among all that hold the same weights, also for other rows of sequences.
     `own_batches`: every replica is given its own samples alone, not the whole batch.
     """
 
     index: int
     count: int
+    holder: int = 0
     own_batches: bool = False
 
     @abstractmethod
@@ -119,9 +121,10 @@ class SingleReplica(Replicas):
 class ReplicaGroup(Replicas):
     """The replicas of a process group."""
 
-    def __init__(self, group: RankGroup, *, own_batches: bool = False) -> None:
+    def __init__(self, group: RankGroup, holders: RankGroup, *, own_batches: bool = False) -> None:
+        """Joins the replicas of `group`, whose gradients are added up over `holders`."""
         self.group, self.index, self.count = group, group.rank(), group.size()
-        self.own_batches, self.gradients = own_batches, GradientSum(group)
+        self.holder, self.own_batches, self.gradients = holders.rank(), own_batches, GradientSum(holders)
 
     def pieces(
         self, counted: Sequence[Counted], written: frozenset[str]

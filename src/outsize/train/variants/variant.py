@@ -40,6 +40,7 @@ from outsize.run.stage.to_device import TapeHome
 from outsize.run.tensor_parallel.collectives import whole_shapes
 from outsize.train.batch.batch import Batch, evaluating_loss
 from outsize.train.batch.loss_weights import FROM_LOSS, Counting, LossShares, LossTrial
+from outsize.train.ranks.context_parallel import ContextRanks
 from outsize.train.ranks.tensor_parallel import TensorRanks
 from outsize.train.variants.changed_values import ChangedValues
 from outsize.train.variants.number_inputs import another_number, with_number_inputs
@@ -95,12 +96,13 @@ class RecordingOptions:
 
     `counting` says by what a microbatch weighs: samples, tokens, or 1. `home` says which device
     tapes are made for, where stages have others. `tensor` has this rank's part of the weights under tensor
-    parallelism. `most` variants stay.
+    parallelism, `context` its rows of sequences under context parallelism. `most` variants stay.
     """
 
     counting: Counting = FROM_LOSS
     home: TapeHome | None = None
     tensor: TensorRanks | None = None
+    context: ContextRanks | None = None
     most: int = KEPT
 
 
@@ -232,6 +234,7 @@ class Variants:
             tape = self._with_inputs(tape, part, loss_fn)
             captured = replace(captured, tape=tape)
             own = tape if tensor is None else tensor.local(tape)
+            own = own if self._options.context is None else self._options.context.local(own)
         owners = instruction_owners(self._plan, captured)
         owners = [owners[instruction.origin] for instruction in own.instructions]
         self._made += 1

@@ -19,7 +19,7 @@ from outsize.train.engine.factory import make_engine
 
 Outsize = Callable[..., Any]
 Edit = Callable[..., Plan]
-AXES = {"pp": 2, "dp_shard": 4, "cp": 2}
+AXES = {"pp": 2, "dp_shard": 2, "tp": 2, "cp": 2}
 FIGURES = StageFigures(
     units=6,
     parameters=432,
@@ -104,7 +104,7 @@ def test_axes_beside_pp_that_run(edit: Edit, axis: str) -> None:
 
 def test_axes_beside_pp(edit: Edit) -> None:
     with pytest.raises(WhatIfPlan, match="pp 2, cp 2"):
-        edit(axes={"pp": 2, "cp": 2}).check_runs()
+        edit(axes={"pp": 2, "tp": 2, "cp": 2}).check_runs()
 
 
 def test_sharded_weights(edit: Edit) -> None:
@@ -168,8 +168,8 @@ def test_a_sequence_is_shared_where_the_model_allows(outsize: Outsize) -> None:
     config += "&num_attention_heads=2&num_key_value_heads=1&vocab_size=64&max_position_embeddings=16384"
     call = ("plan", config, "--cluster", "2x1xh100-80gb", "--batch", "1", "--precision", "bf16", "--what-if")
     plan = Plan.model_validate_json(outsize(*call, "--input", "16384", "--json", "--out", "plan.json").out)
-    assert (plan.axes, plan.what_if) == (Axes(cp=2), True)
-    assert ContextParallel(cp=2, tokens=16384) in plan.why
+    assert (plan.axes, plan.what_if) == (Axes(cp=2), False)
+    assert ContextParallel(cp=2) in plan.why
     check = ("plan", config, "--batch", "1", "--input", "16384", "--check", "plan.json", "--json")
     priced = Plan.model_validate_json(outsize(*check).out)
     assert plan.expected is not None

@@ -1,4 +1,4 @@
-"""Which models may share the tokens of a sequence, at which sizes, and the ring turn by turn."""
+"""Which models may share the tokens of a sequence, and at which sizes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from planner_graphs import graph_of, parameter, unit, value
 from tiny_transformers import SMALL, transformers
 from torch import nn
@@ -15,7 +13,7 @@ from torch import nn
 import outsize
 from outsize.ir.findings import NoContextParallel, NoContextReason
 from outsize.ir.graph import ModelGraph, OpFamily, Unit, Value, Work
-from outsize.planner.costs.context_parallel import Context, context, ring_bytes, ring_s
+from outsize.planner.costs.context_parallel import Context, context, key_value_bytes
 
 TOKENS, WIDE = 12, 4
 
@@ -110,13 +108,13 @@ def test_what_cannot_be_told_apart_may_not() -> None:
     assert context(none).why_not == NoContextParallel(reason="no-attention")
 
 
-def test_keys_and_values_go_round() -> None:
-    assert ring_bytes(layer()) == {4: 40}
+def test_keys_and_values_are_counted() -> None:
+    assert key_value_bytes(layer()) == {4: 40}
     graph = layer()
     packed = graph.model_copy(
         update={"values": (graph.values[0], made(3, (4,), 1, TOKENS, 3 * WIDE, size=30))}
     )
-    assert ring_bytes(packed) == {4: 60}
+    assert key_value_bytes(packed) == {4: 60}
 
 
 @pytest.mark.parametrize(
@@ -140,20 +138,6 @@ def test_a_sequence_that_is_short_says_so() -> None:
     assert not Context(8192).refusal
 
 
-times = st.integers(0, 9)
-
-
-@given(st.integers(2, 6), times, times)
-def test_the_ring_turn_by_turn(ways: int, compute: int, turn: int) -> None:
-    """Each device sends what it has while it attends to it, and goes on when both are done."""
-    now = 0
-    for block in range(ways):
-        done = now + compute
-        arrived = now + turn if block < ways - 1 else now
-        now = max(done, arrived)
-    assert ring_s(ways * compute, turn, ways) == pytest.approx(now)
-
-
 def captured(model: nn.Module, **inputs: object) -> ModelGraph:
     return outsize.capture(model, (), inputs)
 
@@ -164,8 +148,8 @@ def test_a_captured_llama_may_be_split() -> None:
     graph = captured(model, input_ids=tokens, labels=tokens, use_cache=False)
     assert context(graph) == Context(TOKENS)
     heads, size = SMALL["num_key_value_heads"], SMALL["hidden_size"] // SMALL["num_attention_heads"]
-    assert set(ring_bytes(graph).values()) == {2 * 2 * TOKENS * heads * size * 4}
-    assert len(ring_bytes(graph)) == SMALL["num_hidden_layers"]
+    assert set(key_value_bytes(graph).values()) == {2 * 2 * TOKENS * heads * size * 4}
+    assert len(key_value_bytes(graph)) == SMALL["num_hidden_layers"]
 
 
 def test_a_captured_model_of_experts_may_not() -> None:

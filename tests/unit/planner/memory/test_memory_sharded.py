@@ -18,6 +18,7 @@ from outsize.planner.memory.account import InFlightState, Phase, peak_table
 from outsize.planner.memory.optimizer_states import MASTER, optimizer_bytes
 from outsize.planner.memory.range_tables import RangeTables
 from outsize.planner.memory.sharded import (
+    KeyBytes,
     UnshardedBytes,
     context_parallel,
     largest_adjacent_blocks,
@@ -186,6 +187,10 @@ def with_more_tokens(graph: ModelGraph, profile: Profile, ways: int) -> tuple[Mo
     return longer, profile.model_copy(update={"units": tuple(costs)})
 
 
+def no_keys(graph: ModelGraph) -> KeyBytes:
+    return KeyBytes(np.zeros(len(graph.units), np.int64))
+
+
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(graphs(), st.integers(2, 5))
 def test_devices_that_share_tokens_hold_what_they_would_of_a_shorter_sequence(
@@ -193,7 +198,7 @@ def test_devices_that_share_tokens_hold_what_they_would_of_a_shorter_sequence(
 ) -> None:
     """But for the gradients of one unit's weights, which may count at the worst moment of another."""
     short = RangeTables.of(*case, ADAMW)
-    parts = context_parallel(RangeTables.of(*with_more_tokens(*case, ways), ADAMW), ways, 0)
+    parts = context_parallel(RangeTables.of(*with_more_tokens(*case, ways), ADAMW), ways, no_keys(case[0]))
     inside = np.triu_indices(short.units + 1, 1)
     for field in fields(RangeTables):
         mine, theirs = getattr(parts, field.name)[inside], getattr(short, field.name)[inside]
@@ -209,11 +214,16 @@ def test_devices_that_share_tokens_hold_what_they_would_of_a_shorter_sequence(
     assert (peak_table(short, (FIRST,)) <= peak_table(parts, (FIRST,)))[inside].all()
 
 
-def test_blocks_on_their_way_round_the_ring_are_held() -> None:
-    whole = RangeTables.of(*chain([1.0, 1.0]), ADAMW)
-    still, turning = (context_parallel(whole, 2, size).of_run(0, 2) for size in (0, 7))
-    assert (turning.forward - still.forward, turning.backward - still.backward) == (14, 28)
-    assert context_parallel(whole, 1, 7) is whole
+def test_keys_and_values_of_other_devices_are_kept_until_the_backward() -> None:
+    whole, keys = RangeTables.of(*chain([1.0, 1.0]), ADAMW), np.array([8, 4], np.int64)
+    none, kept, moment = (
+        context_parallel(whole, 2, each).of_run(0, 2)
+        for each in (KeyBytes(0 * keys), KeyBytes(keys), KeyBytes(keys, kept=False))
+    )
+    assert kept.saved - none.saved == 4 + 2
+    assert (kept.forward - none.forward, kept.backward - none.backward) == (4 + 2 + 4, 4 + 2 + 4)
+    assert (moment.saved - none.saved, moment.forward - none.forward) == (0, 4)
+    assert context_parallel(whole, 1, KeyBytes(keys)) is whole
 
 
 def test_a_gather_of_pieces_makes_units_whole_not_pieces() -> None:

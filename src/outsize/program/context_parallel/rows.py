@@ -1,0 +1,155 @@
+"""Problem: which values of a tape can each of several ranks hold by rows of the sequence?
+
+    ids (2, T) whole   ->  embedding   ->  rows (2, T / ranks, width)  ->  ...  ->  loss, whole
+                           a source: its index is cut
+
+A source is the first module that works on each token by itself: an embedding of an index (samples, tokens),
+or a product or norm of (samples, tokens, width), whose argument comes from the inputs. From the sources on,
+rows are followed by the rules (rules.py). Whole values (masks, positions, shifted labels) are cut where they
+meet rows. Keys and values are gathered where attention reads them. Whatever has no rule is refused with its
+line: a convolution or a recurrence over tokens is never computed in pieces.
+
+Every rank ends with the whole loss, and its backward begins with 1 / ranks of the gradient. So the gradient
+of anything is the sum of what the ranks have for it: rows, a whole value and a weight alike. Gathers add up
+gradients on the way back; the gradients of weights are added up once, at the end of a step.
+
+Complexity: O(instructions), one pass. Oracle: tests/dist/test_context.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import final
+
+from torch import nn
+
+from outsize.errors import BadOption
+from outsize.program.context_parallel.rules import RowStep, follow_rows, looks_up_by_row
+from outsize.program.liveness import last_reads, live
+from outsize.program.tape import Instruction, Ref, Tape
+from outsize.program.tensor_parallel.opaque_modules import runs_own_code, works_by_vector
+from outsize.program.tensor_parallel.products import product_of
+from outsize.program.tensor_parallel.rule_step import NotPropagated, RuleInput, Shape
+from outsize.program.tensor_parallel.share import RankPosition, Share
+
+
+@final
+@dataclass(frozen=True)
+class SequenceRows:
+    """Holds what the walk has found: how slots are divided, and the steps of instructions that have rows."""
+
+    shares: Mapping[int, Share]
+    steps: Mapping[int, RowStep]
+    sources: tuple[str, ...]
+
+
+def by_rows(tape: Tape, model: nn.Module, ranks: int) -> SequenceRows:
+    """Returns how `ranks` ranks hold the values of a tape by rows.
+
+    Raises BadOption where something cannot be computed by rows, or where no sequence is found.
+    """
+    walk = _RowWalk(tape, model, ranks)
+    for instruction in tape.instructions:
+        walk.visit(instruction)
+    return walk.result()
+
+
+@final
+class _RowWalk:
+    def __init__(self, tape: Tape, model: nn.Module, ranks: int) -> None:
+        self._tape, self._ranks, self._modules = tape, ranks, dict(model.named_modules())
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        self._weights: dict[str, Shape] = {name: tuple(t.shape) for name, t in named}
+        self._ndims = {name: len(shape) for name, shape in self._weights.items()}
+        required = {*tape.output_slots(), *((tape.loss.slot,) if tape.loss is not None else ())}
+        self._alive = live(tape, required)
+        self._last_reads = last_reads(tape, self._alive)
+        self._slots_of: dict[int, list[int]] = {}
+        for slot in range(len(tape.metas)):
+            self._slots_of.setdefault(tape.storage(slot), []).append(slot)
+        self._from_inputs = {slot for slot in tape.inputs if tape.metas[slot].shape}
+        self._shares: dict[int, Share] = {}
+        self._steps: dict[int, RowStep] = {}
+        self._sources: list[str] = []
+
+    def visit(self, instruction: Instruction) -> None:
+        """Follows one instruction."""
+        call = RuleInput(instruction, self._tape.metas, self._shares, self._weights)
+        if not self._from_inputs.isdisjoint(instruction.reads()):
+            self._from_inputs.update(instruction.defines())
+        if not self._alive[instruction.index]:
+            return
+        module = self._modules[instruction.target] if isinstance(instruction.target, str) else None
+        if call.divided():
+            step = self._followed(call, module)
+        elif (share := self._source(call, module)) is not None:
+            operand = instruction.args[0]
+            self._sources.append(instruction.name)
+            step = RowStep(replace(call.same(share), cut={operand: share}))
+        else:
+            return
+        self._insist_on_memory(instruction, step)
+        self._steps[instruction.index] = step
+        pairs = zip(instruction.defines(), step.step.out, strict=True)
+        self._shares.update((slot, share) for slot, share in pairs if share is not None)
+
+    def _followed(self, call: RuleInput, module: nn.Module | None) -> RowStep:
+        instruction = call.instruction
+        try:
+            if instruction.written_weights:
+                raise NotPropagated("it writes buffers")
+            return follow_rows(call, module, self._ranks)
+        except NotPropagated as reason:
+            raise _refused(instruction, str(reason)) from reason
+
+    def _source(self, call: RuleInput, module: nn.Module | None) -> Share | None:
+        """Returns how the first argument is divided, where an instruction begins rows."""
+        operand = call.args[0] if call.args else None
+        if not isinstance(operand, Ref) or not call.instruction.parameters():
+            return None
+        shape, computed = call.shape(operand), operand.slot in self._from_inputs
+        if len(shape) < 2 or (module is not None and runs_own_code(module)):
+            return None
+        if isinstance(module, nn.Embedding):
+            # An index of positions has one row for all samples; one of pairs of positions is no sequence.
+            fits = len(shape) == 2 and (computed or shape[0] == 1) and looks_up_by_row(module)
+        elif len(shape) != 3 or not computed or call.instruction.written_weights:
+            return None
+        else:
+            product = product_of(call.instruction, module, self._ndims)
+            fits = product is not None or (module is not None and works_by_vector(module, shape, 1))
+        rows = RankPosition(self._ranks - 1, self._ranks).block(shape[1])
+        return Share(1, (shape[1],)) if fits and rows[0] < rows[1] else None
+
+    def _insist_on_memory(self, instruction: Instruction, step: RowStep) -> None:
+        """Raises BadOption where a write in place, of rows or of a copy, would be missed elsewhere."""
+        copied = {o.slot for o in (*step.gather, *step.step.cut) if isinstance(o, Ref)}
+        results = set(instruction.defines())
+        for storage in instruction.writes:
+            slots = self._slots_of[storage]
+            others = (self._last_reads.get(slot, -1) for slot in slots if slot not in results)
+            if not copied.isdisjoint(slots) or max(others, default=-1) > instruction.index:
+                raise _refused(instruction, "it writes in place what is read elsewhere")
+
+    def result(self) -> SequenceRows:
+        """Returns what was found. Raises BadOption where nothing is divided."""
+        if not self._sources:
+            raise BadOption(
+                "context parallelism finds no sequence in this model: no embedding of (samples, tokens), "
+                "and no product or norm of (samples, tokens, width)",
+                numbers=f"cp={self._ranks}; a sequence needs at least a row for each rank",
+                next_step="cp=1, or another axis (dp_replicate, tp, pp)",
+            )
+        return SequenceRows(self._shares, self._steps, tuple(self._sources))
+
+
+def _refused(instruction: Instruction, reason: str) -> BadOption:
+    return BadOption(
+        f"{instruction.name} cannot be computed by rows of the sequence: {reason}",
+        numbers=instruction.where,
+        next_step="cp=1, or another axis (dp_replicate, tp, pp)",
+    )

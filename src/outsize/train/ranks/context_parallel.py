@@ -1,0 +1,65 @@
+"""Defines ContextRanks: the ranks that share the sequences of a microbatch, each with its rows.
+
+    tape of one device   ->  local()   ->   tape of this rank, which is cut into stages as any other
+
+Weights are whole on each of them. The gradient of a weight is the sum of theirs, which is added up together
+with that of replicas (ranks/mesh.py, `holders`), once per step.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from outsize.errors import BadOption, WorldMismatch
+from outsize.ir.plan import Plan
+from outsize.program.context_parallel.row_tape import RowCollectives, row_tape
+from outsize.program.context_parallel.rows import by_rows
+from outsize.program.tape import Tape
+from outsize.run.context_parallel.collectives import ContextParallelGroup
+from outsize.train.ranks.mesh import Mesh
+
+
+@final
+class ContextRanks:
+    """The ranks of a mesh of one dim, each of which has its rows of every sequence."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, compiled: bool = False) -> None:
+        """Joins the ranks of `mesh`. `compiled`: stages are compiled, and their graphs end at collectives."""
+        self.group, self._model = ContextParallelGroup(mesh), model
+        for name in RowCollectives.__abstractmethods__ if compiled else ():
+            setattr(self.group, name, torch.compiler.disable(getattr(self.group, name)))
+
+    def local(self, tape: Tape) -> Tape:
+        """Returns the rank's own tape.
+
+        Raises BadOption where something cannot be computed by rows.
+        """
+        rows = by_rows(tape, self._model, self.group.place.ranks)
+        return row_tape(tape, rows, dict(self._model.named_modules()), self.group)
+
+
+def context_ranks(model: nn.Module, plan: Plan, mesh: Mesh | None, *, compiled: bool) -> ContextRanks | None:
+    """Returns the ranks that the plan asks for; None for cp 1.
+
+    Raises BadOption and WorldMismatch.
+    """
+    degree = plan.axes.cp
+    if degree == 1:
+        return None
+    if plan.form != "tape":
+        raise BadOption(
+            f"{plan.model} runs by modules, in its own Python, which reads whole sequences",
+            numbers=f"cp={degree}",
+            next_step="cp=1; `why` of the plan says which line is not captured",
+        )
+    if mesh is None or mesh.device_mesh is None:
+        raise WorldMismatch(
+            "context parallelism is between processes, and this is one alone",
+            numbers=f"the plan needs {plan.axes.world_size}, cp={degree}",
+            next_step=f"outsize run --nproc-per-node {plan.axes.world_size} train.py",
+        )
+    return ContextRanks(model, mesh.device_mesh["cp"], compiled=compiled)

@@ -1,0 +1,74 @@
+"""Context parallelism: sequences by rows, keys and values gathered, give the numbers of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from context_worker import record_cases
+from launches import said_by
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+ALONE = ("llama", "padded", "gpt2 eager", "window", "gemma", "qwen3", "t5", "vit", "encoder")
+RARE = ("padded", "gemma", "qwen3", "encoder")  # with --all alone: other rows have their rules
+SINGLE = ("llama:single", "mixtral")
+MESHES = ("llama:pp2:full", "t5:pp2:selective", "gpt2 eager:replicate2", "llama:shard2")
+FLOAT32_INSIDE = ("gemma",)  # it casts to float32 by itself
+
+Found = list[dict[str, dict[str, Any]]]
+
+
+def run(ranks: int, folder: Path, cases: list[str]) -> Found:
+    record_cases(cases, ranks)
+    return said_by("context_worker.py", ranks, folder, *cases, timeout_s=390)
+
+
+@pytest.fixture(scope="module")
+def cp2(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Nine tokens over two ranks: five and four."""
+    everything = pytestconfig.getoption("--all")
+    cases = [name for name in ALONE if everything or name not in RARE]
+    return run(2, tmp_path_factory.mktemp("cp2"), [*cases, *SINGLE])
+
+
+@pytest.fixture(scope="module")
+def meshes(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(4, tmp_path_factory.mktemp("cp4"), list(MESHES))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in RARE else []) for name in ALONE]
+)
+def test_two_ranks_train_as_one_process(cp2: Found, name: str) -> None:
+    """Gradients, and parameters after three clipped steps of AdamW of two accumulated batches each."""
+    within = 1e-6 if name in FLOAT32_INSIDE else 1e-12
+    for rank in cp2:
+        assert rank[name]["gradients"] < within
+        assert rank[name]["trained"] < (1e-5 if name in FLOAT32_INSIDE else 1e-9)
+        assert rank[name]["loss"] < 1e-6  # transformers computes losses of tokens in float32
+        assert rank[name]["loaded"]
+        assert rank[name]["outputs"]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_in_float32_but_for_rounding(cp2: Found, name: str) -> None:
+    for rank in cp2:
+        assert rank[name]["loss"] < 1e-6
+        assert rank[name]["gradients"] < 1e-5
+
+
+def test_keys_and_values_are_gathered_before_heads_are_repeated(cp2: Found) -> None:
+    """Of two samples, nine tokens, two heads of four, in two layers, keys and values; the outputs beside."""
+    sent = cp2[0]["padded" if "padded" in cp2[0] else "window"]["sent"]
+    assert sent["reduce_scatter"] % (2 * 9 * 2 * 4 * 2 * 2 * 8) == 0
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_meshes_train_as_one_process(meshes: Found, case: str) -> None:
+    for rank in meshes:
+        assert rank[case]["gradients"] < 1e-12
+        assert rank[case]["trained"] < 1e-9
+        assert rank[case]["loss"] < 1e-6
+        assert rank[case]["loaded"]

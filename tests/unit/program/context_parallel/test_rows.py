@@ -1,0 +1,147 @@
+"""By hand: which values are held by rows, what is gathered, and what is refused with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_transformers import MODELS, SMALL, batch_of, built, transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from outsize.capture.recording.fallbacks import record
+from outsize.errors import BadOption
+from outsize.program.context_parallel.rows import SequenceRows, by_rows
+from outsize.program.tape import Tape
+from outsize.program.tensor_parallel.share import Share
+
+X = torch.randn(2, 6, 12)
+
+
+class Net(nn.Module):
+    """A function of a module and a tensor, as a module."""
+
+    def __init__(self, run: Callable[..., Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def walked(run: Callable[..., Tensor], x: Tensor = X, **layers: nn.Module) -> tuple[Tape, SequenceRows]:
+    model = Net(run, lin=nn.Linear(12, 12), **layers)
+    tape = record(model, (x,), {})
+    return tape, by_rows(tape, model, 2)
+
+
+def share_of_last(run: Callable[..., Tensor], **layers: nn.Module) -> Share | None:
+    tape, rows = walked(run, **layers)
+    return rows.shares.get(tape.output_slots()[0])
+
+
+def of_model(name: str) -> tuple[Tape, SequenceRows]:
+    model = built(name)
+    tape = record(model, (), batch_of(name))
+    return tape, by_rows(tape, model, 2)
+
+
+def test_products_norms_and_activations_stay_in_rows() -> None:
+    share = share_of_last(lambda m, x: m.norm(x + m.lin(x).relu()), norm=nn.LayerNorm(12))
+    assert share is not None
+    assert (share.dim, share.parts) == (1, (6,))
+
+
+def test_batch_and_sequence_may_be_joined_and_parted() -> None:
+    assert share_of_last(lambda m, x: m.lin(x).view(-1, 12)) == Share(0, (6, 6))
+    assert share_of_last(lambda m, x: m.lin(x).view(-1, 12).view(2, 6, 3, 4)) == Share(1, (6,))
+    assert share_of_last(lambda m, x: m.lin(x).view(2, 6, 3, 4).transpose(1, 2)) == Share(2, (6,))
+
+
+def test_first_rows_stay_where_they_are_and_single_rows_are_gathered() -> None:
+    assert share_of_last(lambda m, x: m.lin(x)[:, :-1]) == Share(1, (5,))
+    assert share_of_last(lambda m, x: m.lin(x)[:, 0]) is None
+    assert share_of_last(lambda m, x: m.lin(x)[:, 1:]) is None
+
+
+def test_sums_over_the_rows_are_whole() -> None:
+    assert share_of_last(lambda m, x: m.lin(x).mean(1)) is None
+    assert share_of_last(lambda m, x: m.lin(x).sum(-1)) == Share(1, (6,))
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (lambda m, x: m.lin(x).cumsum(1), "cumsum goes over what is divided"),
+        (lambda m, x: m.lin(x).softmax(1), "softmax goes over what is divided"),
+        (lambda m, x: m.conv(m.lin(x).transpose(1, 2)), "there is no rule for Conv1d"),
+        (lambda m, x: m.gru(m.lin(x))[0], "there is no rule for GRU"),
+        (lambda m, x: m.lin(x).view(2, 3, 24), "does not keep the rows of the sequence apart"),
+        (lambda m, x: torch.cat([m.lin(x), x], 1), "joins along the divided dim"),
+        (lambda m, x: functional.scaled_dot_product_attention(*[m.lin(x)] * 3), "are one value"),
+        (lambda m, x: m.lin(x).flip(1), "there is no rule for flip"),
+    ],
+)
+def test_what_is_not_understood_is_refused(run: Callable[..., Tensor], reason: str) -> None:
+    with pytest.raises(BadOption, match=reason) as error:
+        walked(run, conv=nn.Conv1d(12, 12, 3, padding=1), gru=nn.GRU(12, 12, batch_first=True))
+    assert "cp=1" in error.value.next_step
+
+
+def test_a_write_in_place_that_others_would_miss_is_refused() -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.lin(x)
+        z = y.view(2, 6, 3, 4)
+        y += 1
+        return z.relu()
+
+    with pytest.raises(BadOption, match="writes in place"):
+        walked(run)
+
+
+def test_a_model_without_a_sequence_is_refused() -> None:
+    with pytest.raises(BadOption, match="finds no sequence"):
+        walked(lambda m, x: m.lin(x), torch.randn(4, 12))
+    with pytest.raises(BadOption, match="finds no sequence"):
+        walked(lambda m, x: m.lin(x), torch.randn(4, 1, 12))  # a rank would have no row
+
+
+@pytest.mark.parametrize(("name", "gathers"), [("gpt2", 8), ("llama", 8), ("qwen3", 8), ("mixtral", 8)])
+def test_keys_and_values_alone_are_gathered(name: str, gathers: int) -> None:
+    if name == "gpt2":
+        config = transformers.GPT2Config(**{**MODELS[name][2], "attn_pdrop": 0.0})
+        model = transformers.GPT2LMHeadModel(config).train()
+        tape = record(model, (), batch_of(name))
+        rows = by_rows(tape, model, 2)
+    else:
+        tape, rows = of_model(name)
+    assert sum(len(step.gather) for step in rows.steps.values()) == gathers
+    assert tape.loss is None or tape.loss.slot not in rows.shares
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("gpt2", "its dropout draws one mask"), ("mamba", "no rule for"), ("bart", "embed")]
+)
+def test_models_that_are_not_understood_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(BadOption, match=reason):
+        of_model(name)
+
+
+def test_a_table_of_pairs_of_positions_is_no_source() -> None:
+    config = transformers.T5Config(**{**MODELS["t5"][2], "dropout_rate": 0.0})
+    model = transformers.T5ForConditionalGeneration(config).train()
+    rows = by_rows(record(model, (), batch_of("t5")), model, 2)
+    assert rows.sources == ("encoder.embed_tokens", "decoder.embed_tokens")
+
+
+def test_samples_as_many_as_tokens_are_told_apart() -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)).train()
+    ids = torch.randint(3, 61, (6, 6))
+    tape = record(model, (), {"input_ids": ids, "labels": ids})
+    embedded = next(i for i in tape.instructions if i.name == "model.embed_tokens")
+    share = by_rows(tape, model, 2).shares[next(embedded.defines())]
+    assert (share.dim, share.parts) == (1, (6,))
