@@ -137,7 +137,7 @@ def _costs(shape: Shape, microbatch: int, device: str, divided: bool) -> tuple[M
         inputs["labels"] = ids
     case = case_of(model_of(shape), (), inputs, options).under("bf16").on(cluster)  # pyright: ignore
     captured = case.captured(microbatch)
-    graph = styled(case, captured, 1, divided)
+    graph = styled(case, captured, Axes(), divided)
     return graph, roofline(graph, cluster.devices[0])
 
 

@@ -49,8 +49,11 @@ def engine_on(places: list[str] | None) -> outsize.Engine:
     model = build() if places else build().to("sim:0")
     x, y = (x, y) if places else (x.to("sim:0"), y.to("sim:0"))
     given: dict[str, Any] = {"loss_fn": F.mse_loss, "target": y, "optimizer": adamw}
-    how = {"cluster": "2xcpu", "stages": 2, "microbatches": MICROBATCHES}
+    how = {"cluster": "2xcpu", "stages": 2, "microbatches": MICROBATCHES, "schedule": "gpipe"}
     plan = outsize.plan(model, (x,), loss_fn=F.mse_loss, target=y, **how)  # pyright: ignore[reportArgumentType]
+    halves = zip(plan.stages, (("0-5",), ("6-11", "mse_loss")), strict=True)
+    stages = tuple(stage.model_copy(update={"units": units}) for stage, units in halves)
+    plan = plan.model_copy(update={"stages": stages})
     return outsize.parallelize(model, (x,), plan=plan, devices=places, **given)
 
 

@@ -101,7 +101,8 @@ def test_block_by_block_where_no_stage_fits_as_a_whole() -> None:
     full = search(ask.model_copy(update={"recompute": "full"}), models, cluster)
     assert all(full.recompute_of(stage) == "selective" for stage in range(2)), "block by block"
     plan = search(ask, models, cluster)
-    assert all(plan.recompute_of(stage) == "selective" for stage in range(2))
+    assert "selective" in {plan.recompute_of(stage) for stage in range(2)}
+    assert plan.expected.step_s <= full.expected.step_s
     priced = price(plan, *models[3], cluster)
     assert peak_bytes(priced) == peak_bytes(plan)
     found = compare(reference("gpt2", 3, True), split_run("gpt2", plan, dropout=True))

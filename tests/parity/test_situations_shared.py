@@ -154,7 +154,7 @@ def test_check_says_when_the_cache_of_autocast_is_not_shared() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         verdict = outsize.check(model, (x,), **options)
     assert not verdict.bit_equal
-    assert verdict.grad_diff < 1e-2
+    assert verdict.grad_diff < 2**-5  # a few roundings to bfloat16
     assert any("cache_enabled=False) is bit-equal" in note for note in verdict.notes)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         assert outsize.check(model, (x,), **options).bit_equal

@@ -68,7 +68,8 @@ def test_a_reader_removes_what_a_killed_process_has_left(tmp_path: Path) -> None
     reused = root / f"{os.getpid()}-1000.00"
     reused.mkdir()
     process.send_signal(signal.SIGKILL)
-    assert live_runs(root) == []  # dead, though nobody has waited for it
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert live_runs(root) == []  # dead, though nobody has reaped it
     process.wait()
     assert not run.path.exists()
     assert not root.exists()

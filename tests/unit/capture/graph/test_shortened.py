@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from outsize.api.problem import CostSource, styled
 from outsize.capture.graph.shortened import LAYERS, Stacks
 from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Axes
 from outsize.train.measure.training_case import TrainingCase, as_batch
 
 WIDTH, LENGTH, COUNT = 8, 6, 18
@@ -92,7 +93,7 @@ def test_figures_of_a_few_layers_are_those_of_all(precision: str, monkeypatch: p
     monkeypatch.undo()
     for samples in sizes:
         fresh = case(asked.module).under(precision)
-        expected = styled(fresh, fresh.captured(samples), 1, True)
+        expected = styled(fresh, fresh.captured(samples), Axes(), True)
         assert without_numbers(derived[samples]) == without_numbers(expected)
 
 

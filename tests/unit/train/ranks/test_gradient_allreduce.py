@@ -69,7 +69,8 @@ def test_buckets_leave_within_the_last_backward(
 
 
 def test_a_step_that_fails_leaves_gradients_as_they_were(group: dist.ProcessGroup) -> None:
-    replicas, weight = ReplicaGroup(RankGroup(group, group)), nn.Parameter(torch.ones(2))
+    ranks, weight = RankGroup(group, group), nn.Parameter(torch.ones(2))
+    replicas = ReplicaGroup(ranks, ranks)
     replicas.gradients._first = False
     weight.grad = torch.tensor([1.0, 2.0])
 
