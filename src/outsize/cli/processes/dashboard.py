@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Final, final
+from typing import Any, Final, final
 
 from outsize.errors import BadOption
 from outsize.files.run_folders import TIMELINE, WATCHED, RunFolder
@@ -98,9 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 10.0
 
-    def __init__(self, history: RunHistory, token: str, *request: object) -> None:
+    def __init__(self, history: RunHistory, token: str, *request: Any) -> None:
         self._history, self._token = history, token
-        super().__init__(*request)  # type: ignore[arg-type]
+        super().__init__(*request)
 
     def do_GET(self) -> None:
         """Sends a page, a part of it, or metrics; 404 for anything else."""

@@ -20,7 +20,7 @@ CAUSES: Final = ("weights", "gradients", "optimizer", "activations", "boundary")
 
 @final
 class RunLaunch(Record):
-    """What a launcher has started: its process, what the user typed, and how many processes there may be.
+    """Holds what a launcher has started: its process, what the user typed, how many processes there may be.
 
     `least` and `most` are those of this machine; they differ where the number may change.
     """

@@ -38,7 +38,7 @@ class LossPoint:
 @final
 @dataclass(frozen=True, slots=True)
 class LiveFacts:
-    """What the page shows of a run: its state, its latest measured step, and its losses so far."""
+    """Holds what the page shows of a run: its state, its latest measured step, and its losses so far."""
 
     run: RunOnMachine
     timeline: Timeline | None = None

@@ -58,7 +58,7 @@ def begin_over(root: Path, step: int, files: FileSystem = DISK) -> Path:
 @final
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank has written in its last copy: the kinds of its chunks, their files, and their facts."""
+    """Holds what a rank wrote in its last copy: the kinds of its chunks, their files, and their facts."""
 
     kinds: tuple[Any, ...]
     files: tuple[PartFile, ...]
