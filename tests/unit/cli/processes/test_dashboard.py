@@ -82,7 +82,9 @@ def test_losses_are_kept_from_the_first_on(tmp_path: Path) -> None:
     assert steps == sorted(set(steps))
     run.put(run_folders.STATE, STATE.model_copy(update={"step": 100}).to_json())  # back to a checkpoint
     history.look()
-    assert max(point.step for point in history.facts().losses) == 100  # type: ignore[union-attr]
+    facts = history.facts()
+    assert facts is not None
+    assert max(point.step for point in facts.losses) == 100
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
