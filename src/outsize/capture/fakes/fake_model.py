@@ -168,8 +168,13 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None 
     It is made as the mode makes it for torch.empty_strided, without torch's dispatch.
     """
     with torch._C._DisableTorchDispatch():
-        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return FakeTensor(mode, memory, device or tensor.device, requires_grad=tensor.requires_grad)
+        memory = torch.empty_strided(
+            *(tensor.shape, tensor.stride()),
+            dtype=tensor.dtype,
+            device="meta",
+            requires_grad=tensor.requires_grad,  # The fake has it from here; torch 2.11's takes no argument.
+        )
+        return FakeTensor(mode, memory, device or tensor.device)
 
 
 def _holds_tensor(value: Any) -> bool:
