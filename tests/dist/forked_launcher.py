@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -90,6 +91,7 @@ def launch_in_fork(
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         os.chdir(folder)
         os.environ.update(env or {})
+        tempfile.tempdir = None  # It is found anew, by TMPDIR.
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits an ignored one
         code = run_script(argv, nproc, options=options)
     except BaseException as error:

@@ -315,7 +315,7 @@ def test_a_killed_launcher_leaves_no_folder(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     launcher = start(JOINED + "Path(f'in{rank}').touch()\ntime.sleep(60)")
     launcher.wait_for("in0", "in1")
     (folder,) = (tmp_path / "temporary").glob("outsize-*")

@@ -49,7 +49,8 @@ def test_a_run_is_seen_and_a_killed_one_leaves_nothing(tmp_path: Path) -> None:
             assert time.monotonic() < end_s, (tmp_path / "said").read_text()
             time.sleep(0.3)
             seen = runs(env)
-        (run,) = seen
+        assert len(seen) == 1, seen
+        run = seen[0]
         assert run["launch"]["pid"] == launcher.pid
         assert str(WORKER) in run["launch"]["command"]
         assert [device["rank"] for device in run["state"]["devices"]] == [0, 1]

@@ -25,6 +25,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -164,6 +165,7 @@ def _forget_the_test() -> None:
     for name, module in list(sys.modules.items()):
         if _is_program(name) or (getattr(module, "__file__", None) or "").startswith(TESTS):
             del sys.modules[name]
+    tempfile.tempdir = None  # It is found anew, by this program's TMPDIR.
     logging.root.handlers.clear()
     logging.root.setLevel(logging.WARNING)
     warnings.resetwarnings()

@@ -12,10 +12,11 @@ import pytest
 from forked_python import forked_interpreters
 
 SCRIPT = """
-import atexit, os, signal, sys, warnings
+import atexit, os, signal, sys, tempfile, warnings
 print(__name__, os.path.basename(__file__), sys.argv[1:], sys.path[0] == os.path.dirname(__file__))
 print(os.getcwd(), os.environ.get("GIVEN"), os.environ.get("HIDDEN"), "pytest" in sys.meta_path.__repr__())
 interrupted = signal.getsignal(signal.SIGINT)
+print(tempfile.gettempdir() == os.environ["TMPDIR"])
 print(signal.getsignal(signal.SIGTERM), getattr(interrupted, "__name__", interrupted), sys.stdin.read())
 print(os.getsid(0) == os.getpid(), sorted(int(fd) for fd in os.listdir("/proc/self/fd"))[:3])
 atexit.register(print, "handler")
@@ -30,10 +31,11 @@ sys.exit({"number": 3, "text": "no data", "none": None}[sys.argv[1]])
 
 
 def ended(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    env = {name: value for name, value in os.environ.items() if name != "HIDDEN"}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "HIDDEN"} | {"GIVEN": "yes"},
+        env=env | {"GIVEN": "yes", "TMPDIR": str(folder)},
         input="typed",
         capture_output=True,
         text=True,
@@ -53,6 +55,7 @@ def test_a_script_sees_and_leaves_the_same(
     expected = ended(tmp_path, "script.py", ending)
     with forked_interpreters():
         assert ended(tmp_path, "script.py", ending) == expected
+    assert expected[1].splitlines()[2] == "True"  # The folder for temporary files is that of TMPDIR.
     assert expected[0] == {"raise": 1, "kill": -signal.SIGTERM, "number": 3, "text": 1, "none": 0}[ending]
 
 
