@@ -7,6 +7,7 @@ run on one machine stays on the loopback interface: the meeting port, gloo and N
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import math
@@ -245,7 +246,7 @@ def _run(spec: LaunchSpec, folder: Path, run: RunFolder | None, wanted: WantedSi
             show = _reporter(spec, config.max_restarts, codes)
             size = spec.least, spec.nproc_per_node
             attempts = Attempts(show, _say, wanted, *size, server, meeting, secret)
-            agent = Agent(worker, logs, config.shutdown_timeout or 0, attempts)
+            agent = Agent(worker, logs, args.shutdown_timeout, attempts)
             stack.callback(agent.kill)  # whatever happens below, nothing is left running
             result: Any = agent.run()
             if agent.failure is not None:
@@ -279,10 +280,9 @@ def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
 
     Raises BadOption.
     """
-    from torch.distributed.run import config_from_args, get_args_parser
+    from torch.distributed.run import config_from_args
 
-    parser = get_args_parser()
-    parser.exit_on_error = False
+    parser = _parser()
     try:
         args = parser.parse_args([*spec.options, "--nproc-per-node", "1", spec.argv[0]])
         _check_meeting(args)
@@ -305,6 +305,19 @@ def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
         spec.nproc_per_node
     )  # set afterwards: with more than one, torchrun sets OMP_NUM_THREADS
     return args, config
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Returns torchrun's parser, with what torch 2.11's lacks: a time to end in, and a port that nobody set."""
+    from torch.distributed.argparse_util import env
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    with contextlib.suppress(argparse.ArgumentError):  # A newer torch has the option.
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", action=env, type=int)
+    parser.set_defaults(master_port=os.environ.get("PET_MASTER_PORT"))
+    return parser
 
 
 def _check_meeting(args: Any) -> None:
