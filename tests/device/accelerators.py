@@ -14,6 +14,8 @@ ORDERS: Final = ("lazy", "seed1")
 """How the streams of the simulated device run; conftest.py reads the name from the id of a test."""
 WHILE_IT_WORKS: Final = ("eager",)
 """For bounds of memory, which hold where the device works while the host goes on."""
+SPLITS_GROUPS: Final = torch.__version__ >= "2.13"
+"""dist.split_group of torch 2.11 is for groups of CUDA alone."""
 
 
 def everywhere(cuda: Any = "cuda", sim: Any = "sim", orders: tuple[str, ...] = ORDERS) -> list[Any]:

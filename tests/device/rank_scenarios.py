@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerators import SPLITS_GROUPS
 from test_schedule_matrix import BATCH, COUNT, LOSS, SEED, STEPS, built, captured, plan_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -375,10 +376,11 @@ def group_rules(world: World) -> dict[str, Any]:
         total = value()
         dist.all_reduce(total, group=pair)
         keep("new_group", total)
-    halves = dist.split_group(split_ranks=[list(range(size // 2)), list(range(size // 2, size))])
-    total = value()
-    dist.all_reduce(total, group=halves)
-    keep("split_group", total)
+    if SPLITS_GROUPS:
+        halves = dist.split_group(split_ranks=[list(range(size // 2)), list(range(size // 2, size))])
+        total = value()
+        dist.all_reduce(total, group=halves)
+        keep("split_group", total)
     objects: list[Any] = [None] * size
     dist.all_gather_object(objects, rank)
     dist.barrier()

@@ -79,6 +79,8 @@ def _define_missing_operators() -> None:
     if package is None or _is_defined("nms"):
         return
     reason = _load_compiled_part(list(package.submodule_search_locations or ()))
+    if not reason:
+        return  # It has what its own import looks up; in torchvision 0.26 that is nms alone.
     missing = [name for name in _OPERATORS_WANTED_AT_IMPORT if not _is_defined(name)]
     for name in missing:
         torch.library.define(f"torchvision::{name}", _NMS_SCHEMA)

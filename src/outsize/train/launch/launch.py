@@ -308,7 +308,7 @@ def _config(spec: LaunchSpec, folder: Path) -> tuple[Any, LaunchConfig]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Returns torchrun's parser, with what torch 2.11's lacks: a time to end in, and a port that nobody set."""
+    """Returns torchrun's parser, which in torch 2.11 has no time to end in and always a port."""
     from torch.distributed.argparse_util import env
     from torch.distributed.run import get_args_parser
 
