@@ -19,6 +19,7 @@ from outsize.ir.answers.fit import DeviceFit, Fit, PlanSearched
 from outsize.ir.cluster import Cluster, parse_cluster
 from outsize.ir.plan import Axes, Plan, Stage
 from outsize.planner.memory.headroom import least
+from outsize.planner.search import search
 
 BATCH = 8
 SHARES = (1.1, 0.75, 0.4, 0.1)
@@ -200,3 +201,22 @@ def test_the_smallest_microbatches_are_tried_before_other_axes() -> None:
     answer, plan = outsize.fit(model, batch, cluster=where), outsize.plan(model, batch, cluster=where)
     assert answer.answer == "YES"
     assert (plan.axes, plan.microbatches) == (Axes(pp=2), 128)
+
+
+def test_a_fit_does_not_look_for_what_a_pipeline_lacks_that_it_has_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own answer says that; a plan and axes of one's own have the sentence alone."""
+    where, asked = cluster("2xcpu", 0.3 * whole_bytes("tagger", "cpu")), list[Any]()
+    explained = search.no_feasible_plan
+
+    def counted(*wishes: Any) -> NoFeasiblePlan:
+        asked.append(wishes)
+        return explained(*wishes)
+
+    monkeypatch.setattr(search, "no_feasible_plan", counted)
+    assert not outsize.fit(*subject("tagger"), cluster=where).fits
+    assert not asked
+    assert outsize.fit(*subject("tagger"), cluster=where, tp=2).refused is not None
+    assert planned("tagger", where) is None
+    assert len(asked) >= 2

@@ -143,15 +143,23 @@ def plan(
 
 
 def plan_case(
-    case: TrainingCase, request: PlanRequest, cluster: Cluster, source: CostSource
+    case: TrainingCase,
+    request: PlanRequest,
+    cluster: Cluster,
+    source: CostSource,
+    *,
+    explains: bool = True,
 ) -> tuple[SearchProblem, Plan]:
-    """Returns the best plan, and the problem that it solves; `search` says what is tried in which order."""
+    """Returns the best plan, and the problem that it solves; `search` says what is tried in which order.
+
+    Unless it `explains`, nothing says what pipelines lack that do not fit. Raises as `search`.
+    """
     if request.objective == "cost":
         return _cheapest_case(case, request, cluster, source)
     _insist_on_common_casts(request, cluster)
     problem = SearchProblem.of(case, request, cluster, source)
     smallest = functools.partial(problem.with_smallest, case, source)
-    return problem, search(request, problem.candidates, cluster, smallest)
+    return problem, search(request, problem.candidates, cluster, smallest, explains=explains)
 
 
 def _cheapest_case(
@@ -214,7 +222,8 @@ def fit(
     if judged is not None and judged.fits:
         return judged
     try:
-        _, plan = plan_case(case, request, cluster, CostSource())
+        # The account of pipelines is `judged` already, and says more than a refusal.
+        _, plan = plan_case(case, request, cluster, CostSource(), explains=judged is None)
     except (NoFeasiblePlan, TooManyStages) as refused:
         return judged or _fitted(case, request, refused, cluster)
     return with_plan(judged, plan, cluster) if judged else _fitted(case, request, plan, cluster)
@@ -232,11 +241,12 @@ def asked_alone(case: TrainingCase, request: PlanRequest, cluster: Cluster, *, s
     single = len(cluster.devices) == 1 and request.recompute != "full"
     if judged is not None and (judged.fits or single or not searched):
         return judged
+    told = judged is None or request.recompute == "full"
+    asked = request.without_axis_search if named else request
     try:
-        _, plan = plan_case(case, request.without_axis_search if named else request, cluster, CostSource())
+        _, plan = plan_case(case, asked, cluster, CostSource(), explains=told)
     except (NoFeasiblePlan, TooManyStages) as refused:
-        whole = judged is not None and request.recompute != "full"
-        return judged if judged and whole else _fitted(case, request, refused, cluster)
+        return judged if judged and not told else _fitted(case, request, refused, cluster)
     if judged is None:
         return _fitted(case, request, plan, cluster)
     answer = with_plan(judged, plan, cluster)

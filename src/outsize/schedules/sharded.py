@@ -78,24 +78,39 @@ def _reduced(row: Sequence[Action]) -> Iterator[Action]:
 
 def _row(row: Sequence[Action], needs: Needs, once: bool) -> Iterable[Action]:
     next_uses = _coming([needs[a.stage] for a in row if a.kind in COMPUTE and needs[a.stage]], once)
-    whole, following = frozenset[int](), list[Action]()
+    whole, following = frozenset[int](), tuple[Action, ...]()
+    known: dict[_Turn, _Moves] = {}  # Microbatches repeat each other.
     for action in row:
         if action.kind not in SENDS:
             yield from following
-            following = []
+            following = ()
         if action.kind in COMPUTE and needs[action.stage]:
-            needed, (needed_next, stay_whole) = needs[action.stage], next(next_uses)
-            yield from (
-                Action(stage, Kind.UNSHARD)
-                for stage in (*sorted(needed - whole), *sorted(needed_next - needed - whole))
-            )
-            following = [Action(stage, Kind.RESHARD) for stage in sorted((whole | needed) - stay_whole)]
-            last = not once or action.stage not in stay_whole
-            if action.kind in (Kind.B, Kind.W) and action.stage in needed and last:
-                following.insert(0, Action(action.stage, Kind.REDUCE_GRAD))
-            whole = (whole | needed | needed_next) & stay_whole
+            turn = action.kind, action.stage, whole, *next(next_uses)
+            if turn not in known:
+                known[turn] = _moves(turn, needs[action.stage], once)
+            before, following, whole = known[turn]
+            yield from before
         yield action
     yield from following
+
+
+_Turn = tuple[Kind, int, frozenset[int], frozenset[int], frozenset[int]]
+"""Is a compute action's kind and stage, the stages that are whole before it, those that the next use needs,
+and those that stay whole after it.
+"""
+_Moves = tuple[tuple[Action, ...], tuple[Action, ...], frozenset[int]]
+"""Is what comes before a compute action and what follows it, and the stages that are whole then."""
+
+
+def _moves(turn: _Turn, needed: frozenset[int], once: bool) -> _Moves:
+    kind, own, whole, needed_next, stay_whole = turn
+    gathered = *sorted(needed - whole), *sorted(needed_next - needed - whole)
+    following = [Action(stage, Kind.RESHARD) for stage in sorted((whole | needed) - stay_whole)]
+    last = not once or own not in stay_whole
+    if kind in (Kind.B, Kind.W) and own in needed and last:
+        following.insert(0, Action(own, Kind.REDUCE_GRAD))
+    before = tuple(Action(stage, Kind.UNSHARD) for stage in gathered)
+    return before, tuple(following), (whole | needed | needed_next) & stay_whole
 
 
 def _coming(uses: Sequence[frozenset[int]], once: bool) -> Iterator[tuple[frozenset[int], frozenset[int]]]:

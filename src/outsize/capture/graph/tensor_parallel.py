@@ -103,6 +103,6 @@ def _share_of(
         return float(split)
     divided = derived.shares.keys()
     sharded = (
-        size for size, slots in entries if slots.isdisjoint(gathered) and not slots.isdisjoint(divided)
+        size for size, slots in entries if slots.isdisjoint(gathered) and not divided.isdisjoint(slots)
     )
     return sum(sharded) / whole

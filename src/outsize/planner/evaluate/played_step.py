@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Final, final
 
 import numpy as np
@@ -285,6 +285,8 @@ def _overlaps(device: Device) -> bool:
     return host_link(device) is not None
 
 
+# Cuts that are compared differ in a stage or two. The last tables stay alive.
+@lru_cache(maxsize=128)
 def stage_cost(case: PricedModel, first: int, end: int) -> StageCost:
     """Returns the costs of the units first..end-1. Gradients of weights that an earlier stage owns are sent
     to it, so they are computed with those of the inputs.
@@ -298,9 +300,12 @@ def stage_cost(case: PricedModel, first: int, end: int) -> StageCost:
     return StageCost(forward_s, backward_s, max(0.0, weight_s - float(sent_s)), split_s)
 
 
-def _sent_gradients(flows: Iterable[Flow], first: int, end: int) -> set[int]:
-    """Returns the units of a stage that use a trained parameter of an earlier one."""
-    tied = (flow.consumers for flow in flows if flow.step and flow.gradient and flow.producer < first)
+def _sent_gradients(flows: Sequence[Flow], first: int, end: int) -> set[int]:
+    """Returns the units of a stage that use a trained parameter of an earlier one; parameters come last among
+    the flows.
+    """
+    shared = takewhile(lambda flow: flow.step, reversed(flows))
+    tied = (flow.consumers for flow in shared if flow.gradient and flow.producer < first)
     return {unit for consumers in tied for unit in consumers if first <= unit < end}
 
 

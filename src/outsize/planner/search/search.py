@@ -107,24 +107,39 @@ def search(
     candidates: Candidates,
     cluster: Cluster,
     smallest: Callable[[], Candidates] = dict,
+    *,
+    explains: bool = True,
 ) -> Plan:
     """Returns the fastest plan that fits; `candidates` map microbatches -> model at batch / microbatches
     samples.
 
-    `smallest` returns the model at its smallest microbatches, which are tried before the host. Raises
-    TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices than stages, or
-    when nothing was captured for the microbatches asked for.
+    `smallest` returns the model at its smallest microbatches, which are tried before the host. Unless it
+    `explains`, what pipelines lack that do not fit is not looked for: neither the plan nor NoFeasiblePlan
+    says it. Raises TooFewSamples, TooManyStages, NoFeasiblePlan, and BadOption when there are fewer devices
+    than stages, or when nothing was captured for the microbatches asked for.
     """
     found = _open(request, candidates, cluster)
     mesh = _mesh(request, found, candidates, cluster)
     most_s = inf if mesh is None or mesh.expected is None else BITS * mesh.expected.step_s
     try:
-        given_plan = _with_given_axes(request.without_axis_search, candidates, cluster, most_s)
+        given_plan = _with_given_axes(
+            request.without_axis_search, candidates, cluster, most_s, explains=explains
+        )
     except (BadOption, NoFeasiblePlan, TooManyStages) as refused:
         if mesh is not None:
             return _refusing_pipelines(mesh, refused)
-        return _instead(refused, request, candidates, found, cluster, smallest)
+        finer = _finer(request, smallest(), cluster) if isinstance(refused, NoFeasiblePlan) else None
+        return finer or _instead(refused, request, candidates, found, cluster)
     return given_plan if mesh is None else faster(given_plan, mesh)
+
+
+def _finer(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> Plan | None:
+    """Returns a pipeline of these microbatches; None where it does not fit."""
+    for count, model in candidates.items():
+        finer = request.without_axis_search.model_copy(update={"microbatches": count})
+        with suppress(NoFeasiblePlan):
+            return _with_given_axes(finer, {count: model}, cluster, explains=False)
+    return None
 
 
 def _instead(
@@ -133,18 +148,11 @@ def _instead(
     candidates: Candidates,
     found: tuple[SearchResult, CostTables],
     cluster: Cluster,
-    smallest: Callable[[], Candidates],
 ) -> Plan:
-    """Returns a pipeline of the smallest microbatches, because the others were `refused` and no mesh was
-    `found`; else a plan with weights on the host.
+    """Returns a plan with weights on the host, because pipelines were `refused` and no mesh was `found`.
 
     Raises the refusal where nothing fits.
     """
-    if isinstance(refused, NoFeasiblePlan):
-        for count, model in smallest().items():
-            finer = request.without_axis_search.model_copy(update={"microbatches": count})
-            with suppress(NoFeasiblePlan):
-                return _with_given_axes(finer, {count: model}, cluster)
     plan = _hosted(request, candidates, *found, cluster) if request.may_use_hosts(cluster) else None
     if plan is None:
         closed = len(cluster.devices) > 1 and not request.searches_axes
@@ -158,11 +166,17 @@ def _refusing_pipelines(plan: Plan, refused: OutsizeError) -> Plan:
 
 
 def _with_given_axes(
-    request: PlanRequest, candidates: Candidates, cluster: Cluster, most_s: float = inf
+    request: PlanRequest,
+    candidates: Candidates,
+    cluster: Cluster,
+    most_s: float = inf,
+    *,
+    explains: bool = True,
 ) -> Plan:
     """Searches only the axes that were given, and parallel branches where the graph has any.
 
-    A plan that takes longer than `most_s` is not compared with others.
+    A plan that takes longer than `most_s` is not compared with others. What stages lack where nothing fits is
+    said where it `explains`.
     """
     if request.schedule == CUSTOM.name:
         run_plan = _by_runs(request.model_copy(update={"schedule": DEFAULT.name}), candidates, cluster)
@@ -170,9 +184,9 @@ def _with_given_axes(
         return with_schedule(run_plan, request.actions, *model, cluster)
     free = request.schedule is None and not request.has_group_axes and not request.inference
     if request.schedule != COMPOSED.name and not free:
-        return _by_runs(request, candidates, cluster, most_s)
+        return _by_runs(request, candidates, cluster, most_s, explains=explains)
     named = request.model_copy(update={"schedule": None})
-    plan = _by_runs(named, candidates, cluster, most_s)
+    plan = _by_runs(named, candidates, cluster, most_s, explains=explains)
     composed = _composed(request, plan, candidates, cluster)
     if composed is plan or _takes_longer(composed, most_s) or not _takes_longer(plan, most_s):
         return composed
@@ -198,10 +212,18 @@ def _composed(request: PlanRequest, plan: Plan, candidates: Candidates, cluster:
     )
 
 
-def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster, most_s: float = inf) -> Plan:
+def _by_runs(
+    request: PlanRequest,
+    candidates: Candidates,
+    cluster: Cluster,
+    most_s: float = inf,
+    *,
+    explains: bool = True,
+) -> Plan:
     """Returns the fastest plan whose stages are runs of the model's own order.
 
-    Where it takes longer than `most_s` its layout is not compared with others.
+    Where it takes longer than `most_s` its layout is not compared with others. Raises NoFeasiblePlan, which
+    says what would fit where it `explains`.
     """
     if request.weights in HOSTED:
         check_hosted(request, [graph for graph, _ in candidates.values()], cluster)
@@ -224,6 +246,12 @@ def _by_runs(request: PlanRequest, candidates: Candidates, cluster: Cluster, mos
         return plan
     if request.schedule is not None and request.weights not in HOSTED and not layouts:
         raise no_layout(request.schedule, request, asked, cluster)
+    if not explains:
+        raise NoFeasiblePlan(
+            "no pipeline fits these devices",
+            numbers=f"cluster {cluster.name!r} has {len(cluster.devices)} devices",
+            next_step="outsize fit, which says what would have to change",
+        )
     raise _nothing_fits(request, candidates, layouts, tables, cluster)
 
 

@@ -51,6 +51,7 @@ Nodes = NDArray[np.int64]
 CODES: Final = {Kind.F: 0, Kind.B: 1, Kind.I: 2, Kind.W: 3}
 COLLECTIVES: Final = frozenset({Kind.UNSHARD, Kind.REDUCE_GRAD})
 COPIES: Final = frozenset({Kind.OFFLOAD_F, Kind.FETCH_B})
+MOVES: Final = COLLECTIVES | COPIES
 NOBODY: Final = -1
 LAST: Final = -2
 # Array operations pay from this many nodes a level, and from this many in all.
@@ -201,15 +202,16 @@ class _Building:
         arcs, compute = list[tuple[int, int]](), 0
         for rank, row in enumerate(self._schedule.actions):
             queues = _MoveQueues(waits, arcs)
-            last = {action: at for at, action in enumerate(row) if action.kind is Kind.REDUCE_GRAD}
+            last = {action.stage: at for at, action in enumerate(row) if action.kind is Kind.REDUCE_GRAD}
             for at, (action, following) in enumerate(_with_following(row)):
                 if action.kind in COMPUTE:
                     queues.compute(action, compute)
                     compute += 1
-                elif action.kind in COLLECTIVES | COPIES:
+                elif action.kind in MOVES:
                     queues.launch(action, following, self._nodes)
                     self._moves.append((rank, "load", action))
-                    cost = action.kind, action.stage, LAST if last.get(action) == at else NOBODY
+                    is_last = action.kind is Kind.REDUCE_GRAD and last[action.stage] == at
+                    cost = action.kind, action.stage, LAST if is_last else NOBODY
                     kinds.append(len(self.costs) + place.setdefault(cost, len(place)))
                     self._nodes += 1
         self.costs += place

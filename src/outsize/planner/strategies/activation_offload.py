@@ -7,8 +7,10 @@ share one are not slowed down by each other here. A CPU copies within its own me
 overlaps, so there it must be asked for.
 
 The layouts that were fastest with recompute are cut again, each stage without it where that fits and
-otherwise with its activations on the host. The result must be faster by more than the error of a prediction,
-so no plan becomes slower; layouts that were not cut again are unknown, and such a plan has no gap.
+otherwise with its activations on the host. Of those that are played within NEAR of what they have to beat the
+best one is moved unit by unit; moves of one unit do not bring others below it. The result must be faster by
+more than the error of a prediction, so no plan becomes slower; layouts that were not cut again are unknown,
+and such a plan has no gap.
 Complexity: TRIED partitions. Oracle: tests/unit/planner/strategies/test_strategies_activation_offload.py.
 """
 
@@ -31,6 +33,8 @@ from outsize.planner.layout.layout import Layout
 from outsize.planner.partition.stage_prices import StagePrices
 
 TRIED: Final = 8
+# A cut whose step is this many times as long as what it has to beat is not moved.
+NEAR: Final = 4 / 3
 
 
 def or_offloaded(
@@ -94,7 +98,7 @@ def offload_reasons(estimate: Estimate) -> Iterator[ActivationsOffloaded]:
 
 
 def _offload_options(layout: Layout, tables: CostTables, most_s: float) -> Iterator[Estimate]:
-    """Yields the best cuts of a layout that fit, where a step may be as short as `most_s`."""
+    """Yields the best cuts of a layout that fit, where a step may be as short as `most_s` and is near it."""
     if layout.hosted or tables.floor_without_memory_s(layout) > most_s:
         return
     for pipeline in tables.pipelines(layout, ("none", "offload")):
@@ -102,6 +106,8 @@ def _offload_options(layout: Layout, tables: CostTables, most_s: float) -> Itera
         if max(prices.least_busy_s(), prices.floor_below(most_s)) > most_s:
             continue
         cut = prices.split()
-        candidate = None if cut is None else estimate_cut(pipeline, cut.bounds, cut.choices)
-        if candidate is not None and candidate.may_be_chosen:
+        if cut is None or pipeline.busy_s(cut.bounds, cut.choices) > NEAR * most_s:
+            continue
+        candidate = estimate_cut(pipeline, cut.bounds, cut.choices)
+        if candidate.may_be_chosen and candidate.step_s <= NEAR * most_s:
             yield candidate

@@ -132,31 +132,50 @@ def _round_robin(
     A plan's bound is its compute alone, then its step without copies; only what may win is played with them.
     """
     known = cache(lambda count, cut: HostedStages.of(*candidates[count], cut, request.optimizer))
-    plans = sorted(_plans(request, candidates, cluster, recomputes), key=itemgetter(0))
-    queue = [(least_s, place) for place, (least_s, *_) in enumerate(plans)]
+    planned = cache(lambda pp, count, cut: _plan(request, candidates[count][0], cluster, (pp, count, cut)))
+    choices = sorted(_choices(request, candidates, cluster, recomputes), key=itemgetter(0))
+    queue = [(choice.least_s, place) for place, choice in enumerate(choices)]
     estimates, fitting, best_s = dict[int, Estimate](), list[tuple[int, float]](), inf
+
+    def plan_at(place: int) -> Plan:
+        choice = choices[place]
+        changes = {"weights": choice.weights, "recompute": "full" if choice.recomputes else "none"}
+        return planned(choice.pp, choice.microbatches, choice.cut).model_copy(update=changes)
+
     while queue and queue[0][0] <= CLOSE * best_s:
         least_s, place = heappop(queue)
-        _, plan, cut = plans[place]
-        blocks = known(plan.microbatches, cut)
+        choice = choices[place]
+        blocks = known(choice.microbatches, choice.cut)
         if place in estimates:
             played = _with_copies(estimates.pop(place), blocks, cluster)
             fitting.append((place, played.step_s))
             best_s = min(best_s, played.step_s)
-        elif (candidate := _without_copies(plan, blocks, cluster)).fits:
+        elif (candidate := _without_copies(plan_at(place), blocks, cluster)).fits:
             estimates[place] = candidate
             heappush(queue, (max(least_s, candidate.step_s), place))
-    close = [plans[place][1] for place, step_s in sorted(fitting) if step_s <= CLOSE * best_s]
+    close = [plan_at(place) for place, step_s in sorted(fitting) if step_s <= CLOSE * best_s]
     if not close:
         return None
     plan = min(close, key=lambda plan: (plan.axes.pp, len(plan.stages), OF_SEVERAL.index(plan.weights)))
     return priced(plan, *candidates[plan.microbatches], cluster)
 
 
-def _plans(
+@final
+class _Choice(NamedTuple):
+    """Is a plan that may be made, with a lower bound of its seconds (all devices computing) and its cut."""
+
+    least_s: float
+    pp: int
+    microbatches: int
+    cut: tuple[int, ...]
+    weights: Weights
+    recomputes: bool
+
+
+def _choices(
     request: PlanRequest, candidates: Mapping[int, Model], cluster: Cluster, recomputes: Sequence[bool]
-) -> Iterator[tuple[float, Plan, tuple[int, ...]]]:
-    """Yields plans, each with a lower bound of its seconds (all devices computing), and its cut."""
+) -> Iterator[_Choice]:
+    """Yields the plans that the request allows."""
     devices = len(cluster.devices)
     degrees: list[Weights] = [w for w in OF_SEVERAL if request.weights in (None, w)]
     applicable = request.schedule in (None, LAYER_BY_LAYER.name) and not request.has_group_axes
@@ -164,23 +183,23 @@ def _plans(
     if not applicable or any(host_link(device) is None for device in cluster.devices):
         return
     sizes = [p for p in range(2, devices + 1) if request.stages == p or not (request.stages or devices % p)]
-    for pp, (count, model) in product(sizes, candidates.items()):
-        if model[0].form == "tape" and request.total_microbatches in (None, count):
-            seconds, cuts = UnitSeconds.of(model[1]), dict.fromkeys(_cut(*model, pp, most) for most in MOST)
-            for cut in filter(None, cuts):
-                made = _plan(request, model[0], cluster, (pp, count, cut))
-                for weights, recompute in product(degrees, recomputes):
-                    compute = seconds.recomputed() if recompute else seconds
-                    changes = {"weights": weights, "recompute": "full" if recompute else "none"}
-                    yield count * float(compute.total.sum()) / pp, made.model_copy(update=changes), cut
+    ends = cache(lambda count, most: block_ends(candidates[count][0], units_s(count), most))
+    units_s = cache(lambda count: UnitSeconds.of(candidates[count][1]))
+    for pp, (count, (graph, _)) in product(sizes, candidates.items()):
+        if graph.form == "tape" and request.total_microbatches in (None, count):
+            seconds = units_s(count)
+            cuts = dict.fromkeys(_cut(ends(count, max(most, pp)), seconds, pp) for most in MOST)
+            for cut, weights, recomputed in product(filter(None, cuts), degrees, recomputes):
+                compute = seconds.recomputed() if recomputed else seconds
+                least_s = count * float(compute.total.sum()) / pp
+                yield _Choice(least_s, pp, count, cut, weights, recomputed)
 
 
-def _cut(graph: ModelGraph, profile: Profile, pp: int, most: int) -> tuple[int, ...]:
+def _cut(ends: Sequence[int], seconds: UnitSeconds, pp: int) -> tuple[int, ...]:
     """Returns blocks, the same number for each device: the lightest neighbours are merged; () where that
     fails.
     """
-    seconds = UnitSeconds.of(profile)
-    cut = list(block_ends(graph, seconds, max(most, pp)))
+    cut = list(ends)
     while len(cut) > pp and (len(cut) - 1) % pp:
         work = seconds.merged(cut).total
         del cut[int(np.argmin(work[1:] + work[:-1])) + 1]

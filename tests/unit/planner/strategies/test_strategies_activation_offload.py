@@ -14,8 +14,11 @@ from outsize.ir.graph import ModelGraph
 from outsize.ir.hardware.devices import host_link
 from outsize.ir.plan import Plan, Recompute, ScheduleName, StageFigures
 from outsize.ir.profile import Profile
+from outsize.planner.evaluate.estimate import Estimate
+from outsize.planner.evaluate.local_search import polish
 from outsize.planner.search.evaluate_plan import price
 from outsize.planner.search.search import search
+from outsize.planner.strategies import activation_offload
 
 GB = 10**9
 UNITS, COUNT, KEPT, CROSSING, SMALL = 8, 8, GB // 10, GB // 1000, 1000
@@ -113,6 +116,21 @@ def test_it_is_chosen_where_it_is_faster_than_recompute() -> None:
     assert [offload.stages for offload in findings(heavy, ActivationsOffloaded)] == [(0,)]
     assert heavy.expected is not None
     assert heavy.expected.gap is None
+
+
+def test_a_cut_that_is_far_from_what_it_has_to_beat_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heavy units offload and are moved; of light ones the copies take many times the second forward."""
+    moved = list[Estimate]()
+
+    def seen(estimate: Estimate) -> Estimate:
+        moved.append(estimate)
+        return polish(estimate)
+
+    monkeypatch.setattr(activation_offload, "polish", seen)
+    for seconds, tries in ((0.1, 1), (1e-4, 0)):
+        moved.clear()
+        planned(model(seconds), cluster(1, round(UNITS * KEPT * COUNT / 2)))
+        assert len(moved) == tries
 
 
 def test_stages_with_room_keep_theirs() -> None:
