@@ -91,3 +91,9 @@ def test_statistics_of_the_whole_batch_want_one_microbatch_and_one_replica() -> 
 def test_a_record_that_contradicts_itself_cannot_be_made() -> None:
     with pytest.raises(BadOption, match="sequence_parallel=True, tp=1"):
         PlanRequest(batch_size=8, sequence_parallel=True, axes="pp")
+
+
+def test_eight_bits_are_refused_with_what_is_missing() -> None:
+    how: Any = {"precision": "fp8", "cluster": "2xh100"}
+    with pytest.raises(BadOption, match=r"Float8Linear are not counted.*convert_to_float8_training"):
+        outsize.plan(nn.Linear(4, 4), (torch.zeros(4, 4),), **how)

@@ -151,7 +151,7 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     own_batches: bool
     offload_folder: str | Path | None
     resume: str | Path | None
-    compiled: str | None
+    compiled: bool | str | None
     backend: str | None
     hang_timeout: float
     on_hang: OnHang
@@ -163,6 +163,7 @@ class ParallelizeOptions(CaseOptions, CostOptions, LayoutOptions, total=False):
     memory_share: float | None
 
 
+_EIGHT_BITS: Final = ("fp8", "float8")
 PLANNING: Final = frozenset({*LayoutOptions.__annotations__, *CostOptions.__annotations__})
 
 
@@ -191,6 +192,12 @@ def request_of(options: LayoutOptions, batch_size: int) -> PlanRequest:
         )
     if fields.get("bn") == "sync":
         fields.setdefault("microbatches", 1)  # statistics of the whole batch want it in one piece
+    if str(fields.get("precision")).startswith(_EIGHT_BITS):
+        raise BadOption(
+            f"precision={fields['precision']!r} is neither priced nor swapped in by outsize",
+            numbers="backwards of torchao's Float8Linear are not counted, so a plan would be too fast",
+            next_step="torchao.float8.convert_to_float8_training(model), and no precision",
+        )
     try:
         return PlanRequest.model_validate(fields)
     except ValidationError as error:

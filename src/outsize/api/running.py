@@ -36,6 +36,7 @@ from outsize.ir.answers.verdict import Verdict
 from outsize.ir.cluster import Cluster
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
+from outsize.planner.advice.compilation import BACKEND, compilation_of
 from outsize.planner.advice.utilisation import utilisation
 from outsize.planner.costs.roofline import roofline
 from outsize.planner.search.search import search
@@ -67,6 +68,8 @@ from outsize.train.ranks.tensor_parallel import insist_on_bits
 # A check without a plan splits a model into this many stages and microbatches.
 STAGES: Final = 2
 MICROBATCHES: Final = 4
+AUTO: Final = "auto"  # is decided when the plan is known
+_COMPILED: Final[dict[Any, str | None]] = {True: BACKEND, False: None, AUTO: None}
 
 
 @reads_options(ParallelizeOptions)
@@ -107,8 +110,9 @@ def parallelize(
     - `resume`: a folder of `engine.save`: goes on from its newest complete checkpoint, which may be of
       another layout; begins where there is none. Without a plan, that of the checkpoint is used if it fits.
     - `captures`: how many shapes of a microbatch keep their recorded programs.
-    - `compiled`: a backend of torch.compile for the stages' functions: "inductor" fuses kernels,
-      "aot_eager" keeps every bit.
+    - `compiled`: a backend of torch.compile for the stages' functions: "inductor" (or True) fuses kernels,
+      "aot_eager" keeps every bit. "auto" compiles where devices are expected to wait for their host
+      (`engine.compilation` says why), and runs a stage as it is where that fails. False (default): never.
     - `backend`: torch's name of the communication backend ("mpi", "nccl"); by default gloo for CPUs and the
       device's own. A process group that exists already is used as it is.
     - `hang_timeout`: after so many seconds without progress ranks find out whom they wait for (10, and five
@@ -162,7 +166,7 @@ def parallelize(
         plan,
         group,
         replace(
-            engine_options,
+            _decided(engine_options, options, case, plan),
             on_out_of_memory=None if room is None else partial(room.shrink, plan),
             callbacks=_callbacks(options, world, plan),
         ),
@@ -264,7 +268,20 @@ def _engine_options(options: ParallelizeOptions) -> EngineOptions:
     chosen: dict[str, Any] = {name: value for name, value in options.items() if name in read}
     if chosen.get("weights") is not None:
         chosen["weights"] = WeightFiles(chosen["weights"])
+    compiled = chosen.get("compiled")
+    chosen["compiled"] = _COMPILED.get(compiled, compiled)
     return EngineOptions(explain=utilisation, **chosen)
+
+
+def _decided(
+    engine_options: EngineOptions, options: ParallelizeOptions, case: TrainingCase, plan: Plan
+) -> EngineOptions:
+    """Returns the options with the answer to compiled="auto"."""
+    if options.get("compiled") != AUTO:
+        return engine_options
+    cluster = cluster_of(options.get("cluster") or plan.cluster)
+    compilation = compilation_of(case.captured(plan.microbatch_size).graph, plan, cluster.devices[0])
+    return replace(engine_options, compiled=compilation.backend, compilation=compilation)
 
 
 def _callbacks(options: ParallelizeOptions, world: World, plan: Plan) -> list[Callback]:

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from keyword import iskeyword
-from types import FrameType
-from typing import Any, Final, final
+from types import FrameType, FunctionType
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,27 @@ _LITERALS = (
 
 PLACES: Final = "_place_of_line"
 Function = Callable[..., Any]
-Compiler = Callable[[Function], Function]
+
+
+class Compiler(Protocol):
+    """Compiles a generated function, whose seeds come as one tensor of numbers instead of a callable."""
+
+    @property
+    def seed_at(self) -> Callable[[Tensor, int], object]:
+        """Seeds by one of the numbers, within the compiled graph."""
+        ...
+
+    @property
+    def seed_outside(self) -> Callable[[Tensor, int], object]:
+        """Seeds by one of the numbers, between two graphs."""
+        ...
+
+    def compile(self, function: Function, draws: Sequence[int], /) -> Function:
+        """Returns the compiled function, whose last argument is the seed again.
+
+        `draws` are the instructions (`Instruction.origin`) that draw, by their places among the numbers.
+        """
+        ...
 
 
 def replayed_place(frame: FrameType, line: int) -> tuple[str, str] | None:
@@ -105,10 +125,10 @@ def compile_slice(
 
     A `compiler` gets it without the casts of parameters: their copies come as arguments, made outside.
     """
-    writer = _FunctionWriter(spec, model, takes_copies=compiler is not None)
+    writer = _FunctionWriter(spec, model, compiler)
     for group in _same_modes(spec.instructions):
         writer.block(group, entering(group[0].modes, ambient))
-    return writer.finish(compiler)
+    return writer.finish()
 
 
 def _same_modes(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
@@ -125,13 +145,14 @@ def _same_modes(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
 class _FunctionWriter:
     """Collects the lines of the function, and the objects that its names refer to."""
 
-    def __init__(self, spec: SliceSpec, model: nn.Module, *, takes_copies: bool) -> None:
-        self._spec, self._model, self._takes_copies = spec, model, takes_copies
+    def __init__(self, spec: SliceSpec, model: nn.Module, compiler: Compiler | None) -> None:
+        self._spec, self._model, self._compiler = spec, model, compiler
+        self._draws: list[int] = []  # The origins of random instructions.
         self._modules = dict(model.named_modules())
         self._foreign = {name: f"p{i}" for i, name in enumerate(spec.foreign)}
         self._copies: dict[str, str] = {}  # The text of each copy maps to the argument that it is.
         # A compiled backward would add up what such a weight gets within the function first.
-        self._uncast = _read_uncast(spec.instructions) if takes_copies else frozenset[str]()
+        self._uncast = _read_uncast(spec.instructions) if compiler is not None else frozenset[str]()
         self._names: dict[str, Any] = {
             "torch": torch,
             "resolve": resolve,
@@ -163,14 +184,14 @@ class _FunctionWriter:
             place = instruction.name, instruction.where
             self._place_of_line |= dict.fromkeys(range(first, len(self._lines) + 2), place)
 
-    def finish(self, compiler: Compiler | None) -> Callable[..., tuple[Any, ...]]:
+    def finish(self) -> Callable[..., tuple[Any, ...]]:
         entries = [f"v{s}" for s in self._spec.entries] + list(self._foreign.values())
         exits = "".join(f"v{s}, " for s in self._spec.exits)
         lines = [*self._lines, f"    return ({exits})"]
         function = self._defined([*entries, *self._copies.values()], lines, self._names)
-        if compiler is None:
+        if self._compiler is None:
             return function
-        fast = compiler(function)
+        fast = self._compiler.compile(function, tuple(self._draws))
         if not self._copies:
             return fast
         line = f"    return fast({', '.join([*entries, *self._copies, 'seed'])})"
@@ -189,7 +210,7 @@ class _FunctionWriter:
 
     def _statement(self, instruction: Instruction) -> list[str]:
         self._elsewhere = self._everywhere | self._casts(instruction)
-        lines = [f"seed({instruction.origin})"] if instruction.random else []
+        lines = [self._seed(instruction)] if instruction.random else []
         # Results that nothing reads are not unpacked either: a list of states may be shorter the next time.
         dead = set(self._last_use.get(instruction.index, ()))
         unread = dead.intersection(instruction.defines())
@@ -208,6 +229,15 @@ class _FunctionWriter:
             lines += self._guarded(instruction, f"write_again({self._callee(instruction)}, {arguments})")
         gone = ", ".join(f"v{slot}" for slot in sorted(dead - unread))
         return [*lines, f"del {gone}"] if gone else lines
+
+    def _seed(self, instruction: Instruction) -> str:
+        """Returns the statement that seeds the generators for an instruction."""
+        if self._compiler is None:
+            return f"seed({instruction.origin})"
+        self._draws.append(instruction.origin)
+        inside = _draws_by_torch(self._target(instruction))
+        seed = self._compiler.seed_at if inside else self._compiler.seed_outside
+        return f"{self._bind(seed, 'f')}(seed, {len(self._draws) - 1})"
 
     def _expectations(self, instruction: Instruction, unread: set[int]) -> list[str]:
         """Returns checks of the Python values that a leaf returns, and of the lengths of its lists
@@ -246,10 +276,12 @@ class _FunctionWriter:
         holders = (_holders(module, wanted) for module in (*leaf, self._model))
         return next((places for places in holders if places), [])
 
+    def _target(self, instruction: Instruction) -> Any:
+        target = instruction.target
+        return self._modules[target] if isinstance(target, str) else target
+
     def _callee(self, instruction: Instruction) -> str:
-        if isinstance(instruction.target, str):
-            return self._bind(self._modules[instruction.target], "m")
-        return self._bind(instruction.target, "f")
+        return self._bind(self._target(instruction), "m" if instruction.is_leaf else "f")
 
     def _arguments(self, instruction: Instruction) -> str:
         positional = [self._value(a) for a in instruction.args]
@@ -298,7 +330,7 @@ class _FunctionWriter:
         return casts
 
     def _copy(self, text: str) -> str:
-        return self._copies.setdefault(text, f"c{len(self._copies)}") if self._takes_copies else text
+        return self._copies.setdefault(text, f"c{len(self._copies)}") if self._compiler is not None else text
 
     def _through(self, name: str) -> str:
         return f"{self._bind(self._spec.through[name], 'f')}({self._as_it_is(name)})"
@@ -333,6 +365,15 @@ class _FunctionWriter:
             name = f"{prefix}{len(self._name_of)}"
             self._name_of[id(value)], self._names[name] = name, value
         return self._name_of[id(value)]
+
+
+def _draws_by_torch(callee: Any) -> bool:
+    """Tells whether a call draws by torch's operators alone, and its code is torch's own.
+
+    Code of the user may draw from Python's generators, and a compiler may end its graph in the middle.
+    """
+    code = callee if isinstance(callee, FunctionType) else type(callee)
+    return code.__module__.partition(".")[0] in ("torch", "builtins")
 
 
 def _is_word(name: object) -> bool:

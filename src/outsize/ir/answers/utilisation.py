@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, final
 
+from outsize.ir.answers.compilation import Compilation
 from outsize.ir.base import Record
 from outsize.ir.formatting import percent_text, seconds_text
 from outsize.ir.offload import Bound
@@ -44,6 +45,7 @@ class Utilisation(Record):
                 schedule with these stage times is faster
     roofline    what the plan expects of compute, copies and the host's optimizer each, where the host keeps
                 something
+    compiled    what compiled="auto" has decided
     taken_back  of all steps with clipping="speculative" how many were, and how many there were
     """
 
@@ -55,6 +57,7 @@ class Utilisation(Record):
     idle: Idle | None = None
     roofline: Bound | None = None
     taken_back: tuple[int, int] | None = None
+    compiled: Compilation | None = None
     note: str = ""
 
     @property
@@ -75,6 +78,7 @@ class Utilisation(Record):
         rows = [("transfers", f"{percent_text(self.transfer)} of all device time"), ("bound", bound)]
         rows += [("roofline", self._against(self.roofline))] if self.roofline is not None else []
         rows += [("clipping", _speculated(*self.taken_back))] if self.taken_back is not None else []
+        rows += [("compiled", str(self.compiled))] if self.compiled is not None else []
         return [*rows, ("note", self.note)] if self.note else rows
 
     def _against(self, roofline: Bound) -> str:

@@ -27,8 +27,10 @@ from torch import Tensor
 
 from outsize.device.accelerators import all_devices, allocated_bytes
 from outsize.device.clock import HOST, Clock
+from outsize.device.profiler import in_range, is_profiled
 from outsize.ir.schedule import COMPUTE, FETCH, LEAVING, NO_MICROBATCH, OFFLOAD, Action, Kind, Schedule
 from outsize.ir.timeline import Lane
+from outsize.run.interpreter.ranges import range_name, wait_name
 from outsize.run.interpreter.trace import Marks
 from outsize.run.moves.base import Moves, Resident
 from outsize.run.moves.boundary_values import BoundaryValues
@@ -108,6 +110,7 @@ class Interpreter:
         self._ops = [self._handlers.bind(at) for at in range(len(schedule.actions[rank]))]
         for number, op in enumerate(self._ops):
             op.at = 3 * number
+        self._current = self._ops
         self._names: list[tuple[str, Lane]] = [(op.text, op.lane) for op in self._ops]
         self._times: list[Any] = []
         self._at = 0
@@ -120,13 +123,14 @@ class Interpreter:
     def begin(self, step: StepInputs) -> None:
         """Sets the data of a step."""
         self._at = 0
+        self._current = self._in_ranges() if is_profiled() else self._ops
         marks = Marks(self._names, clock=self._clock)
         self._times = marks.times
         self._handlers.begin(step, StepOutputs(marks))
 
     def run(self) -> StepOutputs:
         """Runs all actions, blocking on receives."""
-        for op in self._ops:
+        for op in self._current:
             self._execute(op)
         self._handlers.end()
         self._transport.flush()
@@ -136,9 +140,9 @@ class Interpreter:
         """Runs one action and returns True; returns False when it lacks a message, None at the end of the
         row.
         """
-        if self._at == len(self._ops):
+        if self._at == len(self._current):
             return None
-        op = self._ops[self._at]
+        op = self._current[self._at]
         if op.ready is not None and not op.ready():
             return False
         self._execute(op)
@@ -169,6 +173,18 @@ class Interpreter:
     def reset(self) -> None:
         """Drops an unfinished step."""
         self._handlers.reset()
+
+    def _in_ranges(self) -> list[_BoundAction]:
+        """Returns the actions, each within a range that a profiler records."""
+        pairs = zip(self._ops, self.schedule.actions[self.rank], strict=True)
+        return [
+            replace(
+                op,
+                run=in_range(range_name(action), op.run),
+                gather=None if op.gather is None else in_range(wait_name(action), op.gather),
+            )
+            for op, action in pairs
+        ]
 
     def _execute(self, op: _BoundAction) -> None:
         times, at, mark, messages = self._times, op.at, self._mark, None

@@ -9,9 +9,9 @@ after a step.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -26,10 +26,6 @@ from outsize.device.accelerators import (
 )
 from outsize.errors import BadOption
 
-Seed = Callable[..., None]
-"""Called with an instruction's number, and with the device whose generator it draws from where that is
-known.
-"""
 _MASK = (1 << 63) - 1
 _PYTHON_VERSION: Final = 3  # of random.getstate()
 # Both are Mersenne Twisters of 624 words; `gauss` is the second of two normal numbers, until it is drawn.
@@ -48,19 +44,47 @@ def mix(seed: int, step: int, microbatch: int, instruction: int) -> int:
     return state & _MASK
 
 
+def seed_all(number: int, device: torch.device | None = None) -> None:
+    """Seeds the generators that an instruction may draw from; of an accelerator those of all devices, or of
+    one.
+    """
+    # torch.manual_seed is avoided: it formats a stack trace for every kind of accelerator that is not in
+    # use.
+    torch.default_generator.manual_seed(number)
+    seed_generators(number, device)
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+
+
+@final
+class Seed:
+    """Seeds the generators before a random instruction of one microbatch.
+
+    A stage function calls it with the instruction's number. `device` is the one of several whose generator is
+    seeded; None: all are.
+    """
+
+    __slots__ = ("_device", "_of")
+
+    def __init__(self, seed: int, step: int, microbatch: int, device: torch.device | None = None) -> None:
+        self._of, self._device = (seed, step, microbatch), device
+
+    def __call__(self, instruction: int, device: torch.device | None = None) -> None:
+        """Seeds the generators, of one device where that is known."""
+        seed_all(mix(*self._of, instruction), device or self._device)
+
+    def on(self, device: torch.device) -> Seed:
+        """Returns the seed of a stage on one of several devices."""
+        return Seed(*self._of, device)
+
+    def numbers(self, instructions: Sequence[int]) -> Tensor:
+        """Returns the numbers by which these instructions seed, which a compiled function takes (int64)."""
+        return torch.tensor([mix(*self._of, each) for each in instructions], dtype=torch.int64)
+
+
 def seeder(seed: int, step: int, microbatch: int) -> Seed:
     """Returns the `seed(instruction)` that a stage function calls before each of its random instructions."""
-
-    def at(instruction: int, device: torch.device | None = None) -> None:
-        state = mix(seed, step, microbatch, instruction)
-        # torch.manual_seed is avoided: it formats a stack trace for every kind of accelerator that is not in
-        # use.
-        torch.default_generator.manual_seed(state)
-        seed_generators(state, device)
-        random.seed(state)
-        np.random.seed(state & 0xFFFFFFFF)
-
-    return at
+    return Seed(seed, step, microbatch)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -212,7 +211,7 @@ class StageExecutor:
         saved, grad = _Ends(), self._grad
         entries = self._enter(saved, received) if grad else received
         function = self._again if grad and self._again is not None else self._function
-        seed = seed if self._device is None else partial(seed, device=self._device)
+        seed = seed if self._device is None else seed.on(self._device)
         own_inputs = [inputs[p] for p in self._inputs]
         away = self._begin(microbatch, [*own_inputs, *received]) if grad else None
         with self._keeping(away):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar, final
 
+from outsize.device.profiler import profiled_range
 from outsize.ir.schedule import Schedule
 from outsize.run.watchdog.stragglers import Straggler
 
@@ -155,7 +156,7 @@ def watched(
         @functools.wraps(method)
         def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
             progress: Progress = self.crew.progress
-            with progress.of(doing, self.steps):
+            with progress.of(doing, self.steps), profiled_range(f"outsize.{doing} {self.steps}"):
                 return method(self, *args, **kwargs)
 
         return call

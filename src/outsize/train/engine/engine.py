@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from outsize.capture.graph.by_modules import untouched
 from outsize.device.accelerators import is_accelerator
 from outsize.errors import BadOption
+from outsize.ir.answers.compilation import Compilation
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.formatting import axes_text, microbatches_text
 from outsize.ir.plan import Plan
@@ -287,6 +288,11 @@ class Engine:
         return ReplicaBatches(dataset, self.plan.batch_size, *place, seed=seed, **how)
 
     @property
+    def compilation(self) -> Compilation | None:
+        """Returns what compiled="auto" has decided, and why; None where it was not asked to decide."""
+        return self._options.compilation
+
+    @property
     def rank(self) -> int:
         """Returns this process's rank in the run; 0 when all stages are in one process."""
         return self.crew.global_rank
@@ -483,10 +489,10 @@ class Engine:
         if not measured.spans or self._options.explain is None:
             raise BadOption("no step has been measured", next_step="engine.step(...) of outsize.parallelize")
         utilisation = self._options.explain(measured, self.plan, self._device_names(measured.ranks))
-        if self._speculation is None:
-            return utilisation
-        undone_and_steps = self._speculation.taken_back, self._speculation.steps
-        return utilisation.model_copy(update={"taken_back": undone_and_steps})
+        speculation = self._speculation
+        undone_and_steps = None if speculation is None else (speculation.taken_back, speculation.steps)
+        known = {"taken_back": undone_and_steps, "compiled": self._options.compilation}
+        return utilisation.model_copy(update=known)
 
     def update(self) -> Tensor | None:
         """Unscales and clips (if asked for), steps the optimizer and zeros gradients; returns the norm before

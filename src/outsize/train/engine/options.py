@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from outsize.capture.recording.fallbacks import LossFn
 from outsize.errors import BadOption
+from outsize.ir.answers.compilation import Compilation
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.plan import Plan
 from outsize.ir.timeline import Timeline
@@ -35,7 +36,8 @@ class EngineOptions:
     `counting` says whether a microbatch weighs by its samples or its tokens, by default as the loss does, or
     whether losses of microbatches are added as they are ("sum").
     `explain` makes the report of a measured step. `captures` recorded programs stay in memory. `compiled` is
-    a backend of torch.compile; None runs the stages as they are. `on_out_of_memory` is called where a device
+    a backend of torch.compile; None runs the stages as they are. `compilation` is how compiled="auto" was
+    decided: then a stage that cannot be compiled runs as it is. `on_out_of_memory` is called where a device
     has no memory for a step, and returns what follows, which the error says. `callbacks` are told of steps.
     """
 
@@ -51,6 +53,7 @@ class EngineOptions:
     explain: Explain | None = None
     captures: int = KEPT
     compiled: str | None = None
+    compilation: Compilation | None = None
     on_out_of_memory: Callable[[], str] | None = None
     callbacks: Sequence[Callback] = ()
 

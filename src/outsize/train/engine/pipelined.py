@@ -94,7 +94,9 @@ class Pipelined(Executor):
         self._state = 0  # number of the model's state, by its settings
         self._replica_copies = ReplicaCopies(model, crew.local_replicas, ownership.device_of)
         self._statistics = DeferredStatistics(model) if plan.bn == "deferred" else None
-        self._factory = StageFactory(plan, crew.values, crew.activations, self._statistics, options.compiled)
+        forgiving = options.compilation is not None
+        parts = plan, crew.values, crew.activations, self._statistics, options.compiled
+        self._factory = StageFactory(*parts, forgiving=forgiving)
         self._programs = AgreedPrograms(crew, plan)
         self._warned = self._warned_of_trial = False  # of shares that cannot be derived
         self._counting: list[bool] = []  # for each piece of the last step: does it count?

@@ -23,7 +23,6 @@ from outsize.run.moves.activations import ActivationOffload
 from outsize.run.moves.boundary_values import BoundaryValues
 from outsize.run.stage.batchnorm import DeferredStatistics
 from outsize.run.stage.cast_weights import CastWeights
-from outsize.run.stage.compile import compiled
 from outsize.run.stage.cut import StageProgram
 from outsize.run.stage.kept_casts import KeptCasts
 from outsize.run.stage.recompute import Recompute, SegmentedRecompute
@@ -39,7 +38,8 @@ class StageFactory:
     """Makes stages of one plan.
 
     `values` and `activations` are the crew's: what stages of one device pass to each other, and what goes to
-    the host between forward and backward. `backend` is torch.compile's.
+    the host between forward and backward. `backend` is torch.compile's; `forgiving`: a stage that it cannot
+    compile runs as it is.
     """
 
     plan: Plan
@@ -47,6 +47,7 @@ class StageFactory:
     activations: ActivationOffload
     statistics: DeferredStatistics | None
     backend: str | None
+    forgiving: bool = False
     _casts: dict[tuple[int, torch.device | None, bool], CastWeights] = field(default_factory=dict)
 
     @contextmanager
@@ -131,7 +132,12 @@ class StageFactory:
         return self.plan.axes.tp > 1 and self.backend is None and not splits
 
     def _compiler(self) -> Compiler | None:
-        return None if self.backend is None else partial(compiled, backend=self.backend)
+        if self.backend is None:
+            return None
+        # torch's compiler takes seconds to import, and most runs never use it.
+        from outsize.run.stage.stage_compiler import StageCompiler
+
+        return StageCompiler(self.backend, forgiving=self.forgiving)
 
     def _segments(self, variant: Variant, stage: int) -> list[tuple[int, int]]:
         """Returns the runs of instructions that the stage recomputes."""
