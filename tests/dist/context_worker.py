@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from recorded_once import recorded_once
+from recorded_once import recorded_once  # pyright: ignore[reportMissingImports]
 from tensor_models import MODELS, decoder, gpt2, t5, transformer
 from tensor_plan_worker import CASES, CLIP, SEED, STEPS, adamw, loss, loss_of, made, plain
 from tensor_worker import all_in, worst
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.ir.plan import Plan
-from outsize.run.tensor_parallel.collectives import full_of
 from outsize.train.batch.batch import Batch
 from outsize.train.batch.batch_dims import BatchDims, rejection
 from outsize.train.engine.engine import Engine
@@ -73,19 +72,27 @@ CASES.update(
 SINGLE = {"mixtral"}  # torch's grouped matmul has no float64
 
 
-def axes_of(text: str) -> tuple[str, dict[str, int], str]:
+def axes_of(text: str) -> tuple[str, dict[str, int], dict[str, Any]]:
     """`llama:pp2:full` is a llama with pp 2 and full recompute; cp takes the other ranks."""
     name, *marks = text.split(":")
     axes = {mark.rstrip("0123456789"): int(mark[-1]) for mark in marks if mark[-1].isdigit()}
-    return name, axes, next((mark for mark in marks if not mark[-1].isdigit()), "none")
+    options: dict[str, Any] = {"recompute": "none"}
+    for mark in marks:
+        if mark in ("full", "selective"):
+            options["recompute"] = mark
+        elif mark == "sharded":
+            options["weights"] = mark
+        elif mark == "sequence":
+            options["sequence_parallel"] = True
+    return name, axes, options
 
 
 def plan_of(model: nn.Module, batch: Batch, text: str, ranks: int) -> Plan:
-    _, axes, recompute = axes_of(text)
+    _, axes, options = axes_of(text)
     replicas = {f"dp_{name}": axes.get(name, 1) for name in ("replicate", "shard")}
-    apart = axes.get("pp", 1) * replicas["dp_replicate"] * replicas["dp_shard"]
-    wishes: dict[str, Any] = {"stages": axes.get("pp", 1), "recompute": recompute.replace("single", "none")}
-    wishes |= {"cp": ranks // apart, "microbatches": 2 * axes.get("pp", 1) // apart, **replicas}
+    pp, tp, parts = axes.get("pp", 1), axes.get("tp", 1), replicas["dp_replicate"] * replicas["dp_shard"]
+    wishes: dict[str, Any] = {"stages": pp, "tp": tp, "cp": ranks // (pp * tp * parts), **replicas, **options}
+    wishes |= {"microbatches": 2 // parts}
     return outsize.plan(model, batch.args, batch.kwargs, cluster=f"{ranks}xcpu", **loss(batch), **wishes)
 
 
@@ -112,7 +119,7 @@ def split(engine: Engine, batch: Batch) -> tuple[list[float], dict[str, Tensor],
         losses.append(found.loss.item())
         if step == 0:
             own = [(n, p.grad.clone()) for n, p in engine.named_parameters() if p.grad is not None]
-            grads = {n: full_of(grad) for n, grad in own}
+            grads = {n: engine.whole(n, grad) for n, grad in own}
     return losses, grads, engine.full_state_dict()
 
 

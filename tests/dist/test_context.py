@@ -14,7 +14,15 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 ALONE = ("llama", "padded", "gpt2 eager", "window", "gemma", "qwen3", "t5", "vit", "encoder")
 RARE = ("padded", "gemma", "qwen3", "encoder")  # with --all alone: other rows have their rules
 SINGLE = ("llama:single", "mixtral")
-MESHES = ("llama:pp2:full", "t5:pp2:selective", "gpt2 eager:replicate2", "llama:shard2")
+MESHES = (
+    "llama:pp2:full",
+    "t5:pp2:selective",
+    "gpt2 eager:replicate2",
+    "llama:shard2",
+    "llama:replicate2:sharded",
+    "gpt2 eager:tp2",
+    "llama:tp2:sequence",
+)
 FLOAT32_INSIDE = ("gemma",)  # it casts to float32 by itself
 
 Found = list[dict[str, dict[str, Any]]]

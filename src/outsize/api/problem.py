@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 from torch import nn
 
 from outsize.api.options import AdaptedCaseOptions, CaseOptions, CostOptions, request_of
 from outsize.capture.graph.build import Captured
+from outsize.capture.graph.row_parallel import longest_sequence, with_rows
 from outsize.capture.graph.tensor_parallel import with_styles
 from outsize.capture.measure.local_cluster import find_cluster
 from outsize.capture.measure.units import Progress
@@ -20,6 +21,7 @@ from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import Axes
 from outsize.ir.profile import Profile, ProfileSet
+from outsize.planner.costs.context_parallel import LEAST_TOKENS
 from outsize.planner.costs.roofline import roofline
 from outsize.program.context_parallel.rows import by_rows
 from outsize.train.measure.training_case import TrainingCase, as_batch
@@ -164,8 +166,12 @@ def styled(case: TrainingCase, captured: Captured, axes: Axes, always: bool = Fa
     Raises BadOption where so many ranks cannot divide the model, or its sequences (cp).
     """
     tp = axes.tp
-    if axes.cp > 1 and captured.graph.form == "tape":
-        by_rows(captured.tape, case.module, axes.cp)
+    is_long = captured.graph.form == "tape" and longest_sequence(captured.tape) >= 2 * LEAST_TOKENS
+    if axes.cp > 1 or (always and is_long):
+        graph = with_rows(captured, case.module, max(2, axes.cp))
+        captured = replace(captured, graph=graph)
+        if axes.cp > 1 and graph.rows is not None and graph.rows.refused:
+            by_rows(captured.tape, case.module, axes.cp)
     if tp == 1 and not always:
         return captured.graph
     graph = with_styles(captured, case.module)

@@ -201,8 +201,7 @@ WhatIf = Annotated[
     bool,
     typer.Option(
         "--what-if",
-        help="Add what is not searched by default: sequences shared by devices (cp), and what this version "
-        "only plans, cp together with tp.",
+        help="Add what this version only plans: nothing at present, since every searched layout runs.",
     ),
 ]
 ObjectiveOption = Annotated[

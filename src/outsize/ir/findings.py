@@ -267,31 +267,12 @@ class ContextParallel(Finding):
     cp: int
 
 
-NoContextReason = Literal[
-    "no-attention",
-    "several-lengths",
-    "tokens-are-samples",
-    "too-few-tokens",
-    "no-token-dim",
-    "convolution",
-    "recurrent",
-    "unknown-reduction",
-    "unknown-op",
-    "product-not-by-token",
-]
-
-
 @final
 class NoContextParallel(Finding):
-    """Says why the tokens of a sequence cannot be divided; the figures that `reason` needs are set."""
+    """Says why ranks cannot hold sequences by rows, as the walk of the program has `refused` it."""
 
     code: Literal["no-context-parallel"] = "no-context-parallel"
-    reason: NoContextReason
-    unit: str = ""
-    shape: tuple[int, ...] = ()
-    tokens: int = 0
-    lengths: int = 0
-    least_tokens: int = 0
+    refused: str
 
 
 # -- weights, states and values on the host --------------------------------------------------------------

@@ -133,7 +133,8 @@ class Unit(Record):
     in autocast's dtype, which a stage makes once per step; they are in no other figure. `lasting_bytes` stay
     for each microbatch until the batch is over: what inference returns or caches. The three tuples give
     work by family of ops and pass; they are empty where it was not counted. `divided` is set where the graph
-    has `tensor`; `in_sequence` replaces it under sequence parallelism.
+    has `tensor`; `in_sequence` replaces it under sequence parallelism. `row_gather_bytes` is set where the
+    graph has `rows`: bytes of whole tensors that ranks with rows of each sequence gather.
     """
 
     index: int
@@ -151,11 +152,22 @@ class Unit(Record):
     waiting_bytes: int = 0
     cast_bytes: int = 0
     lasting_bytes: int = 0
+    row_gather_bytes: int = 0
     forward: tuple[Work, ...] = ()
     backward_input: tuple[Work, ...] = ()
     backward_weight: tuple[Work, ...] = ()
     divided: ShardedFraction = ShardedFraction()
     in_sequence: ShardedFraction = ShardedFraction()
+
+
+@final
+class RowFacts(Record):
+    """Says whether ranks can hold sequences by rows: `tokens` of the longest; 0 where the walk of the program
+    `refused`, with the reason.
+    """
+
+    tokens: int = 0
+    refused: str = ""
 
 
 @final
@@ -166,7 +178,8 @@ class ModelGraph(Record):
     stages, where nothing overlaps. `input_bytes` are those of all input tensors and targets. `cached_tokens`
     is the length of the sequences that a generation has in its cache; 0 where there is none. `tensor` says
     how tensor parallelism shards the model, or is None where that was not derived
-    (capture/graph/tensor_parallel.py).
+    (capture/graph/tensor_parallel.py); `rows` says the same of context parallelism
+    (capture/graph/row_parallel.py).
     """
 
     model: str
@@ -181,6 +194,7 @@ class ModelGraph(Record):
     cached_tokens: int = 0
     notes: tuple[str, ...] = ()
     tensor: TensorStyles | None = None
+    rows: RowFacts | None = None
 
     def with_lasting(self, per_sample: Mapping[str, int], tokens: int = 0) -> Self:
         """Returns the graph of inference: its outputs last until the batch is over, and so do these bytes

@@ -40,7 +40,7 @@ ScheduleName = Annotated[str, AfterValidator(_known_schedule)]
 Recompute = Literal["none", "selective", "full", "offload"]
 Precision = Literal["fp32", "bf16", "bf16-mixed", "fp16-mixed"]
 BatchNormMode = Literal["micro", "deferred", "sync"]
-# This version of outsize runs these axes; tp and cp each without the other.
+# This version of outsize runs these axes.
 RUN: Final = frozenset({"pp", "dp_replicate", "tp", "cp"})
 
 
@@ -84,8 +84,18 @@ class Axes(Record):
         return ", ".join(f"{name} {size}" for name, size in self.used.items() if name not in names)
 
 
+def weight_shards(axes: Axes, weights: Weights) -> int:
+    """Returns over how many devices the optimizer's states of a stage are sharded, with "sharded" its weights
+    and gradients too; 1 where each device has all of them.
+
+    Ranks that share sequences (cp) hold the same weights, so they take part as replicas do.
+    """
+    shared = weights not in HOSTED and (axes.dp_shard > 1 or weights == "sharded")
+    return axes.dp_shard * axes.cp if shared else 1
+
+
 def _shards(axes: Axes, weights: Weights, form: Form) -> bool:
-    return weights not in HOSTED and axes.dp_shard > 1 and form == "tape"
+    return weight_shards(axes, weights) > 1 and form == "tape"
 
 
 def _streams(axes: Axes, weights: Weights, form: Form) -> bool:
@@ -97,7 +107,7 @@ def beyond(axes: Axes, weights: Weights, form: Form = "tape") -> str:
     """Returns what this version of outsize does not run of a plan with these; empty where it runs all."""
     shards, streams = _shards(axes, weights, form), _streams(axes, weights, form)
     run = RUN | {"dp_shard"} if shards else RUN
-    run = run - {"cp"} if axes.tp > 1 or form != "tape" else run
+    run = run if form == "tape" else run - {"cp"}
     where = "" if streams or shards else weights_text(weights)
     return ", ".join(filter(None, (axes.used_besides(run), where)))
 
@@ -198,7 +208,7 @@ class Plan(Record):
 
     microbatches  those of each replica, where the axes have several replicas
     precision   of the training that the figures describe: all in one dtype, or autocast ("mixed")
-    weights     "sharded" over dp_shard: a block is whole while it computes (ZeRO-3); "resident": on its
+    weights     "sharded" over dp_shard x cp: a block is whole while it computes (ZeRO-3); "resident": on its
                 device, over dp_shard from a block's first use in a step to its last (ZeRO-1); "host": with
                gradients and states in host memory, fetched block by block; "host-optimizer":
                states alone are there, gradients go there, updated weights come back; "host-activations":

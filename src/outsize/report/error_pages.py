@@ -254,15 +254,14 @@ What to do
 _E206 = """
 WhatIfPlan [E206]: this version of outsize cannot run the plan.
 
-outsize plan --what-if  also considers layouts that this version does not run
-yet: tensor and context parallelism together (tp with cp). Such a plan is marked
-what_if. The axes
-and the weights are checked as well (weights on the host with dp or tp in
-addition to pp), so removing the mark from the file changes nothing.
+Every plan that the search makes runs. This one was written by hand, or by
+another version: it is marked what_if, or it has weights on the host with dp or tp
+in addition to pp, or dp_shard or cp of a model that runs by modules. The axes and
+the weights are checked, so removing the mark from the file changes nothing.
 
 What to do
-  A plan made without --what-if always runs. To see what the what-if would gain:
-  outsize explain-plan plan.json
+  outsize explain-plan plan.json  shows it. To have one that runs, plan again:
+  outsize plan MODEL --out plan.json
 """
 _E301 = """
 InvalidSchedule [E301]: a schedule that cannot be run.

@@ -70,7 +70,6 @@ from outsize.ir.findings import (
     MemoryShortage,
     ModelTensorPlan,
     NoContextParallel,
-    NoContextReason,
     NoPipelineFits,
     NotChosen,
     PeakMargin,
@@ -327,19 +326,7 @@ def _context_parallel(f: ContextParallel) -> str:
 
 @sentence.register
 def _no_context_parallel(f: NoContextParallel) -> str:
-    reasons: dict[NoContextReason, str] = {
-        "no-attention": "the model has no attention that outsize knows",
-        "several-lengths": f"attention works on sequences of {f.lengths} lengths",
-        "tokens-are-samples": f"there are {f.tokens} tokens and {f.tokens} samples, which look the same",
-        "too-few-tokens": f"of {f.tokens:,} tokens two devices would have less than {f.least_tokens:,} each",
-        "no-token-dim": f"{f.unit} makes {f.shape}, where no dimension is the {f.tokens:,} tokens",
-        "convolution": f"{f.unit} convolves, maybe over tokens",
-        "recurrent": f"{f.unit} works from one token to the next",
-        "unknown-reduction": f"{f.unit} reduces over a dimension that the graph does not name",
-        "unknown-op": f"{f.unit} has an operation whose dimensions are unknown",
-        "product-not-by-token": f"{f.unit} has a matrix product that does not work token by token",
-    }
-    return f"cp: {reasons[f.reason]}"
+    return f"cp: {f.refused}"
 
 
 # -- weights, states and values on the host --------------------------------------------------------------

@@ -19,7 +19,6 @@ from outsize.ir.findings import (
     HostMemoryShort,
     MemoryShortage,
     NoContextParallel,
-    NoContextReason,
     NotChosen,
     PeakMargin,
     Reason,
@@ -156,9 +155,8 @@ def test_what_was_not_chosen() -> None:
     )
 
 
-@pytest.mark.parametrize("reason", get_args(NoContextReason))
-def test_each_reason_against_context_parallelism_is_worded(reason: NoContextReason) -> None:
-    assert sentence(NoContextParallel(reason=reason, unit="h.5")).startswith("cp: ")
+def test_the_reason_against_context_parallelism_is_that_of_the_walk() -> None:
+    assert sentence(NoContextParallel(refused="h.5 cannot be divided")) == "cp: h.5 cannot be divided"
 
 
 def test_a_disk_of_unknown_speed() -> None:

@@ -237,7 +237,8 @@ def _structure(graph: ModelGraph) -> Any:
         )
         for unit in graph.units
     ]
-    return graph.form, graph.fingerprint, units, values, graph.parameters, graph.notes, graph.tensor
+    facts = graph.form, graph.fingerprint, graph.parameters, graph.notes, graph.tensor, graph.rows
+    return facts, units, values
 
 
 def _with_figures(graph: ModelGraph, short: ModelGraph, stacks: Stacks) -> ModelGraph:

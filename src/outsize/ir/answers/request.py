@@ -157,12 +157,6 @@ class PlanRequest(Record):
                 numbers=self.mesh(1).beyond_pp or "what_if=True",
                 next_step="leave out exact (--exact), or the axes",
             )
-        if self.tp > 1 and self.cp > 1 and not self.what_if:
-            raise BadOption(
-                "this version runs tensor and context parallelism each without the other",
-                numbers=f"tp={self.tp}, cp={self.cp}",
-                next_step="leave out one of them, or --what-if to read such a plan",
-            )
         if self.inference:
             self._check_inference()
         if self.bn == "sync":
@@ -173,10 +167,10 @@ class PlanRequest(Record):
                 numbers="sequence_parallel=True, tp=1",
                 next_step="tp=2, or leave sequence_parallel out",
             )
-        if self.weights == "sharded" and self.dp_shard == 1 and not self.searches_axes:
+        if self.weights == "sharded" and self.dp_shard * self.cp == 1 and not self.searches_axes:
             raise BadOption(
                 "weights='sharded' divides the weights among replicas, and no replicas are asked for",
-                numbers="dp_shard 1",
+                numbers="dp_shard 1, cp 1",
                 next_step="dp_shard=2 (--dp-shard 2), or leave out weights",
             )
         return self

@@ -46,7 +46,7 @@ class CollectiveBounds:
         if layout.weights != "sharded":
             passed_s = m * work.forward[-1] + ((m - 1) * work.backward[-1] if pp == 1 else 0.0)
             return float(passed_s) / pp + prices.reduce_s(gradients // pp, last=True)
-        shards, tp = layout.axes.dp_shard, layout.axes.tp
+        shards, tp = layout.shards, layout.axes.tp
         kept_s = max(
             sum(prices.gather_s(size // tp) for size in sizes)
             for sizes in self._gathered_together(layout.captured)
@@ -65,7 +65,7 @@ class CollectiveBounds:
         family = family_of(layout.schedule)
         if layout.weights != "sharded" or not (family.plain and family.trains):
             return None
-        shards = layout.axes.dp_shard
+        shards = layout.shards
         weights, gradients, *_ = (shards * sums for sums in self._held.bytes_of(layout, EACH))
         gather_s = prices.gather_s(int(weights[-1])) / max(float(weights[-1]), 1.0)
         reduce_s = prices.reduce_s(int(gradients[-1]), last=False) / max(float(gradients[-1]), 1.0)

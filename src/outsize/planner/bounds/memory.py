@@ -38,8 +38,8 @@ class MemoryBounds:
         master copies, and what a microbatch saves; of all units, or of shape (n + 1,).
         """
         axes, held = layout.axes, self._sums(layout.captured)
-        shards = axes.tp * (axes.dp_shard if layout.weights == "sharded" else 1)
-        divided = ("weights", shards), ("gradients", shards), ("optimizer", axes.tp * axes.dp_shard)
+        shards = axes.tp * layout.weight_parts
+        divided = ("weights", shards), ("gradients", shards), ("optimizer", axes.tp * layout.shards)
         weights, gradients, states = (held[name][units] / by for name, by in divided)
         return weights, gradients, states, held["saved"][units] / layout.microbatch_ranks
 
@@ -77,7 +77,7 @@ class MemoryBounds:
         """
         if not self._together:
             return 0.0
-        return self._sums(layout.captured)["update"][units] / (layout.axes.tp * layout.axes.dp_shard)
+        return self._sums(layout.captured)["update"][units] / (layout.axes.tp * layout.shards)
 
     def _sums(self, captured: int) -> dict[str, Bytes]:
         """Returns sums over units, of shape (n + 1,); weights without buffers, of which every

@@ -13,9 +13,9 @@
     cp          the same shares of work, by tokens; keys and values are gathered before attention, and their
                 gradients scattered behind it (program/context_parallel)
     replicas    a unit takes as long as on one device. Collectives of weights and gradients
-                (`WeightCollectives`) are actions of their own: UNSHARD gathers weights over dp_shard,
-                REDUCE_GRAD scatters gradients there and sums them among all that have the same part, cp
-                too (schedules/sharded.py, evaluate/played_step.py)
+                (`WeightCollectives`) are actions of their own: UNSHARD gathers weights over
+                dp_shard x cp, REDUCE_GRAD scatters gradients there and sums them among all that have the
+                same part (schedules/sharded.py, evaluate/played_step.py)
 
 Deviations: a cut between products that share a collective leaves them as they are; the collectives of cp
 are not overlapped, and its work counts as balanced although the last rows of a causal attention read most
@@ -36,7 +36,6 @@ from numpy.typing import NDArray
 from outsize.ir.cluster import Cluster, Device
 from outsize.ir.graph import ModelGraph, ShardedFraction, Work
 from outsize.planner.costs.collectives import Collective, collective_s
-from outsize.planner.costs.context_parallel import key_value_bytes
 from outsize.planner.costs.efficiency import default_of
 from outsize.planner.costs.roofline import WorkPasses, host_blocks, host_seconds, passes_of, seconds
 from outsize.planner.costs.unit_times import UnitSeconds
@@ -51,10 +50,10 @@ class Sharing:
     """Holds what a graph says about the share of each device of a group; it is the same for every mesh.
 
     `passes` are the distinct passes; unit u has `passes[pass_of[u]]`. `divided` is the share of each unit's
-    work that tp splits. `units` say what tp ranks reduce and gather. `keys` maps attention units to their
-    key and value bytes. `blocks` are the first units of the blocks in which a host catches up. `hiding` maps
-    units to those whose weights' gradients are computed while their collective runs. `parameter_bytes`: of
-    all weights, and of those that tp leaves whole.
+    work that tp splits. `units` say what tp ranks reduce and gather. `keys` maps units to the
+    bytes of keys and values that cp ranks gather. `blocks` are the first units of the blocks in which a host
+    catches up. `hiding` maps units to those whose weights' gradients are computed while their collective
+    runs. `parameter_bytes`: of all weights, and of those that tp leaves whole.
     """
 
     parameter_bytes: tuple[int, int]
@@ -78,7 +77,8 @@ class Sharing:
         whole = sum(p.size_bytes for p in graph.parameters if known and p.name not in names)
         sizes, blocks = (graph.parameter_bytes, whole), host_blocks(graph)
         hiding = dict(_hiding(graph))
-        return cls(sizes, units, divided, key_value_bytes(graph), tuple(place), pass_of, blocks, hiding)
+        keys = {unit.index: unit.row_gather_bytes for unit in graph.units if unit.row_gather_bytes}
+        return cls(sizes, units, divided, keys, tuple(place), pass_of, blocks, hiding)
 
     def weights_bytes(self, tp: int) -> int:
         """Returns the weight bytes of one of `tp` tensor-parallel ranks."""
@@ -114,16 +114,16 @@ class WeightCollectives:
         return self._seconds("all_gather", weights_bytes)
 
     def reduce_s(self, gradients_bytes: int, *, last: bool) -> float:
-        """Returns the seconds of one REDUCE_GRAD: the gradients are scattered over dp_shard, and with the
+        """Returns the seconds of one REDUCE_GRAD: the gradients are scattered over the shards, and with the
         last one of a step summed over all that have the same part.
         """
         scatter_s = self._scatter_s(gradients_bytes)
-        part_bytes = -(-gradients_bytes // self.layout.axes.dp_shard)
+        part_bytes = -(-gradients_bytes // self.layout.shards)
         return scatter_s + (self._seconds("all_reduce", part_bytes, _same_weights) if last else 0.0)
 
     def _scatter_s(self, gradients_bytes: int) -> float:
         """Returns the seconds in which each shard of the gradients is summed on its rank."""
-        device, shards = self.cluster.devices[0], self.layout.axes.dp_shard
+        device, shards = self.cluster.devices[0], self.layout.shards
         if shards == 1 or not default_of(device).sums_whole:
             return self._seconds("reduce_scatter", gradients_bytes)
         copied_bytes = gradients_bytes + gradients_bytes / shards
@@ -210,7 +210,7 @@ def _without_waits(
 
 def _with_gathers(sharing: Sharing, parts: UnitSeconds, layout: Layout, cluster: Cluster) -> UnitSeconds:
     """Adds the gathers of keys and values before attention, and the scatters of their gradients behind it."""
-    tp, ranks = layout.axes.tp, _along(layout.axes.tp, layout.microbatch_ranks)
+    tp, ranks = layout.axes.tp, range(0, layout.microbatch_ranks, layout.axes.tp)
     forward, backward_input = parts.forward.copy(), parts.backward_input.copy()
     for unit, size in sharing.keys.items():
         forward[unit] += collective_s("all_gather", size // tp, ranks, cluster)
@@ -231,16 +231,10 @@ def _part(work: Work, shards: int) -> Work:
 
 
 def _shards(layout: Layout) -> range:
-    """Returns the ranks of the first group that share the weights of a replica."""
-    return _along(layout.microbatch_ranks, layout.axes.dp_shard * layout.microbatch_ranks)
+    """Returns the ranks of the first group over which the weights of a stage are sharded."""
+    return range(0, layout.axes.tp * layout.shards, layout.axes.tp)
 
 
-def _same_weights(layout: Layout) -> list[int]:
+def _same_weights(layout: Layout) -> range:
     """Returns the ranks of the first group that hold the same part of the weights."""
-    axes, shard = layout.axes, layout.axes.dp_shard * layout.microbatch_ranks
-    return [r + c for r in range(0, layout.group, shard) for c in range(0, layout.microbatch_ranks, axes.tp)]
-
-
-def _along(step: int, size: int) -> range:
-    """Returns the ranks of the first group that differ in all but the innermost axes."""
-    return range(0, size, step)
+    return range(0, layout.group, layout.axes.tp * layout.shards)

@@ -129,7 +129,7 @@ class CostTables:
 
     def _collectives_of(self, layout: Layout, device: Device) -> WeightCollectives:
         """Returns the prices of collectives among the replicas of a stage on such a device."""
-        key = layout.axes, device.kind, device.memory_bytes
+        key = layout.axes, layout.shards, device.kind, device.memory_bytes
         if key not in self._collectives:
             self._collectives[key] = WeightCollectives(layout, self._like(device))
         return self._collectives[key]
@@ -335,7 +335,7 @@ class CostTables:
         ]
         optimizer, graph = optimizer_bytes(self._optimizer), self.graph(layout)
         weights, gradients, states, saved = self._least.bytes_of(layout, slice(None))
-        graded, sharing = weights + gradients + states, layout.axes.tp * layout.axes.dp_shard
+        graded, sharing = weights + gradients + states, layout.axes.tp * layout.shards
         temporary = optimizer.step_bytes(graph.parameters, style_of(groups.devices[0].kind)) / sharing
         updating = graded + weights / max(float(weights[-1]), 1.0) * temporary
         if layout.captured not in self._crossing:
@@ -404,7 +404,7 @@ class CostTables:
 
     def case(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
         """Returns tables of the layout's units on such a device; `selective`: all of them, block by block."""
-        key = (*_spread_key(layout), layout.axes.dp_shard, layout.microbatches, device.kind, recompute)
+        key = (*_spread_key(layout), layout.shards, layout.microbatches, device.kind, recompute)
         key = (*key, self._cuts.get(layout))
         if key not in self._cases:
             if layout.hosted:
@@ -417,7 +417,7 @@ class CostTables:
         return self._cases[key]
 
     def _built(self, layout: Layout, device: Device, recompute: Recompute) -> PricedModel:
-        base = (*_spread_key(layout), layout.axes.dp_shard, device.kind, recompute, self._cuts.get(layout))
+        base = (*_spread_key(layout), layout.shards, device.kind, recompute, self._cuts.get(layout))
         if base not in self._cases:
             whole, seconds = self._whole(layout, device), self._seconds(layout, device)
             if recompute == "selective":

@@ -254,7 +254,7 @@ def played_step(
 ) -> PlayedStep:
     """Returns what is played of a cut whose stages have these cases and costs."""
     case, layout, stages = cases[0], pipeline.layout, tuple(range(len(cases)))
-    shards = not layout.hosted and layout.axes.dp_shard > 1
+    shards = layout.shards > 1
     counts, cut = _blocks(case, tuple(bounds)) if shards else ((1,) * len(stages), tuple(bounds))
     stage_of = tuple(stage for stage in stages for _ in range(counts[stage]))
     parts = [(cases[stage], run) for stage, run in zip(stage_of, pairwise(cut), strict=True)]
@@ -382,7 +382,7 @@ Held = tuple[int, int]
 
 def _held(case: PricedModel, run: Run, layout: Layout) -> Held:
     """Returns the bytes of a part; the tables of sharded weights hold a share of them."""
-    whole, ranges = layout.axes.dp_shard if layout.weights == "sharded" else 1, case.ranges
+    whole, ranges = layout.weight_parts, case.ranges
     return whole * int(ranges.weights[run] - ranges.buffers[run]), whole * int(ranges.gradients[run])
 
 

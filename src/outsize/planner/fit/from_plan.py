@@ -153,8 +153,8 @@ def _options(plan: Plan, cluster: Cluster, asked: Recompute) -> dict[str, int | 
         options["weights"] = plan.weights
     elif axes.group_size > 1:
         options |= {name: size for name, size in axes.used.items() if name != "pp"}
-        if axes.dp_shard > 1 and plan.weights == "resident":
-            options["weights"] = "resident"
+        if axes.cp > 1 or (axes.dp_shard > 1 and plan.weights == "resident"):
+            options["weights"] = plan.weights
         if axes.world_size < len(cluster.devices):
             options["stages"] = axes.pp
         options["microbatches"] = plan.microbatches

@@ -35,7 +35,7 @@ from outsize.errors import UnknownDevice
 from outsize.ir.cluster import Cluster, Part
 from outsize.ir.hardware.devices import Device, host_link
 from outsize.ir.offload import HOSTED, Weights
-from outsize.ir.plan import Axes, Plan, ScheduleName, beyond
+from outsize.ir.plan import Axes, Plan, ScheduleName, beyond, weight_shards
 from outsize.ir.schedule import Kind, placed
 from outsize.schedules.families import family_of, preferred
 
@@ -92,7 +92,17 @@ class Layout:
         """Returns among how many devices the update of the gradients of one is divided (ZeRO's first
         stage); where weights are sharded, each has its part of the gradients.
         """
-        return self.axes.dp_shard if self.weights == "resident" else 1
+        return self.shards if self.weights == "resident" else 1
+
+    @property
+    def shards(self) -> int:
+        """Returns over how many devices the states of a stage are sharded; `sharded` weights too."""
+        return weight_shards(self.axes, self.weights)
+
+    @property
+    def weight_parts(self) -> int:
+        """Returns over how many devices the weights and gradients of a stage are sharded."""
+        return self.shards if self.weights == "sharded" else 1
 
     @property
     def replicas(self) -> int:
@@ -273,11 +283,15 @@ def _meshes(
     within = (t for t in _divisors(per_node) if largest % t == 0)
     for tp, cp in product(within, contexts):
         for replicas, pp in ((size // tp // cp, pp) for size, pp in sizes if size % (tp * cp) == 0):
-            yield Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas), "resident"
-            for shard in sorted({replicas, _largest(replicas, per_node // tp // cp)} - {1}):
+            for shard in sorted({1, replicas, _largest(replicas, per_node // tp // cp)}):
                 axes = Axes(pp=pp, tp=tp, cp=cp, dp_replicate=replicas // shard, dp_shard=shard)
-                yield axes, "resident"
-                yield axes, "sharded"
+                for weights in weight_modes(axes):
+                    yield axes, weights
+
+
+def weight_modes(axes: Axes) -> tuple[Weights, ...]:
+    """Returns how the weights of ranks may be held: sharded, too, where several have the same ones."""
+    return ("resident", "sharded") if weight_shards(axes, "sharded") > 1 else ("resident",)
 
 
 def _largest(replicas: int, limit: int) -> int:

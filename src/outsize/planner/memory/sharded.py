@@ -53,7 +53,7 @@ def device_tables(
     """
     parts = context_parallel(ranges, layout.axes.cp, keys)
     parts = parts if ranked else tensor_parallel(parts, layout.axes.tp)
-    return sharded(parts, layout.axes.dp_shard, gathered)
+    return sharded(parts, layout.shards, gathered)
 
 
 def sharded(ranges: RangeTables, shards: int, whole: UnshardedBytes | None) -> RangeTables:

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 
 from outsize.errors import BadOption, TooManyStages
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
-from outsize.ir.plan import ScheduleName, beyond
+from outsize.ir.offload import Weights
+from outsize.ir.plan import Axes, ScheduleName, beyond
 from outsize.ir.profile import Profile
-from outsize.planner.costs.context_parallel import context
+from outsize.planner.costs.context_parallel import context_sizes
 from outsize.planner.fit.nearest import device_part
 from outsize.planner.layout.layout import (
     MOST_STAGES,
@@ -23,6 +25,7 @@ from outsize.planner.layout.layout import (
     grouped,
     host_layouts,
     pipelines,
+    weight_modes,
 )
 from outsize.planner.layout.tensor_parallel import divides
 from outsize.schedules.families import DEFAULT, FORWARD, SEQUENTIAL, family_of, searched
@@ -36,10 +39,10 @@ def pipeline_layouts(request: PlanRequest, candidates: Candidates, cluster: Clus
     usual = searched(on_cpu=cluster.devices[0].kind == "cpu", measured=measured)
     schedules = _schedules(request, candidates, usual)
     ranks = _ranks(request, _units(candidates), cluster)
-    whole = request.dp_shard == 1 or request.weights == "resident"
-    axes, weights = request.mesh(ranks), "resident" if whole else "sharded"
+    axes = request.mesh(ranks)
     for layout in pipelines(axes, counts_for(candidates, axes), schedules, _units(candidates)):
-        for sequence in _sequence_options(request, layout, candidates[layout.captured][0]):
+        options = _sequence_options(request, layout, candidates[layout.captured][0])
+        for sequence, weights in product(options, _weight_options(request, axes)):
             yield replace(layout, weights=weights, sequence=sequence)
 
 
@@ -52,7 +55,7 @@ def meshes(request: PlanRequest, candidates: Candidates, cluster: Cluster) -> It
     if not candidates:
         return  # Nothing was captured for what was asked for, which the search of pipelines tells.
     graph = candidates[max(candidates)][0]
-    contexts = context(graph).sizes(len(cluster.devices)) if request.what_if else (request.cp,)
+    contexts = context_sizes(graph, len(cluster.devices)) if request.cp == 1 else (request.cp,)
     schedules = _schedules(request, candidates, (DEFAULT.name,))
     for layout in all_layouts(cluster, candidates, schedules, _units(candidates), contexts):
         for sequence in _sequence_options(request, layout, graph):
@@ -114,6 +117,14 @@ def _sequence_options(request: PlanRequest, layout: Layout, graph: ModelGraph) -
     if layout.axes.tp == 1 or all(unit.in_sequence == unit.divided for unit in graph.units):
         return (False,)
     return (False, True) if request.sequence_parallel is None else (request.sequence_parallel,)
+
+
+def _weight_options(request: PlanRequest, axes: Axes) -> tuple[Weights, ...]:
+    """Returns how to hold a rank's weights: sharded where dp_shard was asked for; over cp alone, both."""
+    modes = weight_modes(axes)
+    if request.weights in modes:
+        return (request.weights,)
+    return modes if axes.dp_shard == 1 else ("sharded",)
 
 
 def _units(candidates: Candidates) -> int:

@@ -18,7 +18,6 @@ from outsize.ir.findings import (
 )
 from outsize.ir.graph import ModelGraph
 from outsize.ir.plan import BatchNormMode
-from outsize.planner.costs.context_parallel import context
 from outsize.planner.evaluate.estimate import Estimate
 from outsize.planner.layout.layout import Layout
 from outsize.planner.offload.host_traffic import host_reason
@@ -30,13 +29,13 @@ def beyond_reasons(
     """Yields findings about weights on the host and divided tokens; `graph` is of one microbatch, unit by
     unit.
     """
-    cp, tokens = layout.axes.cp, context(graph)
+    cp, refused = layout.axes.cp, graph.rows is not None and graph.rows.refused
     if layout.hosted:
         yield host_reason(graph, layout, cluster, optimizer)
     elif cp > 1:
         yield ContextParallel(cp=cp)
-    elif len(cluster.devices) > 1 and tokens.refusal is not None:
-        yield tokens.refusal
+    elif len(cluster.devices) > 1 and refused:
+        yield NoContextParallel(refused=refused)
 
 
 def order_reasons(

@@ -503,8 +503,7 @@ def _why_best(
 def _why_axes(request: PlanRequest, layout: Layout, graph: ModelGraph, cluster: Cluster) -> Iterator[Reason]:
     """Yields what the axes besides pp, and the host's memory, follow from."""
     yield from tensor_reasons(graph, layout.axes.tp, layout.sequence)
-    if request.what_if or layout.hosted or layout.axes.cp > 1:
-        yield from beyond_reasons(graph, layout, cluster, request.optimizer)
+    yield from beyond_reasons(graph, layout, cluster, request.optimizer)
 
 
 def _refined(request: PlanRequest, tables: CostTables, best: Estimate) -> tuple[CostTables, Estimate]:

@@ -13,17 +13,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, final
 
 from torch import Tensor, nn
+from torch.nn import functional
 
 from outsize.program.context_parallel.rows import SequenceRows
 from outsize.program.context_parallel.rules import OwnRows, RowStep
 from outsize.program.tape import Cost, Instruction, Ref, Tape, Weight
 from outsize.program.tensor_parallel.local_tape import renumbered, resized_meta
-from outsize.program.tensor_parallel.rule_step import op_name
+from outsize.program.tensor_parallel.propagate import follow
+from outsize.program.tensor_parallel.rule_step import (
+    NeedsParts,
+    NotPropagated,
+    RuleInput,
+    Step,
+    WrappedCall,
+    op_name,
+)
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tree import leaves, map_leaves
 
@@ -38,28 +47,70 @@ _SHAPES: Final = frozenset(
 Function = Callable[..., Tensor]
 
 
+@final
+@dataclass(frozen=True)
+class RowCall(WrappedCall):
+    """A call of a collective of ranks that have rows; `share` is how they are divided.
+
+    `run` is given the share and, where there is one, `function` before the arguments of the model's own call.
+    """
+
+    run: Callable[..., Any]
+    share: Share
+    function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.function is None:
+            return self.run(self.share, *args, **kwargs)
+        return self.run(self.share, self.function, *args, **kwargs)
+
+    def inner(self, instruction: Instruction) -> Instruction | None:
+        return None if self.function is None else replace(instruction, target=self.function)
+
+    def around(self, function: Callable[..., Any]) -> RowCall:
+        return replace(self, function=function)
+
+    def follow(self, call: RuleInput) -> Step:
+        if self.function is not None:
+            inner = replace(call, instruction=replace(call.instruction, target=self.function))
+            return _with_mask_of_both(follow(inner, None), call)
+        share = call.alone()
+        if share.dim == self.share.dim:
+            raise NotPropagated("rows of the sequence and parts of a layer are along one dim")
+        return call.same(share)
+
+
+def _with_mask_of_both(step: Step, call: RuleInput) -> Step:
+    """Returns the step of a dropout whose mask is drawn for all rows and all parts of a layer."""
+    share, args, kwargs = step.dropout, call.args, call.instruction.kwargs
+    if share is None:
+        return step
+    return replace(step, dropout=None, rewrite=lambda place: ((*args, (share, place)), kwargs))
+
+
 class RowCollectives(ABC):
     """Defines what ranks compute together, each by its rows; `place` is this rank's position.
 
-    `share` says how the divided argument is divided. Gradients of whole values are sums over ranks.
+    `share` says how the divided argument is divided, and `function` is the model's own. Gradients of whole
+    values are sums over ranks.
     """
 
     place: RankPosition
 
     @abstractmethod
-    def gather(self, x: Tensor, share: Share) -> Tensor:
+    def gather(self, share: Share, x: Tensor) -> Tensor:
         """Returns all rows; the gradient of x is the sum of all ranks' gradients of its rows."""
 
     @abstractmethod
-    def cut(self, x: Tensor, share: Share) -> Tensor:
+    def cut(self, share: Share, x: Tensor) -> Tensor:
         """Returns this rank's rows of a whole value."""
 
     @abstractmethod
-    def end(self, loss: Tensor) -> Tensor:
+    def end(self, share: Share, loss: Tensor) -> Tensor:
         """Returns the whole loss, whose gradient begins as 1 / ranks on each rank."""
 
     @abstractmethod
-    def attention(self, share: Share, *args: Any, **kwargs: Any) -> Tensor:
+    def attention(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         """Runs scaled_dot_product_attention with rows of the query, all keys and values, rows of the mask."""
 
     @abstractmethod
@@ -79,8 +130,20 @@ class RowCollectives(ABC):
         """Computes the mean over all rows."""
 
     @abstractmethod
-    def dropout(self, x: Tensor, p: float, training: bool, inplace: bool, share: Share) -> Tensor:
-        """Applies dropout with the mask that one process would draw."""
+    def dropout(
+        self,
+        share: Share,
+        function: Function,
+        x: Tensor,
+        p: float,
+        training: bool,
+        inplace: bool,
+        *others: tuple[Share, RankPosition],
+    ) -> Tensor:
+        """Applies dropout with the mask that one process would draw.
+
+        `others`: along which other dims x is divided, among which other ranks.
+        """
 
 
 def row_tape(
@@ -134,7 +197,8 @@ class _RowTapeWriter:
         whole = {slot: self._whole(Ref(slot), share, last) for slot, share in shares.items()}
         output = map_leaves(lambda x: whole.get(x.slot, x) if isinstance(x, Ref) else x, self._tape.output)
         if loss is not None:
-            loss = self._insert(("end",), self._together.end, (loss,), self._metas[loss.slot], last)
+            end = RowCall(self._together.end, Share(0, (1,)))
+            loss = self._insert(("end",), end, loss, self._metas[loss.slot], last)
         return replace(
             self._tape,
             instructions=tuple(self._instructions),
@@ -150,7 +214,8 @@ class _RowTapeWriter:
         smallest = self._smallest(leaf)
         if smallest is leaf:
             meta = self._tape.metas[leaf.slot]
-            return self._insert(("whole", leaf), self._together.gather, (leaf, share), meta, before)
+            gather = RowCall(self._together.gather, share)
+            return self._insert(("whole", leaf), gather, leaf, meta, before)
         return self._made_again(leaf, smallest, before)
 
     def _smallest(self, leaf: Ref) -> Ref:
@@ -192,22 +257,54 @@ class _RowTapeWriter:
         return self._made[key]
 
     def _cut(self, leaf: Ref | Weight, share: Share, before: Instruction) -> Ref:
+        key = ("cut", leaf, share.dim, share.parts)
+        if isinstance(leaf, Ref) and key not in self._made:
+            self._cut_operands(leaf, share, before, key)
+        if key in self._made:
+            return self._made[key]
         result = next(iter(before.defines()))
         like = self._tape.metas[leaf.slot] if isinstance(leaf, Ref) else self._tape.metas[result]
         meta = resized_meta(like, min(share.dim, len(like.shape) - 1), self._together.place.size(share))
         # A weight is cut again for each user: it may be used in several stages, and travels as a weight.
-        key = ("cut", leaf, share.dim, share.parts, before.index if isinstance(leaf, Weight) else None)
-        return self._insert(key, self._together.cut, (leaf, share), meta, before)
+        key = (*key, before.index) if isinstance(leaf, Weight) else key
+        return self._insert(key, RowCall(self._together.cut, share), leaf, meta, before)
+
+    def _cut_operands(self, leaf: Ref, share: Share, before: Instruction, key: tuple[Any, ...]) -> None:
+        """Makes this rank's rows of a value of tokens x tokens, such as a mask, from rows of its operands.
+
+        So no rank holds all of it. Other values are made whole, and cut.
+        """
+        index = self._tape.producer.get(leaf.slot)
+        made_by = None if index is None else self._tape.instructions[index]
+        if made_by is None or made_by.is_leaf or self._size(leaf) < share.size**2:
+            return
+        step = _step_back(made_by, share, self._tape)
+        if step is None:
+            return
+        args, kwargs = made_by.args, made_by.kwargs
+        if step.rewrite is not None:
+            args, kwargs = step.rewrite(self._together.place)
+        cut = {operand: self._cut(operand, part, before) for operand, part in step.cut.items()}
+        args, kwargs = map_leaves(lambda x: cut.get(x, x) if isinstance(x, Ref) else x, (args, kwargs))
+        self._made[key] = Ref(len(self._metas))
+        size = self._together.place.size(share)
+        self._metas.append(resized_meta(self._tape.metas[leaf.slot], share.dim, size))
+        self._emit(replace(made_by, args=args, kwargs=kwargs, out=self._made[key], index=before.index))
 
     def _insert(
-        self, key: tuple[Any, ...], target: Any, args: tuple[Any, ...], meta: Any, before: Instruction
+        self,
+        key: tuple[Any, ...],
+        target: RowCall,
+        leaf: Ref | Weight,
+        meta: Any,
+        before: Instruction,
     ) -> Ref:
         if key not in self._made:
             self._made[key] = Ref(len(self._metas))
             self._metas.append(meta)
-            weights = tuple(a for a in args if isinstance(a, Weight))
+            weights = (leaf,) if isinstance(leaf, Weight) else ()
             new = replace(
-                before, target=target, args=args, kwargs={}, out=self._made[key], weights=weights,
+                before, target=target, args=(leaf,), kwargs={}, out=self._made[key], weights=weights,
                 written_weights=(), writes=frozenset(), random=False, cost=Cost(), casts=(),
             )  # fmt: skip
             self._emit(new)
@@ -223,19 +320,48 @@ class _RowTapeWriter:
         args, kwargs = instruction.args, instruction.kwargs
         if step.rewrite is not None:
             args, kwargs = step.rewrite(self._together.place)
-        if found.method == "attention":
-            return self._together.attention, (found.share, *args), kwargs
         if found.method is not None:
-            return getattr(self._together, found.method), (found.share, target, *args), kwargs
+            assert found.share is not None
+            assert not isinstance(target, str)
+            return RowCall(getattr(self._together, found.method), found.share, target), args, kwargs
         if step.dropout is None:
             return target, args, kwargs
-        return self._together.dropout, self._dropout_arguments(instruction, step.dropout), {}
+        dropout = RowCall(self._together.dropout, step.dropout, functional.dropout)
+        return dropout, self._dropout_arguments(instruction), {}
 
-    def _dropout_arguments(self, instruction: Instruction, share: Share) -> tuple[Any, ...]:
+    def _dropout_arguments(self, instruction: Instruction) -> tuple[Any, ...]:
         if isinstance(instruction.target, str):
             module = self._modules[instruction.target]
             assert isinstance(module, nn.Dropout)
-            return (instruction.args[0], module.p, module.training, module.inplace, share)
+            return (instruction.args[0], module.p, module.training, module.inplace)
         options = {"p": 0.5, "training": True, "inplace": False}
         options |= dict(zip(options, instruction.args[1:], strict=False)) | instruction.kwargs
-        return (instruction.args[0], *(options[k] for k in ("p", "training", "inplace")), share)
+        return (instruction.args[0], *(options[k] for k in ("p", "training", "inplace")))
+
+
+def _step_back(instruction: Instruction, share: Share, tape: Tape) -> Step | None:
+    """Returns the step of an instruction whose result is divided so; `cut` says how its operands are.
+
+    None where no way to divide its operands gives that.
+    """
+    if instruction.random or instruction.writes or instruction.weights:
+        return None
+    operands = [
+        leaf
+        for leaf in dict.fromkeys(leaves((instruction.args, instruction.kwargs)))
+        if isinstance(leaf, Ref)
+    ]
+    for operand in operands:
+        for dim, size in enumerate(tape.metas[operand.slot].shape):
+            if size != share.size:
+                continue
+            shares = {operand.slot: share.at(dim)}
+            try:
+                step = follow(RuleInput(instruction, tape.metas, shares, {}), None)
+            except (NotPropagated, NeedsParts):
+                continue
+            if step.dropout is None and [s and (s.dim, s.parts) for s in step.out] == [
+                (share.dim, share.parts)
+            ]:
+                return replace(step, cut={**step.cut, operand: share.at(dim)})
+    return None

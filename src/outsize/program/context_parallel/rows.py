@@ -25,8 +25,8 @@ from typing import final
 from torch import nn
 
 from outsize.errors import BadOption
-from outsize.program.context_parallel.rules import RowStep, follow_rows, looks_up_by_row
-from outsize.program.liveness import last_reads, live
+from outsize.program.context_parallel.rules import RowStep, follow_rows, is_causal, looks_up_by_row
+from outsize.program.liveness import live
 from outsize.program.tape import Instruction, Ref, Tape
 from outsize.program.tensor_parallel.opaque_modules import runs_own_code, works_by_vector
 from outsize.program.tensor_parallel.products import product_of
@@ -37,11 +37,13 @@ from outsize.program.tensor_parallel.share import RankPosition, Share
 @final
 @dataclass(frozen=True)
 class SequenceRows:
-    """Holds what the walk has found: how slots are divided, and the steps of instructions that have rows."""
+    """Holds what the walk has found: how slots are divided, the steps of instructions that have rows, and the
+    tokens of the longest sequence."""
 
     shares: Mapping[int, Share]
     steps: Mapping[int, RowStep]
     sources: tuple[str, ...]
+    tokens: int
 
 
 def by_rows(tape: Tape, model: nn.Module, ranks: int) -> SequenceRows:
@@ -67,14 +69,14 @@ class _RowWalk:
         self._ndims = {name: len(shape) for name, shape in self._weights.items()}
         required = {*tape.output_slots(), *((tape.loss.slot,) if tape.loss is not None else ())}
         self._alive = live(tape, required)
-        self._last_reads = last_reads(tape, self._alive)
-        self._slots_of: dict[int, list[int]] = {}
-        for slot in range(len(tape.metas)):
-            self._slots_of.setdefault(tape.storage(slot), []).append(slot)
+        self._copies: dict[int, int] = {}  # The first instruction that copies a storage.
+        self._writes: list[tuple[int, Instruction]] = []
         self._from_inputs = {slot for slot in tape.inputs if tape.metas[slot].shape}
         self._shares: dict[int, Share] = {}
         self._steps: dict[int, RowStep] = {}
         self._sources: list[str] = []
+        self._tokens = 0
+        self._is_causal = any(is_causal(i) for i in tape.instructions if self._alive[i.index])
 
     def visit(self, instruction: Instruction) -> None:
         """Follows one instruction."""
@@ -89,10 +91,11 @@ class _RowWalk:
         elif (share := self._source(call, module)) is not None:
             operand = instruction.args[0]
             self._sources.append(instruction.name)
+            self._tokens = max(self._tokens, share.size)
             step = RowStep(replace(call.same(share), cut={operand: share}))
         else:
             return
-        self._insist_on_memory(instruction, step)
+        self._note_memory(instruction, step)
         self._steps[instruction.index] = step
         pairs = zip(instruction.defines(), step.step.out, strict=True)
         self._shares.update((slot, share) for slot, share in pairs if share is not None)
@@ -122,21 +125,34 @@ class _RowWalk:
         else:
             product = product_of(call.instruction, module, self._ndims)
             fits = product is not None or (module is not None and works_by_vector(module, shape, 1))
-        rows = RankPosition(self._ranks - 1, self._ranks).block(shape[1])
-        return Share(1, (shape[1],)) if fits and rows[0] < rows[1] else None
+        share = self._share_of(shape[1])
+        places = (RankPosition(rank, self._ranks) for rank in range(self._ranks))
+        return share if fits and all(place.size(share) for place in places) else None
 
-    def _insist_on_memory(self, instruction: Instruction, step: RowStep) -> None:
-        """Raises BadOption where a write in place, of rows or of a copy, would be missed elsewhere."""
-        copied = {o.slot for o in (*step.gather, *step.step.cut) if isinstance(o, Ref)}
-        results = set(instruction.defines())
-        for storage in instruction.writes:
-            slots = self._slots_of[storage]
-            others = (self._last_reads.get(slot, -1) for slot in slots if slot not in results)
-            if not copied.isdisjoint(slots) or max(others, default=-1) > instruction.index:
+    def _share_of(self, tokens: int) -> Share:
+        """Returns how a sequence is divided: under a causal mask each rank has an early and a late block, so
+        that all ranks compute as much.
+        """
+        if not self._is_causal or tokens < 2 * self._ranks:
+            return Share(1, (tokens,))
+        return Share(1, (tokens - tokens // 2, tokens // 2), mirrored=True)
+
+    def _note_memory(self, instruction: Instruction, step: RowStep) -> None:
+        """Notes which memory is copied, as rows or whole, and which is written in place."""
+        for operand in (*step.gather, *step.step.cut):
+            if isinstance(operand, Ref):
+                self._copies.setdefault(self._tape.storage(operand.slot), instruction.index)
+        self._writes += [(storage, instruction) for storage in instruction.writes]
+
+    def _insist_on_memory(self) -> None:
+        """Raises BadOption where a write in place comes after a copy, which would miss it."""
+        for storage, instruction in self._writes:
+            if self._copies.get(storage, instruction.index + 1) <= instruction.index:
                 raise _refused(instruction, "it writes in place what is read elsewhere")
 
     def result(self) -> SequenceRows:
         """Returns what was found. Raises BadOption where nothing is divided."""
+        self._insist_on_memory()
         if not self._sources:
             raise BadOption(
                 "context parallelism finds no sequence in this model: no embedding of (samples, tokens), "
@@ -144,7 +160,7 @@ class _RowWalk:
                 numbers=f"cp={self._ranks}; a sequence needs at least a row for each rank",
                 next_step="cp=1, or another axis (dp_replicate, tp, pp)",
             )
-        return SequenceRows(self._shares, self._steps, tuple(self._sources))
+        return SequenceRows(self._shares, self._steps, tuple(self._sources), self._tokens)
 
 
 def _refused(instruction: Instruction, reason: str) -> BadOption:

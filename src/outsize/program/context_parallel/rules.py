@@ -8,7 +8,8 @@
 
 Everything else follows the rules of tensor parallelism (tensor_parallel/propagate.py), which follow a divided
 dim whatever it means. A rank holds rows [start, stop) of each sequence of a batch; where a view joins batch
-and sequence the rows of a rank are as many runs as samples: `Share(0, (tokens,) * samples)`.
+and sequence the rows of a rank are as many runs as samples: `Share(0, (tokens,) * samples)`. Under a causal
+mask each sequence is two parts, the second of which is divided in reverse order (`Share.mirrored`).
 
 Sources: Llama 3, arXiv 2407.21783, sec. 3.3.2, gathers keys and values as this does; rows of a causal
 attention read the keys up to their own. Complexity: O(operands) each. Oracle: tests/dist/test_context.py.
@@ -25,7 +26,7 @@ from typing import Any, ClassVar, Final, Literal, final
 import torch
 from torch import nn
 
-from outsize.program.tape import Ref
+from outsize.program.tape import Instruction, Ref
 from outsize.program.tensor_parallel.opaque_modules import runs_own_code, works_by_rows
 from outsize.program.tensor_parallel.products import product_of
 from outsize.program.tensor_parallel.propagate import elementwise, follow
@@ -79,7 +80,7 @@ def follow_rows(call: RuleInput, module: nn.Module | None, ranks: int) -> RowSte
     if product_of(call.instruction, module, {n: len(s) for n, s in call.weights.items()}) is not None:
         return RowStep(_by_vector(call))
     if isinstance(module, nn.Embedding):
-        return RowStep(_looked_up(call, module))
+        return _looked_up(call, module)
     if type(module) is nn.MultiheadAttention:
         return _module_attention(call, module)
     if module is not None and call.instruction.parameters():
@@ -115,7 +116,15 @@ def _opaque(call: RuleInput, module: nn.Module) -> RowStep:
         args = [call.metas[a.slot] if isinstance(a, Ref) else a for a in call.args]
         if shares or share is None or call.instruction.kwargs or not works_by_rows(module, args, share.dim):
             raise
-    return RowStep(call.same(share))
+    before = call.shape(next(call.operands()))
+    return RowStep(Step(tuple(_kept_or_joined(share, before, shape) for shape in call.results())))
+
+
+def _kept_or_joined(share: Share, before: Shape, after: Shape) -> Share:
+    """Returns the share of a result whose tokens are apart, or one dim with the samples before them."""
+    if after[: share.dim + 1] == before[: share.dim + 1]:
+        return share
+    return replace(share, dim=0, parts=share.parts * prod(before[: share.dim]))
 
 
 def _normalized(call: RuleInput) -> RowStep:
@@ -128,10 +137,11 @@ def _normalized(call: RuleInput) -> RowStep:
 # -- lookups -------------------------------------------------------------------------------------------
 
 
-def _looked_up(call: RuleInput, module: nn.Embedding) -> Step:
-    if not looks_up_by_row(module):
-        raise NotPropagated(f"{type(module).__name__} does not look up each index by itself")
-    return call.same(call.alone())
+def _looked_up(call: RuleInput, module: nn.Embedding) -> RowStep:
+    """Handles a lookup; one that sees more than its own index, such as of positions, gets the whole index."""
+    if looks_up_by_row(module):
+        return RowStep(call.same(call.alone()))
+    return _by_all(call, call.divided())
 
 
 def looks_up_by_row(module: nn.Embedding) -> bool:
@@ -194,6 +204,13 @@ def _attention(call: RuleInput) -> RowStep:
     if mask is not None and len(shape := call.shape(mask)) > 1 and shape[-2] > 1:
         cut[mask] = _fitting(share.at(len(shape) - 2), shape)
     return RowStep(call.same(share, cut=cut), gather, "attention", share)
+
+
+def is_causal(instruction: Instruction) -> bool:
+    """Returns whether a call is attention under its kernel's causal mask, which reads earlier keys alone."""
+    attends = op_name(instruction) == "scaled_dot_product_attention"
+    args, kwargs = instruction.args, instruction.kwargs
+    return attends and bool(args[5] if len(args) > 5 else kwargs.get("is_causal", False))
 
 
 def _module_attention(call: RuleInput, module: nn.MultiheadAttention) -> RowStep:
@@ -344,12 +361,14 @@ def _view(call: RuleInput) -> RowStep:
 
 
 def _viewed(share: Share, before: Shape, after: Shape) -> Share:
-    runs, rows = prod(before[: share.dim]) * len(share.parts), share.parts[0]
-    inner = prod(before[share.dim + 1 :])
+    runs = share.parts * prod(before[: share.dim])
+    inner, least = prod(before[share.dim + 1 :]), 2 if share.mirrored else 1
     for dim, size in enumerate(after):
         outside = prod(after[:dim])
-        if runs % outside == 0 and size == runs // outside * rows and prod(after[dim + 1 :]) == inner:
-            return Share(dim, (rows,) * (runs // outside))
+        parts = runs[: len(runs) // outside] if outside else ()
+        is_equal = bool(parts) and len(parts) % least == 0 and parts * outside == runs
+        if is_equal and sum(parts) == size and prod(after[dim + 1 :]) == inner:
+            return replace(share, dim=dim, parts=parts)
     raise NotPropagated(f"a view to {after} does not keep the rows of the sequence apart")
 
 
@@ -365,21 +384,27 @@ def _item(call: RuleInput, ranks: int) -> RowStep:
 
 
 def _first_rows(call: RuleInput, ranks: int) -> Step | None:
-    """Returns the step for x[..., :stop, ...] that leaves out rows of the last rank alone."""
+    """Returns the step for x[..., :stop, ...] that leaves the rows of every rank where they are."""
     share, index = call.share(call.args[0]), call.args[1]
     index = index if isinstance(index, tuple) else (index,)
-    if share is None or len(share.parts) > 1 or not all(i is Ellipsis or isinstance(i, slice) for i in index):
+    runs = 2 if share is not None and share.mirrored else 1
+    if share is None or len(share.parts) > runs:
+        return None
+    if not all(i is Ellipsis or isinstance(i, slice) for i in index):
         return None
     ndim = len(call.shape(call.args[0]))
     at = next((n for n, i in enumerate(index) if i is Ellipsis), len(index))
     left = ndim - sum(isinstance(i, slice) for i in index)
     full = [*index[:at], *[slice(None)] * left, *index[at + 1 :]]
     start, stop, step = full[share.dim].indices(share.size)
-    rows = RankPosition(ranks - 1, ranks)
-    kept = step == 1 and start == 0 and stop < share.size and rows.block(stop)[0] == rows.block(share.size)[0]
-    if not kept or rows.block(stop)[0] == stop:
+    last = share.parts[-1] - (share.size - stop)
+    if step != 1 or start != 0 or stop >= share.size or last < 1:
         return None
-    new = Share(share.dim, (stop,))
+    new = replace(share, parts=(*share.parts[:-1], last))
+    places = [RankPosition(rank, ranks) for rank in range(ranks)]
+    kept = ([(min(a, stop), min(b, stop)) for a, b in place.ranges(share)] for place in places)
+    if [place.ranges(new) for place in places] != list(kept) or not all(map(_any_row(new), places)):
+        return None
 
     def rewrite(place: RankPosition) -> tuple[tuple[Any, ...], dict[str, Any]]:
         local = (*full[: share.dim], slice(0, place.size(new)), *full[share.dim + 1 :])
@@ -388,12 +413,77 @@ def _first_rows(call: RuleInput, ranks: int) -> Step | None:
     return call.same(new, rewrite=rewrite)
 
 
+def _any_row(share: Share) -> Callable[[RankPosition], bool]:
+    return lambda place: place.size(share) > 0
+
+
 def _joined(call: RuleInput) -> RowStep:
     """Handles cat, whose empty pieces (a new cache) do not matter."""
     pieces = [p for p in call.args[0] if prod(call.shape(p))]
     if len(pieces) == 1 and (share := call.share(pieces[0])) is not None:
         return RowStep(call.same(share))
     return RowStep(follow(call, None))
+
+
+def _stacked(call: RuleInput) -> RowStep:
+    """Handles stack: its pieces are divided alike, whole ones are cut."""
+    pieces = call.args[0]
+    share = next(s for p in pieces if (s := call.share(p)) is not None)
+    if any(call.share(p) not in (None, share) for p in pieces):
+        raise NotPropagated("its pieces are divided along different dims")
+    at = int(call.arg(1, "dim", 0)) % len(call.results()[0])
+    cut: dict[Operand, Share] = {p: _fitting(share, call.shape(p)) for p in pieces if call.share(p) is None}
+    return RowStep(call.same(share.at(share.dim + (at <= share.dim)), cut=cut))
+
+
+def _repeated(call: RuleInput) -> RowStep:
+    """Handles repeat: sequences one after the other are runs of rows."""
+    share, times = call.alone(), [int(n) for n in leaves(call.args[1:])]
+    dim = share.dim + len(times) - len(call.shape(call.args[0]))
+    return RowStep(call.same(replace(share, dim=dim, parts=share.parts * times[dim])))
+
+
+def _added_product(call: RuleInput) -> RowStep:
+    """Handles baddbmm: rows of the first matrix and of what is added, all of the second matrix."""
+    added, first, second = (call.arg(n, name) for n, name in enumerate(("input", "batch1", "batch2")))
+    share, shape = call.share(first), call.shape(added)
+    if share is None or share.dim != 1:
+        raise NotPropagated("its first matrix is not divided by rows")
+    cut: dict[Operand, Share] = {}
+    if call.share(added) is None and shape[-2] > 1:
+        cut[added] = _fitting(share.at(len(shape) - 2), shape)
+    gather = {second: s} if (s := call.share(second)) is not None else {}
+    return RowStep(call.same(share, cut=cut), gather)
+
+
+def _viewed_as(call: RuleInput) -> RowStep:
+    """Handles view_as: the other value must have its own rows already."""
+    share, other = call.share(call.args[0]), call.share(call.args[1])
+    if share is None or other is None or _viewed(share, call.shape(call.args[0]), call.results()[0]) != other:
+        raise NotPropagated("it is viewed as what is not divided so")
+    return RowStep(call.same(other))
+
+
+def _emptied(call: RuleInput) -> RowStep:
+    """Handles `x.new_empty(...)`, which is written later: of rows, where it has the sizes of x up to them."""
+    share, shape = call.share(call.args[0]), call.results()[0]
+    before = call.shape(call.args[0])
+    if share is None or shape[: share.dim + 1] != before[: share.dim + 1]:
+        return _made_whole(call)
+    sizes = [*shape]
+
+    def rewrite(place: RankPosition) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        sizes[share.dim] = place.size(share)
+        return (call.args[0], tuple(sizes)), {k: v for k, v in call.instruction.kwargs.items() if k != "size"}
+
+    return RowStep(call.same(share, rewrite=rewrite))
+
+
+def _copied(call: RuleInput) -> RowStep:
+    """Handles x.copy_(y): rows of y into rows of x."""
+    if call.share(call.args[0]) is None:
+        raise NotPropagated("rows are written into a whole value")
+    return RowStep(elementwise(call))
 
 
 def _made_whole(call: RuleInput) -> RowStep:
@@ -416,5 +506,11 @@ _RULES: Final[Mapping[str, Rule]] = {
     **_each("view reshape flatten unflatten squeeze", _view),
     **_each("layer_norm rms_norm", _normalized),
     **_each("cat concat", _joined),
-    **_each("new_zeros new_ones new_full new_empty", _made_whole),
+    **_each("stack", _stacked),
+    **_each("repeat", _repeated),
+    **_each("baddbmm", _added_product),
+    **_each("view_as", _viewed_as),
+    **_each("copy", _copied),
+    **_each("new_empty", _emptied),
+    **_each("new_zeros new_ones new_full", _made_whole),
 }

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch.nn import functional
 
 from outsize.program.tape import Cost, Instruction, Meta, Ref, Tape, Weight
 from outsize.program.tensor_parallel.products import Heads, Lookup, Product, is_conv1d
+from outsize.program.tensor_parallel.rule_step import WrappedCall, inner_call
 from outsize.program.tensor_parallel.share import RankPosition, Share
 from outsize.program.tensor_parallel.styles import Derived, RankInstruction
 from outsize.program.tree import leaves, map_leaves
@@ -269,10 +271,13 @@ class _LocalTapeWriter:
         if local.kind == "heads" and isinstance(of, Heads):
             return together.attend, _heads_arguments(of, instruction), {}
         if local.kind == "loss":
-            share = self._derived.shares[instruction.args[0].slot]
+            share = self._derived.shares[inner_call(instruction).args[0].slot]
             options = {
                 k: instruction.kwargs[k] for k in ("ignore_index", "reduction") if k in instruction.kwargs
             }
+            if isinstance(instruction.target, WrappedCall):
+                within = partial(together.cross_entropy, share=share)
+                return instruction.target.around(within), instruction.args, options
             return together.cross_entropy, (*instruction.args, share), options
         return self._followed(instruction, local)
 
@@ -310,7 +315,7 @@ def renumbered(instruction: Instruction, number: int) -> Instruction:
     """
     named = {leaf.name for leaf in leaves((instruction.args, instruction.kwargs)) if isinstance(leaf, Weight)}
     casts = tuple(cast for cast in instruction.casts if instruction.is_leaf or cast[0] in named)
-    return replace(instruction, index=number, serves=instruction.index, casts=casts)
+    return replace(instruction, index=number, serves=instruction.origin, casts=casts)
 
 
 def turned_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -121,6 +121,8 @@ def _new(weight: Tensor) -> Tensor:
 def works_by_rows(module: nn.Module, args: Sequence[Any], dim: int) -> bool:
     """Returns whether tensors cut along `dim` (those of the tokens) give the results cut so.
 
+    The tokens of a result may be one dim with the samples.
+
     Experts with weights (experts, a, b) are tried with few channels, other modules as they are.
     """
     if adds_up(module, args) is not None and dim == 0:
@@ -161,16 +163,26 @@ def _with_few_tokens(arg: Any, dim: int, generator: torch.Generator) -> Any:
 
 def _same_by_rows(module: nn.Module, inputs: Sequence[Any], dim: int) -> bool:
     rows = [x.narrow(dim, 1, 3) if isinstance(x, Tensor) else x for x in inputs]
+    sizes = next(x.shape[: dim + 1] for x in inputs if isinstance(x, Tensor))
     try:
         whole, some = (list(leaves(module(*each))) for each in (inputs, rows))
-        kept = [x.narrow(dim, 1, 3) if isinstance(x, Tensor) else x for x in whole]
+        kept = [_some_rows(x, sizes) if isinstance(x, Tensor) else x for x in whole]
     except (RuntimeError, ValueError, TypeError, IndexError):
         return False
-    tensors = all(isinstance(x, Tensor) and x.ndim > dim for x in whole)
+    tensors = all(isinstance(x, Tensor) and x.ndim for x in whole)
     return tensors and all(
         a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
         for a, b in zip(kept, some, strict=True)
     )
+
+
+def _some_rows(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns rows 1 to 3 of a result whose first dims have these sizes, or are one with all of them."""
+    dim = len(sizes) - 1
+    if tuple(x.shape[: dim + 1]) != tuple(sizes):
+        x = x.unflatten(0, tuple(sizes))
+        return x.narrow(dim, 1, 3).flatten(0, dim)
+    return x.narrow(dim, 1, 3)
 
 
 _MOST_OPAQUE: Final = 1 << 23  # A router of 8,192 channels and 1,024 experts is tried as it is.

@@ -10,13 +10,22 @@ each. Oracle: tests/dist/test_tensor_parallel.py, numbers of one process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from outsize.program.tape import Ref, Weight
 from outsize.program.tensor_parallel.opaque_modules import runs_own_code, works_by_vector
 from outsize.program.tensor_parallel.propagate_views import VIEWS
-from outsize.program.tensor_parallel.rule_step import NotPropagated, Operand, RuleInput, Shape, Step, op_name
+from outsize.program.tensor_parallel.rule_step import (
+    NotPropagated,
+    Operand,
+    RuleInput,
+    Shape,
+    Step,
+    WrappedCall,
+    op_name,
+)
 from outsize.program.tensor_parallel.share import Share
 from outsize.program.tree import leaves
 
@@ -42,14 +51,14 @@ def _common(call: RuleInput, operands: Sequence[Operand]) -> tuple[Share, int]:
     candidates = [(call.share(o), len(call.shape(o))) for o in operands]
     known = [(share, ndim - share.dim) for share, ndim in candidates if share is not None]
     share, behind = known[0]
-    if any(s.layout != share.layout or b != behind for s, b in known):
+    if any((s.layout, s.mirrored, b) != (share.layout, share.mirrored, behind) for s, b in known):
         raise NotPropagated("its arguments are divided along different dims")
     return _union(share, [s for s, _ in known]), behind
 
 
 def _union(share: Share, shares: Sequence[Share]) -> Share:
     origins = frozenset[str]().union(*(s.origins for s in shares))
-    return Share(share.dim, share.parts, origins, share.complete)
+    return replace(share, origins=origins)
 
 
 def _cut(operand: Operand, shape: Shape, share: Share, call: RuleInput) -> Share:
@@ -201,6 +210,8 @@ def follow(call: RuleInput, module: nn.Module | None) -> Step:
     """Returns the step of an instruction with some sharded operands. Raises NotPropagated and Parted."""
     if module is not None and runs_own_code(module):
         raise NotPropagated(f"{type(module).__name__} has hooks or a forward of its own")
+    if isinstance(call.instruction.target, WrappedCall):
+        return call.instruction.target.follow(call)
     if module is not None and call.instruction.parameters():
         return _by_vector(call, module)
     if module is None:

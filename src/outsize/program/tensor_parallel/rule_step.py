@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -97,6 +98,36 @@ class RuleInput:
     def same(self, share: Share | None, **more: Any) -> Step:
         """Returns a step in which every result has this share."""
         return Step(tuple(share for _ in self.instruction.defines()), **more)
+
+
+class WrappedCall(ABC):
+    """Defines a target that runs a function on the part of its arguments that other ranks leave to this one,
+    such as its rows of a sequence (context_parallel/row_tape.py).
+
+    Tensor parallelism divides what is left, and asks here how.
+    """
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the call."""
+
+    @abstractmethod
+    def inner(self, instruction: Instruction) -> Instruction | None:
+        """Returns the call of the function alone; None where the target runs no function of the model."""
+
+    @abstractmethod
+    def around(self, function: Callable[..., Any]) -> WrappedCall:
+        """Returns the target with another function within."""
+
+    @abstractmethod
+    def follow(self, call: RuleInput) -> Step:
+        """Returns the step of the call with some sharded operands. Raises NotPropagated."""
+
+
+def inner_call(instruction: Instruction) -> Instruction:
+    """Returns the call of the function that a wrapped call runs; any other instruction as it is."""
+    target = instruction.target
+    return (target.inner(instruction) if isinstance(target, WrappedCall) else None) or instruction
 
 
 def op_name(instruction: Instruction) -> str:

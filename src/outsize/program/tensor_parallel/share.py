@@ -18,6 +18,9 @@ from typing import ClassVar, final
 class Share:
     """Describes a sharded dim; `origins` are the weights that caused it, `complete` says that all of it is
     here.
+
+    `mirrored`: every second part is divided among the ranks in reverse order, so that each rank has an early
+    and a late block of a causal sequence (zigzag, arXiv 2407.21783, sec. 3.3.2).
     """
 
     __tape_leaf__: ClassVar[bool] = True
@@ -25,6 +28,7 @@ class Share:
     parts: tuple[int, ...]
     origins: frozenset[str] = frozenset()
     complete: bool = True
+    mirrored: bool = False
 
     @property
     def size(self) -> int:
@@ -54,6 +58,8 @@ class Share:
         if start not in edges or stop not in edges or start >= stop:
             return None
         taken = self.parts[edges.index(start) : edges.index(stop)]
+        if self.mirrored and taken != self.parts:
+            return None
         return replace(self, parts=taken, complete=self.complete and len(taken) == len(self.parts))
 
 
@@ -72,10 +78,14 @@ class RankPosition:
 
     def size(self, share: Share) -> int:
         """Returns the size of the dim on this rank."""
-        return sum(stop - start for start, stop in map(self.block, share.parts))
+        return sum(stop - start for start, stop in self.ranges(share))
 
     def ranges(self, share: Share) -> list[tuple[int, int]]:
         """Returns the ranges of the whole dim that this rank has, one of each part."""
         starts = [0, *accumulate(share.parts)]
-        blocks = (self.block(part) for part in share.parts)
+        places = self, self._mirrored() if share.mirrored else self
+        blocks = (places[at % 2].block(part) for at, part in enumerate(share.parts))
         return [(base + start, base + stop) for base, (start, stop) in zip(starts, blocks, strict=False)]
+
+    def _mirrored(self) -> RankPosition:
+        return RankPosition(self.ranks - 1 - self.rank, self.ranks)

@@ -41,6 +41,7 @@ from outsize.program.tensor_parallel.rule_step import (
     RuleInput,
     Shape,
     Step,
+    inner_call,
     op_name,
 )
 from outsize.program.tensor_parallel.share import Share
@@ -255,8 +256,9 @@ class _StylePass:
             return self._heads(heads, call)
         if not call.divided():
             return self._summands(call, module) if module is not None else None
-        if op_name(instruction) == "cross_entropy" and module is None:
-            return self._loss(call)
+        inner = inner_call(instruction)
+        if op_name(inner) == "cross_entropy" and module is None:
+            return self._loss(replace(call, instruction=inner))
         return self._followed(call, module)
 
     def _undivided(self, instruction: Instruction, module: nn.Module) -> None:

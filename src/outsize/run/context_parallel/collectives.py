@@ -9,8 +9,8 @@ Every rank has the whole loss and begins its backward with its part of the gradi
 anything is the sum over ranks: of a weight too, which is added up at the end of a step.
 
 Rows [start, stop) of a causal attention read the keys [0, stop), under torch's mask that is aligned at the
-lower right end, which its kernels know without writing it down. So the last rank computes most; the rows are
-not balanced.
+lower right end, which its kernels know without writing it down. A rank has an early and a late block of each
+sequence, so all of them compute as much.
 
 Source: Llama 3, arXiv 2407.21783, sec. 3.3.2 (all-gather based context parallelism). Oracle:
 tests/dist/test_context.py, the numbers of one process.
@@ -24,12 +24,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 from outsize.program.context_parallel.row_tape import Function, RowCollectives
-from outsize.program.tensor_parallel.share import Share
-from outsize.run.tensor_parallel.collectives import TensorParallelGroup
+from outsize.program.tensor_parallel.share import RankPosition, Share
+from outsize.run.tensor_parallel.collectives import TensorParallelGroup, drawn_mask
 from outsize.run.tensor_parallel.functions import Paired
 
 
@@ -41,21 +40,34 @@ class ContextParallelGroup(RowCollectives):
         self.group = TensorParallelGroup(mesh)
         self.place = self.group.place
 
-    def gather(self, x: Tensor, share: Share) -> Tensor:
+    def gather(self, share: Share, x: Tensor) -> Tensor:
         return self.group.collect(x, share)
 
-    def cut(self, x: Tensor, share: Share) -> Tensor:
+    def cut(self, share: Share, x: Tensor) -> Tensor:
         return Paired.apply(x, self.group.part, self._between_zeros, share)
 
-    def end(self, loss: Tensor) -> Tensor:
+    def end(self, share: Share, loss: Tensor) -> Tensor:
         return Paired.apply(loss, _same, self._part_of)
 
-    def dropout(self, x: Tensor, p: float, training: bool, inplace: bool, share: Share) -> Tensor:
-        return self.group.dropout(x, p, training, inplace, share)
+    def dropout(
+        self,
+        share: Share,
+        function: Function,
+        x: Tensor,
+        p: float,
+        training: bool,
+        inplace: bool,
+        *others: tuple[Share, RankPosition],
+    ) -> Tensor:
+        if not training or p == 0.0:
+            return x
+        mask = drawn_mask(function, x, p, ((share, self.place), *others))
+        return x.mul_(mask) if inplace else x * mask
 
     def attention(
         self,
         share: Share,
+        function: Function,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -65,28 +77,26 @@ class ContextParallelGroup(RowCollectives):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-        mask: Any = attn_mask
-        if is_causal:
-            start, stop = self.place.block(share.size)
-            if stop <= key.shape[-2]:
-                key, value = (_per_head(x.narrow(-2, 0, stop), query) for x in (key, value))
-                mask = causal_lower_right(stop - start, stop)
-            else:
-                rows = torch.arange(start, stop, device=query.device)
-                mask = rows[:, None] >= torch.arange(key.shape[-2], device=query.device)
-        return functional.scaled_dot_product_attention(query, key, value, mask, dropout_p, False, **options)
+        if not is_causal or share.size > key.shape[-2]:
+            mask = self._causal_mask(share, key.shape[-2], query.device) if is_causal else attn_mask
+            return function(query, key, value, mask, dropout_p, False, scale=scale, enable_gqa=enable_gqa)
+        parts, done = list[Tensor](), 0
+        for start, stop in self.place.ranges(share):
+            rows = query.narrow(-2, done, stop - start)
+            parts.append(_causal(function, rows, key.narrow(-2, 0, stop), value.narrow(-2, 0, stop), scale))
+            done += stop - start
+        return torch.cat(parts, -2)
 
     def cross_entropy(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
         options = dict(zip(names, args, strict=False)) | kwargs
-        reduction = options.pop("reduction", "mean")
+        logits, target, reduction = (options.pop(name, "mean") for name in ("input", "target", "reduction"))
         if reduction == "none":
-            return function(**options, reduction="none")
-        summed = self.total(function(**options, reduction="sum"))
+            return function(logits, target, **options, reduction="none")
+        summed = self.total(function(logits, target, **options, reduction="sum"))
         if reduction == "sum":
             return summed
-        return summed / self.group.total(_counted(**options).to(summed.dtype))
+        return summed / self.group.total(_counted(target, **options).to(summed.dtype))
 
     def average(self, share: Share, function: Function, *args: Any, **kwargs: Any) -> Tensor:
         reduction = kwargs.pop("reduction", "mean")
@@ -106,6 +116,10 @@ class ContextParallelGroup(RowCollectives):
         """Returns the sum of all ranks' x."""
         return Paired.apply(x, self.group.total, self.group.total)
 
+    def _causal_mask(self, share: Share, keys: int, device: torch.device) -> Tensor:
+        rows = torch.cat([torch.arange(*rows, device=device) for rows in self.place.ranges(share)])
+        return rows[:, None] >= torch.arange(keys, device=device)
+
     def _whole_count(self, x: Tensor, share: Share) -> int:
         return prod(x.shape) // x.shape[share.dim] * share.size
 
@@ -124,7 +138,6 @@ class ContextParallelGroup(RowCollectives):
 
 
 def _counted(
-    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     ignore_index: int = -100,
@@ -139,10 +152,18 @@ def _counted(
     return weight[target.masked_fill(~is_counted, 0)].masked_fill(~is_counted, 0).sum()
 
 
-def _per_head(x: Tensor, query: Tensor) -> Tensor:
-    """Returns keys or values for every head of the query: torch's aligned mask knows no groups of heads."""
-    times = query.shape[-3] // x.shape[-3] if x.ndim > 2 else 1
-    return x if times == 1 else x.repeat_interleave(times, -3)
+def _causal(function: Function, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Returns the attention of rows that end with the last key.
+
+    torch's aligned mask knows no groups of heads: heads that share keys are computed one after another, so
+    that keys are never repeated in memory.
+    """
+    mask: Any = causal_lower_right(query.shape[-2], key.shape[-2])
+    times = query.shape[-3] // key.shape[-3] if key.ndim > 2 else 1
+    if times == 1:
+        return function(query, key, value, mask, scale=scale)
+    heads = query.unflatten(-3, (-1, times)).unbind(-3)
+    return torch.stack([function(each, key, value, mask, scale=scale) for each in heads], -3).flatten(-4, -3)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -240,13 +240,7 @@ class TensorParallelGroup(Collectives):
         return x.mul_(mask) if inplace else x * mask
 
     def _mask_of(self, x: Tensor, p: float, share: Share) -> Tensor:
-        """Returns the shard of a dropout mask that is drawn for the whole value in memory order, as one
-        process does.
-        """
-        order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
-        whole = x.new_ones([share.size if dim == share.dim else x.shape[dim] for dim in order])
-        mask = functional.dropout(whole, p).permute([order.index(dim) for dim in range(x.ndim)])
-        return self.part(mask, share)
+        return drawn_mask(functional.dropout, x, p, ((share, self.place),))
 
     def attention(
         self,
@@ -395,6 +389,21 @@ def _placement(share: Share | None) -> Placement:
     return (
         Shard(share.dim) if len(share.parts) == 1 else _StridedShard(share.dim, split_factor=len(share.parts))
     )
+
+
+def drawn_mask(
+    dropout: Callable[..., Tensor], x: Tensor, p: float, divided: Sequence[tuple[Share, RankPosition]]
+) -> Tensor:
+    """Returns this rank's part of a dropout mask that is drawn for the whole value in memory order, as one
+    process does; x has the part that it has by each share in `divided`.
+    """
+    order = sorted(range(x.ndim), key=lambda dim: -x.stride(dim))
+    sizes = {share.dim: share.size for share, _ in divided}
+    whole = x.new_ones([sizes.get(dim, x.shape[dim]) for dim in order])
+    mask = dropout(whole, p).permute([order.index(dim) for dim in range(x.ndim)])
+    for share, place in divided:
+        mask = _part(mask, share, place)
+    return mask
 
 
 def _part(x: Tensor, share: Share, place: RankPosition) -> Tensor:

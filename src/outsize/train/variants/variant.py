@@ -233,8 +233,8 @@ class Variants:
             captured = build_graph(tape, self._model)
             tape = self._with_inputs(tape, part, loss_fn)
             captured = replace(captured, tape=tape)
-            own = tape if tensor is None else tensor.local(tape)
-            own = own if self._options.context is None else self._options.context.local(own)
+            own = tape if self._options.context is None else self._options.context.local(tape)
+            own = own if tensor is None else tensor.local(own)
         owners = instruction_owners(self._plan, captured)
         owners = [owners[instruction.origin] for instruction in own.instructions]
         self._made += 1

@@ -13,7 +13,7 @@ from torch import nn
 import outsize as package
 from outsize.api.problem import all_counts, counts_of
 from outsize.errors import WhatIfPlan
-from outsize.ir.findings import ContextParallel, DevicesInTurns, NoContextParallel, SingleUnit
+from outsize.ir.findings import ContextParallel, DevicesInTurns, SingleUnit
 from outsize.ir.plan import Axes, Expected, Plan, Stage, StageFigures
 from outsize.train.engine.factory import make_engine
 
@@ -72,7 +72,7 @@ def edit(folder: Path) -> Edit:
     ("fields", "numbers"),
     [
         ({"what_if": True}, "pp 2, marked what_if"),
-        ({"axes": AXES}, "pp 2, cp 2"),
+        ({"axes": AXES, "form": "modules"}, "pp 2, dp_shard 2, cp 2"),
         ({"weights": "host-activations"}, "pp 2, weights and activations on the host"),
     ],
 )
@@ -88,8 +88,8 @@ def test_it_is_refused_before_the_model_is_built(
 
 
 def test_as_functions(edit: Edit) -> None:
-    plan, model = edit(axes=AXES), nn.Linear(3, 3)
-    with pytest.raises(WhatIfPlan, match="pp 2, cp 2"):
+    plan, model = edit(axes=AXES, form="modules"), nn.Linear(3, 3)
+    with pytest.raises(WhatIfPlan, match="pp 2, dp_shard 2, cp 2"):
         make_engine(model, plan, None)
     with pytest.raises(WhatIfPlan):
         package.parallelize(model, (torch.zeros(2, 3),), plan=plan)
@@ -97,27 +97,33 @@ def test_as_functions(edit: Edit) -> None:
         package.check(model, (torch.zeros(2, 3),), plan=plan)
 
 
-@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp"])
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp", "cp"])
 def test_axes_beside_pp_that_run(edit: Edit, axis: str) -> None:
     edit(axes={"pp": 2, axis: 2}).check_runs()
 
 
 def test_axes_beside_pp(edit: Edit) -> None:
+    edit(axes={"pp": 2, "tp": 2, "cp": 2}).check_runs()
     with pytest.raises(WhatIfPlan, match="pp 2, cp 2"):
-        edit(axes={"pp": 2, "tp": 2, "cp": 2}).check_runs()
+        edit(axes={"pp": 2, "tp": 2, "cp": 2}, form="modules").check_runs()
 
 
 def test_sharded_weights(edit: Edit) -> None:
     with pytest.raises(WhatIfPlan, match="weights sharded"):
         edit(weights="sharded").check_runs()
+    edit(axes={"pp": 2, "cp": 2}, weights="sharded").check_runs()
 
 
 def test_it_is_explained_from_its_file_alone(edit: Edit, outsize: Outsize) -> None:
     stages = [{"units": ["0-5"], "device": "cuda:0"}, {"units": ["6-11"], "device": "cuda:8"}]
-    edit(axes=AXES, stages=stages, expected=EXPECTED.model_dump(), what_if=True)
+    edit(axes=AXES, stages=stages, expected=EXPECTED.model_dump(), form="modules")
     answer = outsize("explain-plan", "plan.json")
     assert (answer.code, answer.err) == (0, "")
-    for words in ("WHAT-IF, which this version cannot run: pp 2, cp 2", "cuda:8-15", "within 1.3 % of"):
+    for words in (
+        "WHAT-IF, which this version cannot run: pp 2, dp_shard 2, cp 2",
+        "cuda:8-15",
+        "within 1.3 % of",
+    ):
         assert words in answer.out
     assert "limited by  cross_entropy, a single unit, alone on stage 1" in answer.out
     assert max(map(len, answer.out.splitlines())) <= 80
@@ -166,7 +172,7 @@ def test_a_small_model_is_planned_with_replicas(outsize: Outsize, folder: Path) 
 def test_a_sequence_is_shared_where_the_model_allows(outsize: Outsize) -> None:
     config = "transformers:LlamaConfig?num_hidden_layers=1&hidden_size=512&intermediate_size=2048"
     config += "&num_attention_heads=2&num_key_value_heads=1&vocab_size=64&max_position_embeddings=16384"
-    call = ("plan", config, "--cluster", "2x1xh100-80gb", "--batch", "1", "--precision", "bf16", "--what-if")
+    call = ("plan", config, "--cluster", "2x1xh100-80gb", "--batch", "1", "--precision", "bf16")
     plan = Plan.model_validate_json(outsize(*call, "--input", "16384", "--json", "--out", "plan.json").out)
     assert (plan.axes, plan.what_if) == (Axes(cp=2), False)
     assert ContextParallel(cp=2) in plan.why
@@ -176,10 +182,6 @@ def test_a_sequence_is_shared_where_the_model_allows(outsize: Outsize) -> None:
     assert priced.expected is not None
     assert priced.expected.step_s == pytest.approx(plan.expected.step_s)
     assert priced.expected.stages == plan.expected.stages
-    short = Plan.model_validate_json(outsize(*call, "--input", "4096", "--json").out)
-    assert NoContextParallel(reason="too-few-tokens", tokens=4096, least_tokens=4096) in short.why
-    toy = outsize("plan", "toy:build", "--cluster", "4xh100-80gb", "--batch", "8", "--what-if", "--json")
-    assert NoContextParallel(reason="no-attention") in Plan.model_validate_json(toy.out).why
 
 
 def test_where_no_pipeline_fits_the_plan_has_other_axes_and_says_so(outsize: Outsize, folder: Path) -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from planner_graphs import chain, graph_of, graphs, parameter, profile_of, unit
 
 from outsize.ir.graph import ModelGraph
+from outsize.ir.plan import Axes
 from outsize.ir.profile import Profile
+from outsize.planner.layout.layout import Layout
 from outsize.planner.memory.account import InFlightState, Phase, peak_table
 from outsize.planner.memory.optimizer_states import MASTER, optimizer_bytes
 from outsize.planner.memory.range_tables import RangeTables
@@ -21,6 +23,7 @@ from outsize.planner.memory.sharded import (
     KeyBytes,
     UnshardedBytes,
     context_parallel,
+    device_tables,
     largest_adjacent_blocks,
     sharded,
     tensor_parallel,
@@ -107,6 +110,25 @@ def test_sharing_the_states_changes_nothing_else(case: tuple[ModelGraph, Profile
         before = -(-before // ways) if divided else before
         own = -(-(whole.weights - whole.buffers) // ways) if field.name in ("optimizer", "master") else 0
         assert np.array_equal(after[inside], (before + own)[inside])
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(graphs(), st.sampled_from([(2, 1), (2, 2), (1, 3)]), st.booleans())
+def test_ranks_that_share_sequences_share_states_as_replicas_do(
+    case: tuple[ModelGraph, Profile], mesh: tuple[int, int], is_zero_3: bool
+) -> None:
+    """By hand: states over dp_shard x cp, as train/ranks/mesh.py divides them, and weights under ZeRO-3."""
+    (dp_shard, cp), whole = mesh, RangeTables.of(*case, ADAMW)
+    layout = Layout(
+        Axes(dp_shard=dp_shard, cp=cp), 1, "1f1b", 1, dp_shard, "sharded" if is_zero_3 else "resident"
+    )
+    gathered_bytes = at_once(case[0]) if is_zero_3 else None
+    tables = device_tables(whole, layout, no_keys(case[0]), gathered_bytes, ranked=False)
+    before, after = (each.of_run(0, whole.units) for each in (whole, tables))
+    parts = dp_shard * cp if dp_shard > 1 or is_zero_3 else 1
+    part = share(int(before.weights - before.buffers), parts) if parts > 1 and not is_zero_3 else 0
+    assert after.optimizer == share(int(before.optimizer), parts) + part
+    assert after.gradients == share(int(before.gradients), parts if is_zero_3 else 1)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)

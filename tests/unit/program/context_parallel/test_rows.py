@@ -40,7 +40,7 @@ def walked(run: Callable[..., Tensor], x: Tensor = X, **layers: nn.Module) -> tu
 
 
 def share_of_last(run: Callable[..., Tensor], **layers: nn.Module) -> Share | None:
-    tape, rows = walked(run, **layers)
+    tape, rows = walked(run, X, **layers)
     return rows.shares.get(tape.output_slots()[0])
 
 
@@ -95,9 +95,9 @@ def test_what_is_not_understood_is_refused(run: Callable[..., Tensor], reason: s
 def test_a_write_in_place_that_others_would_miss_is_refused() -> None:
     def run(m: Any, x: Tensor) -> Tensor:
         y = m.lin(x)
-        z = y.view(2, 6, 3, 4)
+        z = m.lin(x) @ y.transpose(1, 2)
         y += 1
-        return z.relu()
+        return z + (m.lin(x) @ y.transpose(1, 2))
 
     with pytest.raises(BadOption, match="writes in place"):
         walked(run)
@@ -124,11 +124,45 @@ def test_keys_and_values_alone_are_gathered(name: str, gathers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("gpt2", "its dropout draws one mask"), ("mamba", "no rule for"), ("bart", "embed")]
+    ("name", "reason"), [("gpt2", "its dropout draws one mask"), ("mamba", "no rule for")]
 )
 def test_models_that_are_not_understood_are_refused(name: str, reason: str) -> None:
     with pytest.raises(BadOption, match=reason):
         of_model(name)
+
+
+def test_positions_that_are_counted_get_the_whole_index() -> None:
+    """BART's table looks at the sizes of its index alone, so all of it is gathered."""
+    tape, rows = of_model("bart")
+    positions = next(i for i in tape.instructions if i.name == "model.encoder.embed_positions")
+    assert list(rows.steps[positions.index].gather) == [positions.args[0]]
+    assert rows.shares.get(next(positions.defines())) is None
+
+
+def test_memory_that_is_written_piece_by_piece_is_of_rows() -> None:
+    """As DeepSeek makes its keys."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        y = m.lin(x)
+        z = y.new_empty(2, 6, 24)
+        z[..., :12].copy_(y)
+        z[..., 12:].copy_(x)
+        return z
+
+    assert share_of_last(run) == Share(1, (6,))
+
+
+def test_pieces_are_stacked_repeated_and_viewed_in_rows() -> None:
+    assert share_of_last(lambda m, x: torch.stack([m.lin(x), x], 1)) == Share(2, (6,))
+    assert share_of_last(lambda m, x: torch.stack([m.lin(x), x], -1)) == Share(1, (6,))
+    assert share_of_last(lambda m, x: m.lin(x).repeat(3, 1, 1)) == Share(1, (6,))
+    assert share_of_last(lambda m, x: m.lin(x).view(12, 12).repeat(2, 1)) == Share(0, (6,) * 4)
+    assert share_of_last(lambda m, x: m.lin(x).view(-1, 12).view_as(m.lin(x).flatten(0, 1))) == Share(
+        0, (6, 6)
+    )
+    assert share_of_last(
+        lambda m, x: torch.baddbmm(x[:, :1, :6], m.lin(x), m.lin(x).transpose(1, 2))
+    ) == Share(1, (6,))
 
 
 def test_a_table_of_pairs_of_positions_is_no_source() -> None:
@@ -144,4 +178,4 @@ def test_samples_as_many_as_tokens_are_told_apart() -> None:
     tape = record(model, (), {"input_ids": ids, "labels": ids})
     embedded = next(i for i in tape.instructions if i.name == "model.embed_tokens")
     share = by_rows(tape, model, 2).shares[next(embedded.defines())]
-    assert (share.dim, share.parts) == (1, (6,))
+    assert share == Share(1, (3, 3), mirrored=True)

@@ -1,0 +1,76 @@
+"""Adds to a captured model what context parallelism needs of it: whether ranks can hold its sequences by
+rows, and what each unit gathers.
+
+It is called only where a plan may have cp, since it walks the whole tape.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from typing import Any, final
+
+from torch import nn
+
+from outsize.capture.graph.build import Captured
+from outsize.errors import BadOption
+from outsize.ir.graph import ModelGraph, RowFacts
+from outsize.program.context_parallel.row_tape import RowCall, RowCollectives, row_tape
+from outsize.program.context_parallel.rows import by_rows
+from outsize.program.liveness import live
+from outsize.program.tape import Tape
+from outsize.program.tensor_parallel.share import RankPosition
+
+
+def longest_sequence(tape: Tape) -> int:
+    """Returns the most tokens that inputs (samples, tokens, ...) may have; 0 where there are none."""
+    shapes = (tape.metas[slot].shape for slot in tape.inputs)
+    return max((shape[1] for shape in shapes if len(shape) > 1), default=0)
+
+
+def with_rows(captured: Captured, model: nn.Module, ranks: int) -> ModelGraph:
+    """Returns the graph with `rows`, and `row_gather_bytes` of its units, as `ranks` ranks would run it.
+
+    A graph by modules is unchanged.
+    """
+    graph, tape = captured.graph, captured.tape
+    if graph.form != "tape" or graph.rows is not None:
+        return graph
+    fields: dict[str, Any] = {name: getattr(graph, name) for name in type(graph).model_fields}
+    try:
+        rows = by_rows(tape, model, ranks)
+    except BadOption as refusal:
+        fields["rows"] = RowFacts(refused=refusal.what)
+        return ModelGraph(**fields)
+    local = row_tape(tape, rows, dict(model.named_modules()), _CountedRows(ranks))
+    alive = live(local, local.output_slots() if local.loss is None else (local.loss.slot,))
+    gathered = Counter[int]()
+    for instruction in local.instructions:
+        target = instruction.target
+        is_gather = isinstance(target, RowCall) and target.run.__name__ == "gather"
+        if is_gather and alive[instruction.index]:
+            unit = bisect_right(captured.starts, instruction.origin) - 1
+            gathered[unit] += sum(local.metas[slot].size_bytes for slot in instruction.defines())
+    units = [u.model_copy(update={"row_gather_bytes": gathered[u.index]}) for u in graph.units]
+    fields |= {"units": tuple(units), "rows": RowFacts(tokens=rows.tokens)}
+    return ModelGraph(**fields)
+
+
+def _named(name: str) -> Any:
+    def never(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"{name}: this tape is counted, not run")
+
+    never.__name__ = name
+    return never
+
+
+@final
+class _CountedRows(RowCollectives):
+    """Stands in a tape for the collectives, which are counted and never run."""
+
+    gather, cut, end, attention = map(_named, ("gather", "cut", "end", "attention"))
+    cross_entropy, average, sum = map(_named, ("cross_entropy", "average", "sum"))
+    mean, dropout = map(_named, ("mean", "dropout"))
+
+    def __init__(self, ranks: int) -> None:
+        self.place = RankPosition(0, ranks)
