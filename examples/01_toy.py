@@ -6,6 +6,7 @@ hand and moves the activations inside `forward`. Here the class is the one-devic
     python examples/01_toy.py
 """
 
+# %%
 from __future__ import annotations
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import outsize
 
 
+# %% The model, as for one device
 class ToyModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +28,7 @@ class ToyModel(nn.Module):
         return self.net2(self.relu(self.net1(x)))
 
 
+# %% A plan for two devices
 torch.manual_seed(0)
 model = ToyModel()
 x, y = torch.randn(20, 10), torch.randn(20, 5)
@@ -34,9 +37,11 @@ plan = outsize.plan(model, (x,), cluster="2xcpu", stages=2, microbatches=4, loss
 for number, stage in enumerate(plan.stages):
     print(f"stage {number} on {stage.device}: {', '.join(stage.units)}")
 
+# %% Does the split compute the same?
 verdict = outsize.check(model, (x,), plan=plan, loss_fn=F.mse_loss, target=y)
 print(f"bit-equal to one device: {verdict.bit_equal}")
 
+# %% Training
 engine = outsize.parallelize(
     model, (x,), plan=plan, loss_fn=F.mse_loss, target=y, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
 )

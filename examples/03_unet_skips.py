@@ -6,6 +6,7 @@ stage to stage send it through the middle; here it goes straight to where it is 
     python examples/03_unet_skips.py
 """
 
+# %%
 from __future__ import annotations
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import outsize
 
 
+# %% The model
 def double_conv(wide: int, narrow: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     for channels in (wide, narrow):
@@ -42,6 +44,7 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+# %% A plan for three devices
 torch.manual_seed(0)
 model = UNet()
 images, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 4, (8, 32, 32))
@@ -54,6 +57,7 @@ bounds = plan.bounds(graph)
 for number, stage in enumerate(plan.stages):
     print(f"stage {number}: {', '.join(stage.units)}")
 
+# %% The values that cross
 print("what crosses the cuts:")
 for value in graph.values:
     stages = [sum(unit >= first for first in bounds[1:]) for unit in (value.producer, *value.consumers)]
@@ -62,5 +66,6 @@ for value in graph.values:
         maker = graph.units[value.producer].name
         print(f"  {maker} {list(value.shape)}: stage {stages[0]} -> {', '.join(map(str, users))}")
 
+# %% Does the split compute the same?
 verdict = outsize.check(model, (images,), plan=plan, loss_fn=F.cross_entropy, target=labels, steps=3)
 print(f"bit-equal to one device: {verdict.bit_equal}; BatchNorm's buffers {verdict.buffer_diff} apart")

@@ -7,6 +7,7 @@ are more stages than devices.
     python examples/04_two_resnets.py
 """
 
+# %%
 from __future__ import annotations
 
 import torch
@@ -20,6 +21,7 @@ from outsize.capture.models.imports import import_torchvision
 models = import_torchvision().models
 
 
+# %% The model
 class LateFusion(nn.Module):
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -31,12 +33,14 @@ class LateFusion(nn.Module):
         return self.classifier(torch.cat([self.color(color), self.depth(depth)], dim=1))
 
 
+# %% Inputs and loss
 torch.manual_seed(0)
 model = LateFusion(classes=10)
 color, depth = torch.randn(4, 3, 64, 64), torch.randn(4, 3, 64, 64)
 labels = torch.randint(0, 10, (4,))
 loss = {"loss_fn": F.cross_entropy, "target": labels}
 
+# %% Plans for two and three devices
 for devices in (2, 3):
     plan = outsize.plan(model, (color, depth), cluster=f"{devices}xcpu", microbatches=2, exact=True, **loss)
     verdict = outsize.check(model, (color, depth), plan=plan, **loss)

@@ -83,7 +83,20 @@ def test_a_model_is_trained_and_shown(folder: Path) -> None:
     assert "outsize run toy:build" in page
     assert "<svg" in page
     assert "The cuts in the network" in page
-    assert {e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]} == {1, 2}
+    assert "The steps of the run" in page
+    assert page.count("</figcaption>") == 2 + 4 + 4  # one step, the last ones, and four figures over steps
+    assert all(norm > 0 for norm in figures["grad_norm"])
+    assert figures["learning_rate"] == [0.05] * 4
+    memory = figures["measured"]["memory"]
+    assert [each["stages"] for each in memory] == [[0], [1]]
+    for each, planned in zip(memory, figures["plan"]["expected"]["stages"], strict=True):
+        assert each["weights_bytes"] == planned["weights_bytes"]
+        assert each["gradients_bytes"] == each["weights_bytes"]  # all are trained
+        assert 0 <= each["optimizer_bytes"] - planned["optimizer_bytes"] <= 4 * 8  # AdamW counts its steps
+        assert each["peak_bytes"] >= each["weights_bytes"] + each["gradients_bytes"] + each["optimizer_bytes"]
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    counters = {(e["pid"], e["name"]) for e in events if e["ph"] == "C"}
+    assert counters == {(pid, f"memory rank {rank}") for pid in (1, 2) for rank in (0, 1)}
 
 
 def test_the_same_losses_in_one_process_and_in_three(folder: Path) -> None:

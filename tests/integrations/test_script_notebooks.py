@@ -1,20 +1,23 @@
-"""The scripts of examples/scripts as notebooks: their `# %%` cells, run in a real Jupyter kernel."""
+"""The examples as notebooks, run in a real Jupyter kernel: they print what the scripts print."""
 
 from __future__ import annotations
 
 import re
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+from printed_digits import are_alike
 
 MISSING = [name for name in ("nbclient", "nbformat", "ipykernel") if find_spec(name) is None]
 pytestmark = pytest.mark.skipif(
     bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (make test-integrations)"
 )
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "examples" / "scripts"
+EXAMPLES = ROOT / "examples"
+SCRIPTS = EXAMPLES / "scripts"
 # Its torchvision may have a compiled part that does not load; a user's imports by itself.
 SETUP = f"""
 import os, sys, warnings
@@ -24,9 +27,27 @@ os.environ["STEPS"] = "4"
 """
 
 
-def cells(script: str) -> list[str]:
-    """The cells of a script, without the text at its head."""
-    return re.split(r"^# %%.*\n", (SCRIPTS / f"{script}.py").read_text(encoding="utf-8"), flags=re.M)[1:]
+def executed(codes: list[str], folder: Path) -> list[str]:
+    """What each of these cells prints, in one kernel."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in codes])
+    where = {"metadata": {"path": folder}}
+    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=where).execute()
+    return [
+        "".join(output["text"] for output in cell["outputs"] if output.get("name") == "stdout")
+        for cell in notebook["cells"]
+    ]
+
+
+def codes_of(name: str) -> list[str]:
+    """The cells with code of a notebook in the repository."""
+    import nbformat
+
+    notebook: Any = nbformat.read(EXAMPLES / "notebooks" / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    return [cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def shown(script: str) -> str:
@@ -37,17 +58,20 @@ def shown(script: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("script", ["nanogpt"])
-def test_a_script_runs_as_a_notebook(script: str, tmp_path: Path) -> None:
-    import nbformat
-    from nbclient import NotebookClient
+def test_the_examples_print_as_notebooks_what_they_print_as_scripts(tmp_path: Path) -> None:
+    """One kernel runs them one after the other, so that torch is imported once."""
+    names = sorted(path.stem for path in EXAMPLES.glob("0*.py"))
+    codes = {name: codes_of(name) for name in names}
+    printed = executed([SETUP, *chain.from_iterable(codes.values())], tmp_path)[1:]
+    for name in names:
+        own, printed = printed[: len(codes[name])], printed[len(codes[name]) :]
+        assert "".join(own) == (EXAMPLES / f"{name}.out").read_text(encoding="utf-8")
 
+
+def test_a_script_runs_as_a_notebook(tmp_path: Path) -> None:
+    """In a folder of its own, because it saves checkpoints."""
     setup = SETUP + "from outsize.capture.models.imports import import_transformers; import_transformers()"
-    code = [setup, *cells(f"{script}_outsize")]
-    assert len(code) >= 4
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in code])
-    where = {"metadata": {"path": tmp_path}}
-    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=where).execute()
-    outputs: list[Any] = [output for cell in notebook["cells"] for output in cell["outputs"]]
-    printed = "".join(output["text"] for output in outputs if output.get("name") == "stdout")
-    assert printed == shown(script)
+    place, *codes = codes_of("nanogpt_outsize")
+    assert place == "%cd -q ../scripts"
+    assert len(codes) >= 3
+    assert are_alike("".join(executed([setup, *codes], tmp_path)), shown("nanogpt"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from outsize.ir.answers.recorded_run import MeasuredMemory, RecordedRun, RunStep, TimedStep
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.cluster import Link
 from outsize.ir.findings import ComputeBound, FullestDevice, NotChosen, SlowestStage, UnitsRecomputed
@@ -47,6 +50,43 @@ def measured() -> Timeline:
         if s.lane == "compute"
     )
     return Timeline(source="measured", ranks=STAGES, spans=tuple(spans), samples=memory)
+
+
+def history() -> RecordedRun:
+    """Sixty steps whose first one is slow, the last three timelines, and the memory of three processes."""
+    steps = tuple(
+        RunStep(
+            step=number,
+            loss=loss,
+            step_s=2.1 if number == 1 else 0.6 + 0.01 * (number % 4),
+            learning_rate=1e-3 * min(1.0, number / 10),
+            grad_norm=1.5 / number,
+        )
+        for number, loss in enumerate(LOSSES, 1)
+    )
+    timelines = tuple(TimedStep(step=number, timeline=measured()) for number in (58, 59, 60))
+    memory = tuple(measured_memory(stage) for stage in range(STAGES))
+    return RecordedRun(steps=steps, timelines=timelines, memory=memory)
+
+
+def losses_alone(losses: Iterable[float | None]) -> RecordedRun:
+    """A run of which nothing but losses and seconds is known."""
+    return RecordedRun(
+        steps=tuple(RunStep(step=n, loss=loss, step_s=0.6) for n, loss in enumerate(losses, 1))
+    )
+
+
+def measured_memory(stage: int) -> MeasuredMemory:
+    """A tenth more than planned, all of it in activations."""
+    figures = _figures(stage)
+    return MeasuredMemory(
+        device="cpu",
+        stages=(stage,),
+        peak_bytes=round(1.1 * figures.peak_bytes),
+        weights_bytes=figures.weights_bytes,
+        gradients_bytes=figures.gradients_bytes,
+        optimizer_bytes=figures.optimizer_bytes,
+    )
 
 
 def _figures(stage: int) -> StageFigures:

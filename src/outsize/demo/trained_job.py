@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from outsize import api
 from outsize.demo.job import DemoJob
 from outsize.demo.screen import DemoScreen
 from outsize.errors import RankFailed
+from outsize.ir.answers.recorded_run import RecordedRun
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.formatting import seconds_text
 from outsize.ir.plan import Plan
@@ -41,16 +42,20 @@ FILES = ("report.html", "plan.json", "trace.json", "timeline.png", "memory.png",
 class TrainedJob:
     """Holds what is known of a job after its training.
 
-    `outlook` has the plan and its predicted timeline, from one simulation. `steps_s` are with data and
-    optimizer, `measured` is without.
+    `outlook` has the plan and its predicted timeline, from one simulation. The seconds in `history` are with
+    data and optimizer, `measured` is without.
     """
 
     job: DemoJob
     outlook: Outlook
     verdict: Verdict
-    losses: tuple[float, ...]
-    steps_s: tuple[float, ...]
+    history: RecordedRun
     measured: Timeline
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The loss of each step; NaN where it is no finite number."""
+        return tuple(math.nan if step.loss is None else step.loss for step in self.history.steps)
 
     @property
     def end_loss(self) -> float:
@@ -77,7 +82,7 @@ class TrainedJob:
                 profile=seen.profile,
                 predicted=seen.timeline,
                 measured=self.measured,
-                losses=self.losses,
+                history=self.history,
                 verdict=self.verdict,
                 advice=seen.advice,
                 curves=seen.curves,
@@ -105,11 +110,12 @@ def plan_check_and_train(job: DemoJob, screen: DemoScreen, folder: Path, *, quic
     with screen.working(f"checking {CHECKED_STEPS} steps against the plain loop, bit by bit"):
         verdict = _check(job, model, plan)
     screen.show(check_table(verdict))
-    losses, steps_s, measured = _train(job, plan, folder, quick=quick)
+    history, measured = _train(job, plan, folder, quick=quick)
     used = utilisation(measured, plan, [stage.device for stage in plan.stages])
-    whole = f"A whole step, with data and optimizer, takes {seconds_text(median(steps_s))}."
-    screen.show(run_table(plan, measured, losses, used), whole)
-    return TrainedJob(job, seen, verdict, losses, steps_s, measured)
+    whole_s = median(step.step_s for step in history.steps)
+    whole = f"A whole step, with data and optimizer, takes {seconds_text(whole_s)}."
+    screen.show(run_table(plan, measured, history, used), whole)
+    return TrainedJob(job, seen, verdict, history, measured)
 
 
 def planned_job(job: DemoJob, model: nn.Module) -> Outlook:
@@ -143,10 +149,8 @@ def _check(job: DemoJob, model: nn.Module, plan: Plan) -> Verdict:
     )
 
 
-def _train(
-    job: DemoJob, plan: Plan, folder: Path, *, quick: bool
-) -> tuple[tuple[float, ...], tuple[float, ...], Timeline]:
-    """Returns the losses and seconds of all steps, and the timeline of one of the last."""
+def _train(job: DemoJob, plan: Plan, folder: Path, *, quick: bool) -> tuple[RecordedRun, Timeline]:
+    """Returns what was recorded of all steps, and the timeline of one of the last."""
     script = ["outsize.demo.training", "quick" if quick else "full", job.name, str(folder)]
     code = run_script(script, len(plan.stages), module=True)
     if code:
@@ -155,7 +159,5 @@ def _train(
             numbers=f"exit code {code}",
             next_step="see the traceback above",
         )
-    with (folder / "losses.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
     measured = Timeline.model_validate_json((folder / "measured.json").read_text())
-    return tuple(float(r["loss"]) for r in rows), tuple(float(r["step_s"]) for r in rows), measured
+    return RecordedRun.model_validate_json((folder / "history.json").read_text()), measured

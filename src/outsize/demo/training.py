@@ -2,17 +2,15 @@
 
     outsize run --nproc-per-node 2 -m outsize.demo.training full gpt2 FOLDER
 
-It reads FOLDER/plan.json and writes FOLDER/losses.csv and FOLDER/measured.json (the timeline
-of a typical step). Only `outsize.Plan`, `outsize.parallelize` and `engine.step` are outsize's; the rest is
-plain PyTorch.
+It reads FOLDER/plan.json and writes FOLDER/losses.csv, FOLDER/history.json (what was recorded of the steps)
+and FOLDER/measured.json (the timeline of a typical one). Only `outsize.Plan`, `outsize.parallelize` and the
+recorder around `engine.step` are outsize's; the rest is plain PyTorch.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
-import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -23,11 +21,10 @@ import outsize
 from outsize.demo.images import image_job
 from outsize.demo.job import DemoJob
 from outsize.demo.text import text_job
+from outsize.ir.answers.recorded_run import RecordedRun
+from outsize.train.publishing.recorder import RunRecorder
 
 JOBS = {"gpt2": text_job, "resnet": image_job}
-# The timeline that is written is the median one of this many last steps.
-WATCHED = 9
-Row = tuple[int, float, float]  # step, loss, seconds
 
 
 def train(job: DemoJob, plan: outsize.Plan, folder: Path, *, steps: int) -> None:
@@ -46,21 +43,17 @@ def train(job: DemoJob, plan: outsize.Plan, folder: Path, *, steps: int) -> None
     assert engine.optimizer is not None
     schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, job.recipe.factor)
     is_first_rank = torch.distributed.get_rank() == 0
-    rows: list[Row] = []
-    timelines: list[outsize.Timeline] = []
-    with _progress(shown=is_first_rank) as bar:
+    recorder = RunRecorder(engine, watched=True)
+    with _progress(shown=is_first_rank) as bar, recorder.watching():
         task = bar.add_task("training", total=steps, loss="")
         for step in range(steps):
-            start = time.perf_counter()
             batch = job.batch(step)
-            result = engine.step(*batch.args, target=batch.target, **(batch.kwargs or {}))
+            row = recorder.step(batch.args, dict(batch.kwargs or {}), batch.target)
             schedule.step()
-            rows.append((step, result.loss.item(), time.perf_counter() - start))
-            if step >= steps - WATCHED:
-                timelines.append(engine.timeline())
-            bar.update(task, advance=1, loss=f"loss {rows[-1][1]:.3f}")
+            bar.update(task, advance=1, loss="" if row.loss is None else f"loss {row.loss:.3f}")
+    measured, history = recorder.typical()
     if is_first_rank:
-        _write(folder, rows, timelines)
+        _write(folder, history, measured)
 
 
 def _progress(*, shown: bool) -> Progress:
@@ -76,13 +69,13 @@ def _progress(*, shown: bool) -> Progress:
     return Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True)
 
 
-def _write(folder: Path, rows: Iterable[Row], timelines: Sequence[outsize.Timeline]) -> None:
+def _write(folder: Path, history: RecordedRun, measured: outsize.Timeline) -> None:
     with (folder / "losses.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("step", "loss", "step_s"))
-        writer.writerows(rows)
-    by_duration = sorted(timelines, key=lambda timeline: timeline.duration_s)
-    (folder / "measured.json").write_text(by_duration[len(by_duration) // 2].to_json())
+        writer.writerows((row.step, row.loss, row.step_s) for row in history.steps)
+    history.write(folder / "history.json")
+    measured.write(folder / "measured.json")
 
 
 def main(size: str, name: str, folder: Path) -> None:

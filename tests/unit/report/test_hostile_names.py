@@ -76,7 +76,7 @@ def tables(name: str) -> Iterable[RenderableType]:
         plan_table(plan, graph),
         why_table(plan, ()),
         check_table(verdict),
-        run_table(plan, samples.measured(), samples.LOSSES),
+        run_table(plan, samples.measured(), samples.history()),
         units_table(graph, profile),
         profile_tables(ProfileSet.of(name, [profile])),
     )
@@ -138,12 +138,12 @@ PLAIN_TAGS: list[str] = []
 @given(NAMES)
 def test_a_page_has_no_tag_of_a_name(name: str) -> None:
     plan: Plan = renamed(samples.plan(), name)
-    facts = PageFacts(plan, predicted=samples.predicted(), losses=samples.LOSSES, commands=[name])
+    facts = PageFacts(plan, predicted=samples.predicted(), history=samples.history(), commands=[name])
     page = render(facts)
     insist_on_nothing_that_acts(page)
     if not PLAIN_TAGS:
         PLAIN_TAGS.extend(Tags(render(PageFacts(samples.plan(), predicted=samples.predicted(),
-            losses=samples.LOSSES, commands=["x"]))).tags)  # fmt: skip
+            history=samples.history(), commands=["x"]))).tags)  # fmt: skip
     assert Tags(page).tags == PLAIN_TAGS
 
 

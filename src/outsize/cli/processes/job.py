@@ -7,13 +7,12 @@ launcher  <-  folder/outcome.json   from rank 0, or folder/error.json from a ran
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, final
 
-from pydantic import Field
-
+from outsize.ir.answers.recorded_run import RecordedRun, RunStep
 from outsize.ir.answers.request import PlanRequest
 from outsize.ir.answers.utilisation import Idle, Utilisation
 from outsize.ir.base import Record
@@ -31,7 +30,8 @@ class RunJob(Record):
 
     `devices` are set where one process uses several devices. With `checkpoint` the run goes on from the
     newest checkpoint in this folder, up to `steps` in all. It saves there `every` so many steps or so long,
-    and at the end; the newest `keep` stay.
+    and at the end; the newest `keep` stay. A `watched` run measures its memory and the norm of its
+    gradients.
     """
 
     model: str
@@ -47,7 +47,7 @@ class RunJob(Record):
     every: str | None = None
     keep: int | None = None
     measure: bool = False
-    watch_memory: bool = False
+    watched: bool = False
     as_json: bool = False
 
     def command(self, stages: int, idle: Idle) -> str:
@@ -82,26 +82,25 @@ class TuneJob(Record):
 class RunOutcome(Record):
     """The result of a run.
 
-    It holds loss and seconds of each step, the optimizer's included; the timeline of a typical late step,
-    without the optimizer's; where the devices' time went in it; and the predicted timeline.
+    It holds what was recorded of each step; the timeline of a typical late one, without the optimizer's
+    seconds; where the devices' time went in it; and the predicted timeline.
     """
 
     plan: Plan
     graph: ModelGraph
     profile: Profile
-    losses: tuple[float, ...] = Field(min_length=1)
-    steps_s: tuple[float, ...] = Field(min_length=1)
+    history: RecordedRun
     predicted: Timeline
     measured: Timeline
     used: Utilisation
 
     def document(self) -> dict[str, Any]:
-        """Returns what --json gives: figures, and the plan."""
+        """Returns what --json gives: figures, and the plan; the lists have an entry for each step."""
+        memory = [each.model_dump(mode="json") for each in self.history.memory]
         return {
-            "loss": list(self.losses),
-            "steps_s": list(self.steps_s),
+            **_of_steps(self.history.steps),
             "samples_per_s": self.plan.batch_size / self.measured.duration_s,
-            "measured": _figures(self.measured) | self._used(),
+            "measured": _figures(self.measured) | {"memory": memory} | self._used(),
             "predicted": _figures(self.predicted),
             "plan": self.plan.model_dump(mode="json"),
         }
@@ -125,8 +124,7 @@ class FinishedRun(Record):
     def document(self) -> dict[str, Any]:
         """Returns what --json gives, with the keys of RunOutcome; measured figures are null."""
         return {
-            "loss": [],
-            "steps_s": [],
+            **_of_steps(()),
             "samples_per_s": None,
             "measured": None,
             "predicted": _figures(self.predicted),
@@ -161,6 +159,16 @@ class JobFolder(Record):
     def error(self) -> Path:
         """Returns the file with the error, as --json gives it, of a rank that raised one of outsize's."""
         return self.path / "error.json"
+
+
+def _of_steps(steps: Sequence[RunStep]) -> dict[str, Any]:
+    return {
+        "step": [step.step for step in steps],
+        "loss": [step.loss for step in steps],
+        "steps_s": [step.step_s for step in steps],
+        "learning_rate": [step.learning_rate for step in steps],
+        "grad_norm": [step.grad_norm for step in steps],
+    }
 
 
 def _figures(timeline: Timeline) -> dict[str, Any]:

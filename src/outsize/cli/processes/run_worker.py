@@ -11,10 +11,8 @@ import contextlib
 import json
 import os
 import sys
-import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,23 +34,19 @@ from outsize.errors import OutsizeError
 from outsize.ir.base import Record
 from outsize.ir.hardware.devices import places_in
 from outsize.ir.plan import Plan
-from outsize.ir.timeline import Timeline
 from outsize.planner.advice.overview import Outlook
 from outsize.run.checkpoint.read import CheckpointReader
-from outsize.run.transport.control_messages import all_gather_json, broadcast_json
+from outsize.run.transport.control_messages import broadcast_json
 from outsize.train.checkpoint.checkpoints import newest_folder
 from outsize.train.crew.devices import cluster_of as cluster_of_places
 from outsize.train.crew.devices import places_of
 from outsize.train.engine.engine import Engine
 from outsize.train.launch.launch import World, join, leave
 from outsize.train.launch.world import device_type_for, visible_accelerators
-from outsize.train.measure.memory import MemoryWatch, with_memory
 from outsize.train.measure.units import is_timed_here
+from outsize.train.publishing.recorder import RunRecorder
 
-# The timeline that is reported is the median of this many last steps.
-WATCHED = 5
 _OUTLOOK = TypeAdapter(Outlook)
-Timed = tuple[float, Timeline]  # the start of this rank's first action, and the timeline of all ranks
 
 
 def main(folder: JobFolder) -> None:
@@ -106,19 +100,18 @@ def train(job: RunJob, world: World) -> RunOutcome | FinishedRun:
         if not world.rank:
             screen.note(_nothing_left(engine.steps, job))
         return FinishedRun(plan=chosen.plan, predicted=chosen.timeline)
-    watch = MemoryWatch(engine.crew.device or engine.crew.device_of(0))
-    with watch if job.watch_memory else contextlib.nullcontext():
-        losses, steps_s, timelines = _steps(engine, inputs, job, screen)
-    origin_s, middle = sorted(timelines, key=lambda t: t[1].duration_s)[len(timelines) // 2]
+    recorder = RunRecorder(engine, watched=job.watched)
+    with recorder.watching():
+        _train(engine, recorder, inputs, job, screen)
+    measured, history = recorder.typical()
     return RunOutcome(
         plan=chosen.plan,
         graph=chosen.graph,
         profile=chosen.profile,
-        losses=losses,
-        steps_s=steps_s,
+        history=history,
         predicted=chosen.timeline,
-        measured=with_memory(middle, origin_s, _of_all(world, watch)),
-        used=engine.report(middle),
+        measured=measured,
+        used=engine.report(measured),
     )
 
 
@@ -128,14 +121,6 @@ def _nothing_left(steps: int, job: RunJob) -> str:
         f"outsize: {job.checkpoint} has a run of {steps} steps already, and --steps {job.steps} counts all "
         f"of them, so nothing is left to do. Next: --steps {steps + job.steps}, or another --checkpoint DIR"
     )
-
-
-def _of_all(world: World, watch: MemoryWatch) -> Sequence[list[tuple[float, int]]]:
-    """Returns the readings of each rank."""
-    if world.host is None:
-        return [watch.readings] * world.world_size
-    gathered = all_gather_json(watch.readings, world.host, "memory readings")
-    return [[(at_s, size) for at_s, size in readings] for readings in gathered]
 
 
 def _agree(world: World, job: RunJob, inputs: ModelInput, screen: Screen) -> Outlook:
@@ -225,24 +210,15 @@ def _engine(job: RunJob, inputs: ModelInput, plan: Plan) -> Engine:
     )
 
 
-def _steps(
-    engine: Engine, inputs: ModelInput, job: RunJob, screen: Screen
-) -> tuple[tuple[float, ...], tuple[float, ...], list[Timed]]:
-    """Returns loss and seconds of each step, and the last timelines; the batch is the same in all."""
-    losses, seconds, timelines = [], [], deque[Timed](maxlen=WATCHED)
-    first, save = engine.steps, _saver(engine, job)
+def _train(engine: Engine, recorder: RunRecorder, inputs: ModelInput, job: RunJob, screen: Screen) -> None:
+    """Takes the steps that are left; the batch is the same in all."""
+    save = _saver(engine, job)
     with screen.bar("training") as progress:
-        progress(first, job.steps)
-        for done in range(first, job.steps):
-            start = time.perf_counter()
-            result = engine.step(*inputs.args, target=inputs.objective.target, **inputs.kwargs)
-            losses.append(float(result.loss))
-            seconds.append(time.perf_counter() - start)
-            origin_s = min((s[3] for s in engine.crew.own_spans()), default=start)
-            timelines.append((origin_s, engine.timeline()))
+        progress(engine.steps, job.steps)
+        while engine.steps < job.steps:
+            recorder.step(inputs.args, inputs.kwargs, inputs.objective.target)
             save()
-            progress(done + 1, job.steps)
-    return tuple(losses), tuple(seconds), list(timelines)
+            progress(engine.steps, job.steps)
 
 
 def _saver(engine: Engine, job: RunJob) -> Callable[[], None]:

@@ -341,7 +341,7 @@ def run(
         every=every,
         keep=keep,
         measure=measure,
-        watch_memory=trace is not None,
+        watched=json or trace is not None or report is not None,
         as_json=json,
     )
     outcome = run_job(job, place, screen)
@@ -449,7 +449,7 @@ def _page(outcome: RunOutcome) -> str:
             profile=outcome.profile,
             predicted=outcome.predicted,
             measured=outcome.measured,
-            losses=outcome.losses,
+            history=outcome.history,
             verdict=None,
             commands=[shlex.join(["outsize", *sys.argv[1:]])],
         )

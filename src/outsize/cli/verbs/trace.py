@@ -57,7 +57,7 @@ def trace(
         seed=seed,
         plan=chosen,
         measure=True,
-        watch_memory=True,
+        watched=True,
         as_json=json,
     )
     outcome = run_job(job, LaunchPlace(), screen)
@@ -79,7 +79,7 @@ def outcome_tables(job: RunJob, outcome: RunOutcome) -> Iterable[RenderableType]
 
     idle = outcome.used.idle
     command = None if idle is None else job.command(outcome.plan.axes.pp, idle)
-    yield plan_tables.run_table(outcome.plan, outcome.measured, outcome.losses, outcome.used, command)
+    yield plan_tables.run_table(outcome.plan, outcome.measured, outcome.history, outcome.used, command)
 
 
 def _deliver(screen: Screen, job: RunJob, outcome: RunOutcome, out: Path) -> None:

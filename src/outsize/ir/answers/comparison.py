@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, Self, final
 
 from pydantic import ValidationError
 
 from outsize.errors import BadPlan
 from outsize.files.strict_json import BadJson, parse, read_text
+from outsize.ir.answers.recorded_run import MeasuredMemory
 from outsize.ir.base import Bytes, Finite, Rate, Record, Seconds
 from outsize.ir.plan import Plan, StageFigures
 
@@ -17,18 +19,39 @@ DECISION: Final = (
     *("model", "cluster", "batch_size", "microbatches", "schedule", "optimizer", "precision"),
     *("weights", "sequence_parallel", "recompute", "bn"),
 )
+LAST: Final = ("loss", "grad_norm", "learning_rate")
 CAUSES: Final = ("weights", "gradients", "optimizer", "activations", "boundary")
+MEASURED_CAUSES: Final = ("weights", "gradients", "optimizer", "rest")
 
 
 @final
 class MeasuredStep(Record):
-    """Holds what a run measured: the step, the device time without compute, and bytes at the peak."""
+    """Holds what a run measured: a step, the device time without compute, how its last step went, and the
+    memory of each device; in files of older runs the bytes at each rank's peak.
+
+    `whole_step_s` is the median of all steps, with the optimizer.
+    """
 
     step_s: Seconds
     bubble: Finite
     samples_per_s: Rate
+    steps: int = 0
+    whole_step_s: Seconds | None = None
     loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
     peak_bytes: tuple[Bytes, ...] = ()
+    memory: tuple[MeasuredMemory, ...] = ()
+
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """Returns the bytes at the peak of each process's devices."""
+        return tuple(each.peak_bytes for each in self.memory) or self.peak_bytes
+
+    @property
+    def fullest(self) -> MeasuredMemory | None:
+        """Returns the memory of the device with the highest peak, if it is known by cause."""
+        return max(self.memory, key=lambda each: each.peak_bytes, default=None)
 
 
 @final
@@ -62,13 +85,16 @@ def _measured(document: dict[str, Any]) -> MeasuredStep | None:
     figures = document["measured"]
     if figures is None:  # a run that had all its steps
         return None
-    losses = document["loss"]
+    seconds = document.get("steps_s") or []
     return MeasuredStep(
         step_s=figures["step_s"],
         bubble=figures["bubble"],
         samples_per_s=document["samples_per_s"],
-        loss=losses[-1] if losses else None,
+        steps=len(document["loss"]),
+        whole_step_s=median(seconds) if seconds else None,
         peak_bytes=tuple(figures.get("peak_bytes") or ()),
+        memory=tuple(MeasuredMemory.of_document(each) for each in figures.get("memory") or ()),
+        **{name: (document.get(name) or [None])[-1] for name in LAST},
     )
 
 
@@ -102,7 +128,7 @@ class ReportComparison(Record):
     """Holds what differs: choices of the plan, stages with other units, and all figures of time and memory.
 
     `memory` has the predicted bytes of each device at the peak (P95), then by cause on the fullest device of
-    the first report, then the measured bytes of each rank.
+    the first report, then the measured bytes of each rank, and by cause of the fullest.
     """
 
     first: str
@@ -157,8 +183,11 @@ def _time(first: ComparedReport, second: ComparedReport) -> Iterator[ReportDiffe
             ours, theirs = (None if side is None else getattr(side, name) for side in sides)
             word = "predicted" if source == "expected" else source
             yield ReportDifference(what=f"{word} {name}", first=ours, second=theirs)
-    ours, theirs = (None if one.measured is None else one.measured.loss for one in (first, second))
-    yield ReportDifference(what="last loss", first=ours, second=theirs)
+    sides = [one.measured for one in (first, second)]
+    named = {"whole_step_s": "measured whole step_s", "steps": "steps"}
+    for name, what in (named | {name: f"last {name}" for name in LAST}).items():
+        ours, theirs = (None if side is None else getattr(side, name) for side in sides)
+        yield ReportDifference(what=what, first=ours, second=theirs)
 
 
 def _memory(first: ComparedReport, second: ComparedReport) -> Iterator[ReportDifference]:
@@ -172,10 +201,19 @@ def _memory(first: ComparedReport, second: ComparedReport) -> Iterator[ReportDif
         for cause in CAUSES:
             held = (_caused(side, fullest, cause) for side in (ours, theirs))
             yield ReportDifference(what=f"{fullest} {cause}", first=next(held), second=next(held))
-    peaks = [one.measured.peak_bytes if one.measured is not None else () for one in (first, second)]
+    yield from _measured_memory(first.measured, second.measured)
+
+
+def _measured_memory(first: MeasuredStep | None, second: MeasuredStep | None) -> Iterator[ReportDifference]:
+    """Yields the peak of each process's devices, then by cause of the one with the highest peak."""
+    peaks = [() if side is None else side.peaks for side in (first, second)]
     for rank in range(max(map(len, peaks))):
         held = (side[rank] if rank < len(side) else None for side in peaks)
         yield ReportDifference(what=f"measured rank {rank}", first=next(held), second=next(held))
+    fullest = [None if side is None else side.fullest for side in (first, second)]
+    for cause in MEASURED_CAUSES:
+        ours, theirs = (None if one is None else getattr(one, f"{cause}_bytes") for one in fullest)
+        yield ReportDifference(what=f"measured {cause}", first=ours, second=theirs)
 
 
 def _devices(plan: Plan) -> dict[str, list[StageFigures]]:

@@ -1,25 +1,23 @@
-"""Draws the figures of the HTML report: timelines on one time axis, memory by cause, the loss."""
+"""Draws the figures of the HTML report: timelines on one time axis, memory by cause."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from itertools import groupby
 
+from outsize.ir.answers.recorded_run import MeasuredMemory
 from outsize.ir.formatting import byte_unit, bytes_text, percent_text, seconds_text
 from outsize.ir.plan import Expected, Plan, StageFigures
 from outsize.ir.schedule import Action
 from outsize.ir.timeline import Span, Timeline
 from outsize.report.html.svg import Svg, percent
 from outsize.report.palette import CAUSES, ink, shade
-from outsize.report.tables.placement import holdings
-from outsize.report.tables.plan_tables import causes
+from outsize.report.tables.placement import DeviceMemory, device_memory, holdings
+from outsize.report.tables.plan_tables import causes, measured_causes
 from outsize.report.ticks import ticks
 
 # Pixels.
-HEAD, LABEL, BAR, STRIP, GAP, AXIS = 26, 18, 24, 6, 12, 26
+LABEL, BAR, THIN, STRIP, GAP, AXIS = 18, 24, 12, 6, 14, 26
 ROW = LABEL + BAR + STRIP + GAP
-LOSS_HEIGHT = 200
 # A label of n characters fits a bar when the figure is this many characters wide.
 CHARACTERS = 130
 # Memory is drawn up to the devices' limit, unless the fullest device uses less than this share of it.
@@ -97,25 +95,69 @@ def _time_axis(svg: Svg, end_s: float, bottom: float) -> None:
         svg.add("text", text, x=percent(share), y=bottom + 16, class_="tick", text_anchor=anchor)
 
 
-def memory_svg(key: str, plan: Plan, expected: Expected) -> str:
+def memory_svg(key: str, plan: Plan, expected: Expected, measured: Sequence[MeasuredMemory] = ()) -> str:
     """Returns a bar for each device, stacked by cause, with the device's limit where it lies within the
-    figure.
+    figure; below it a bar of what was measured, if anything was.
     """
-    device_holdings = holdings(plan, expected)
-    fullest, limit = _extremes(plan, expected)
-    end = 1.02 * (max(fullest, limit) if limit_drawn(plan, expected) else fullest or 1)
-    row = LABEL + BAR + GAP
-    about = "; ".join(_memory_text(h.device, h.figures) for h in device_holdings)
-    svg = Svg(key, len(device_holdings) * row + AXIS, "Memory at the peak of a step, by cause", about)
-    _bytes_axis(svg, end, len(device_holdings) * row)
-    for number, holding in enumerate(device_holdings):
-        top, figures = number * row, holding.figures
-        svg.add("text", holding.name, x="0", y=top + LABEL - 6, class_="label strong")
-        text = _memory_text("", figures)
-        over = " over" if 0 < figures.device_bytes < sure_bytes(figures) else ""
-        svg.add("text", text, x="100%", y=top + LABEL - 6, class_=f"label halo{over}", text_anchor="end")
-        _draw_stack(svg, holding.device, figures, top + LABEL, end)
+    shown = device_memory(plan, expected, measured)
+    end = 1.02 * _end_bytes(plan, expected, shown)
+    about = "; ".join(filter(None, map(_about, shown)))
+    heights = [_row_height(row) for row in shown]
+    svg = Svg(key, sum(heights) + AXIS, "Memory at the peak of a step, by cause", about)
+    _bytes_axis(svg, end, sum(heights))
+    top = 0
+    for row, height in zip(shown, heights, strict=True):
+        _device_row(svg, row, top, end)
+        top += height
     return svg.text()
+
+
+def _row_height(row: DeviceMemory) -> int:
+    return GAP + (LABEL + BAR if row.planned else 0) + (LABEL + THIN if row.measured else 0)
+
+
+def _about(row: DeviceMemory) -> str:
+    planned = "" if row.planned is None else _memory_text(row.planned.device, row.planned.figures)
+    return ", ".join(filter(None, (planned, f"{row.name} {_measured_text(row)}" if row.measured else "")))
+
+
+def _measured_text(row: DeviceMemory) -> str:
+    """Returns `measured 200 MiB (-3 %)`, against what is planned for the same device."""
+    if row.measured is None:
+        return ""
+    text, planned = f"measured {bytes_text(row.measured.peak_bytes)}", row.planned
+    if planned is None or not planned.figures.peak_bytes:
+        return text
+    change = row.measured.peak_bytes / planned.figures.peak_bytes - 1
+    return f"{text} ({'+' if change >= 0 else ''}{percent_text(change)})"
+
+
+def _device_row(svg: Svg, row: DeviceMemory, top: float, end: float) -> None:
+    svg.add("text", row.name, x="0", y=top + LABEL - 6, class_="label strong")
+    if row.planned is not None:
+        figures = row.planned.figures
+        over = " over" if 0 < figures.device_bytes < sure_bytes(figures) else ""
+        text = _memory_text("", figures)
+        svg.add("text", text, x="100%", y=top + LABEL - 6, class_=f"label halo{over}", text_anchor="end")
+        _draw_stack(svg, row.planned.device, figures, top + LABEL, end)
+        top += LABEL + BAR
+    if row.measured is not None:
+        text = _measured_text(row)
+        svg.add("text", text, x="100%", y=top + LABEL - 4, class_="label halo", text_anchor="end")
+        left = 0.0
+        for cause, number in measured_causes(row.measured):
+            where = {"x": percent(left / end), "width": percent(number / end)}
+            tip = f"{row.name} {cause}, measured: {bytes_text(number)}"
+            fill = CAUSES.get(cause, CAUSES["activations"])
+            svg.add("rect", tip=tip, y=top + LABEL, height=THIN, fill=fill, class_="cell", **where)
+            left += number
+
+
+def _end_bytes(plan: Plan, expected: Expected, shown: Sequence[DeviceMemory]) -> float:
+    """Returns the end of the axis: the longest bar, or the limit where that lies within the figure."""
+    fullest, limit = _extremes(plan, expected)
+    measured = max((row.measured.peak_bytes for row in shown if row.measured), default=0)
+    return max(fullest, measured, limit if limit_drawn(plan, expected) else 0, 1)
 
 
 def limit_drawn(plan: Plan, expected: Expected) -> bool:
@@ -177,37 +219,3 @@ def _bytes_axis(svg: Svg, end: float, bottom: float) -> None:
         anchor = "start" if share < 0.02 else "end" if share > 0.94 else "middle"
         text = f"{tick:g} {unit}" if tick else "0"
         svg.add("text", text, x=percent(share), y=bottom + 16, class_="tick", text_anchor=anchor)
-
-
-def loss_svg(key: str, losses: Sequence[float]) -> str:
-    """Returns the loss over the steps of a run, two at least; a gap where it is not finite."""
-    finite = [x for x in losses if math.isfinite(x)] or [0.0]
-    low, high = min(finite), max(finite)
-    margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    low, high = low - margin, high + margin
-    about = f"{len(losses)} steps, from {losses[0]:.4f} to {losses[-1]:.4f}"
-    svg = Svg(key, LOSS_HEIGHT + AXIS, "Loss over steps", about)
-    for tick in ticks(low, high, 4):
-        y = LOSS_HEIGHT * (high - tick) / (high - low)
-        svg.add("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
-    last = max(1, len(losses) - 1)
-    for tick in (t for t in ticks(1, len(losses), 6) if t == int(t)):
-        share = (tick - 1) / last
-        if share < 0.08:
-            continue
-        anchor = "end" if share > 0.96 else "middle"
-        svg.add("text", f"{tick:g}", x=percent(share), y=LOSS_HEIGHT + 18, class_="tick", text_anchor=anchor)
-    svg.add("text", "step", x="0", y=LOSS_HEIGHT + 18, class_="tick")
-    area = svg.nest(f"0 0 {last} 1", x="0", y="0", width="100%", height=f"{LOSS_HEIGHT}")
-    for path in _loss_paths(losses, low, high):
-        area.add("polyline", points=path, class_="loss")
-    for tick in ticks(low, high, 4):
-        y = LOSS_HEIGHT * (high - tick) / (high - low)
-        svg.add("text", f"{tick:.4g}", x="0", y=y - 4, class_="tick halo")
-    return svg.text()
-
-
-def _loss_paths(losses: Sequence[float], low: float, high: float) -> list[str]:
-    """Returns `x,y x,y ...` of each run of finite losses, in steps and shares of the height."""
-    runs = [list(run) for ok, run in groupby(enumerate(losses), key=lambda p: math.isfinite(p[1])) if ok]
-    return [" ".join(f"{i},{(high - x) / (high - low):.5f}" for i, x in run) for run in runs]

@@ -15,6 +15,7 @@ from outsize.ir.formatting import byte_unit, bytes_text, percent_text, rate_text
 from outsize.ir.timeline import Timeline
 from outsize.report.html.figures import BAR, GAP, LABEL, SLIVER, timeline_svg
 from outsize.report.html.page import Tile, environment
+from outsize.report.html.step_chart import StepChart, smoothed, step_svg
 from outsize.report.html.svg import Svg, percent
 from outsize.report.palette import BACKWARD, FORWARD, WEIGHT
 from outsize.report.palette import CAUSES as COLOURS
@@ -22,7 +23,7 @@ from outsize.report.tables.runs import elapsed_text, slow_rank_text
 from outsize.report.ticks import ticks
 
 _MEASURED: Final = 8  # pixels of the bar of measured memory, below the planned one
-_LOSS, _AXIS, _MARGIN = 180, 26, 0.06
+_AXIS: Final = 26
 _ROWS: Final = 64  # A run of thousands of ranks shows its first ones.
 
 
@@ -177,25 +178,13 @@ def _bytes_axis(svg: Svg, end: float, bottom: float) -> None:
 
 def loss_svg(points: Sequence[LossPoint]) -> str:
     """Returns the losses over the steps that were told, two at least."""
-    losses, first, last = [p.loss for p in points], points[0].step, points[-1].step
-    low, high = min(losses), max(losses)
-    margin = (high - low) * _MARGIN or abs(high) * 0.1 or 1.0
-    low, high = low - margin, high + margin
-    about = f"steps {first} to {last}, from {losses[0]:.4f} to {losses[-1]:.4f}"
-    svg = Svg("loss", _LOSS + _AXIS, "Loss over steps", about)
-    rows = [(tick, _LOSS * (high - tick) / (high - low)) for tick in ticks(low, high, 4)]
-    for _, y in rows:
-        svg.add("line", x1="0", x2="100%", y1=y, y2=y, class_="grid")
-    svg.add("text", "step", x="0", y=_LOSS + 18, class_="tick")
-    span = max(1, last - first)
-    for tick in (t for t in ticks(first, last, 5) if t == int(t)):
-        share = (tick - first) / span
-        if share >= 0.1:
-            anchor = "end" if share > 0.94 else "middle"
-            svg.add("text", f"{tick:.0f}", x=percent(share), y=_LOSS + 18, class_="tick", text_anchor=anchor)
-    area = svg.nest(f"0 0 {span} 1", x="0", y="0", width="100%", height=f"{_LOSS}")
-    line = " ".join(f"{p.step - first},{(high - p.loss) / (high - low):.5f}" for p in points)
-    area.add("polyline", points=line, class_="loss")
-    for tick, y in rows:
-        svg.add("text", f"{tick:.4g}", x="0", y=y - 4, class_="tick halo")
-    return svg.text()
+    losses = [p.loss for p in points]
+    chart = StepChart(
+        key="loss",
+        title="Loss over steps",
+        steps=[p.step for p in points],
+        values=losses,
+        text=lambda loss: f"{loss:.4g}",
+        smoothed=smoothed(losses),
+    )
+    return step_svg(chart)

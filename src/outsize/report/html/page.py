@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, final
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -13,6 +14,7 @@ from outsize.errors import visible_lines
 from outsize.files.replace import replace_text
 from outsize.ir.answers.advice import Advice
 from outsize.ir.answers.curve import ThroughputCurve
+from outsize.ir.answers.recorded_run import RecordedRun
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.formatting import bytes_text, count_text, percent_text, rate_text, seconds_text
 from outsize.ir.graph import ModelGraph
@@ -23,7 +25,6 @@ from outsize.ir.timeline import Timeline
 from outsize.report.html.curves import curve_svg
 from outsize.report.html.figures import (
     limit_drawn,
-    loss_svg,
     memory_svg,
     several_stages,
     sure_bytes,
@@ -31,15 +32,26 @@ from outsize.report.html.figures import (
     timeline_svg,
 )
 from outsize.report.html.network import network_svg
+from outsize.report.html.step_chart import StepChart, smoothed, smoothing_steps, step_svg
 from outsize.report.palette import BACKWARD, CAUSES, FORWARD, WEIGHT
 from outsize.report.tables.offload import TITLE, degree_rows
-from outsize.report.tables.placement import device_text, holdings, lanes, recompute_text, recompute_varies
+from outsize.report.tables.placement import (
+    DeviceMemory,
+    device_memory,
+    device_text,
+    holdings,
+    lanes,
+    recompute_text,
+    recompute_varies,
+)
 from outsize.report.tables.plan_tables import (
     SOURCES,
     causes,
     difference_text,
     differences,
     how_text,
+    loss_text,
+    measured_causes,
     optimum_text,
     way_text,
     what_if_text,
@@ -74,7 +86,7 @@ class PageFacts:
     profile: Profile | None = None
     predicted: Timeline | None = None
     measured: Timeline | None = None
-    losses: Sequence[float] = ()
+    history: RecordedRun | None = None
     verdict: Verdict | None = None
     advice: Sequence[Advice] = ()
     curves: Sequence[ThroughputCurve] = ()
@@ -95,18 +107,20 @@ def _shown(facts: PageFacts) -> dict[str, Any]:
     """Returns what the template reads, by its names there."""
     plan, expected, verdict = facts.plan, facts.plan.expected, facts.verdict
     timelines = [timeline for timeline in (facts.predicted, facts.measured) if timeline is not None]
-    return _shown_of_plan(plan, expected) | {
+    return {
+        **_shown_of_plan(plan, expected),
         "size": _size(facts.graph),
-        "tiles": _tiles(plan, facts.predicted, facts.measured, facts.losses),
+        "tiles": _tiles(plan, facts.predicted, facts.measured, facts.history),
         "timelines": _timelines(plan, timelines),
+        "last_steps": _last_steps(plan, facts.history),
         "several": any(map(several_stages, timelines)),
         "shades": list(zip(FORWARD, BACKWARD, strict=True)),
         "weight": WEIGHT if any(s.action.partition("W")[1] for t in timelines for s in t.spans) else (),
         "network": _network(plan, facts.graph, facts.profile),
         "curves": [curve_svg(f"by-{curve.choice}", curve) for curve in facts.curves],
         "advice": list(map(advised, facts.advice)),
-        "loss": loss_svg("loss", facts.losses) if len(facts.losses) > 1 else "",
-        "losses": facts.losses,
+        **_steps(plan, facts.history),
+        **_memory(plan, expected, facts.history),
         "verdict": verdict,
         "differences": _differences(verdict),
         "compared": _compared(verdict) if verdict else "",
@@ -126,10 +140,8 @@ def _shown_of_plan(plan: Plan, expected: Expected | None) -> dict[str, Any]:
         "stages": _stages(plan),
         "varies": recompute_varies(plan),
         "each": plan.axes.group_size > 1,
-        "devices": _devices(plan),
         "alternatives": _alternatives(plan),
         "causes": list(CAUSES.items()),
-        "memory": memory_svg("memory", plan, expected) if expected else "",
         "degrees": degree_rows(expected.degrees, plan.weights) if expected else None,
         "degrees_title": TITLE,
         "margins": "; ".join(sentences(expected.margins)) if expected is not None else "",
@@ -193,17 +205,27 @@ def _network(plan: Plan, graph: ModelGraph | None, profile: Profile | None) -> s
 
 
 def _tiles(
-    plan: Plan, predicted: Timeline | None, measured: Timeline | None, losses: Sequence[float]
+    plan: Plan, predicted: Timeline | None, measured: Timeline | None, history: RecordedRun | None
 ) -> list[Tile]:
     tiles = _step_tiles(plan, predicted, measured)
+    memory = () if history is None else history.memory
     if plan.expected is not None and plan.expected.stages:
         figures = [h.figures for h in holdings(plan, plan.expected)]
         fullest = max(figures, key=lambda f: sure_bytes(f) / (f.device_bytes or 1))
         note = f"{sure_text(fullest)}, predicted".removeprefix(", ")
-        tiles.append(Tile("fullest device", bytes_text(fullest.peak_bytes), note))
-    if losses:
-        tiles.append(Tile("loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f} in {len(losses)} steps"))
+        size = fullest.peak_bytes
+        if memory:
+            note, size = f"{bytes_text(size)} predicted", max(each.peak_bytes for each in memory)
+        tiles.append(Tile("fullest device", bytes_text(size), note))
+    if history is not None:
+        first, last = history.steps[0].loss, history.steps[-1].loss
+        note = f"from {_short_loss(first)} in {_count(len(history.steps), 'step')}"
+        tiles.append(Tile("loss", _short_loss(last), note))
     return tiles
+
+
+def _short_loss(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.3f}" if abs(loss) >= 0.1 else f"{loss:.3g}"
 
 
 def _step_tiles(plan: Plan, predicted: Timeline | None, measured: Timeline | None) -> list[Tile]:
@@ -263,19 +285,40 @@ def _stages(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def _devices(plan: Plan) -> list[dict[str, Any]]:
-    """Returns the rows of the memory table."""
-    held = holdings(plan, plan.expected) if plan.expected else []
-    return [
-        {
-            "name": h.name,
-            "memory": [bytes_text(size) for _, size in causes(h.figures)],
-            "peak": bytes_text(h.figures.peak_bytes),
-            "p95": bytes_text(h.figures.p95_bytes) if h.figures.p95_bytes else "",
-            "limit": bytes_text(h.figures.device_bytes) if h.figures.device_bytes else "unknown",
+def _memory(plan: Plan, expected: Expected | None, history: RecordedRun | None) -> dict[str, Any]:
+    """Returns the figure of memory and the rows of its table; of a plan without figures there is none."""
+    if expected is None:
+        return {"memory": "", "devices": [], "is_measured": False}
+    measured = () if history is None else history.memory
+    rows = device_memory(plan, expected, measured)
+    return {
+        "memory": memory_svg("memory", plan, expected, measured),
+        "devices": [line for row in rows for line in _memory_lines(row)],
+        "is_measured": bool(measured),
+    }
+
+
+def _memory_lines(row: DeviceMemory) -> Iterator[dict[str, Any]]:
+    """Yields what is planned for a device, and what was measured on it."""
+    if row.planned is not None:
+        figures = row.planned.figures
+        yield {
+            "name": row.name,
+            "memory": [bytes_text(size) for _, size in causes(figures)],
+            "peak": bytes_text(figures.peak_bytes),
+            "p95": bytes_text(figures.p95_bytes) if figures.p95_bytes else "",
+            "limit": bytes_text(figures.device_bytes) if figures.device_bytes else "unknown",
         }
-        for h in held
-    ]
+    if row.measured is not None:
+        known = dict(measured_causes(row.measured))
+        names = ("weights", "gradients", "optimizer", "rest")
+        yield {
+            "name": "measured" if row.planned is not None else f"{row.name}, measured",
+            "memory": [*(bytes_text(known[n]) if n in known else "in the rest" for n in names), ""],
+            "peak": bytes_text(row.measured.peak_bytes),
+            "p95": "",
+            "limit": "",
+        }
 
 
 def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
@@ -283,6 +326,72 @@ def _alternatives(plan: Plan) -> list[tuple[str, ...]]:
     return [
         (way_text(a), seconds_text(a.step_s), rate_text(a.samples_per_s), bytes_text(a.peak_bytes))
         for a in plan.alternatives
+    ]
+
+
+def _steps(plan: Plan, history: RecordedRun | None) -> dict[str, Any]:
+    """Returns the figures over the steps of a run, and what is said of them."""
+    steps = () if history is None else history.steps
+    numbers, expected = [step.step for step in steps], plan.expected
+    losses = [step.loss for step in steps]
+    loss = StepChart(
+        key="loss",
+        title="Loss over steps",
+        steps=numbers,
+        values=losses,
+        text=lambda x: f"{x:.4g}",
+        smoothed=smoothed(losses),
+    )
+    seconds = StepChart(
+        key="seconds",
+        title="Seconds of each step",
+        steps=numbers,
+        values=[step.step_s for step in steps],
+        text=seconds_text,
+        expected=None if expected is None else expected.step_s,
+        from_zero=True,
+    )
+    rates = [step.learning_rate for step in steps]
+    norms = [step.grad_norm for step in steps]
+    rate = StepChart("rate", "Learning rate", numbers, rates, lambda x: f"{x:.3g}", from_zero=True)
+    norm = StepChart("norm", "Norm of the gradients", numbers, norms, lambda x: f"{x:.3g}")
+    more = [seconds, *(chart for chart in (norm, rate) if any(v is not None for v in chart.values))]
+    return {
+        "loss": step_svg(loss) if loss.is_drawn else "",
+        "losses": [loss_text(value) for value in losses],
+        "smoothed_over": smoothing_steps(len(losses)),
+        "step_charts": [(c.title, _chart_text(c), step_svg(c)) for c in more] if loss.is_drawn else [],
+        "has_expected": seconds.expected is not None,
+    }
+
+
+def _chart_text(chart: StepChart) -> str:
+    """Returns the typical or last value, what was expected, and which steps are not within the figure."""
+    finite = [value for value in chart.values if value is not None]
+    if chart.key != "seconds":
+        return f"{chart.text(finite[-1])} at the end"
+    parts = [f"median {chart.text(median(finite))}"]
+    parts += [] if chart.expected is None else [f"predicted {chart.text(chart.expected)}"]
+    beyond = chart.beyond
+    if beyond:
+        which = f"step {beyond[0]}" if len(beyond) == 1 else f"{len(beyond)} steps"
+        parts.append(f"{which} beyond, at most {chart.text(max(finite))}")
+    return ", ".join(parts)
+
+
+def _last_steps(plan: Plan, history: RecordedRun | None) -> list[dict[str, str]]:
+    """Returns a figure for each of the last steps, all on the axis of the longest."""
+    timed = [] if history is None else [each for each in history.timelines if each.timeline.spans]
+    end_s = max((each.timeline.duration_s for each in timed), default=0.0)
+    devices = lanes(plan)
+    return [
+        {
+            "name": f"step {each.step}",
+            "step": seconds_text(each.timeline.duration_s),
+            "bubble": percent_text(each.timeline.bubble),
+            "svg": timeline_svg(f"step-{each.step}", each.timeline, end_s, devices),
+        }
+        for each in (timed if end_s and len(timed) > 1 else [])
     ]
 
 

@@ -45,7 +45,7 @@ def _cells(row: ReportDifference) -> tuple[str, str, str, str]:
 
 
 def _name(what: str) -> str:
-    return what.replace("step_s", "step").replace("_per_s", "/s")
+    return what.replace("step_s", "step").replace("_per_s", "/s").replace("_", " ")
 
 
 def _choice(value: object) -> str:
@@ -61,12 +61,16 @@ def _figure(what: str, value: object) -> str:
         return seconds_text(value)
     if what.endswith("bubble"):
         return percent_text(value)
-    return f"{value:.4f}" if what == "last loss" else bytes_text(value)
+    if what == "last loss":
+        return f"{value:.4f}"
+    return f"{value:.4g}" if what == "steps" or what.startswith("last ") else bytes_text(value)
 
 
 def _change(row: ReportDifference) -> str:
-    """Returns `+12 %`; a bubble and a loss change by points of their own, which the figures show."""
-    if row.ratio is None or row.what.endswith(("bubble", "loss")):
+    """Returns `+12 %`; a bubble, and what the last step had, change by points of their own, which the figures
+    show.
+    """
+    if row.ratio is None or row.what.endswith("bubble") or row.what.startswith("last "):
         return "-" if row.first is None or row.second is None else ""
     share = row.ratio - 1
     return "=" if share == 0 else f"{'+' if share > 0 else '-'}{percent_text(abs(share))}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from outsize.ir.answers.recorded_run import MeasuredMemory
 from outsize.ir.plan import Expected, Plan, StageFigures
 
 BYTES = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "boundary_bytes")
@@ -51,6 +52,39 @@ def holdings(plan: Plan, expected: Expected) -> list[Holding]:
     return [
         Holding(device, tuple(own), _together([expected.stages[s] for s in own]))
         for device, own in stages.items()
+    ]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What is planned for a device, and what was measured on it.
+
+    A process that runs the stages of several devices was measured as a whole: that has a row of its own,
+    without a plan.
+    """
+
+    name: str
+    planned: Holding | None
+    measured: MeasuredMemory | None = None
+
+
+def device_memory(
+    plan: Plan, expected: Expected, measured: Sequence[MeasuredMemory] = ()
+) -> list[DeviceMemory]:
+    """Returns a row for each device of the plan, then those of processes that ran several of them.
+
+    Of devices that hold the same (replicas, tensor parallelism) the one with the highest peak counts.
+    """
+    rows, left = list[DeviceMemory](), list(measured)
+    for holding in holdings(plan, expected):
+        own = [each for each in left if set(each.stages) <= set(holding.stages)]
+        left = [each for each in left if each not in own]
+        fullest = max(own, key=lambda each: each.peak_bytes, default=None)
+        rows.append(DeviceMemory(holding.name, holding, fullest))
+    return rows + [
+        DeviceMemory(f"one process on {each.device} · stages {_runs_text(each.stages)}", None, each)
+        for each in left
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outsize.ir.answers.advice import Advice
+from outsize.ir.answers.recorded_run import MeasuredMemory, RecordedRun
 from outsize.ir.answers.utilisation import Utilisation
 from outsize.ir.answers.verdict import Verdict
 from outsize.ir.findings import NotChosen
@@ -79,21 +80,21 @@ def check_table(verdict: Verdict) -> Group:
 def run_table(
     plan: Plan,
     measured: Timeline,
-    losses: Sequence[float] = (),
+    history: RecordedRun | None = None,
     used: Utilisation | None = None,
     command: str | None = None,
 ) -> Group:
     """Returns the end of a run: each rank's share of work, the step against its prediction, the loss.
 
-    `measured` is of one training step, `losses` has one number for each step of the run. `used` adds
-    transfers, the bound and W210; `command` is what to type for it.
+    `measured` is of one training step, `history` of all steps. `used` adds transfers, the bound and W210;
+    `command` is what to type for it.
     """
     table = table_style.table(
         ("rank", "right"), ("device", "left"), *table_style.rights("busy", "computes", "waits", "predicted")
     )
     for rank in range(measured.ranks):
         table.add_row(*_run_row(plan, measured, rank))
-    parts = [table, table_style.facts(run_facts(plan, measured, losses, used)), *_warning(used, command)]
+    parts = [table, table_style.facts(run_facts(plan, measured, history, used)), *_warning(used, command)]
     return Group(Text(f"{plan.model}: one step, measured", "bold"), *table_style.spaced(*parts))
 
 
@@ -136,7 +137,7 @@ def styles_table(styles: TensorStyles) -> Group:
 
 
 def run_facts(
-    plan: Plan, measured: Timeline, losses: Sequence[float], used: Utilisation | None = None
+    plan: Plan, measured: Timeline, history: RecordedRun | None = None, used: Utilisation | None = None
 ) -> list[tuple[str, str]]:
     """Returns `("step", "103 ms measured, 97.0 ms predicted (+6 %)")` and so on, for tables and pages."""
     step_s = measured.duration_s
@@ -145,9 +146,31 @@ def run_facts(
         facts.append(("throughput", f"{rate_text(plan.batch_size / step_s)} samples/s"))
     facts.append(("bubble", _bubble(measured, plan.expected)))
     facts += used.facts() if used is not None else []
-    if losses:
-        facts.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps"))
+    facts += _history_facts(plan, history) if history is not None else []
     return facts
+
+
+def _history_facts(plan: Plan, history: RecordedRun) -> Iterator[tuple[str, str]]:
+    """Yields memory, loss and norm of a run, as far as they are known."""
+    if history.memory:
+        peak = max(each.peak_bytes for each in history.memory)
+        planned = (
+            "" if plan.expected is None else f", {bytes_text(_most_planned(plan, plan.expected))} planned"
+        )
+        yield "memory", f"{bytes_text(peak)} at most on a device{planned}"
+    first, last = history.steps[0], history.steps[-1]
+    yield "loss", f"{loss_text(first.loss)} -> {loss_text(last.loss)} in {len(history.steps)} steps"
+    if last.grad_norm is not None:
+        yield "gradient norm", f"{last.grad_norm:.4g} at the end"
+
+
+def _most_planned(plan: Plan, expected: Expected) -> int:
+    return max(holding.figures.peak_bytes for holding in holdings(plan, expected))
+
+
+def loss_text(loss: float | None) -> str:
+    """Returns a loss in a sentence; None stands for one that is no finite number."""
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def _against(step_s: float, expected: Expected | None) -> str:
@@ -285,6 +308,17 @@ def causes(figures: StageFigures) -> list[tuple[str, int]]:
         ("optimizer", figures.optimizer_bytes),
         ("activations", figures.activations_bytes),
         ("boundary", figures.boundary_bytes),
+    ]
+
+
+def measured_causes(memory: MeasuredMemory) -> list[tuple[str, int]]:
+    """Returns the measured bytes by cause; `rest` has activations, messages and workspace."""
+    gradients = memory.gradients_bytes
+    return [
+        ("weights", memory.weights_bytes),
+        *([] if gradients is None else [("gradients", gradients)]),
+        ("optimizer", memory.optimizer_bytes),
+        ("rest", memory.rest_bytes),
     ]
 
 

@@ -71,6 +71,42 @@ def test_results_of_runs_have_what_was_measured(outsize: Outsize, folder: Path, 
     assert against_plan["choices"] == []
 
 
+def test_results_of_runs_have_steps_and_memory_by_cause(outsize: Outsize, folder: Path, plans: Any) -> None:
+    held = {
+        "device": "cpu",
+        "stages": [0],
+        "peak_bytes": 7 * 2**20,
+        "weights_bytes": 2**20,
+        "gradients_bytes": 2**20,
+        "optimizer_bytes": 2**21,
+    }
+    run = {
+        "loss": [2.0, None],
+        "steps_s": [0.5, 0.3],
+        "learning_rate": [1e-3, 1e-3],
+        "grad_norm": [3.0, 1.5],
+        "samples_per_s": 80.0,
+        "measured": {"step_s": 0.1, "bubble": 0.25, "memory": [held, {**held, "peak_bytes": 2**22}]},
+        "plan": plans,
+    }
+    (folder / "one.json").write_text(json.dumps(run))
+    less = {**run, "measured": {**run["measured"], "memory": [{**held, "gradients_bytes": None}]}}
+    (folder / "two.json").write_text(json.dumps({**less, "learning_rate": [1e-3, 1e-4]}))
+    found = json.loads(outsize("compare", "one.json", "two.json", "--json").out)
+    rows = {row["what"]: (row["first"], row["second"]) for row in found["time"] + found["memory"]}
+    assert rows["measured whole step_s"] == (0.4, 0.4)
+    assert rows["last grad_norm"] == (1.5, 1.5)
+    assert rows["last learning_rate"] == (1e-3, 1e-4)
+    assert "last loss" not in rows  # neither is a finite number
+    assert rows["measured rank 0"] == (7 * 2**20, 7 * 2**20)
+    assert rows["measured rank 1"] == (2**22, None)
+    assert rows["measured gradients"] == (2**20, None)
+    assert rows["measured rest"] == (3 * 2**20, 4 * 2**20)
+    table = outsize("compare", "one.json", "two.json").out
+    assert "last learning rate" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
 @pytest.mark.usefixtures("plans")
 @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"plan": {}}', '{"plan": 3}'])
 def test_other_files_are_refused(outsize: Outsize, folder: Path, text: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -22,7 +23,7 @@ FULL: dict[str, Any] = {
     "graph": samples.graph(),
     "predicted": samples.predicted(),
     "measured": samples.measured(),
-    "losses": samples.LOSSES,
+    "history": samples.history(),
     "verdict": samples.verdict(),
 }
 BARE: dict[str, Any] = {
@@ -92,7 +93,10 @@ def test_it_is_one_offline_file_with_closed_tags(tmp_path: Path, facts: dict[str
 
 def test_every_figure_is_xml_with_a_title_and_a_description(tmp_path: Path) -> None:
     figures = figures_of(page_of(tmp_path, **FULL))
-    assert len(figures) == 4
+    titles = [figure.findtext("title") or "" for figure in figures]
+    steps = ["Loss over steps", "Seconds of each step", "Norm of the gradients", "Learning rate"]
+    lines = ["Predicted timeline", *["Measured timeline"] * 4]
+    assert titles == [*lines, *steps, "Memory at the peak of a step, by cause"]
     for figure in figures:
         assert [child.tag for child in figure[:2]] == ["title", "desc"]
         assert figure.get("role") == "img"
@@ -117,14 +121,42 @@ def test_both_timelines_have_one_axis(tmp_path: Path) -> None:
     assert axes[0] == axes[1] != []
 
 
-def test_stacks_add_up_to_the_peak(tmp_path: Path) -> None:
-    plan = samples.plan()
+def test_stacks_add_up_to_the_peak_as_planned_and_as_measured(tmp_path: Path) -> None:
+    plan, history = samples.plan(), samples.history()
     assert plan.expected is not None
-    figure = figures_of(page_of(tmp_path, **FULL))[2]
+    figure = figures_of(page_of(tmp_path, **FULL))[-1]
     widths = [float((r.get("width") or "").removesuffix("%")) for r in figure.iter("rect")]
-    sums = [sum(widths[i : i + len(CAUSES)]) for i in range(0, len(widths), len(CAUSES))]
-    peaks = [f.peak_bytes for f in plan.expected.stages]
+    planned, measured = len(CAUSES), 4  # the rest is one cause
+    starts = [i * (planned + measured) for i in range(samples.STAGES)]
+    sums = [sum(widths[i : i + planned]) for i in starts]
+    sums += [sum(widths[i + planned : i + planned + measured]) for i in starts]
+    peaks = [f.peak_bytes for f in plan.expected.stages] + [m.peak_bytes for m in history.memory]
     assert [s / sums[0] for s in sums] == pytest.approx([p / peaks[0] for p in peaks], rel=1e-3)
+    texts = [text.text for text in figure.iter("text")]
+    assert texts.count("measured 366.0 MiB (+10 %)") == 1
+
+
+def test_a_process_with_several_devices_is_measured_as_a_whole() -> None:
+    whole = samples.measured_memory(0).model_copy(update={"stages": (0, 1, 2), "gradients_bytes": None})
+    history = samples.history().model_copy(update={"memory": (whole,)})
+    page = render(PageFacts(**{**FULL, "history": history}))
+    assert "one process on cpu · stages 0-2, measured" in page
+    assert "in the rest" in page
+
+
+def test_steps_are_drawn_with_what_was_expected(tmp_path: Path) -> None:
+    page = page_of(tmp_path, **FULL)
+    figures = {figure.findtext("title"): figure for figure in figures_of(page)}
+    seconds, loss = figures["Seconds of each step"], figures["Loss over steps"]
+    assert [line.get("class") for line in seconds.iter("line")].count("expected") == 1
+    thin, thick = (
+        [float(p.split(",")[1]) for p in (line.get("points") or "").split()] for line in loss.iter("polyline")
+    )
+    jumps = [sum(abs(b - a) for a, b in pairwise(line)) for line in (thin, thick)]
+    assert len(thin) == len(thick) == len(samples.LOSSES)
+    assert jumps[1] < 0.7 * jumps[0]
+    assert "median 620 ms, predicted 578 ms, step 1 beyond, at most 2.10 s" in page
+    assert "The last 3 steps" in page
 
 
 def test_a_device_over_its_limit_stands_out(tmp_path: Path) -> None:
@@ -207,17 +239,18 @@ def test_what_the_user_named_is_escaped(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
-    losses = [3.0, 2.0, float("nan"), float("inf"), 1.5, 1.0]
-    (figure,) = figures_of(page_of(tmp_path, **BARE, losses=losses))
+    history = samples.losses_alone([3.0, 2.0, None, None, 1.5, 1.0])
+    figure, _ = figures_of(page_of(tmp_path, **BARE, history=history))
     lines = [
         [p.split(",")[0] for p in (line.get("points") or "").split()] for line in figure.iter("polyline")
     ]
-    assert lines == [["0", "1"], ["4", "5"]]
+    assert lines == 2 * [["0", "1"], ["4", "5"]]
 
 
-@pytest.mark.parametrize(("losses", "figures"), [([2.0], 0), ([2.0, 2.0], 1), ([float("nan")] * 2, 1)])
-def test_odd_losses_still_make_a_page(tmp_path: Path, losses: list[float], figures: int) -> None:
-    assert len(figures_of(page_of(tmp_path, **BARE, losses=losses))) == figures
+@pytest.mark.parametrize(("losses", "figures"), [([2.0], 0), ([2.0, 2.0], 2), ([None] * 2, 2)])
+def test_odd_losses_still_make_a_page(tmp_path: Path, losses: list[float | None], figures: int) -> None:
+    history = samples.losses_alone(losses)
+    assert len(figures_of(page_of(tmp_path, **BARE, history=history))) == figures
 
 
 def test_the_verdict_is_a_word_and_not_only_a_colour(tmp_path: Path) -> None:

@@ -37,8 +37,9 @@ def test_a_run_without_a_step_has_a_page() -> None:
 
 def test_the_loss_is_drawn_over_its_steps() -> None:
     root = ElementTree.fromstring(loss_svg(LOSSES))
-    (line,) = root.iter("polyline")
+    line, smooth = root.iter("polyline")
     points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+    assert smooth.attrib["points"].split()[0] == line.attrib["points"].split()[0]
     assert [x for x, _ in points] == [0, 8, 39]
     assert points[0][1] < points[1][1] < points[2][1]  # downwards
     assert loss_svg((LossPoint(3, 1.0), LossPoint(3, 1.0)))

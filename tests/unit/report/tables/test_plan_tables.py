@@ -35,7 +35,7 @@ TABLES = {
     "plan_what_if": plan_table(samples.what_if(), samples.graph()),
     "check_equal": check_table(samples.verdict()),
     "check_differs": check_table(samples.verdict(bit_equal=False)),
-    "run": run_table(samples.plan(), samples.measured(), samples.LOSSES),
+    "run": run_table(samples.plan(), samples.measured(), samples.history()),
     "run_bare": run_table(BARE, samples.measured()),
     "units": units_table(samples.graph(), samples.profile()),
     "units_bare": units_table(samples.graph()),
@@ -149,7 +149,7 @@ def test_a_run_says_its_bound_and_why_devices_idle() -> None:
     used = Utilisation(
         step_s=0.5, bound_s=0.45, devices=("cpu:0", "cpu:1"), busy=(0.4, 0.4), transfer=0.07, idle=idle
     )
-    text = text_of(run_table(samples.plan(), samples.measured(), samples.LOSSES, used, "outsize run M"))
+    text = text_of(run_table(samples.plan(), samples.measured(), samples.history(), used, "outsize run M"))
     assert "7 % of all device time" in text
     assert "450 ms, this schedule without waits: 90 % reached" in text
     assert "W210: devices idle 60 % of the step: the schedule is sequential;" in text
