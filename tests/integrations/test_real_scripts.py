@@ -81,13 +81,13 @@ def test_the_split_script_is_the_plain_one(name: str, tmp_path: Path, request: p
     assert gone_on.splitlines() == lines[2:]
     assert set(weights) == set(expected)
     assert [key for key in expected if not torch.equal(weights[key], expected[key])] == []
-    in_page(name, printed, update=request.config.getoption("--update-golden"))
+    in_page(name, printed, update=bool(request.config.getoption("--update-golden")))
 
 
 def difference(name: str) -> str:
     """The lines of both scripts, in the form of diff blocks."""
-    sides = [(SCRIPTS / f"{name}{kind}.py").read_text().splitlines() for kind in ("", "_outsize")]
-    return "\n".join(list(difflib.unified_diff(*sides, lineterm="", n=2))[2:])
+    plain, split = ((SCRIPTS / f"{name}{kind}.py").read_text().splitlines() for kind in ("", "_outsize"))
+    return "\n".join(list(difflib.unified_diff(plain, split, lineterm="", n=2))[2:])
 
 
 def in_page(name: str, printed: str, *, update: bool) -> None:

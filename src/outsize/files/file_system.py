@@ -18,6 +18,21 @@ from typing import Final, final
 Buffer = bytes | bytearray | memoryview
 _BINARY: Final = getattr(os, "O_BINARY", 0)  # Windows translates line ends without it
 _UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+_BLOCK_BYTES: Final = 1 << 20
+
+
+def reserve(file: int, size_bytes: int) -> None:
+    """Takes the space on the disk for a file of so many bytes, whose beginning stays as it is.
+
+    It is asked of the system; where that cannot be asked (macOS, Windows), zeros take it. Raises OSError.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size_bytes)
+        return
+    zeros = bytes(min(size_bytes, _BLOCK_BYTES))
+    end = os.lseek(file, 0, os.SEEK_END)
+    while end < size_bytes:
+        end += os.write(file, zeros[: size_bytes - end])
 
 
 class FileSystem(ABC):
@@ -99,9 +114,9 @@ class Disk(FileSystem):
 
     def map(self, path: Path, size_bytes: int) -> mmap:
         """See FileSystem. Without room reserved, a full disk would end the process that writes (SIGBUS)."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | _BINARY, 0o666)
         try:
-            os.posix_fallocate(file, 0, size_bytes)
+            reserve(file, size_bytes)
             return mmap(file, size_bytes)
         finally:
             os.close(file)

@@ -17,16 +17,15 @@ import tempfile
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import torch
 from torch import Tensor
 
 from outsize.errors import BadOption
+from outsize.files.file_system import reserve
 from outsize.run.host.flat_buffer import packed
 from outsize.run.transport.wire_layout import WireLayout
-
-_BLOCK_BYTES: Final = 1 << 20
 
 
 @final
@@ -68,18 +67,8 @@ class FileBackedMemory:
         self._path.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(".outsize", dir=self._path)
         try:
-            _reserve(handle, size_bytes)
+            reserve(handle, size_bytes)
             return torch.from_file(name, shared=True, size=size_bytes, dtype=torch.uint8)
         finally:
             os.close(handle)
             os.unlink(name)
-
-
-def _reserve(file: int, size_bytes: int) -> None:
-    """Takes the space on the disk: asked of the system, or where that cannot be asked (macOS), by zeros."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size_bytes)
-        return
-    zeros = bytes(min(size_bytes, _BLOCK_BYTES))
-    for start in range(0, size_bytes, _BLOCK_BYTES):
-        os.pwrite(file, zeros[: size_bytes - start], start)
