@@ -40,7 +40,7 @@ def batch(device: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("device", everywhere(orders=WHILE_IT_WORKS))
 def test_the_same_gradients_with_less_memory(device: str) -> None:
-    """What stays is counted in microbatches: of eight two, and a half for what is between."""
+    """What stays is counted in microbatches: of eight two, and 0.6 for what is between."""
     width = width_on(device, 1024, share=4)
     (x, y), peaks, gradients = batch(device, width), list[int](), list[list[torch.Tensor]]()
     for recompute in ("none", "offload"):
@@ -57,4 +57,4 @@ def test_the_same_gradients_with_less_memory(device: str) -> None:
         del engine
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     each = SAMPLES // MICROBATCHES * width * 4 * 2 * LAYERS
-    assert peaks[0] - peaks[1] > (MICROBATCHES - 2.5) * each
+    assert peaks[0] - peaks[1] > (MICROBATCHES - 2.6) * each

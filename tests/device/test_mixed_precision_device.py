@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from accelerators import everywhere
 from torch import Tensor, nn
+from zoo import case
 
 import outsize
 from outsize.errors import BadOption
@@ -81,6 +82,21 @@ def test_decisions_on_inputs_hold_under_autocast(device: str) -> None:
         with torch.autocast(kind, torch.bfloat16):
             loss = engine.step(inputs, target=y, update=False).loss
         assert torch.equal(loss, plain_loss(plain, inputs.to(device), y.to(device), torch.bfloat16))
+
+
+@pytest.mark.parametrize("casts", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("device", everywhere("cuda:0", "sim:0", orders=("lazy",)))
+def test_an_example_on_the_device_for_a_model_on_the_host(device: str, casts: bool) -> None:
+    """The model may be too large for the device, on which the data loader has put the batch already."""
+    found, kind = case("resnet18"), torch.device(device).type
+    (x,), y = (given.to(device) for given in found.batch(4)[0]), found.target(4).to(device)
+    model, plain = found.build(), found.build().to(device)
+    how: dict[str, Any] = {"loss_fn": found.loss, "target": y, "microbatches": 1}
+    with torch.autocast(kind, torch.bfloat16, enabled=casts):
+        engine = outsize.parallelize(model, (x,), stages=2, devices=[device, device], **how)
+        loss = engine.step(x, target=y, update=False).loss
+        expected = found.loss(plain(x), y)
+    assert torch.equal(loss, expected)
 
 
 @pytest.mark.parametrize("casting", [("cpu",), ("device",), ("cpu", "device")], ids="_".join)

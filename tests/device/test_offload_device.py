@@ -16,6 +16,7 @@ from accelerators import WHILE_IT_WORKS, everywhere, width_on
 from torch import nn
 
 import outsize
+from outsize.ir.hardware.devices import LARGE_WORKSPACE
 from outsize.ir.offload import HOSTED, Weights
 from outsize.ir.plan import Plan
 
@@ -121,7 +122,9 @@ def test_steps_that_are_taken_back(device: str) -> None:
 @pytest.mark.parametrize("device", everywhere(orders=WHILE_IT_WORKS))
 @pytest.mark.parametrize(("weights", "share"), [("host", 1.0), ("host-optimizer", 2.0)])
 def test_a_model_larger_than_what_is_allowed(weights: Weights, share: float, device: str) -> None:
-    """16 bytes a parameter are 400 MB on a GPU, which holds less than a quarter, or less than half."""
+    """16 bytes a parameter are 400 MB on a GPU, which holds less than a quarter, or less than half, and what
+    cuBLAS takes.
+    """
     width = width_on(device, 1024, share=2)
     x, y = batch(width, device)
     given: dict[str, Any] = {"plan": planned(width, weights), "loss_fn": F.mse_loss, "target": y}
@@ -131,5 +134,6 @@ def test_a_model_larger_than_what_is_allowed(weights: Weights, share: float, dev
     torch.accelerator.reset_peak_memory_stats()
     engine.step(x, target=y)
     size = sum(p.nbytes for p in engine.model.parameters())
+    matmul_bytes = LARGE_WORKSPACE if device == "cuda" else 0
     assert all(p.device.type == "cpu" and p.is_pinned() for p in engine.model.parameters())
-    assert torch.accelerator.max_memory_allocated() < share * size
+    assert torch.accelerator.max_memory_allocated() < share * size + matmul_bytes

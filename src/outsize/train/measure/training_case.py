@@ -20,9 +20,11 @@ from outsize.capture.models.generation import cache_bytes, forward_arguments, ge
 from outsize.capture.models.output_shapes import output_on_meta
 from outsize.capture.models.weight_sharing import frozen
 from outsize.capture.recording.fallbacks import LossFn
+from outsize.device.accelerators import CPU
 from outsize.errors import BadOption, ExampleRejected
 from outsize.ir.cluster import Cluster
 from outsize.ir.graph import ModelGraph
+from outsize.program.tree import map_leaves
 from outsize.run.stage.to_device import device_of_model
 from outsize.train.batch.batch import Batch, as_target
 from outsize.train.batch.batch_dims import Asked, BatchDims, insist_on_names, rejection, warn_of_tables
@@ -74,8 +76,10 @@ class TrainingCase:
     ) -> TrainingCase:
         """Finds the batch dims, and warns where they only follow from a size.
 
-        Raises BadOption for a name in `batch_dims` that the batch does not have, and ExampleRejected.
+        A model on the host is recorded there, wherever the example is. Raises BadOption for a name in
+        `batch_dims` that the batch does not have, and ExampleRejected.
         """
+        batch = _beside(module, batch)
         insist_on_names(batch, batch_dims or {})
         rejects = rejection(module, loss_fn)
         sized_batch = BatchDims(rejects, batch_dims).of(batch)
@@ -207,6 +211,20 @@ def _runs(module: nn.Module, batch: Batch) -> bool:
     except ValueError:  # torch's "Expected more than 1 value per channel when training"
         return False
     return True
+
+
+def _beside(module: nn.Module, batch: Batch) -> Batch:
+    """Returns the batch where the model is, if that is the host; a model on a device may want some inputs on
+    the host, as lengths of sequences are.
+    """
+    if device_of_model(module).type != CPU:
+        return batch
+    args, kwargs, target = (map_leaves(_on_host, branch) for branch in batch.tree())
+    return dataclasses.replace(batch, args=args, kwargs=kwargs, target=target)
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
 
 def as_batch(args: Any, kwargs: Any, target: Any) -> Batch:
