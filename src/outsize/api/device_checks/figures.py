@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from outsize.api.device_checks.check_place import CheckAnswer, CheckPlace
-from outsize.api.device_checks.models import MODELS, PERCEPTRON, DeviceModel
+from outsize.api.device_checks.models import BLOCKS, MODELS, PERCEPTRON, DeviceModel, stacked
+from outsize.api.problem import case_of
 from outsize.api.running import parallelize
+from outsize.capture.measure.local_cluster import find_cluster
 from outsize.device.accelerators import peak_bytes, reset_peak
 from outsize.device.host_waits import count_host_waits
 from outsize.ir.plan import Plan
+from outsize.planner.costs.roofline import launches
 from outsize.train.engine.engine import Engine
+
+MICROBATCHES: Final = 4
+NARROW: Final = 32
+"""A width at which every kernel is over before the host has launched the next one."""
+DEPTHS: Final = (4, 20)
 
 
 def memory(place: CheckPlace) -> CheckAnswer:
@@ -41,7 +51,7 @@ def memory(place: CheckPlace) -> CheckAnswer:
 
 
 def steps(place: CheckPlace) -> CheckAnswer:
-    """Measures the seconds of a step of each model, beside the plan's prediction and the plain model's."""
+    """Measures the seconds of a step of each model, beside its prediction and a plain loop's seconds."""
     figures = dict[str, float]()
     for case in MODELS:
         engine, plan, step = _made(place, case)
@@ -51,9 +61,35 @@ def steps(place: CheckPlace) -> CheckAnswer:
             f"{case.name}_step_s": measured,
             f"{case.name}_predicted_s": plan.expected.step_s,
             f"{case.name}_measured_over_predicted": measured / plan.expected.step_s,
+            f"{case.name}_plain_loop_s": place.seconds(_plain_step(place, case)),
         }
         del engine
     return CheckAnswer(figures)
+
+
+def host(place: CheckPlace) -> CheckAnswer:
+    """Measures the host's seconds for an op of a training loop, with modules and autograd.
+
+    The device has next to nothing to do for a narrow model, so the seconds of forward and backward are the
+    host's; those of a shallow model are taken off, since a step has some whatever its depth. Plans with
+    `--cluster report.json` use them.
+    """
+    figures, ops_s = dict[str, float](), list[float]()
+    for name, block in BLOCKS.items():
+        (few, few_s), (many, many_s) = (_host_of(place, stacked(block, depth)) for depth in DEPTHS)
+        ops_s.append((many_s - few_s) / (many - few))
+        figures |= {f"{name}_op_s": ops_s[-1], f"{name}_ops": many - few}
+    return CheckAnswer({"op_s": max(0.0, statistics.fmean(ops_s)), **figures})
+
+
+def _host_of(place: CheckPlace, case: DeviceModel) -> tuple[int, float]:
+    """Returns the ops of a narrow model's forward and backward, and their seconds."""
+    narrow = dataclasses.replace(place, width=NARROW)
+    example, target = case.batch(NARROW)
+    training = case_of(case.build(NARROW), (example,), None, {"loss_fn": case.loss_fn, "target": target})
+    graph = training.on(find_cluster("local")).captured(len(example)).graph
+    _, _, step = _made(narrow, case, 1, update=False)
+    return launches(graph), narrow.seconds(step)
 
 
 def compilation(place: CheckPlace) -> CheckAnswer:
@@ -81,8 +117,27 @@ def host_waits(place: CheckPlace) -> CheckAnswer:
     return CheckAnswer(figures)
 
 
+def _plain_step(place: CheckPlace, case: DeviceModel) -> Callable[[], object]:
+    """Returns a function that makes a step of gradient accumulation as a user writes it."""
+    model, batch = case.build(place.width).to(place.device), case.batch(place.width)
+    x, y = (given.to(place.device) for given in batch)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            (case.loss_fn(model(part), target) / MICROBATCHES).backward()
+        optimizer.step()
+
+    return step
+
+
 def _made(
-    place: CheckPlace, case: DeviceModel, microbatches: int = 4, **options: Any
+    place: CheckPlace,
+    case: DeviceModel,
+    microbatches: int = MICROBATCHES,
+    update: bool = True,
+    **options: Any,
 ) -> tuple[Engine, Plan, Callable[[], object]]:
     """Returns an engine of one stage on this device, its plan, and a function that makes a step."""
     example, target = case.batch(place.width)
@@ -96,4 +151,4 @@ def _made(
         optimizer=torch.optim.AdamW,
         **options,
     )
-    return engine, engine.plan, lambda: engine.step(x, target=y)
+    return engine, engine.plan, lambda: engine.step(x, target=y, update=update)

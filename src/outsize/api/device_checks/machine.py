@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import torch
@@ -14,7 +16,9 @@ from outsize.device.accelerators import all_devices, synchronize
 from outsize.train.measure.round_trip import make_wire
 
 LAUNCHES: Final = 500
-DTYPES: Final = ("float32", "bfloat16")
+IN_A_ROW: Final = 4
+TENSOR_CORES: Final = "tfloat32"
+DTYPES: Final = ("float32", TENSOR_CORES, "bfloat16")
 
 
 def launches(place: CheckPlace) -> CheckAnswer:
@@ -33,15 +37,38 @@ def launches(place: CheckPlace) -> CheckAnswer:
 
 def rates(place: CheckPlace) -> CheckAnswer:
     """Measures FLOP/s of a square matrix product, and bytes/s of an addition of two tensors."""
-    side = 16 * place.width
-    figures = dict[str, float]()
+    side = 32 * place.width
+    figures = {"product_flops": 2.0 * side**3}
     for name in DTYPES:
-        a = torch.randn(side, side, device=place.device).to(getattr(torch, name))
-        figures[f"{name}_flops_per_s"] = 2 * side**3 / place.seconds(lambda a=a: a @ a)
-    x = torch.zeros(side * side, device=place.device)
-    out = torch.empty_like(x)
-    figures["memory_bytes_per_s"] = 3 * x.nbytes / place.seconds(lambda: torch.add(x, x, out=out))
+        dtype = torch.float32 if name == TENSOR_CORES else getattr(torch, name)
+        a = torch.randn(side, side, device=place.device).to(dtype)
+        with _on_tensor_cores(name == TENSOR_CORES):
+            figures[f"{name}_flops_per_s"] = figures["product_flops"] / _each_s(place, lambda a=a: a @ a)
+    x, y, out = torch.zeros(3, side * side, device=place.device)  # Each is more than a cache holds.
+    figures["addition_bytes"] = 3 * x.nbytes
+    figures["memory_bytes_per_s"] = 3 * x.nbytes / _each_s(place, lambda: torch.add(x, y, out=out))
     return CheckAnswer(figures)
+
+
+def _each_s(place: CheckPlace, work: Callable[[], object]) -> float:
+    """Returns the seconds of one of several kernels in a row, which the host launches ahead of the device."""
+
+    def several() -> None:
+        for _ in range(IN_A_ROW):
+            work()
+
+    return place.seconds(several) / IN_A_ROW
+
+
+@contextlib.contextmanager
+def _on_tensor_cores(wanted: bool) -> Iterator[None]:
+    """Lets products of float32 use tensor cores, or not."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if wanted else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def host_copies(place: CheckPlace) -> CheckAnswer:

@@ -158,4 +158,65 @@ RECURRENT: Final = DeviceModel(
     lambda width, draw: (torch.randn(SAMPLES, TOKENS, width, generator=draw), _classes(draw)),
     F.cross_entropy,
 )
+
+
+@final
+class _Residual(nn.Module):
+    """A convolution as residual networks have it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images (N, width, H, W) to images of the same shape."""
+        return F.relu(x + self.norm(self.convolution(x)))
+
+
+@final
+class _Decoder(nn.Module):
+    """A layer of a decoder as GPT-2 has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps sequences (N, T, width) to sequences of the same shape."""
+        heads = self.qkv(self.before(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.between(x))))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A module of some width that maps a tensor to one of its shape, and the shape without its samples."""
+
+    make: Callable[[int], nn.Module]
+    shape: Callable[[int], tuple[int, ...]]
+
+
+BLOCKS: Final = {
+    "decoder": Block(_Decoder, lambda width: (TOKENS, width)),
+    "residual": Block(_Residual, lambda width: (width, PIXELS, PIXELS)),
+}
+
+
+def stacked(block: Block, depth: int) -> DeviceModel:
+    """Returns a model of `depth` equal blocks."""
+
+    def batch(width: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+        x, y = torch.randn(2, SAMPLES, *block.shape(width), generator=draw)
+        return x, y
+
+    return DeviceModel(
+        "stacked", lambda width: nn.Sequential(*(block.make(width) for _ in range(depth))), batch, F.mse_loss
+    )
+
+
 MODELS: Final = (PERCEPTRON, CONVOLUTIONS, SKIPS, TIED, RECURRENT)

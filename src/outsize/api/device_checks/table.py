@@ -33,6 +33,7 @@ class DeviceCheck:
 LONG_S: Final = 600.0
 CHECKS: Final = (
     DeviceCheck("What does a launch cost the host?", machine.launches),
+    DeviceCheck("What does an op of a training loop cost the host?", figures.host),
     DeviceCheck("How fast does the device compute and read its memory?", machine.rates),
     DeviceCheck("How fast are copies between host and device?", machine.host_copies),
     DeviceCheck("How fast are copies between devices, and do they arrive?", machine.peer_copies),

@@ -12,8 +12,9 @@ and masks as well. Costs of both are noted, and the planner takes those of the d
                projection that follows and saves the same memory
 
 Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2 and sec. 3.1 (causal masks); torch's
-sdp_utils.cpp, which takes the flash or the memory-efficient kernel for every dtype on CUDA. Deviations: masks
-that are tensors count whole products; the CPU's kernel has blocks of 512 keys, and skips less of short
+sdp_utils.cpp, which takes the flash or the memory-efficient kernel for every dtype on CUDA, where the last
+dimension of all inputs and of the mask is dense: T5's position bias is not, and its attention is no kernel
+anywhere. Deviations: masks that are tensors count whole products; the CPU's kernel has blocks of 512 keys, and skips less of short
 sequences. nn.MultiheadAttention is a leaf, whose ops are counted as they run. Complexity: O(1). Oracle:
 tests/unit/capture/costs/test_fused_attention.py compares with a recording without dropout, in which the CPU's
 kernel is fused as well, and counts blocks.
@@ -34,14 +35,19 @@ from outsize.program.tape import Cost
 LOGSUMEXP_BYTES = 4
 BLOCK = 128  # Queries and keys of a block in FlashAttention-2.
 _NAMES = ("query", "key", "value")
+_MASK = "attn_mask"
 
 
 def attention_inputs(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Returns query, key and value of a call of scaled_dot_product_attention; nothing for other calls."""
+    """Returns query, key and value of a call of scaled_dot_product_attention that is one kernel on
+    accelerators; nothing for other calls.
+    """
     if target is not functional.scaled_dot_product_attention:
         return []
-    values = dict(zip(_NAMES, args, strict=False)) | dict(kwargs)
-    return [values[name] for name in _NAMES]
+    values = dict(zip((*_NAMES, _MASK), args, strict=False)) | dict(kwargs)
+    inputs, mask = [values[name] for name in _NAMES], values.get(_MASK)
+    dense = all(t.stride(-1) == 1 for t in (*inputs, *([] if mask is None else [mask])))
+    return inputs if dense else []
 
 
 def is_causal(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -34,7 +34,8 @@ class Device(Record):
 
     `memory_bytes` is all that a process can get, of which `context_bytes` are used before the first tensor
     and `matmul_bytes` by cuBLAS from the first backward on. `price_per_hour` is what a user says that it
-    costs, in any currency, or None.
+    costs, in any currency, or None. `host_s` is what this machine's host needs to launch an op of a training
+    loop, or None where `outsize doctor --gpu` has not measured it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Device(Record):
     context_bytes: Bytes = 0
     matmul_bytes: Bytes = 0
     price_per_hour: float | None = Field(default=None, ge=0, le=1e12, allow_inf_nan=False)
+    host_s: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
 
     @property
     def fixed_bytes(self) -> int:

@@ -64,6 +64,10 @@ class EfficiencyCurve(Record):
         """
         return (ideal_s + launches * self.half_s) / self.peak if ideal_s > 0 else 0.0
 
+    def peak_per_s(self, work: float, taken_s: float) -> float:
+        """Returns the device's peak at which one op of so many FLOPs or bytes takes so many seconds."""
+        return work / max(taken_s * self.peak - self.half_s, taken_s * self.peak / 2)
+
 
 @final
 class Efficiency(Record):
@@ -172,12 +176,12 @@ CPU: Final = Efficiency(
 
 
 def default_of(device: Device) -> Efficiency:
-    """Returns the curves of a known kind of device."""
-    return CPU if device.kind == "cpu" else _of_kind(device.kind)
+    """Returns the curves of a known kind of device, with its own host where that was measured."""
+    return CPU if device.kind == "cpu" else _of_kind(device.kind, device.host_s)
 
 
 @cache
-def _of_kind(kind: str) -> Efficiency:
+def _of_kind(kind: str, host_s: float | None) -> Efficiency:
     reached, compute = reached_by(kind), dict(GPU.compute)
     shares: dict[OpFamily, float] = {
         "matmul": reached.matmul / USUAL_MATMUL,
@@ -187,4 +191,5 @@ def _of_kind(kind: str) -> Efficiency:
     for family, share in shares.items():
         curve = compute[family]
         compute[family] = curve.model_copy(update={"peak": curve.peak * share})
-    return GPU.model_copy(update={"compute": compute})
+    host = {} if host_s is None else {"host_s": host_s}
+    return GPU.model_copy(update={"compute": compute, **host})

@@ -66,6 +66,11 @@ def passes_of(unit: Unit) -> WorkPasses:
     return unit.forward, unit.backward_input, unit.backward_weight
 
 
+def launches(graph: ModelGraph) -> int:
+    """Returns how many ops the host launches for the forward and the backward of one microbatch."""
+    return sum(work.launches for unit in graph.units for works in passes_of(unit) for work in works)
+
+
 def host_seconds(units: Iterable[WorkPasses], device: Device) -> UnitSeconds:
     """Returns the host's seconds to launch each pass; zero where the launches of a unit are unknown."""
     host_s = default_of(device).host_s

@@ -35,12 +35,24 @@ from outsize.device import accelerators
 from outsize.errors import BadOption
 from outsize.ir.answers.device_report import CheckResult, DeviceReport
 from outsize.ir.cluster_file import load_cluster
+from outsize.ir.graph import Work
+from outsize.ir.hardware.devices import TABLE
+from outsize.planner.costs.efficiency import default_of
+from outsize.planner.costs.roofline import seconds
 from outsize.report.tables.device_report import device_report_tables
 from outsize.train.launch.world import World
 
 WIDTH = 16
 HERE = CheckPlace(World(0, 1, 0, None), torch.device("cpu"), WIDTH)
-RATES = {"float32_flops_per_s": 2e13, "bfloat16_flops_per_s": 1e14, "memory_bytes_per_s": 1e12}
+RATES = {
+    "product_flops": 1e12,
+    "float32_flops_per_s": 2e13,
+    "tfloat32_flops_per_s": 5e13,
+    "bfloat16_flops_per_s": 1e14,
+    "addition_bytes": 2e8,
+    "memory_bytes_per_s": 1e12,
+}
+SHOWN = {name: RATES[name] for name in ("float32_flops_per_s", "bfloat16_flops_per_s", "memory_bytes_per_s")}
 LINKS = {"p2p_latency_s": 1e-5, "p2p_bytes_per_s": 2e10}
 
 
@@ -169,10 +181,11 @@ def _computing_worker_of(doctor: psutil.Process) -> psutil.Process:
 
 
 def test_its_file_is_a_cluster(tmp_path: Path) -> None:
-    results = (result("rates", figures=RATES), result("links", figures=LINKS))
+    host = result("host", figures={"op_s": 3e-5})
+    results = (result("rates", figures=RATES), result("links", figures=LINKS), host)
     cluster = measured_cluster("lab", results)
     assert cluster is not None
-    assert cluster.devices[0].flops("bfloat16") == 1e14
+    assert cluster.devices[0].host_s == 3e-5
     assert (cluster.inner.latency_s, cluster.inner.bytes_per_s) == (1e-5, 2e10)
     report = DeviceReport(health=doctor(), device_type="x", processes=1, results=results, cluster=cluster)
     path = tmp_path / "report.json"
@@ -185,11 +198,31 @@ def test_its_file_is_a_cluster(tmp_path: Path) -> None:
     assert f"Next: outsize doctor --gpu --only rates,links --width 32 --out {path}" in str(refused.value)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_price_of_what_was_measured_is_what_was_measured(dtype: str) -> None:
+    """A rate is no peak: prices take only a share of a peak as reached."""
+    cluster = measured_cluster("lab", (result("rates", figures=RATES),))
+    assert cluster is not None
+    product = Work(family="matmul", flops=10**12, moved_bytes=1, dtype=dtype)
+    price_s = seconds((product,), cluster.devices[0]) - default_of(cluster.devices[0]).launch_s
+    assert price_s == pytest.approx(1e12 / RATES[f"{dtype}_flops_per_s"])
+    addition = Work(family="elementwise", flops=1, moved_bytes=int(2e8), dtype=dtype)
+    price_s = seconds((addition,), cluster.devices[0]) - default_of(cluster.devices[0]).launch_s
+    assert price_s == pytest.approx(2e8 / 1e12)
+
+
+def test_a_measured_host_is_that_of_prices() -> None:
+    a100 = TABLE["a100-80gb"].device("0")
+    slow = a100.model_copy(update={"host_s": 1e-3})
+    assert default_of(slow).host_s == 1e-3
+    assert default_of(slow).compute == default_of(a100).compute
+
+
 def test_a_person_sees_outcomes_and_figures_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     from rich.console import Console
 
     results = (
-        result("rates", figures=RATES | {"x_step_s": 2e-3, "y_peak_bytes": 3e9, "ratio": 1.234}),
+        result("rates", figures=SHOWN | {"x_step_s": 2e-3, "y_peak_bytes": 3e9, "ratio": 1.234}),
         result("shards", outcome="fails", detail="weights by 0.5"),
         result("links", outcome="skipped", detail="a second device"),
     )
