@@ -13,11 +13,11 @@ and masks as well. Costs of both are noted, and the planner takes those of the d
 
 Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2 and sec. 3.1 (causal masks); torch's
 sdp_utils.cpp, which takes the flash or the memory-efficient kernel for every dtype on CUDA, where the last
-dimension of all inputs and of the mask is dense: T5's position bias is not, and its attention is no kernel
-anywhere. Deviations: masks that are tensors count whole products; the CPU's kernel has blocks of 512 keys, and skips less of short
-sequences. nn.MultiheadAttention is a leaf, whose ops are counted as they run. Complexity: O(1). Oracle:
-tests/unit/capture/costs/test_fused_attention.py compares with a recording without dropout, in which the CPU's
-kernel is fused as well, and counts blocks.
+dimension of all inputs and of the mask is dense. T5's position bias is not, and its attention is no kernel
+anywhere. Deviations: masks that are tensors count whole products; the CPU's kernel has blocks of 512 keys,
+and skips less of short sequences. nn.MultiheadAttention is a leaf, whose ops are counted as they run.
+Complexity: O(1). Oracle: tests/unit/capture/costs/test_fused_attention.py compares with a recording without
+dropout, in which the CPU's kernel is fused as well, and counts blocks.
 """
 
 from __future__ import annotations
