@@ -89,7 +89,11 @@ def test_decisions_on_inputs_hold_under_autocast(device: str) -> None:
 def test_an_example_on_the_device_for_a_model_on_the_host(device: str, casts: bool) -> None:
     """The model may be too large for the device, on which the data loader has put the batch already."""
     found, kind = case("resnet18"), torch.device(device).type
-    (x,), y = (given.to(device) for given in found.batch(4)[0]), found.target(4).to(device)
+    assert found.target is not None
+    assert found.loss is not None
+    x, y = found.batch(4)[0][0].to(device), found.target(4)
+    assert y is not None
+    y = y.to(device)
     model, plain = found.build(), found.build().to(device)
     how: dict[str, Any] = {"loss_fn": found.loss, "target": y, "microbatches": 1}
     with torch.autocast(kind, torch.bfloat16, enabled=casts):
