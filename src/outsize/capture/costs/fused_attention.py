@@ -23,7 +23,7 @@ dropout, in which the CPU's kernel is fused as well, and counts blocks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -36,6 +36,25 @@ LOGSUMEXP_BYTES = 4
 BLOCK = 128  # Queries and keys of a block in FlashAttention-2.
 _NAMES = ("query", "key", "value")
 _MASK = "attn_mask"
+
+
+def attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **_more: Any) -> int:
+    """Returns the FLOPs of both products, of shapes [..., heads, rows, width].
+
+    Several heads of queries may share one of keys and values, which the formula of torch 2.11 refuses.
+    """
+    return 2 * query[:-1].numel() * key[-2] * (query[-1] + value[-1])
+
+
+KERNEL_FLOPS: Final[Mapping[Any, Any]] = dict.fromkeys(
+    (
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+    ),
+    attention_flops,
+)
+"""The formulas of CUDA's kernels, as torch.utils.flop_counter takes them."""
 
 
 def attention_inputs(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -70,7 +89,7 @@ def fused_cost(
     """
     query, key, value = inputs
     rows = query.shape[:-1].numel()  # no op: this runs while ops are counted
-    flops = 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    flops = attention_flops(query.shape, key.shape, value.shape)
     if causal:
         flops = causal_flops(flops, query.shape[-2], key.shape[-2])
     sizes = sum(t.numel() * t.dtype.itemsize for t in inputs)

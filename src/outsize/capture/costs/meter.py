@@ -21,17 +21,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from outsize.capture.costs.backward_rules import KEEP_RESULT, WAITING, OpCall, Rule, rule_of
-from outsize.capture.costs.fused_attention import causal_flops, fused_cost
+from outsize.capture.costs.fused_attention import KERNEL_FLOPS, attention_flops, causal_flops, fused_cost
 from outsize.capture.costs.live_memory import Storages, storage_bytes, storage_key
 from outsize.capture.costs.op_families import ALLOCATIONS, family_of, of_operands, op_name
 from outsize.ir.graph import SMALL_BYTES, OpFamily, Work
 from outsize.program.tape import Cost
 
 _CAST = torch.ops.aten._to_copy.default
-_FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @final
@@ -305,7 +304,7 @@ class CostMeter:
             family=family,
             view=view,
             rule=rule_of(name, family, view=view),
-            formula=_cpu_flash_flops if packet is _FLASH_ON_CPU else flop_registry.get(packet),
+            formula=_FORMULAS.get(packet),
             chancy=torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()),
         )
         return known
@@ -399,8 +398,15 @@ def flops_of(formula: Any, args: Any, kwargs: Any, out: Any) -> int:
 def _cpu_flash_flops(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, **_: Any
 ) -> int:
-    flops = sdpa_flop_count(query.shape, key.shape, value.shape)
+    flops = attention_flops(query.shape, key.shape, value.shape)
     return causal_flops(flops, query.shape[-2], key.shape[-2]) if is_causal else flops
+
+
+_FORMULAS = (
+    flop_registry
+    | {kernel: shape_wrapper(formula) for kernel, formula in KERNEL_FLOPS.items()}
+    | {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _cpu_flash_flops}
+)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

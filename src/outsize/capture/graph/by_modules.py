@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from outsize.capture.costs.fused_attention import KERNEL_FLOPS
 from outsize.capture.fakes.fake_model import remember
 from outsize.capture.graph.build import Captured, build_graph, fingerprint_of, parameters_of
 from outsize.capture.guards.trace import without_writes
@@ -142,7 +143,8 @@ def _watch(
             inside[-1].saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(save, _same):
+    counting = FlopCounterMode(display=False, custom_mapping=dict(KERNEL_FLOPS))
+    with counting as counter, torch.autograd.graph.saved_tensors_hooks(save, _same):
         for name, costs in seen.items():
 
             def enter(*_: Any, costs: _ModuleCosts = costs) -> None:

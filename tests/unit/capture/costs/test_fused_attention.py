@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import flop_registry
 
 import outsize
+from outsize.capture.costs.fused_attention import KERNEL_FLOPS
 from outsize.capture.graph.build import Captured, build_graph, on_accelerators
 from outsize.capture.recording.fallbacks import record
 from outsize.ir.graph import ModelGraph, Work
@@ -144,3 +146,37 @@ def test_a_plan_has_the_kernels_of_its_devices() -> None:
 
     assert activations("1xa100-80gb", 0.1) == activations("1xa100-80gb", 0.0)
     assert activations("1xcpu", 0.1) > activations("1xcpu", 0.0) + SAMPLES * HEADS * LENGTH * LENGTH * 4
+
+
+@final
+class Grouped(nn.Module):
+    """Attention in which each head of keys and values serves two of queries: by the kernel, or repeated."""
+
+    def __init__(self, *, repeated: bool) -> None:
+        super().__init__()
+        self.repeated = repeated
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attends over x (samples, length, width)."""
+        q, k = (p.unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for p in (self.query(x), self.key(x)))
+        if self.repeated:
+            k = k.repeat_interleave(2, dim=1)
+        return F.scaled_dot_product_attention(q, k, k, enable_gqa=not self.repeated)
+
+
+def test_heads_of_queries_that_share_keys_cost_the_products_of_repeated_keys() -> None:
+    x = torch.randn(SAMPLES, LENGTH, WIDTH)
+    works = []
+    for repeated in (True, False):
+        model = Grouped(repeated=repeated)
+        graph = build_graph(record(model, (x,), {}), model).graph
+        works.append([work.flops for pass_ in attention(graph) for work in pass_])
+    assert works[0] == works[1] != []
+
+
+def test_kernels_of_accelerators_count_as_torch_counts_them() -> None:
+    for kernel, formula in KERNEL_FLOPS.items():
+        query, key, value = torch.empty(2, 4, 5, 8), torch.empty(2, 4, 7, 8), torch.empty(2, 4, 7, 6)
+        expected = flop_registry[kernel](query, key, value, out_val=query)
+        assert formula(query.shape, key.shape, value.shape) == expected
