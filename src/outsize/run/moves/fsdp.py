@@ -9,7 +9,8 @@ in a step to its last (ZeRO-1).
 FSDP2 does all of it, with a group for each stage and dtype. Its hooks are attached to modules that are
 called, and a stage runs flat: so FSDP2 gets modules that have the parameter tables of the user's modules and
 are never called, and is driven as torch.distributed.pipelining drives it (stage/stage.py,
-perform_reduce_grad), through parts of it that are not public: only `_pieces` knows them (torch 2.13).
+perform_reduce_grad), through parts of it that are not public (as they are in torch 2.11 and in 2.13): only
+`_pieces`, `_insist_on_gradient` and `_release` know them.
 
 Gradients are added, never divided: losses have global shares. A parameter without a gradient on one replica
 contributes zeros; without one on any, its gradient is None in the end, and optimizers ignore it. Scalars and
@@ -156,7 +157,6 @@ class _FsdpGroup:
         self._fsdp = cast(FSDPModule, holder)
         self._fsdp.set_gradient_divide_factor(1.0)
         self._fsdp.set_force_sum_reduction_for_comms(True)
-        self._fsdp.set_reduce_scatter_unused_params(True)
         self._fsdp.set_reshard_after_backward(False)
         self._pieces = _pieces(holder)
         self._coming: Any = None
@@ -182,6 +182,8 @@ class _FsdpGroup:
         known = self._made or [p.sharded_param.grad is not None for p in parameters]
         here = (p.unsharded_param.grad is not None for p in parameters)
         self._made = [before or now for before, now in zip(known, here, strict=True)]
+        for parameter in parameters:
+            _insist_on_gradient(parameter)
         self._fsdp.set_requires_all_reduce(last)
         for group in self._pieces:
             group.post_backward()
@@ -260,7 +262,19 @@ def _state(module: nn.Module) -> Any:
 
 
 def _pieces(module: nn.Module) -> list[Any]:
-    return _state(module)._fsdp_param_groups
+    """Returns FSDP2's groups of parameters; the state of torch 2.11 has one."""
+    state = _state(module)
+    return [state._fsdp_param_group] if hasattr(state, "_fsdp_param_group") else state._fsdp_param_groups
+
+
+def _insist_on_gradient(parameter: Any) -> None:
+    """Gives zeros to a parameter without a gradient here, which another rank may have.
+
+    All ranks then reduce the same. FSDP2's own option for it is not in torch 2.11.
+    """
+    whole = parameter.unsharded_param
+    if whole.requires_grad and whole.grad is None and parameter.unsharded_accumulated_grad is None:
+        whole.grad = torch.zeros_like(whole)
 
 
 def _release(root: nn.Module) -> None:
@@ -268,4 +282,8 @@ def _release(root: nn.Module) -> None:
 
     The current stream is behind them since `finalize_backward`, which waits for what followed them.
     """
-    _state(root)._comm_ctx.reduce_scatter_states.clear()
+    context = _state(root)._comm_ctx
+    if hasattr(context, "reduce_scatter_states"):
+        context.reduce_scatter_states.clear()
+    else:
+        context.reduce_scatter_state = None  # torch 2.11
